@@ -13,6 +13,7 @@ BIN := .venv/bin
 # Tests mostly wait for processes. A file stays on one worker, since its tests share warm ranks.
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # The tests start some two hundred Python processes: the first writes bytecode, the others read it.
+# pip does not compile (--no-compile): most modules are never imported.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -29,12 +30,12 @@ help:
 	  || { echo "Python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
 	@echo "installing into .venv (the first time this takes a minute or two)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,datacenter,examples]' 2>.venv/install.log \
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[server,datacenter,examples]' 2>.venv/install.log \
 	  || { tail -n 3 .venv/install.log; echo "installation failed: is the package registry reachable?"; exit 1; }
 	@touch $@
 
 .venv/ready-dev: .venv/ready
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' 2>.venv/install.log \
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]' 2>.venv/install.log \
 	  || { tail -n 3 .venv/install.log; echo "installation failed: is the package registry reachable?"; exit 1; }
 	@touch $@
 

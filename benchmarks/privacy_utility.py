@@ -105,7 +105,7 @@ def train(
                     clip_to_norm(update, CLIP)
                 mean = updates.mean(0)
                 if server is not None:
-                    server.add(mean, row=round_, devices=EACH)
+                    server.add(mean, plan.privacy.clip, row=round_, devices=EACH)
             model = model - SERVER_RATE * mean
     return digits.accuracy(model), bits
 

@@ -19,12 +19,20 @@ measured. The little that it misses belongs to processes that Flower starts and 
 
 "0" means one parameter with one element in both systems: an empty model cannot be trained.
 
+With `--observed`, rounds of Isthmus are compared with other rounds of the same run: blocks of
+rounds with a JSON log and metrics, scraped once a second, alternate with blocks that are shown on
+the console (`harness/alternating.py`). The ratio is that of the medians; the first round of a block
+is dropped.
+
 Figures: `speedup/<params>/<clients>` (wall time of Flower over Isthmus) and
-`cpu_ratio/<params>/<clients>` (CPU time of Flower over Isthmus).
+`cpu_ratio/<params>/<clients>` (CPU time of Flower over Isthmus); with `--observed`,
+`observed/<params>/<clients>` (wall time with over without).
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -32,12 +40,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import dataclass
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness import figures, flower_runtime
-from harness.processes import ProcessTree, Program, started
+from harness.alternating import BLOCK, is_observed
+from harness.processes import ProcessTree, Program, free_port, started
 
 HARNESS = Path(__file__).parent / "harness"
 SCRIPTS = Path(sys.executable).parent
@@ -54,6 +66,8 @@ class Size:
 
 
 SIZES = (Size("0", 1, 9, 200), Size("1M", 1_000_000, 9, 60), Size("25M", 25_000_000, 7, 15))
+OBSERVED_SIZES = (Size("0", 1, 0, 2000), Size("1M", 1_000_000, 0, 400))
+"""For `--observed`."""
 QUICK_SIZES = (Size("0", 1, 3, 200), Size("1M", 1_000_000, 3, 60))
 
 
@@ -69,7 +83,10 @@ class Cost:
 
 def main() -> None:
     """Measure, print, write."""
-    options = figures.options(__doc__ or "")
+    options = figures.options(__doc__ or "", more=_add_observed)
+    if options.observed:
+        measure_observed(options)
+        return
     sizes, client_counts = (QUICK_SIZES, (2,)) if options.quick else (SIZES, (2, 4))
     results: dict[str, float] = {}
     rows = []
@@ -97,6 +114,39 @@ def main() -> None:
     header = ("a round of", "Flower, wall", "Isthmus", "ratio", "Flower, CPU", "Isthmus", "ratio")
     print(figures.table(header, rows))
     figures.write(options.json, "round_overhead", figures.machine("flwr"), results)
+
+
+def _add_observed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--observed", action="store_true", help="compare runs that are observed with others"
+    )
+
+
+def measure_observed(options: argparse.Namespace) -> None:
+    """Compare observed rounds with others, for each size."""
+    results: dict[str, float] = {}
+    rows = []
+    clients = 2 if options.quick else 4
+    with tempfile.TemporaryDirectory(prefix="round-overhead-") as scratch:
+        for size in OBSERVED_SIZES:
+            rounds = size.isthmus_rounds // (5 if options.quick else 1)
+            run = replace(size, isthmus_rounds=rounds)
+            cost = measure_isthmus(Path(scratch), clients, run, alternating=True)
+            # Durations begin with that of the second round or of the third.
+            first = rounds - len(cost.seconds) + 1
+            numbered = [
+                (number, seconds)
+                for number, seconds in enumerate(cost.seconds, first)
+                if number % BLOCK != 1
+            ]
+            off = [seconds for number, seconds in numbered if not is_observed(number)]
+            on = [seconds for number, seconds in numbered if is_observed(number)]
+            ratio = statistics.median(on) / statistics.median(off)
+            results[f"observed/{size.label}/{clients}"] = ratio
+            shown = figures.spread(off), figures.spread(on), f"{ratio:.3f}"
+            rows.append((f"{size.label} parameters, {clients} clients", *shown))
+    print(figures.table(("a round of", "not observed", "observed", "ratio"), rows))
+    figures.write(options.json, "round_overhead", figures.machine(), results)
 
 
 def measure_flower(scratch: Path, clients: int, sizes: tuple[Size, ...]) -> dict[str, Cost]:
@@ -134,8 +184,8 @@ def measure_flower(scratch: Path, clients: int, sizes: tuple[Size, ...]) -> dict
     return costs
 
 
-def measure_isthmus(scratch: Path, clients: int, size: Size) -> Cost:
-    """Run the null job as a user does."""
+def measure_isthmus(scratch: Path, clients: int, size: Size, *, alternating: bool = False) -> Cost:
+    """Run the null job as a user does, or with blocks of rounds that are observed."""
     _log(f"Isthmus: {size.label} parameters, {clients} clients")
     directory = scratch / f"isthmus-{size.label}-{clients}"
     timestamps = scratch / f"{directory.name}.timestamps"
@@ -151,7 +201,12 @@ def measure_isthmus(scratch: Path, clients: int, size: Size) -> Cost:
     command = [program_path, "run", str(HARNESS / "null_job.toml"), "--run-dir", str(directory)]
     command += ["--address", "127.0.0.1:0"]
     command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    with started(command, scratch / f"{directory.name}.log") as program:
+    port = 0
+    if alternating:
+        port = free_port()
+        command[:1] = [sys.executable, str(HARNESS / "alternating.py")]
+        command += ["--metrics", f"127.0.0.1:{port}"]
+    with started(command, scratch / f"{directory.name}.log") as program, _scraped(port):
         cost = _follow(timestamps, size.isthmus_rounds, program, program.tree, 600.0)
         program.wait(120.0)
     printed = subprocess.run(
@@ -162,6 +217,27 @@ def measure_isthmus(scratch: Path, clients: int, size: Size) -> Cost:
     if accepted != [clients] * size.isthmus_rounds:
         raise program.failure(f"aggregated {accepted} answers, not {clients} a round")
     return cost
+
+
+@contextlib.contextmanager
+def _scraped(port: int) -> Iterator[None]:
+    """Read the metrics once a second during the block; 0: there are none."""
+    ended = threading.Event()
+
+    def scrape() -> None:
+        while not ended.wait(1.0):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5.0).read()
+
+    thread = threading.Thread(target=scrape)
+    if port:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if port:
+            thread.join()
 
 
 def _count(participants: int | list[str]) -> int:

@@ -36,6 +36,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -148,19 +149,16 @@ def client_masking(params: int, degree: int, repeats: int) -> Comparison:
     return Comparison(what, f"client_mask_speedup/{_short(params)}/{degree}", a, b)
 
 
+def round_config(**settings: Any) -> RoundConfig:
+    """The configuration of one sum."""
+    common = {"model_hash": SALT, "purpose": SALT}
+    return RoundConfig(run_id="bench", round=0, attempt=0, **common, **settings)
+
+
 def quantising(params: int, repeats: int) -> Comparison:
     """Compare stochastic quantisation of floats."""
     update = torch.empty(params).uniform_(-1, 1)
-    config = RoundConfig(
-        run_id="bench",
-        round=0,
-        attempt=0,
-        model_hash=SALT,
-        purpose=SALT,
-        size=params,
-        clients_max=1000,
-        clip=8.0,
-    )
+    config = round_config(size=params, clients_max=1000, clip=8.0)
     a, b = cpu_seconds(
         lambda: encode(config, update, weight=1),
         lambda: quantize([update.numpy()], 8.0, 1 << 22),
@@ -293,17 +291,7 @@ def noise_cost(params: int, repeats: int) -> tuple[list[tuple[str, ...]], dict[s
     noise = DistributedNoise.fit(
         clip=1.0, multiplier=1.0, honest=80, clients=100, size=params, bits=RING_BITS
     )
-    config = RoundConfig(
-        run_id="bench",
-        round=0,
-        attempt=0,
-        model_hash=SALT,
-        purpose=SALT,
-        size=params,
-        clients_max=100,
-        clients_min=90,
-        noise=noise,
-    )
+    config = round_config(size=params, clients_max=100, clients_min=90, noise=noise)
     update, vector = torch.randn(params), torch.zeros(config.length, dtype=torch.int32)
     seeds = [os.urandom(32) for _ in range(51)]
     masks, share, whole = cpu_seconds(

@@ -24,12 +24,16 @@ from isthmus.job import Job, load_job
 from isthmus.job.variations import combinations, parse_variation
 from isthmus.system.process import return_freed_memory
 from isthmus.task import check_named
+from isthmus_server.observability.options import LogFormat, observed
 
 if TYPE_CHECKING:
     from isthmus_server.storage.store import Store
 
 GRACE_SECONDS = 30.0
 """Time for a running round to end after the first signal."""
+
+_IN_THE_RUN = ""
+"""What `--html` without a file stands for."""
 
 _SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job."
@@ -52,12 +56,17 @@ _ADDRESS = click.option(
 @_DIRECTORY
 @click.option("--resume", is_flag=True, help="Resume the run in --run-dir.")
 @_ADDRESS
+@observed
 def run(
     job: Path | None,
     overrides: tuple[str, ...],
     run_dir: Path | None,
     resume: bool,
     address: str | None,
+    log_format: LogFormat,
+    quiet: bool,
+    metrics: str | None,
+    track: tuple[str, ...],
 ) -> None:
     """Train JOB on this machine: the server, its edge devices and its datacenter ranks.
 
@@ -79,14 +88,16 @@ def run(
         raise UserError("give a job file, or --resume --run-dir DIR")
     loaded = None if job is None else _loaded(job, overrides)
     listen_at = None if address is None else split_address(address, "--address")
-    console = Console()
     # The fork must happen before this process opens files or starts threads.
     with ParticipantForkServer.fork(
         ranks=loaded is None or loaded.datacenter.ranks > 0
     ) as fork_server:
         prepare()
         from isthmus_server.local.session import LocalRun
+        from isthmus_server.observability.observers import Observers
 
+        observers = Observers.of_options(log_format, quiet, metrics, track)
+        console = observers.console
         if loaded is None or job is None:
             assert run_dir is not None
             local_run = LocalRun.resumed(run_dir)
@@ -94,7 +105,7 @@ def run(
             directory = run_dir or _fresh_directory(loaded)
             local_run = LocalRun.new(loaded, job.resolve().parent, directory)
         try:
-            work = local_run.run(listen_at, console, fork_server)
+            work = local_run.run(listen_at, console, fork_server, observers)
             run_until_stopped(work, local_run.leave)
         except click.Abort:
             again = f"isthmus run --resume --run-dir {local_run.directory}"
@@ -231,10 +242,20 @@ def compare(
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON document.")
 @click.option(
+    "--html",
+    "page",
+    metavar="[FILE]",
+    is_flag=False,
+    flag_value=_IN_THE_RUN,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write it as one HTML page that needs nothing else, by default to RUN/report.html.",
+)
+@click.option(
     "--schema", "as_schema", is_flag=True, help="Print the JSON schema of that document and exit."
 )
-def report(run_dir: Path | None, as_json: bool, as_schema: bool) -> None:
+def report(run_dir: Path | None, as_json: bool, page: Path | None, as_schema: bool) -> None:
     """Print the report of the run in the directory RUN: rounds, problems, final model."""
+    from isthmus_server.views.html_report.page import html_page
     from isthmus_server.views.report import read_report, report_schema, show
 
     if as_schema:
@@ -242,10 +263,16 @@ def report(run_dir: Path | None, as_json: bool, as_schema: bool) -> None:
         return
     if run_dir is None:
         raise UserError("give the directory of a run, or --schema")
+    if as_json and page is not None:
+        raise UserError("give --json or --html, and run the command again for the other")
     with _opened(run_dir) as store:
         run_report = read_report(store)
     if as_json:
         click.echo(json.dumps(run_report.to_json(), indent=1))
+    elif page is not None:
+        file = run_dir / "report.html" if page == Path(_IN_THE_RUN) else page
+        file.write_text(html_page(run_report), encoding="utf-8")
+        click.echo(f"the report is in {file}")
     else:
         show(run_report, Console())
 

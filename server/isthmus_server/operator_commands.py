@@ -76,13 +76,15 @@ class OperatorClient:
         except grpc.RpcError as error:
             raise self._refusal(error) from None
 
-    def submit(self, job: Job) -> str:
+    def submit(self, job: Job, share: float = 1.0) -> str:
         """Queue a job exactly once, even if the server's first reply is lost; returns its id.
+
+        `share` is that of the participants, while other jobs run too.
 
         Raises:
             AdmissionRefused: the server refuses, or did not answer twice.
         """
-        request = pb.SubmitRequest(job=write_job(job), key=uuid.uuid4().hex)
+        request = pb.SubmitRequest(job=write_job(job), key=uuid.uuid4().hex, share=share)
         data = request.SerializeToString()
         call = self._channel.unary_unary(_SERVICE + "Submit")
         try:
@@ -186,14 +188,21 @@ def join(url: str, token: str | None, token_file: str | None, state: Path) -> No
 @click.command()
 @click.argument("job", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
+@click.option(
+    "--share",
+    type=click.FloatRange(0.01, 1000),
+    default=1.0,
+    show_default=True,
+    help="Of the participants' time, relative to other jobs that run at the same time.",
+)
 @_STATE
-def submit(job: Path, overrides: tuple[str, ...], state: Path) -> None:
+def submit(job: Path, overrides: tuple[str, ...], share: float, state: Path) -> None:
     """Append JOB to the server's queue and print the job's id.
 
     The server uses its own copy of the task: a file in `tasks/` of the server's state directory.
     """
     loaded = load_job(job, overrides)
-    click.echo(in_a_line(OperatorClient(state).submit(loaded)))
+    click.echo(in_a_line(OperatorClient(state).submit(loaded, share)))
 
 
 @click.command()
@@ -210,13 +219,25 @@ def submit(job: Path, overrides: tuple[str, ...], state: Path) -> None:
 def jobs(as_json: bool, ended: int, state: Path) -> None:
     """List the server's running, paused and queued jobs, and the latest ended ones."""
     reply = OperatorClient(state).call("Jobs", pb.JobsRequest(ended=ended), pb.JobsReply)
-    keys = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds", "next_try")
+    keys = (
+        "id",
+        "state",
+        "reason",
+        "submitted_by",
+        "submitted_at",
+        "round",
+        "rounds",
+        "next_try",
+        "share",
+        "participations",
+        "participant_seconds",
+    )
     if as_json:
         click.echo(
             json.dumps([{key: getattr(job, key) for key in keys} for job in reply.jobs], indent=1)
         )
         return
-    table = Table("job", "state", "round", "by", "since (UTC)", box=None)
+    table = Table("job", "state", "round", "by", "since (UTC)", "share", box=None)
     table.add_column("reason", overflow="fold")
     for job in reply.jobs:
         since = time.strftime("%Y-%m-%d %H:%M", time.gmtime(job.submitted_at))
@@ -224,7 +245,10 @@ def jobs(as_json: bool, ended: int, state: Path) -> None:
         reason = job.reason
         if job.next_try:
             reason = f"next try {_time_of_day(job.next_try)}: {reason}"
-        texts = (job.id, job.state, rounds, job.submitted_by, since, reason)
+        share = f"{job.share:g}"
+        if job.participations:
+            share += f" ({job.participations} participations)"
+        texts = (job.id, job.state, rounds, job.submitted_by, since, share, reason)
         table.add_row(*(escape(in_a_line(text)) for text in texts))
     none = "nothing has been submitted yet" if ended else "no job is running or queued"
     Console().print(table if reply.jobs else none)
@@ -266,6 +290,15 @@ def cancel(job: str, state: Path) -> None:
     """Remove JOB from the queue, or stop it; committed rounds are kept."""
     reply = OperatorClient(state).call("Cancel", pb.CancelRequest(id=job), pb.CancelReply)
     click.echo(f"{job} is {in_a_line(reply.state)}")
+
+
+@click.command()
+@click.argument("job")
+@_STATE
+def pause(job: str, state: Path) -> None:
+    """Let JOB rest after its running round, until `isthmus resume`."""
+    reply = OperatorClient(state).call("Pause", pb.PauseRequest(id=job), pb.PauseReply)
+    click.echo(f"{job} is {in_a_line(reply.state)}; continue it with  isthmus resume {job}")
 
 
 @click.command()

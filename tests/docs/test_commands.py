@@ -115,10 +115,12 @@ def terminal(folder: Path) -> Terminal:
         "README.md",
         "docs/getting-started.md",
         "docs/tasks.md",
+        "docs/operations.md",
         "docs/python.md",
         "docs/privacy.md",
         "docs/flower.md",
         "docs/chaos.md",
+        "docs/observe.md",
     ],
 )
 def test_the_commands_of_a_page_work(page: str, terminal: Terminal) -> None:

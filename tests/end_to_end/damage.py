@@ -19,9 +19,9 @@ from isthmus_clients.training.history_files import begin_history
 from isthmus_clients.training.history_log import HistoryLog
 from isthmus_datacenter.checkpointing.digests import check_files
 from isthmus_server.control_plane.authority import CertificateAuthority
-from isthmus_server.control_plane.job_queue import JobQueue
 from isthmus_server.control_plane.registry import Registry
 from isthmus_server.control_plane.remote_authority import RemoteMembers, check
+from isthmus_server.jobs.queue import JobQueue
 from isthmus_server.storage import audit
 from isthmus_server.storage.store import Store
 from isthmus_server.views.explain import explain

@@ -34,9 +34,9 @@ from isthmus_clients.training.history_log import HistoryLog
 from isthmus_privacy.secagg.history import Begun, Unmasked
 from isthmus_server.authority.service import AuthorityService
 from isthmus_server.control_plane.authority import CertificateAuthority, initialise
-from isthmus_server.control_plane.job_queue import JobQueue
 from isthmus_server.control_plane.registry import Registry
 from isthmus_server.control_plane.remote_authority import RegistryCopy
+from isthmus_server.jobs.queue import JobQueue
 from isthmus_server.runs_commands import runs
 from isthmus_server.storage import audit
 from isthmus_server.storage.schema import SCHEMA

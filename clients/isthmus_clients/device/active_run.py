@@ -143,19 +143,26 @@ class ActiveRun:
 
     @property
     def training_slots(self) -> Sequence[Slot]:
-        """The figures that this device gives with an update; with a trusted server's noise none."""
-        from isthmus_privacy.secagg import SCORING_SLOTS, TRAINING_SLOTS
+        """The figures that this device gives with an update; no loss if a server adds noise."""
+        from isthmus_privacy.secagg import CLIPPING_SLOTS, SCORING_SLOTS, TRAINING_SLOTS
 
         privacy = self.job.privacy
-        trusted = privacy is not None and privacy.mechanism != "distributed"
-        return SCORING_SLOTS if trusted else TRAINING_SLOTS
+        if privacy is None or privacy.mechanism == "distributed":
+            return TRAINING_SLOTS
+        return SCORING_SLOTS if privacy.clip_quantile is None else CLIPPING_SLOTS
 
-    def check_privacy(self, config: RoundConfig) -> None:
+    def check_privacy(self, config: RoundConfig, rho: float) -> None:
         """Refuse a sum of updates without the clipping and the noise that the job promises.
 
+        Args:
+            config: of the sum.
+            rho: of the noise of all sums of this run, this one included; see `Begun.rho`.
+
         Raises:
-            PeerMisbehaved: the configuration differs from the job.
+            PeerMisbehaved: the configuration differs from the job, or the budget of the job is used
+                up: a server may have announced fewer rounds than it asks for.
         """
+        from isthmus_privacy.dp.accounting import epsilon_of_rho
         from isthmus_privacy.dp.calibration import NoisePlan
 
         privacy = self.job.privacy
@@ -177,6 +184,12 @@ class ActiveRun:
                 f"{self.job.name!r} was opened with noise of {promised:.6g} times a clipping bound "
                 f"of {privacy.clip:g} ([privacy]), and this sum has "
                 + ("none" if noise is None else f"{noise.multiplier:.6g} times {noise.clip:g}"),
+            )
+        if (epsilon := epsilon_of_rho(rho, privacy.delta)) * _ROUNDED > privacy.epsilon:
+            refusal.refuse(
+                "sums-beyond-the-jobs-budget",
+                f"{self.job.name!r} was opened with an epsilon of {privacy.epsilon:g} ([privacy]), "
+                f"and with this sum its rounds on this device would have one of {epsilon:.4g}",
             )
 
     def check_measured(self) -> None:

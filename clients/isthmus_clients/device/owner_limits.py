@@ -210,11 +210,18 @@ class LimitsGuard:
         """Refuse to send anything that is not masked.
 
         Raises:
-            AdmissionRefused: the owner requires secure aggregation.
+            AdmissionRefused: the owner requires secure aggregation, or limits what only noise
+                inside secure sums can meet.
         """
-        if self.limits.privacy.secure_aggregation:
+        limits = self.limits.privacy
+        if limits.secure_aggregation:
             raise AdmissionRefused(
                 "its owner requires secure aggregation, and this request is without"
+            )
+        if limits.noise is not None or limits.epsilon is not None:
+            raise AdmissionRefused(
+                "its owner limits privacy by noise or epsilon ([privacy] in policy.toml), which "
+                "only sums with secure aggregation can meet, and this request is without"
             )
 
     def check_work(self, size: int, room: int = 0) -> None:

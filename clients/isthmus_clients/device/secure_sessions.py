@@ -131,7 +131,7 @@ class SecureSessions:
         )
         slots = MEASURING_SLOTS if scale else run.training_slots
         attempt = self.propose(about, work.secure, work.model, purpose.hash, slots)
-        run.check_privacy(attempt.config)
+        run.check_privacy(attempt.config, self._enrolled().history.rho(work.run_id))
         result = _train_silently(host, request, payload)
         check_wanted(wanted)
         layout = run.layout.gradient_and_update if scale else run.layout
@@ -258,7 +258,7 @@ class SecureSessions:
         import torch
 
         from isthmus_privacy.dp.clipping import clip_to_norm
-        from isthmus_privacy.secagg import GRADIENT_LOST
+        from isthmus_privacy.secagg import GRADIENT_LOST, WITHIN_CLIP
         from isthmus_privacy.secagg.encoding import lost_in_clipping
 
         seed = self.seed(run, attempt.config.round)
@@ -271,7 +271,10 @@ class SecureSessions:
         vector = layout.decode(update).mul_(scale)
         if privacy is not None:
             if config.noise is None:  # else it is clipped where the noise is added
-                clip_to_norm(vector, privacy.clip)
+                moves = WITHIN_CLIP.name in figures
+                longer = clip_to_norm(vector, config.clip if moves else privacy.clip)
+                if moves:
+                    figures[WITHIN_CLIP.name] = float(not longer)
             return self.join(attempt, vector, 1, figures, seed)
         figures["loss"] = trained.training.get("loss", 0.0)
         if GRADIENT_LOST.name in figures:

@@ -35,6 +35,10 @@ class PrivacySection(Section):
     clip: Positive = 1.0
     """Bound on the 2-norm of one device's update (its model after training minus the start). The
     update of every device counts the same, whatever its number of examples."""
+    clip_quantile: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """With `gaussian`: `clip` is the bound of the first round only, and then moves towards this
+    quantile of the norms of the updates, such as 0.5 for their median (Andrew et al. 2021).
+    Default: `clip` stays."""
     noise: Positive | None = None
     """Noise multiplier: standard deviation of the noise in a round's sum, over `clip`. With
     `correlated` it is over what one device changes in all rounds. Default: the least with which
@@ -54,6 +58,15 @@ class PrivacySection(Section):
             raise ValueError(
                 f"separation={self.separation} is for mechanism='correlated'; remove it, or set "
                 "participations"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _quantile_is_used(self) -> PrivacySection:
+        if self.clip_quantile is not None and self.mechanism != "gaussian":
+            raise ValueError(
+                f"clip_quantile={self.clip_quantile:g} is for mechanism='gaussian', whose server "
+                "may count the clipped updates; remove it"
             )
         return self
 
@@ -101,6 +114,11 @@ def _about_devices(privacy: PrivacySection, job: Job) -> str:
             "mechanism='distributed' adds the noise inside the secure sum; set "
             "federated.secure_aggregation = true"
         )
+    if privacy.clip_quantile is not None and not federated.secure_aggregation:
+        return (
+            "clip_quantile counts the devices within the bound in the secure sum; set "
+            "federated.secure_aggregation = true"
+        )
     if federated.clients and privacy.delta >= 1 / federated.clients:
         return (
             f"delta={privacy.delta:g} is not below 1 / {federated.clients} devices: it would allow "
@@ -134,6 +152,10 @@ class DatacenterPrivacy(Section):
     """Whose examples they are: a server keeps one ledger for all jobs with the same name. The steps
     of several datacenters are charged as if all had the same examples."""
 
+    overlap: bool = False
+    """Whether somebody with a device may also have an example here: the report and the ledger then
+    also say what both together reveal. Needs `[privacy]`."""
+
     def check(self, job: Job) -> None:
         """Refuse a job in which the guarantee would not hold.
 
@@ -148,6 +170,10 @@ class DatacenterPrivacy(Section):
             else "",
             "exchange.buffers='recompute' computes running statistics without noise; use 'frozen'"
             if job.exchange.buffers == "recompute"
+            else "",
+            "overlap=true is about people whose devices are protected too; add a table [privacy], "
+            "or remove it"
+            if self.overlap and job.privacy is None
             else "",
             f"population={devices!r} is that of the devices, whose unit is another; choose another"
             if self.population == devices

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
+from isthmus import __version__
 from isthmus.errors import AdmissionRefused, IsthmusError, UpdateError
 from isthmus.grpc_errors import details_of, short_message
 from isthmus.identity.membership import Membership, check_dialling
@@ -227,7 +228,7 @@ class Uplink:
     def _hello(self) -> link_pb2.Envelope:
         hello = link_pb2.Hello(name=self.name, role=self.role, identity=self.identity)
         hello.version_min, hello.version_max = OLDEST_VERSION, VERSION
-        hello.instance = self._instance
+        hello.instance, hello.software = self._instance, __version__
         return link_pb2.Envelope(hello=hello)
 
     def _welcomed(self, welcome: link_pb2.Welcome) -> None:

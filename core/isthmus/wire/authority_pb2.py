@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cisthmus/wire/authority.proto\x12\x14isthmus.authority.v1\"\"\n\x0fRegistryRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"r\n\x0cRegistryPart\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x11\n\tunchanged\x18\x02 \x01(\x08\x12-\n\x07members\x18\x03 \x03(\x0b\x32\x1c.isthmus.authority.v1.Member\x12\x0f\n\x07revoked\x18\x04 \x03(\x0c\"\xba\x01\n\x06Member\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x10\n\x08identity\x18\x03 \x01(\x0c\x12\x0e\n\x06joined\x18\x04 \x01(\x01\x12\x14\n\x07revoked\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tenrolment\x18\x06 \x01(\x0c\x12=\n\x0c\x63\x65rtificates\x18\x07 \x03(\x0b\x32\'.isthmus.authority.v1.IssuedCertificateB\n\n\x08_revoked\"6\n\x11IssuedCertificate\x12\x0e\n\x06serial\x18\x01 \x01(\t\x12\x11\n\tnot_after\x18\x02 \x01(\x01\"E\n\x0cRenewRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0fsigning_request\x18\x02 \x01(\x0c\x12\x0e\n\x06serial\x18\x03 \x01(\t\"!\n\nRenewReply\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x32\xb3\x01\n\tAuthority\x12W\n\x08Registry\x12%.isthmus.authority.v1.RegistryRequest\x1a\".isthmus.authority.v1.RegistryPart0\x01\x12M\n\x05Renew\x12\".isthmus.authority.v1.RenewRequest\x1a .isthmus.authority.v1.RenewReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cisthmus/wire/authority.proto\x12\x14isthmus.authority.v1\"\"\n\x0fRegistryRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"r\n\x0cRegistryPart\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x11\n\tunchanged\x18\x02 \x01(\x08\x12-\n\x07members\x18\x03 \x03(\x0b\x32\x1c.isthmus.authority.v1.Member\x12\x0f\n\x07revoked\x18\x04 \x03(\x0c\"\xcb\x01\n\x06Member\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x10\n\x08identity\x18\x03 \x01(\x0c\x12\x0e\n\x06joined\x18\x04 \x01(\x01\x12\x14\n\x07revoked\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tenrolment\x18\x06 \x01(\x0c\x12=\n\x0c\x63\x65rtificates\x18\x07 \x03(\x0b\x32\'.isthmus.authority.v1.IssuedCertificate\x12\x0f\n\x07rollout\x18\x08 \x01(\tB\n\n\x08_revoked\"6\n\x11IssuedCertificate\x12\x0e\n\x06serial\x18\x01 \x01(\t\x12\x11\n\tnot_after\x18\x02 \x01(\x01\"E\n\x0cRenewRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x17\n\x0fsigning_request\x18\x02 \x01(\x0c\x12\x0e\n\x06serial\x18\x03 \x01(\t\"!\n\nRenewReply\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x32\xb3\x01\n\tAuthority\x12W\n\x08Registry\x12%.isthmus.authority.v1.RegistryRequest\x1a\".isthmus.authority.v1.RegistryPart0\x01\x12M\n\x05Renew\x12\".isthmus.authority.v1.RenewRequest\x1a .isthmus.authority.v1.RenewReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,13 +36,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTRYPART']._serialized_start=90
   _globals['_REGISTRYPART']._serialized_end=204
   _globals['_MEMBER']._serialized_start=207
-  _globals['_MEMBER']._serialized_end=393
-  _globals['_ISSUEDCERTIFICATE']._serialized_start=395
-  _globals['_ISSUEDCERTIFICATE']._serialized_end=449
-  _globals['_RENEWREQUEST']._serialized_start=451
-  _globals['_RENEWREQUEST']._serialized_end=520
-  _globals['_RENEWREPLY']._serialized_start=522
-  _globals['_RENEWREPLY']._serialized_end=555
-  _globals['_AUTHORITY']._serialized_start=558
-  _globals['_AUTHORITY']._serialized_end=737
+  _globals['_MEMBER']._serialized_end=410
+  _globals['_ISSUEDCERTIFICATE']._serialized_start=412
+  _globals['_ISSUEDCERTIFICATE']._serialized_end=466
+  _globals['_RENEWREQUEST']._serialized_start=468
+  _globals['_RENEWREQUEST']._serialized_end=537
+  _globals['_RENEWREPLY']._serialized_start=539
+  _globals['_RENEWREPLY']._serialized_end=572
+  _globals['_AUTHORITY']._serialized_start=575
+  _globals['_AUTHORITY']._serialized_end=754
 # @@protoc_insertion_point(module_scope)

@@ -25,7 +25,7 @@ class RegistryPart(_message.Message):
     def __init__(self, version: _Optional[str] = ..., unchanged: _Optional[bool] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., revoked: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("name", "kind", "identity", "joined", "revoked", "enrolment", "certificates")
+    __slots__ = ("name", "kind", "identity", "joined", "revoked", "enrolment", "certificates", "rollout")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class Member(_message.Message):
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     ENROLMENT_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATES_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     identity: bytes
@@ -40,7 +41,8 @@ class Member(_message.Message):
     revoked: float
     enrolment: bytes
     certificates: _containers.RepeatedCompositeFieldContainer[IssuedCertificate]
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., identity: _Optional[bytes] = ..., joined: _Optional[float] = ..., revoked: _Optional[float] = ..., enrolment: _Optional[bytes] = ..., certificates: _Optional[_Iterable[_Union[IssuedCertificate, _Mapping]]] = ...) -> None: ...
+    rollout: str
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., identity: _Optional[bytes] = ..., joined: _Optional[float] = ..., revoked: _Optional[float] = ..., enrolment: _Optional[bytes] = ..., certificates: _Optional[_Iterable[_Union[IssuedCertificate, _Mapping]]] = ..., rollout: _Optional[str] = ...) -> None: ...
 
 class IssuedCertificate(_message.Message):
     __slots__ = ("serial", "not_after")

@@ -7,12 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("job", "key")
+    __slots__ = ("job", "key", "share")
     JOB_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     job: str
     key: str
-    def __init__(self, job: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
+    share: float
+    def __init__(self, job: _Optional[str] = ..., key: _Optional[str] = ..., share: _Optional[float] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ("id",)
@@ -33,7 +35,7 @@ class JobsReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds", "next_try")
+    __slots__ = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds", "next_try", "share", "participations", "participant_seconds")
     ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +44,9 @@ class Job(_message.Message):
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     NEXT_TRY_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    PARTICIPATIONS_FIELD_NUMBER: _ClassVar[int]
+    PARTICIPANT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     id: str
     state: str
     reason: str
@@ -50,7 +55,10 @@ class Job(_message.Message):
     round: int
     rounds: int
     next_try: float
-    def __init__(self, id: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., submitted_by: _Optional[str] = ..., submitted_at: _Optional[float] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., next_try: _Optional[float] = ...) -> None: ...
+    share: float
+    participations: int
+    participant_seconds: float
+    def __init__(self, id: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., submitted_by: _Optional[str] = ..., submitted_at: _Optional[float] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., next_try: _Optional[float] = ..., share: _Optional[float] = ..., participations: _Optional[int] = ..., participant_seconds: _Optional[float] = ...) -> None: ...
 
 class LogsRequest(_message.Message):
     __slots__ = ("id", "follow")
@@ -75,6 +83,18 @@ class CancelRequest(_message.Message):
     def __init__(self, id: _Optional[str] = ...) -> None: ...
 
 class CancelReply(_message.Message):
+    __slots__ = ("state",)
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    def __init__(self, state: _Optional[str] = ...) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class PauseReply(_message.Message):
     __slots__ = ("state",)
     STATE_FIELD_NUMBER: _ClassVar[int]
     state: str

@@ -108,7 +108,7 @@ class RequestHandler:
         raise UserError(f"a datacenter does not support {kind!r}; it may be older than the server")
 
     async def _open(self, open_: link_pb2.OpenRun, progress: ReportProgress) -> link_pb2.Reply:
-        if not _RUN_ID.fullmatch(open_.run_id) or open_.run_id in _RESERVED_NAMES:
+        if not _names_a_run(open_.run_id):
             raise UserError(f"run_id={open_.run_id!r} cannot name a directory")
         job = read_job(open_.job)
         layout = TensorLayout.from_header(open_.layout)
@@ -228,14 +228,19 @@ class RequestHandler:
         if self._run is not None and self._run.run_id == close.run_id:
             self._run = None
             await self._group.execute(Command(op="close", run_id=close.run_id))
-            if close.finished:  # its checkpoints take most of the state directory
-                await asyncio.to_thread(shutil.rmtree, self._state / close.run_id, True)
+        if close.finished and _names_a_run(close.run_id):
+            # Its checkpoints take most of the state directory; another run may be open by now.
+            await asyncio.to_thread(shutil.rmtree, self._state / close.run_id, True)
         return link_pb2.Reply(closed=link_pb2.Closed())
 
     def _open_run(self, run_id: str) -> DatacenterRun:
         if self._run is None or self._run.run_id != run_id:
             raise UserError(f"run {run_id!r} is not open in this datacenter")
         return self._run
+
+
+def _names_a_run(run_id: str) -> bool:
+    return bool(_RUN_ID.fullmatch(run_id)) and run_id not in _RESERVED_NAMES
 
 
 def training_events(

@@ -43,6 +43,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "config-noise-below-floor",
     "private-sum-of-another-vector",
     "noise-below-the-jobs",
+    "sums-beyond-the-jobs-budget",
     "measurement-without-noise",
     "config-model-differs",
     "config-purpose-differs",

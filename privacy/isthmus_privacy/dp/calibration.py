@@ -11,12 +11,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from isthmus.errors import JobError
 from isthmus.job.privacy import DatacenterPrivacy, PrivacySection
 from isthmus_privacy.dp.accounting import (
-    WHOLE_ORDERS,
+    FEW_ORDERS,
     Composition,
     CorrelatedGaussian,
     Event,
@@ -25,6 +25,7 @@ from isthmus_privacy.dp.accounting import (
     ZeroConcentrated,
     epsilon_of_rho,
 )
+from isthmus_privacy.dp.adaptive_clipping import AdaptiveBound
 from isthmus_privacy.dp.correlated import CorrelatedNoise
 
 if TYPE_CHECKING:
@@ -35,8 +36,14 @@ LARGEST_NOISE = 1e4
 
 _CLOSE = 1e-9
 _SMALLEST_SAMPLED = 2.0**-7
-_RENYI_EXCESS = 1.4
-"""Rényi differential privacy asks for at most so much more noise."""
+_FEWER_ORDERS_EXCESS = 1.1
+"""How much more noise Rényi differential privacy asks for, about: where the search begins."""
+_COARSE = 1e-3
+"""Step of a coarse privacy loss distribution; the library's default is a tenth of it."""
+_CLOSE_EPSILON = 0.995
+"""The noise of DP-SGD uses at least this part of the budget."""
+_FIRST_POWER = 1.5
+_TRIES = 8
 _MARGIN = 1.0005
 """The accountant rounds up: by less than this in the noise."""
 
@@ -92,13 +99,22 @@ class NoisePlan:
         return Composition().plus(self.event(""), times).epsilon(self.privacy.delta) if times else 0
 
     @property
+    def first_bound(self) -> AdaptiveBound | None:
+        """The clipping bound of the first round, if it moves."""
+        clip, quantile = self.privacy.clip, self.privacy.clip_quantile
+        if quantile is None:
+            return None
+        return AdaptiveBound(quantile, self.multiplier, bound=clip, first=clip)
+
+    @property
     def deviation(self) -> float:
-        """Standard deviation of the noise in the sum of a round, in units of the parameters.
+        """Standard deviation of the noise in the sum of a round, over the clipping bound.
 
         With correlated noise that of one draw, which later rounds take a part back of.
         """
-        unit = self.multiplier * self.privacy.clip
-        return unit if self.correlated is None else unit * self.correlated.sensitivity
+        if self.first_bound is not None:
+            return self.first_bound.update_multiplier
+        return self.multiplier * (1 if self.correlated is None else self.correlated.sensitivity)
 
     def noise_to_signal(self, size: int, clients: int) -> float:
         """2-norm of a round's noise over that of the sum, if all updates are equal and clipped.
@@ -107,7 +123,7 @@ class NoisePlan:
             size: N, elements of an update.
             clients: devices in the sum.
         """
-        return self.deviation * math.sqrt(size) / (clients * self.privacy.clip)
+        return self.deviation * math.sqrt(size) / clients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,31 +171,64 @@ class SampledNoisePlan:
 
 @functools.lru_cache(maxsize=64)  # it takes seconds
 def _of_sampled(epsilon: float, delta: float, probability: float, steps: int) -> float | None:
-    """The least noise multiplier of steps of DP-SGD, to 0.5 %; None if it is too large.
+    """The least noise multiplier of steps of DP-SGD, to 0.5 % of epsilon; None if it is too large.
 
-    Bounded by Rényi differential privacy, which is fast for any noise and needs a little too much,
-    and from there by the accountant of the ledger.
+    Bounded by Rényi differential privacy, which is fast for any noise and needs too much; then by
+    coarse privacy loss distributions, a tenth of the time of those of the ledger; and from there by
+    the accountant of the ledger, which usually agrees at once or after one correction.
     """
     import dp_accounting
 
-    def fits(multiplier: float) -> bool:
+    def accounted(accountant: Any, multiplier: float) -> float:
         gaussian = dp_accounting.GaussianDpEvent(multiplier)
         step = dp_accounting.PoissonSampledDpEvent(probability, gaussian)
-        accountant = dp_accounting.rdp.RdpAccountant(orders=WHOLE_ORDERS)
         accountant.compose(dp_accounting.SelfComposedDpEvent(step, steps))
-        return bool(accountant.get_epsilon(delta) <= epsilon)
+        return float(accountant.get_epsilon(delta))
 
-    def fits_ledger(multiplier: float) -> bool:
+    def bound(multiplier: float) -> float:
+        return accounted(dp_accounting.rdp.RdpAccountant(orders=FEW_ORDERS), multiplier)
+
+    def coarse(multiplier: float) -> float:
+        return accounted(
+            dp_accounting.pld.PLDAccountant(value_discretization_interval=_COARSE), multiplier
+        )
+
+    def of_ledger(multiplier: float) -> float:
         event = SampledGaussian(multiplier, probability, steps)
-        return Composition().plus(event).epsilon(delta) <= epsilon
+        return Composition().plus(event).epsilon(delta)
 
     high = _SMALLEST_SAMPLED
-    while not fits(high):
+    while bound(high) > epsilon:
         high *= 2
         if high > LARGEST_NOISE:
             return None
-    high = _between(high / 2, high, 1.05, fits)
-    return _between(high / _RENYI_EXCESS, high, 1.005, fits_ledger)
+    high = _between(high / 2, high, 1.01, lambda each: bound(each) <= epsilon)
+    start = _near(epsilon, high / _FEWER_ORDERS_EXCESS, coarse)
+    found = _near(epsilon, start, of_ledger)
+    if not _CLOSE_EPSILON * epsilon <= of_ledger(found) <= epsilon:
+        # Where epsilon is no smooth function of the noise to the accountant's precision.
+        low = _SMALLEST_SAMPLED
+        return _between(low, high, 1.005, lambda each: of_ledger(each) <= epsilon)
+    return found
+
+
+def _near(epsilon: float, multiplier: float, epsilon_of: Callable[[float], float]) -> float:
+    """A noise multiplier with a little less than `epsilon`: it falls like a power of the noise.
+
+    From a first one, at most `_TRIES` evaluations.
+    """
+    power, before = _FIRST_POWER, None
+    for _ in range(_TRIES):
+        spent = epsilon_of(multiplier)
+        if _CLOSE_EPSILON * epsilon <= spent <= epsilon:
+            break
+        if before is not None and spent != before[1] and multiplier != before[0]:
+            slope = -math.log(spent / before[1]) / math.log(multiplier / before[0])
+            power = min(max(slope, 0.5), 20.0)
+        before = multiplier, spent
+        aim = epsilon * (1 + _CLOSE_EPSILON) / 2
+        multiplier *= min(max((spent / aim) ** (1 / power), 0.5), 2.0)
+    return multiplier
 
 
 def _between(low: float, high: float, precision: float, fits: Callable[[float], bool]) -> float:

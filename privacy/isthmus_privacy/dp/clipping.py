@@ -19,14 +19,19 @@ _MARGIN = 1 - 2.0**-20
 """Rounding of the clipped elements to float32 changes their norm by less."""
 
 
+def norm_of(vector: torch.Tensor) -> float:
+    """2-norm of a vector (N) of any real floating type, added in float64."""
+    parts = (vector[at : at + _TILE] for at in range(0, len(vector), _TILE))
+    return math.sqrt(math.fsum(float(part.double().square().sum()) for part in parts))
+
+
 def clip_to_norm(vector: torch.Tensor, bound: float) -> bool:
     """Scale a vector (N), finite, to a 2-norm of at most `bound`, in place.
 
     Returns:
         Whether it was longer.
     """
-    parts = [vector[at : at + _TILE] for at in range(0, len(vector), _TILE)]
-    norm = math.sqrt(math.fsum(float(part.double().square().sum()) for part in parts))
+    norm = norm_of(vector)
     if norm <= bound * _MARGIN:
         return False
     vector.mul_(bound * _MARGIN / norm)

@@ -33,7 +33,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from isthmus.errors import UserError
+from isthmus.errors import CannotContinue, UserError
+from isthmus.system.private_files import sync_directory
 from isthmus_privacy.dp.accounting import (
     Composition,
     Event,
@@ -92,9 +93,9 @@ class LedgerHead:
 
     @classmethod
     def of(cls, text: str) -> Self | None:
-        """The head that was written as text; None for an empty text."""
+        """The head that was written as text; None if none was."""
         number, _, digest = text.partition(":")
-        return cls(int(number), digest) if digest else None
+        return cls(int(number), digest) if number.isdecimal() and digest else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,14 +146,14 @@ class Ledger:
 
         Raises:
             LedgerDamaged: it is not the one that was written.
-            UserError: another process has it open.
+            CannotContinue: another process has it open.
         """
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(
+                raise CannotContinue(
                     f"the privacy ledger {path} is in use by another process; end it first"
                 ) from None
             lines, whole = _lines(path)
@@ -161,7 +162,7 @@ class Ledger:
             if os.fstat(file).st_size > whole:
                 os.ftruncate(file, whole)
             os.fsync(file)
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
         except BaseException:
             os.close(file)
             raise
@@ -246,6 +247,15 @@ class Ledger:
             delta: at which.
             plus: a further charge, which is only asked about.
         """
+        return max(each.epsilon(delta) for each in self._largest(population, plus))
+
+    def epsilon_together(self, populations: tuple[str, str], delta: float) -> float:
+        """What was spent of somebody who has one member in each of two populations."""
+        first, second = map(self._largest, populations)
+        return max(_joined(one, two).epsilon(delta) for one in first for two in second)
+
+    def _largest(self, population: str, plus: Charge | None = None) -> list[Composition]:
+        """What the devices were asked for, without what another one was asked for too."""
         spent = dict(self._spent.get(population, {}))
         if plus is not None:
             for name in plus.devices or ("",):
@@ -255,7 +265,7 @@ class Ledger:
         for each in {_joined(everybody, one) for one in spent.values()}:
             if not any(other.covers(each) for other in largest):
                 largest = [other for other in largest if not each.covers(other)] + [each]
-        return max(each.epsilon(delta) for each in largest)
+        return largest
 
     def spent_by(self, population: str, device: str) -> Composition:
         """Everything that one device of a population was asked for."""
@@ -370,11 +380,3 @@ def _bounded(file: Any, path: Path) -> Iterator[bytes]:
                 "file from a backup"
             )
         yield line
-
-
-def _sync_directory(directory: Path) -> None:
-    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

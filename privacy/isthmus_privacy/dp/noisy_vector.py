@@ -17,12 +17,12 @@ True
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 
 from isthmus_privacy.crypto.masking import TILE
+from isthmus_privacy.dp.clipping import norm_of
 from isthmus_privacy.dp.discrete_gaussian import RandomBytes, add_noise
 from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.dp.rotation import rotate, unrotate
@@ -93,7 +93,7 @@ def decode(
 
 def _clipping(vector: torch.Tensor, clip: float) -> float:
     """Factor that reduces the 2-norm of a vector to `clip`, at most 1."""
-    norm = math.sqrt(sum(float(part.double().square().sum()) for part in _tiles(vector)))
+    norm = norm_of(vector)
     return clip / norm if norm > clip else 1.0
 
 

@@ -45,11 +45,13 @@ from isthmus_privacy.crypto.keys import SigningKey
 from isthmus_privacy.crypto.refusal import REFUSALS
 from isthmus_privacy.secagg.client import ClientSession
 from isthmus_privacy.secagg.config import (
+    CLIPPING_SLOTS,
     GRADIENT_LOST,
     MEASURING_SLOTS,
     SCORING_SLOTS,
     TRAINING_SLOTS,
     UNUSABLE,
+    WITHIN_CLIP,
     ClientRequirements,
     RoundConfig,
     Slot,
@@ -72,12 +74,14 @@ from isthmus_privacy.secagg.messages import (
 from isthmus_privacy.secagg.server import RingSum, ServerSession
 
 __all__ = [
+    "CLIPPING_SLOTS",
     "GRADIENT_LOST",
     "MEASURING_SLOTS",
     "REFUSALS",
     "SCORING_SLOTS",
     "TRAINING_SLOTS",
     "UNUSABLE",
+    "WITHIN_CLIP",
     "AdvertiseKeys",
     "Aggregate",
     "Authority",

@@ -86,6 +86,12 @@ GRADIENT_LOST = Slot(name="gradient_lost", maximum=1.0)
 MEASURING_SLOTS = (GRADIENT_LOST, *TRAINING_SLOTS)
 """Figures of a client that has trained, and sends its gradient with the update."""
 
+WITHIN_CLIP = Slot(name="within_clip", maximum=1.0, exact=True)
+"""1 from a client whose update is not longer than the round's clipping bound."""
+
+CLIPPING_SLOTS = (UNUSABLE, WITHIN_CLIP)
+"""Figures of a client that has trained, for a server that moves the bound."""
+
 SCORING_SLOTS = (UNUSABLE,)
 """Figures of a client that has scored models."""
 

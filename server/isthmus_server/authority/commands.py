@@ -15,6 +15,7 @@ import click
 from isthmus.errors import UserError
 from isthmus.identity import tls
 from isthmus_server.control_plane import commands
+from isthmus_server.operations import commands as operations
 
 
 @click.group()
@@ -85,5 +86,7 @@ for command in (
     commands.participants,
     commands.verify,
     commands.show_audit,
+    operations.backup,
+    operations.restore,
 ):
     authority.add_command(command)

@@ -151,6 +151,7 @@ class AuthorityService:
                 kind=entry.kind,
                 identity=entry.identity,
                 joined=entry.joined,
+                rollout=entry.rollout,
                 certificates=[
                     pb.IssuedCertificate(serial=serial, not_after=end) for serial, end in issued
                 ],

@@ -45,7 +45,7 @@ class SweepReport:
     same_models: int = 0
     """Jobs with the same SHA-256 as the one without crashes."""
     not_compared: int = 0
-    """Jobs in which other participants were accepted."""
+    """Jobs in which other participants were accepted, or with noise."""
     not_reached: int = 0
     violations: list[str] = dataclasses.field(default_factory=list)
     steps: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -56,7 +56,7 @@ class SweepReport:
         """The figures in one line."""
         return (
             f"{self.points} crashes, {self.same_models} with the same model as without, "
-            f"{self.not_compared} with other participants; {len(self.violations)} violations"
+            f"{self.not_compared} not compared; {len(self.violations)} violations"
         )
 
 
@@ -133,6 +133,8 @@ class CrashSweep:
             self._violation(f"{point} ({about}): {violation}")
         if id_ is None:
             self._violation(f"{point} ({about}): the job did not finish")
+        elif not self._checker.repeatable:
+            self.report.not_compared += 1
         elif self._checker.model(id_) == self.report.reference_sha256:
             self.report.same_models += 1
         elif (number := self._checker.differing_round(reference, id_)) is not None:

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged
 from isthmus_server.chaos.deployment import ChaosDeployment
 from isthmus_server.chaos.plan import device_names
+from isthmus_server.storage.store import Store
 
 _ALIVE = ("queued", "running", "paused")
 _TRIES = 5
@@ -39,6 +41,8 @@ class InvariantChecker:
       * each invited participant of an ended attempt has exactly one receipt;
       * the checkpoints that the last commit names exist and have their digests;
       * no job fails, and no process ends for good;
+      * with `[privacy]`, whom an attempt has asked is charged in the ledgers of the run and of the
+        population, and no charge is ever lost;
       * no device has helped to unmask two different sums for one model, or for one round, and none
         has forgotten a sum.
     """
@@ -54,6 +58,8 @@ class InvariantChecker:
         self._reported: set[str] = set()
         self._sums: dict[str, dict[tuple[str, ...], str]] = {}
         """By device: the survivors of each sum that it has helped to unmask."""
+        self._charges: dict[Path, int] = {}
+        """Lines of each ledger when it was last read."""
 
     def check(self) -> list[str]:
         """The violations that were not reported before."""
@@ -84,6 +90,12 @@ class InvariantChecker:
         """The SHA-256 of the final model of a finished job."""
         final = self._final_record(id_)
         return str(final["model_sha256"])
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether two runs of the job have the same model; noise differs in every run."""
+        job = self.deployment.job
+        return job.privacy is None and job.datacenter.privacy is None
 
     def differing_round(self, id_: str, other: str) -> int | None:
         """The first round of a job that another did not have with the same participants."""
@@ -140,11 +152,41 @@ class InvariantChecker:
             except sqlite3.Error as error:
                 problem = f"{id_}: the round log cannot be read: {error}"
                 continue
-            missing = _damaged(directory / "checkpoints", newest)
+            missing = [
+                *_damaged(directory / "checkpoints", newest),
+                *self._uncharged(directory, rows),
+            ]
             if not missing or _read(directory / "run.sqlite")[1] == newest:
                 found = [f"{id_}: {what}" for what in missing]
                 return found + [f"{id_}: {what}" for what in self._log(id_, rows)]
         return [problem] if problem else []  # else it commits faster than files can be read
+
+    def _uncharged(self, directory: Path, rows: list[tuple[Any, ...]]) -> Iterator[str]:
+        """Compare the ledgers with the attempts that were planned before they are read."""
+        privacy = self.deployment.job.privacy
+        asked = [(round_, attempt, json.loads(planned)) for round_, attempt, _, planned, _ in rows]
+        if privacy is None or not any(planned["invited"] for _, _, planned in asked):
+            return
+        with contextlib.closing(Store.open(directory)) as store:
+            run = store.run_id
+        shared = self.deployment.server_state / "privacy" / f"{privacy.population}.ledger"
+        for path in (directory / LEDGER_FILE, shared):
+            try:
+                ledger = Ledger.read(path)
+            except LedgerDamaged as error:
+                yield str(error)
+                continue
+            if ledger.head.number < self._charges.get(path, 0):
+                yield f"{path} has lost charges"
+            self._charges[path] = ledger.head.number
+            charged: dict[tuple[int, int], set[str]] = {}
+            for entry in ledger.of_run(run):
+                about = (entry.charge.round, entry.charge.attempt)
+                charged.setdefault(about, set()).update(entry.charge.devices)
+            for round_, attempt, planned in asked:
+                free = set(planned["invited"]) - charged.get((round_, attempt), set())
+                if free:
+                    yield f"round {round_} attempt {attempt} is not charged to {sorted(free)}"
 
     def _log(self, id_: str, rows: list[tuple[Any, ...]]) -> Iterator[str]:
         seen = self.rounds.setdefault(id_, {})

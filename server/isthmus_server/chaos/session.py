@@ -171,6 +171,8 @@ class ChaosSession:
         for id_ in others:
             if self._checker.model(id_) == expected:
                 self.report.same_models += 1
+            elif not self._checker.repeatable:
+                self._note(f"{id_} is not compared: noise differs in every run")
             elif (number := self._checker.differing_round(reference, id_)) is not None:
                 self._note(f"{id_} is not compared: other participants are in its round {number}")
             else:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from isthmus.errors import IsthmusError, UserError
 from isthmus.identity import tls
 from isthmus.system.clocks import utc
+from isthmus_server.fleet.durations import seconds_of
+from isthmus_server.fleet.rollouts import MAX_USES
+from isthmus_server.observability.options import LogFormat, observed
 from isthmus_server.storage import audit
 from isthmus_server.storage.sealed_database import database_error
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _STATE = click.argument("state", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 LAST_PORT = 65535
-_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @click.group()
@@ -103,12 +102,18 @@ def token() -> None:
     metavar="TIME",
     help="Validity of the token in minutes, hours or days, as in 30m, 24h, 7d.",
 )
-def create(state: Path, name: str, kind: str, expires: str) -> None:
-    """Print a token that lets one participant join, once."""
+@click.option(
+    "--uses",
+    type=click.IntRange(2, MAX_USES),
+    metavar="N",
+    help="Let N participants join with it, as NAME-1 to NAME-N; revoke --rollout ends them all.",
+)
+def create(state: Path, name: str, kind: str, expires: str, uses: int | None) -> None:
+    """Print a token that lets one participant join, once, or with --uses many."""
     from isthmus.identity.joining import SECRET_BYTES, Token
     from isthmus_server.control_plane.authority import CertificateAuthority
 
-    seconds = _seconds(expires)
+    seconds = seconds_of(expires, "--expires")
     with _registry(state):
         certificates = CertificateAuthority(state)
     if kind == tls.SERVER and certificates.serves is None:
@@ -119,7 +124,8 @@ def create(state: Path, name: str, kind: str, expires: str) -> None:
     fingerprint = tls.fingerprint(certificates.certificate)
     new_token = Token(os.urandom(SECRET_BYTES), fingerprint)
     with _registry(state) as registry:
-        registry.add_token(new_token.digest, name=name, kind=kind, expires=time.time() + seconds)
+        ends = time.time() + seconds
+        registry.add_token(new_token.digest, name=name, kind=kind, expires=ends, uses=uses)
         audit.record(
             state,
             "token",
@@ -128,6 +134,7 @@ def create(state: Path, name: str, kind: str, expires: str) -> None:
             kind=kind,
             expires=expires,
             token=new_token.digest.hex(),
+            **({} if uses is None else {"uses": str(uses)}),
         )
     click.echo(str(new_token))
 
@@ -135,8 +142,20 @@ def create(state: Path, name: str, kind: str, expires: str) -> None:
 @server.command()
 @_STATE
 @click.argument("name")
-def revoke(state: Path, name: str) -> None:
+@click.option(
+    "--rollout",
+    is_flag=True,
+    help="NAME is of a token with --uses: end all of its participants.",
+)
+def revoke(state: Path, name: str, rollout: bool) -> None:
     """Exclude participant NAME immediately and permanently; unused tokens for it become invalid."""
+    if rollout:
+        with _registry(state) as registry:
+            members = registry.revoke_rollout(name)
+            for each in (name, *members):
+                audit.record(state, "revoke", by=audit.local_user(), name=each, rollout=name)
+        click.echo(f"the token {name} and its {len(members)} participants are revoked")
+        return
     with _registry(state) as registry:
         registry.revoke(name)
         audit.record(state, "revoke", by=audit.local_user(), name=name)
@@ -145,18 +164,25 @@ def revoke(state: Path, name: str) -> None:
 
 @server.command()
 @_STATE
-def participants(state: Path) -> None:
-    """List the participants that have joined."""
-    with _registry(state) as registry:
-        entries = registry.participants()
-    table = Table("name", "kind", "joined (UTC)", "certificate until (UTC)", box=None)
-    for entry in entries:
-        if entry.revoked is not None or entry.not_after is None:
-            until = "revoked"
-        else:
-            until = _date(entry.not_after) if entry.not_after > time.time() else "expired"
-        table.add_row(entry.name, entry.kind, _date(entry.joined), until)
-    Console().print(table if entries else "no participant has joined yet")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def participants(state: Path, as_json: bool) -> None:
+    """List the participants that have joined, and what each does now.
+
+    It shows who is connected, when each was last seen, which round it works on, its version and the
+    last job that it declined; then what jobs wait for.
+    """
+    from isthmus_server.control_plane.authority import is_separate
+    from isthmus_server.fleet.presence import read_snapshot
+    from isthmus_server.fleet.table import print_fleet
+
+    if is_separate(state):
+        from isthmus_server.control_plane.remote_authority import RegistryCopy
+
+        entries = RegistryCopy(state).participants()
+    else:
+        with _registry(state) as registry:
+            entries = registry.participants()
+    print_fleet(entries, read_snapshot(state), as_json=as_json)
 
 
 @server.command()
@@ -167,19 +193,21 @@ def verify(state: Path) -> None:
     Nothing is changed, and no other machine is asked. The exit code is 1 if something is damaged.
     `isthmus runs verify` checks a run.
     """
-    from isthmus_server.control_plane import job_queue, registry, remote_authority
+    from isthmus_server.control_plane import remote_authority
     from isthmus_server.control_plane.authority import CertificateAuthority, is_separate
+    from isthmus_server.fleet import registry_file
+    from isthmus_server.jobs import queue
 
     identity: tuple[tuple[str, Callable[[], object]], ...] = (
         ("keys and certificates", lambda: CertificateAuthority(state).read_server_pair()),
-        ("registry of participants", lambda: registry.check(state)),
+        ("registry of participants", lambda: registry_file.check(state)),
     )
     if is_separate(state):
         identity = (("membership and copy of the registry", lambda: remote_authority.check(state)),)
     damaged = False
     for what, check in (
         *identity,
-        ("queue of jobs", lambda: job_queue.check(state)),
+        ("queue of jobs", lambda: queue.check(state)),
         ("audit log", lambda: audit.read(state)),
     ):
         try:
@@ -228,25 +256,53 @@ def show_audit(state: Path) -> None:
     type=click.FloatRange(0),
     help="Seconds for a running round to end after SIGTERM or Ctrl-C.",
 )
-def start(state: Path, address: str, grace: float) -> None:
+@click.option(
+    "--console",
+    metavar="HOST:PORT",
+    help="Where to show jobs in browsers; beyond loopback only to operators. Default: nowhere.",
+)
+@click.option(
+    "--jobs",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Most jobs that run at a time; they take turns with the participants by their shares.",
+)
+@observed
+def start(
+    state: Path,
+    address: str,
+    grace: float,
+    console: str | None,
+    jobs: int,
+    log_format: LogFormat,
+    quiet: bool,
+    metrics: str | None,
+    track: tuple[str, ...],
+) -> None:
     """Serve the participants that have joined, and run the jobs that operators submit.
 
     SIGTERM or Ctrl-C ends it after the running round; a second one, or the end of --grace, gives
     that round up. After a restart, queued jobs and an interrupted run continue.
     """
     from isthmus_server.commands import prepare, run_until_stopped
-    from isthmus_server.control_plane.job_runner import JobRunner
     from isthmus_server.control_plane.operator_service import serve_queue
     from isthmus_server.control_plane.server import ControlPlaneServer
+    from isthmus_server.jobs.runner import JobRunner
+    from isthmus_server.observability.observers import Observers
 
     host, port = tls.split_address(address, "--address")
     if port == LAST_PORT:
         raise UserError(f"--address {address!r} has no next port, which is needed for joining")
+    shown = None if console is None else tls.split_address(console, "--console")
     prepare()
     logging.getLogger("isthmus_server.control_plane").setLevel(logging.INFO)
-    runner = JobRunner(ControlPlaneServer(state), state, Console())
+    observers = Observers.of_options(log_format, quiet, metrics, track, certified=True)
+    server = ControlPlaneServer(state)
+    runner = JobRunner(server.link, state, observers, jobs)
     with contextlib.suppress(click.Abort):  # the queue is kept
-        run_until_stopped(serve_queue(runner, host, port), runner.leave, grace)
+        served = serve_queue(server, runner, host, port, shown)
+        run_until_stopped(served, runner.leave, grace)
 
 
 @contextlib.contextmanager
@@ -270,14 +326,3 @@ def _registry(state: Path) -> Iterator[Registry]:
             yield registry
         except sqlite3.Error as error:
             raise database_error(state / "fleet.sqlite", error) from error
-
-
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d{1,4})([mhd])", text)
-    if match is None or int(match[1]) == 0:
-        raise UserError(f"--expires {text!r} is not a time such as 30m, 24h or 7d")
-    return int(match[1]) * _UNITS[match[2]]
-
-
-def _date(timestamp: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(timestamp))

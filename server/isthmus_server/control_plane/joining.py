@@ -144,9 +144,11 @@ class JoinService:
         except (InvalidSignature, ValueError):
             raise AdmissionRefused("this join request is not signed by its identity key") from None
 
+        digest = Token(request.secret, fingerprint).digest
+
         def redeem(registry: Registry) -> tuple[str, bytes]:
             name, certificate = registry.redeem(
-                Token(request.secret, fingerprint).digest,
+                digest,
                 request.kind,
                 request.identity,
                 lambda name: authority.issue(
@@ -159,6 +161,7 @@ class JoinService:
                 by=name,
                 kind=request.kind,
                 identity=request.identity.hex(),
+                token=digest.hex(),
             )
             return name, certificate
 

@@ -16,11 +16,8 @@ from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
 from isthmus.wire import link_pb2
 from isthmus_server.control_plane.authority import CertificateAuthority
-from isthmus_server.control_plane.registry import (
-    ParticipantList,
-    Registry,
-    refuse_lost_revocations,
-)
+from isthmus_server.control_plane.registry import ParticipantList, Registry
+from isthmus_server.fleet.registry_file import refuse_lost_revocations
 from isthmus_server.transport.enrolment import Enrolments
 from isthmus_server.transport.limits import Refusal
 from isthmus_server.transport.link import Link

@@ -7,26 +7,35 @@ import contextlib
 import json
 import logging
 import sqlite3
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import grpc
 import grpc.aio
+from cryptography import x509
 from google.protobuf.message import DecodeError, Message
 
 from isthmus.errors import AdmissionRefused, IsthmusError
 from isthmus.identity import tls
 from isthmus.job import read_job
 from isthmus.wire import operator_pb2
-from isthmus_server.control_plane.job_runner import JobRunner
 from isthmus_server.control_plane.members import Members
+from isthmus_server.control_plane.server import ControlPlaneServer
 from isthmus_server.delivery.results import PART_BYTES, open_result
+from isthmus_server.fleet.presence import FleetPresence
+from isthmus_server.jobs.runner import JobRunner
+from isthmus_server.observability.event_loop import LoopObserver
+from isthmus_server.observability.listener import OperatorsOnly
 from isthmus_server.storage import audit
 from isthmus_server.transport.limits import HELLO_SECONDS, certificate_of
 
 SERVICE = "isthmus.operator.v1.Operator"
 
 _MAX_CALLS = 8
+
+LEAST_SHARE, LARGEST_SHARE = 0.01, 1000.0
 """Maximum number of concurrent calls of one operator."""
 
 MAX_JOB = 64 << 10
@@ -62,6 +71,7 @@ class OperatorService:
             "Submit": self._unary(pb.SubmitRequest, self._submit),
             "Jobs": self._unary(pb.JobsRequest, self._jobs),
             "Cancel": self._unary(pb.CancelRequest, self._cancel),
+            "Pause": self._unary(pb.PauseRequest, self._pause),
             "Resume": self._unary(pb.ResumeRequest, self._resume),
             "Renew": self._unary(pb.RenewRequest, self._renew),
             "Fetch": grpc.stream_stream_rpc_method_handler(self._fetch),
@@ -78,8 +88,13 @@ class OperatorService:
                 f"a job of {len(request.job)} characters is larger than {MAX_JOB}; move "
                 "large settings to a file that the task reads"
             )
-        entry = self.runner.submit(read_job(request.job), operator.name, request.key)
-        await self._record("submit", operator, job=entry.id)
+        share = request.share or 1.0
+        if not LEAST_SHARE <= share <= LARGEST_SHARE:
+            raise AdmissionRefused(
+                f"a share of {share:g} is not possible; use {LEAST_SHARE:g} to {LARGEST_SHARE:g}"
+            )
+        entry = self.runner.submit(read_job(request.job), operator.name, request.key, share)
+        await self._record("submit", operator, job=entry.id, share=f"{share:g}")
         return operator_pb2.SubmitReply(id=entry.id)
 
     async def _jobs(
@@ -88,7 +103,11 @@ class OperatorService:
         reply = operator_pb2.JobsReply()
         ended = min(request.ended, MAX_ENDED) if request.HasField("ended") else MAX_ENDED
         for entry in self.runner.queue.entries(ended):
+            usage = self.runner.usage(entry)
             reply.jobs.add(
+                share=entry.share,
+                participations=0 if usage is None else usage.participations,
+                participant_seconds=0.0 if usage is None else usage.used,
                 id=entry.id,
                 state=entry.state,
                 reason=entry.reason if entry.state != "running" else self.runner.waiting_for(entry),
@@ -106,6 +125,13 @@ class OperatorService:
         state = self.runner.cancel(request.id)
         await self._record("cancel", operator, job=request.id)
         return operator_pb2.CancelReply(state=state)
+
+    async def _pause(
+        self, request: operator_pb2.PauseRequest, operator: tls.Subject
+    ) -> operator_pb2.PauseReply:
+        state = self.runner.pause(request.id, operator.name)
+        await self._record("pause", operator, job=request.id)
+        return operator_pb2.PauseReply(state=state)
 
     async def _resume(
         self, request: operator_pb2.ResumeRequest, operator: tls.Subject
@@ -210,13 +236,61 @@ class OperatorService:
             del self._calls[operator.name]
 
 
-async def serve_queue(runner: JobRunner, host: str, port: int) -> None:
+class ObservedServer:
+    """What a server tells `/readyz` and Prometheus."""
+
+    def __init__(self, server: ControlPlaneServer, runner: JobRunner) -> None:
+        self._server = server
+        self._runner = runner
+
+    def pair(self) -> tuple[bytes, bytes]:
+        """The server's current key and certificate (PEM)."""
+        return self._server.pair
+
+    def authority(self) -> x509.Certificate:
+        """The certificate that signed those of all participants."""
+        return self._server.members.authority_certificate
+
+    async def registered(self, subject: tls.Subject) -> None:
+        """Check that the holder of a certificate is a participant now.
+
+        Raises:
+            AdmissionRefused: it is not.
+        """
+        await self._server.members.check(subject)
+
+    async def problems(self) -> list[str]:
+        """Whether the registry or the queue cannot be read; the link listens meanwhile."""
+        found = []
+        for what, read in (
+            ("registry", self._server.members.clients),
+            ("queue of jobs", self._runner.queue.seconds_until_due),
+        ):
+            try:
+                read()
+            except (IsthmusError, sqlite3.Error, OSError) as error:
+                found.append(f"the {what} cannot be read: {error}")
+        return found
+
+    async def jobs(self) -> Counter[str]:
+        """The jobs that have not ended, by state."""
+        return Counter(entry.state for entry in self._runner.queue.entries(0))
+
+
+async def serve_queue(
+    server: ControlPlaneServer,
+    runner: JobRunner,
+    host: str,
+    port: int,
+    console: tuple[str, int] | None = None,
+) -> None:
     """Listen, and run the jobs that operators submit, until cancelled or until `runner.leave`.
+
+    `console` is where the web console listens; None for nowhere.
 
     Raises:
         UserError: it cannot listen at the address.
     """
-    server = runner.server
     services = {SERVICE: OperatorService(server.members, runner).methods()}
     # Closed after the server, because operators may follow a log until it stops.
     with contextlib.closing(runner.queue):
@@ -224,7 +298,40 @@ async def serve_queue(runner: JobRunner, host: str, port: int) -> None:
             where = f"link at {host}:{server.link_port}, joining at "
             where += f"{host}:{server.join_port}" if server.join_port else "its authority"
             runner.console.print(where, soft_wrap=True)
-            await runner.run()
+            presence = FleetPresence(server.members.directory, server.link)
+            runner.observers.followers.append(presence.following)
+            async with (
+                presence.kept(),
+                runner.observers.serving(ObservedServer(server, runner)),
+                _console_of(server, runner, console),
+            ):
+                await runner.run()
+
+
+@asynccontextmanager
+async def _console_of(
+    server: ControlPlaneServer, runner: JobRunner, address: tuple[str, int] | None
+) -> AsyncIterator[None]:
+    """Show the server's jobs in browsers during the block, in a thread of its own."""
+    if address is None:
+        yield
+        return
+    from isthmus_server.console.access import TOKEN_FILE, kept_token
+    from isthmus_server.console.serving import ConsoleListener
+
+    state, served = server.members.directory, ObservedServer(server, runner)
+    check = OperatorsOnly(served.pair, served.authority, LoopObserver(), served.registered)
+    local = tls.is_loopback(address[0])
+    token = kept_token(state) if local else ""
+    listener = ConsoleListener(state, *address, token=token, check=check)
+    async with listener.serving():
+        where = f"console at {listener.address}"
+        if local and runner.console.is_terminal:
+            where += f"?token={token}"
+        elif local:  # a journal is no place for it
+            where += f"?token=..., with the token in {state / TOKEN_FILE}"
+        runner.console.print(where, soft_wrap=True, highlight=False, markup=False)
+        yield
 
 
 async def _first(requests: AsyncIterator[bytes]) -> bytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import sqlite3
 import time
@@ -16,29 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from isthmus.errors import AdmissionRefused, CertificateExpired, DamagedError, UserError
+from isthmus.errors import AdmissionRefused, CertificateExpired, UserError
 from isthmus.identity import tls
 from isthmus.names import checked_name
 from isthmus.system.clocks import BY_SERVERS_CLOCK, utc
+from isthmus_server.fleet.registry_file import NAME, SCHEMA
+from isthmus_server.fleet.rollouts import Rollouts
 from isthmus_server.storage import audit
-from isthmus_server.storage.sealed_database import SealedDatabase, check_database, database_error
-
-_NAME = "fleet.sqlite"
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS participants (
-    name TEXT PRIMARY KEY, kind TEXT NOT NULL, identity BLOB NOT NULL UNIQUE,
-    joined REAL NOT NULL, revoked REAL
-) STRICT;
-CREATE TABLE IF NOT EXISTS certificates (
-    serial TEXT PRIMARY KEY, name TEXT NOT NULL, not_after REAL NOT NULL
-) STRICT;
-CREATE TABLE IF NOT EXISTS tokens (
-    digest BLOB PRIMARY KEY, name TEXT NOT NULL, kind TEXT NOT NULL, expires REAL NOT NULL,
-    used REAL, certificate BLOB
-) STRICT;
-CREATE TABLE IF NOT EXISTS revoked_identities (identity BLOB PRIMARY KEY) STRICT;
-"""
+from isthmus_server.storage.sealed_database import SealedDatabase, database_error
 
 REPEAT_SECONDS = 600.0
 """Period after the use of a token in which its user can get the same certificate again."""
@@ -46,8 +30,6 @@ REPEAT_SECONDS = 600.0
 MAX_CERTIFICATES = 1000
 """Maximum number of valid certificates of one participant; it exceeds what a participant needs that
 repeatedly fails to store the next one."""
-
-log = logging.getLogger(__name__)
 
 _KEEP_SECONDS = 24 * 3600.0
 """Period after which a used token, or an expired certificate that has been replaced, is deleted."""
@@ -65,6 +47,8 @@ class RegistryEntry:
     revoked: float | None
     not_after: float | None
     """End of validity of its latest certificate."""
+    rollout: str = ""
+    """Name of the token for many devices with which it joined; empty for a token of its own."""
 
 
 class ParticipantList(Protocol):
@@ -118,15 +102,16 @@ class Registry:
             UserError: it is damaged or missing, or cannot be opened.
         """
         self._now = now
-        path = directory / _NAME
+        path = directory / NAME
         try:
             # Only if it is new: closing a file that SQLite has open releases SQLite's locks.
             if not path.with_suffix(".head").exists():
                 audit.refuse_lost_registry(path)
                 with contextlib.suppress(FileExistsError):
                     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-            self._log = SealedDatabase.checked(path, _SCHEMA)
+            self._log = SealedDatabase.checked(path, SCHEMA)
             self._db = self._log.connection
+            self._rollouts = Rollouts(self._db)
         except (OSError, sqlite3.Error) as error:
             raise database_error(path, error) from None
 
@@ -141,8 +126,10 @@ class Registry:
 
     # -- tokens ------------------------------------------------------------------------------------
 
-    def add_token(self, digest: bytes, *, name: str, kind: str, expires: float) -> None:
-        """Allow one join under a name.
+    def add_token(
+        self, digest: bytes, *, name: str, kind: str, expires: float, uses: int | None = None
+    ) -> None:
+        """Allow one join under a name; with `uses`, as many under NAME-1, NAME-2 and so on.
 
         Raises:
             UserError: the name is taken.
@@ -152,6 +139,9 @@ class Registry:
             long_ago = self._now() - _KEEP_SECONDS
             self._db.execute("DELETE FROM tokens WHERE used < ?", (long_ago,))
             self._refuse_taken(name)
+            if uses is not None:
+                self._rollouts.add(digest, name=name, kind=kind, expires=expires, uses=uses)
+                return
             self._db.execute(
                 "INSERT INTO tokens (digest, name, kind, expires) VALUES (?, ?, ?, ?)",
                 (digest, name, kind, expires),
@@ -170,6 +160,13 @@ class Registry:
         """
         with self._transaction():
             now = self._now()
+            placed = self._rollouts.place(digest, kind, identity, now, REPEAT_SECONDS)
+            if placed is not None:
+                name, certificate = placed
+                if certificate is None or not self._is_in(name, identity):
+                    certificate = self._admit(name, kind, identity, issue)
+                    self._rollouts.joined(digest, name, identity, certificate, now)
+                return name, certificate
             row = self._db.execute(
                 "SELECT name, kind, expires, used, certificate FROM tokens WHERE digest=?",
                 (digest,),
@@ -192,25 +189,28 @@ class Registry:
                 raise AdmissionRefused(
                     f"this token is for a participant of kind {for_kind!r}, not {kind!r}"
                 )
-            try:
-                self._refuse_taken(name)
-            except UserError as error:
-                raise AdmissionRefused(str(error)) from None
-            if self._is_known(identity):
-                raise AdmissionRefused(
-                    "this identity belongs to a participant already, or was revoked"
-                )
-            certificate, subject = issue(name)
-            self._db.execute(
-                "INSERT OR REPLACE INTO participants VALUES (?, ?, ?, ?, NULL)",
-                (name, kind, identity, now),
-            )
-            self._add_certificate(subject)
+            certificate = self._admit(name, kind, identity, issue)
             self._db.execute(
                 "UPDATE tokens SET used=?, certificate=? WHERE digest=?",
                 (now, certificate, digest),
             )
-            return str(name), bytes(certificate)
+            return str(name), certificate
+
+    def _admit(self, name: str, kind: str, identity: bytes, issue: Issue) -> bytes:
+        """Make a participant; returns its certificate (PEM)."""
+        try:
+            self._refuse_taken(name)
+        except UserError as error:
+            raise AdmissionRefused(str(error)) from None
+        if self._is_known(identity):
+            raise AdmissionRefused("this identity belongs to a participant already, or was revoked")
+        certificate, subject = issue(name)
+        self._db.execute(
+            "INSERT OR REPLACE INTO participants VALUES (?, ?, ?, ?, NULL)",
+            (name, kind, identity, self._now()),
+        )
+        self._add_certificate(subject)
+        return bytes(certificate)
 
     # -- certificates ------------------------------------------------------------------------------
 
@@ -283,21 +283,44 @@ class Registry:
                 return
             if row[1] is not None and tokens == 0:
                 raise UserError(f"{name!r} is revoked already")
-            self._db.execute(
-                "UPDATE participants SET revoked=? WHERE name=? AND revoked IS NULL",
-                (self._now(), name),
-            )
-            self._db.execute("DELETE FROM certificates WHERE name=?", (name,))
-            self._db.execute("INSERT OR IGNORE INTO revoked_identities VALUES (?)", (row[0],))
+            self._exclude(name, row[0])
+
+    def revoke_rollout(self, name: str) -> list[str]:
+        """End a rollout's token, and revoke the participants that joined with it; their names.
+
+        Raises:
+            UserError: there is no such rollout, or it was revoked before.
+        """
+        with self._transaction():
+            members = self._rollouts.revoke(name, self._now())
+            now_in = [(each, key) for each, key in members if self._is_in(each, key)]
+            for participant, identity in now_in:
+                self._exclude(participant, identity)
+            return [participant for participant, _ in now_in]
+
+    def end_tokens(self) -> None:
+        """End all tokens that were made; participants stay as they are."""
+        with self._transaction():
+            self._db.execute("DELETE FROM tokens WHERE used IS NULL")
+            self._db.execute("UPDATE rollouts SET revoked=? WHERE revoked IS NULL", (self._now(),))
+
+    def _exclude(self, name: str, identity: bytes) -> None:
+        self._db.execute(
+            "UPDATE participants SET revoked=? WHERE name=? AND revoked IS NULL",
+            (self._now(), name),
+        )
+        self._db.execute("DELETE FROM certificates WHERE name=?", (name,))
+        self._db.execute("INSERT OR IGNORE INTO revoked_identities VALUES (?)", (identity,))
 
     # -- queries -----------------------------------------------------------------------------------
 
     def participants(self) -> list[RegistryEntry]:
         """Return all participants that ever joined, by name."""
         rows = self._db.execute(
-            "SELECT p.name, p.kind, p.identity, p.joined, p.revoked, max(c.not_after) "
-            "FROM participants p LEFT JOIN certificates c ON c.name=p.name "
-            "GROUP BY p.name ORDER BY p.name"
+            "SELECT p.name, p.kind, p.identity, p.joined, p.revoked, max(c.not_after), "
+            "coalesce(max(m.rollout), '') FROM participants p "
+            "LEFT JOIN certificates c ON c.name=p.name "
+            "LEFT JOIN rollout_members m ON m.identity=p.identity GROUP BY p.name ORDER BY p.name"
         )
         return [RegistryEntry(*row) for row in rows]
 
@@ -360,41 +383,3 @@ class Registry:
     def _add_certificate(self, subject: tls.Subject) -> None:
         row = (subject.serial, subject.name, subject.not_after)
         self._db.execute("INSERT INTO certificates VALUES (?, ?, ?)", row)
-
-
-def check(directory: Path) -> None:
-    """Check the registry in a state directory and its audit log; nothing is changed.
-
-    Raises:
-        UserError: one is damaged or missing, cannot be read, or the registry is an older copy.
-    """
-    check_database(directory / _NAME, _SCHEMA)
-    with contextlib.closing(SealedDatabase(directory / _NAME, _SCHEMA, "read")) as database:
-        if database.connection.execute("SELECT count(*) FROM participants").fetchone()[0]:
-            audit.refuse_lost_log(directory)
-    refuse_lost_revocations(directory)
-
-
-def refuse_lost_revocations(directory: Path) -> None:
-    """Compare a registry with the audit log: an older copy of it is intact in itself.
-
-    Raises:
-        DamagedError: it would accept an identity that has been revoked.
-    """
-    try:
-        revoked = audit.revoked(audit.read(directory))
-    except UserError as error:
-        log.warning("the registry cannot be compared with the audit log: %s", error)
-        return
-    with contextlib.closing(SealedDatabase(directory / _NAME, _SCHEMA, "read")) as database:
-        db = database.connection
-        accepted = (
-            db.execute("SELECT lower(hex(identity)) FROM participants WHERE revoked IS NULL"),
-            db.execute("SELECT lower(hex(digest)) FROM tokens WHERE used IS NULL"),
-        )
-        for rows, names in zip(accepted, revoked, strict=True):
-            for name in (names[value] for (value,) in rows if value in names):
-                raise DamagedError(
-                    f"{directory / _NAME} accepts {name!r}, whose revocation {directory} has in "
-                    "its audit log: it is an older copy. Restore the newest one, or revoke it again"
-                )

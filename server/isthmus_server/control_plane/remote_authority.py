@@ -173,6 +173,7 @@ class RegistryCopy:
                 member.joined,
                 member.revoked if member.HasField("revoked") else None,
                 max((issued.not_after for issued in member.certificates), default=None),
+                member.rollout,
             )
             for _, member in sorted(self._members.items())
         ]

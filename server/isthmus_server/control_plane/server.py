@@ -66,8 +66,8 @@ class ControlPlaneServer:
         self.link = Link(lease_seconds, self.members)
         self.link_port = 0
         self.join_port = 0
-        self._pair = (b"", b"")
-        """Key and certificate for new connections."""
+        self.pair = (b"", b"")
+        """Key and certificate (PEM) for new connections."""
 
     @asynccontextmanager
     async def listening(
@@ -89,7 +89,7 @@ class ControlPlaneServer:
     @asynccontextmanager
     async def _open(self, host: str, port: int, services: Services) -> AsyncIterator[None]:
         await self.members.first_copy()
-        self._pair = self.members.server_pair()
+        self.pair = self.members.server_pair()
         tasks: list[asyncio.Task[None]] = []
         try:
             self.link_port = await self.link.start(
@@ -131,20 +131,20 @@ class ControlPlaneServer:
             except Exception:
                 log.exception("the server's own certificate could not be renewed")
                 continue
-            if pair != self._pair:
-                self._pair = pair
+            if pair != self.pair:
+                self.pair = pair
                 log.info("the server has a new certificate")
 
     def _credentials(self, *, known: bool) -> grpc.ServerCredentials:
         """TLS with the current certificate at each handshake; `known` callers must present one."""
         roots = tls.pem(self.members.authority_certificate) if known else None
-        presented = self._pair
+        presented = self.pair
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
             nonlocal presented
-            if presented is self._pair:
+            if presented is self.pair:
                 return None  # unchanged
-            presented = self._pair
+            presented = self.pair
             return grpc.ssl_server_certificate_configuration([presented], root_certificates=roots)
 
         first = grpc.ssl_server_certificate_configuration([presented], root_certificates=roots)

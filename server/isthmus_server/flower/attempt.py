@@ -24,7 +24,8 @@ from isthmus_server.flower.strategy_round import StrategyRound
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import ReceiptBook
 from isthmus_server.regimes.plaintext import ENOUGH
-from isthmus_server.storage.records import UNREACHABLE, Receipt, Status, summarize_failures
+from isthmus_server.regimes.reasons import UNREACHABLE, summarize_failures
+from isthmus_server.storage.records import Receipt, Status
 
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
@@ -147,6 +148,7 @@ class FlowerAttempt:
             failure,
             started=node_reply.started,
             sent=node_reply.answered,
+            late=node_reply.late,
             examples=examples,
             seconds=node_reply.seconds,
             bytes_in=node_reply.bytes_in,

@@ -54,6 +54,11 @@ class NodeReply:
         """Why the reply has no records; empty if it has."""
         return (self.reply.error.reason or "no reason") if self.reply.has_error() else ""
 
+    @property
+    def late(self) -> bool:
+        """The node was there, and did not answer in time."""
+        return self.reply.has_error() and self.reply.error.code == _LATE
+
 
 class LinkGrid(RunScopedGrid):
     """The devices of a run as the nodes of a Flower strategy.

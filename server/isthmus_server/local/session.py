@@ -14,6 +14,7 @@ from isthmus.job import Job
 from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.private_socket import private_socket
 from isthmus_server.local.processes import LocalProcesses, OnFailure, started_roles
+from isthmus_server.observability.observers import Observers
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.server_apps.loop import RunLoop, run_loop
 from isthmus_server.storage.events import EventStream
@@ -21,7 +22,6 @@ from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.link import Link
-from isthmus_server.views.progress import ProgressView
 
 Address = tuple[str, int]
 """Loopback host and port; port 0 selects a free one."""
@@ -50,13 +50,18 @@ class LocalRun:
         return self.store.directory
 
     async def run(
-        self, address: Address | None, console: Console, fork_server: ParticipantForkServer
+        self,
+        address: Address | None,
+        console: Console,
+        fork_server: ParticipantForkServer,
+        observers: Observers | None = None,
     ) -> FinalModel | None:
         """Train to the end, in processes of the fork server; returns the final model.
 
         A run that a ServerApp directs has none.
 
-        With an address, other processes of this machine can take part too.
+        With an address, other processes of this machine can take part too. Without observers the
+        run is shown on the console.
 
         Raises:
             UserError: with the sentence to show.
@@ -64,8 +69,12 @@ class LocalRun:
         torch.set_num_threads(1)  # the processes of devices and ranks need the cores
         store, link = self.store, Link(self.store.job.time.lease_seconds)
         events = EventStream()
-        with contextlib.closing(store), store.locked(), ProgressView(console) as view:
-            events.subscribe(view)
+        observers = observers or Observers(console)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(contextlib.closing(store))
+            stack.enter_context(store.locked())
+            await stack.enter_async_context(observers.serving())
+            await stack.enter_async_context(observers.watching(store, events, store.job.name))
             loop = self._loop = run_loop(store, link, events, installed=False)
             loop.roster.started_here = started_roles(store.job)
             trains = isinstance(loop, Coordinator) and not store.job.statistics.collect

@@ -1,28 +1,27 @@
 """The privacy budget of a run: whom it may still ask, and the charges for what it asks.
 
-A charge is in the ledgers before any device is asked, those of attempts that fail included. There
-are two: that of the run, in its directory, and on a server that of the population, which all jobs
-with this `privacy.population` share. The budget is about the larger of the two.
+A charge is in the ledgers before any device is asked, those of attempts that fail included; see
+`run_ledgers`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Self
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, RoundFailed
 from isthmus_privacy.dp.calibration import NoisePlan
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger, LedgerHead, Outcome
-from isthmus_server.privacy.populations import open_population
-from isthmus_server.privacy.server_noise import ServerNoise
+from isthmus_privacy.dp.ledger import Charge
+from isthmus_privacy.secagg import WITHIN_CLIP
+from isthmus_server.privacy.run_ledgers import RunLedgers
+from isthmus_server.privacy.server_noise import ServerNoise, fresh_noise
 
 if TYPE_CHECKING:
     import torch
 
     from isthmus.job.privacy import PrivacySection
-    from isthmus_server.storage.records import CommittedState
     from isthmus_server.storage.store import Store
     from isthmus_server.strategy.round_spec import RoundSpec
 
@@ -39,61 +38,39 @@ class PrivacyBudget:
     """
 
     def __init__(
-        self,
-        store: Store,
-        privacy: PrivacySection,
-        state: CommittedState,
-        populations: Path | None = None,
+        self, store: Store, privacy: PrivacySection, ledgers: RunLedgers, clip: float = 0.0
     ) -> None:
-        """Open the ledgers.
+        """Find the noise, and what was charged before.
 
         Args:
             store: the run.
             privacy: the job's table.
-            state: of the run, which knows a line of its ledger.
-            populations: directory of the ledgers of populations; None for a run by itself.
+            ledgers: open.
+            clip: the bound that the last committed round has moved to; 0 for the job's.
 
         Raises:
-            UserError: no noise meets the budget, a ledger is damaged or in use, or the key of the
-                noise is lost.
+            UserError: no noise meets the budget, or the key of the noise is lost.
         """
         self.privacy = privacy
         self.plan = NoisePlan.of(privacy, store.job.rounds)
-        self._run_id = store.run_id
+        self._ledgers = ledgers
         self._rounds = store.job.rounds
         self._event = self.plan.event(store.run_id)
-        self._own = Ledger.open(store.directory / LEDGER_FILE, LedgerHead.of(state.ledger_head))
-        self._ledgers = [self._own]
-        self._open: list[int] = []
-        """Numbers of the charge that is not settled, one for each ledger."""
         self._charged = 0
         """Attempts of this run with devices."""
         self._last: dict[str, list[int]] = {}
         """The attempts that each device was asked for, counted from 0."""
-        earlier = [each.charge for each in self._own.of_run(self._run_id)]
-        for charge in earlier:
-            if charge.unit == UNIT:
-                self._count(charge.devices)
-        try:
-            if populations is not None:
-                self._ledgers.append(open_population(populations, privacy.population))
-            used = self._charged > 0
-            self._noise = None
-            if privacy.mechanism != "distributed":
-                self._noise = ServerNoise(self.plan, store.directory, used=used)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Let other processes use the ledgers."""
-        for ledger in self._ledgers:
-            ledger.close()
-
-    @property
-    def ledger(self) -> Ledger:
-        """The ledger of the run."""
-        return self._own
+        bound = self.plan.first_bound
+        if bound is not None and clip:
+            bound = dataclasses.replace(bound, bound=clip)
+        self._bound = self._moved = bound
+        """The clipping bound of the next round, and that after the running one."""
+        for entry in ledgers.of_run():
+            if entry.charge.unit == UNIT:
+                self._count(entry.charge.devices)
+        self._noise = None
+        if privacy.mechanism != "distributed":
+            self._noise = ServerNoise(self.plan, store.directory, used=self._charged > 0)
 
     # -- what may be asked -------------------------------------------------------------------------
 
@@ -109,33 +86,25 @@ class PrivacyBudget:
             if rows and self._charged - rows[-1] < self.privacy.separation:
                 return False
         return all(
-            ledger.spent_by(self.privacy.population, device)
-            .plus(self._event)
-            .epsilon(self.privacy.delta)
-            <= self.privacy.epsilon
-            for ledger in self._ledgers
+            spent.plus(self._event).epsilon(self.privacy.delta) <= self.privacy.epsilon
+            for spent in self._ledgers.spent_by(device)
         )
-
-    @classmethod
-    def of(cls, store: Store, state: CommittedState, populations: Path | None) -> Self | None:
-        """The budget of a run; None for a job without `[privacy]`."""
-        privacy = store.job.privacy
-        return None if privacy is None else cls(store, privacy, state, populations)
 
     @property
     def spent(self) -> float:
         """Epsilon of the device that was asked most, of all charges."""
-        population, delta = self.privacy.population, self.privacy.delta
-        return max(ledger.epsilon(population, delta) for ledger in self._ledgers)
+        return self._ledgers.epsilon(self.privacy.delta)
 
     # -- charges -----------------------------------------------------------------------------------
 
-    def reserve(self, spec: RoundSpec) -> None:
-        """Charge a round before its devices are asked.
+    @contextlib.contextmanager
+    def charged(self, spec: RoundSpec) -> Iterator[None]:
+        """Charge a round before the block, which asks its devices; note how the block ended.
 
         Raises:
             OSError: the charge cannot be stored.
             JobError: delta is too large for so many devices.
+            RoundFailed: another job has used up the budget of a device since it was chosen.
         """
         devices = tuple(sorted(spec.cohort))
         if self.privacy.delta * len(devices) >= 1:
@@ -143,59 +112,65 @@ class PrivacyBudget:
                 f"privacy.delta={self.privacy.delta:g} is not below 1 / {len(devices)} devices: it "
                 "would allow to publish one of them; use 1e-5 or less"
             )
-        assert all(map(self.allows, devices))
+        if used_up := [name for name in devices if not self.allows(name)]:
+            raise RoundFailed(
+                f"{len(used_up)} devices of the round have no privacy budget left since another "
+                f"job of the population {self.privacy.population!r} was charged"
+            )
         charge = Charge(
             population=self.privacy.population,
             unit=UNIT,
             adjacency=ADJACENCY,
             mechanism=self.privacy.mechanism,
             event=self._event,
-            run=self._run_id,
+            run=self._ledgers.run_id,
             round=spec.round,
             attempt=spec.attempt,
             what="round",
             devices=devices,
         )
-        self._open = []
-        for ledger in self._ledgers:
-            self._open.append(ledger.reserve(charge))
-        self._count(devices)
+        with self._ledgers.charged(charge):
+            self._count(devices)
+            self._moved = self._bound
+            yield
+            self._bound = self._moved
 
     def _count(self, devices: Collection[str]) -> None:
         for name in devices:
             self._last.setdefault(name, []).append(self._charged)
         self._charged += 1
 
-    def settle(self, outcome: Outcome) -> None:
-        """Note how the round that was charged last has ended."""
-        charged, self._open = self._open, []
-        for ledger, number in zip(self._ledgers, charged, strict=False):
-            with contextlib.suppress(OSError):  # it is spent, whatever is noted
-                ledger.settle(number, outcome)
-
     # -- noise -------------------------------------------------------------------------------------
 
-    def add_noise(self, mean: torch.Tensor, devices: int) -> None:
-        """Add the server's noise to the mean of the round that was charged last, in place.
+    @property
+    def clip(self) -> float:
+        """Bound on the 2-norm of a device's update in the next attempt."""
+        return self.privacy.clip if self._bound is None else self._bound.bound
+
+    @property
+    def saved_clip(self) -> float:
+        """The bound after the round that is about to be committed; 0 if it does not move."""
+        return 0.0 if self._moved is None else self._moved.bound
+
+    def release(
+        self, mean: torch.Tensor, devices: int, figures: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Add the server's noise to what the devices of the round that was charged last have sent.
 
         Args:
-            mean: (N) float32, the mean of the devices' updates.
+            mean: (N) float32, the mean of the devices' updates; changed in place.
             devices: in the mean.
+            figures: of the devices.
+
+        Returns:
+            The figures, with the bound in place of how many updates were within it.
         """
+        figures = dict(figures)
         if self._noise is not None:
-            self._noise.add(mean, row=self._charged - 1, devices=devices)
-
-
-@contextlib.contextmanager
-def charged(budget: PrivacyBudget | None, spec: RoundSpec) -> Iterator[None]:
-    """Charge a round with devices before the block, and note how the block ended."""
-    if budget is None or not spec.cohort:
-        yield
-        return
-    budget.reserve(spec)
-    try:
-        yield
-    except BaseException:
-        budget.settle("failed")
-        raise
-    budget.settle("committed")
+            self._noise.add(mean, self.clip, row=self._charged - 1, devices=devices)
+        if self._bound is not None:
+            noise = float(fresh_noise(1)) * self._bound.count_deviation
+            share = (figures.pop(WITHIN_CLIP.name) + noise) / devices
+            figures["clip"] = self._bound.bound
+            self._moved = self._bound.moved(share)
+        return figures

@@ -50,18 +50,24 @@ class ServerNoise:
         if len(self._key) != KEY_BYTES:
             raise UserError(f"{path} is no key of {KEY_BYTES} bytes; restore it from a backup")
 
-    def add(self, mean: torch.Tensor, *, row: int, devices: int) -> None:
+    def add(self, mean: torch.Tensor, clip: float, *, row: int, devices: int) -> None:
         """Add the noise of a round to the mean of the devices' updates, in place.
 
         Args:
             mean: (N) float32.
+            clip: bound on the 2-norm of an update.
             row: number of the attempt with devices in this run, from 0.
             devices: in the mean.
         """
-        scale = self._plan.deviation / devices
+        scale = self._plan.deviation * clip / devices
         if self._plan.correlated is None:
-            noise = GaussianDraws(os.urandom(KEY_BYTES), len(mean)).row(0)
+            noise = fresh_noise(len(mean))
         else:
             draws = GaussianDraws(self._key, len(mean))
             noise = self._plan.correlated.noise(row, draws.row)
         mean.add_(noise.mul_(scale).to(mean.dtype))
+
+
+def fresh_noise(size: int) -> torch.Tensor:
+    """(N) float64 standard normal numbers from a new key, which is forgotten."""
+    return GaussianDraws(os.urandom(KEY_BYTES), size).row(0)

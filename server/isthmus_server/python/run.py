@@ -191,6 +191,7 @@ def run(
     on_round: OnRound | None = None,
     wait: bool = True,
     quiet: bool = False,
+    track: Sequence[str] = (),
     **overrides: Any,
 ) -> Run:
     """Train a job on this machine, as the command `isthmus run` does.
@@ -203,6 +204,8 @@ def run(
             What it raises ends the run, and is raised here.
         wait: return when the run has ended; otherwise at once, see `Run.wait`.
         quiet: print nothing.
+        track: trackers of the rounds: `tensorboard`, `mlflow`, `mlflow=URI`, `wandb`,
+            `wandb=PROJECT`, `otel`, `otel=URL`.
         **overrides: other values of the job's keys: ``rounds=3``, ``**{"federated.clients": 4}``.
 
     Raises:
@@ -219,6 +222,7 @@ def run(
         job = _written(job, made)
     changes = [f"{key}={_literal(value)}" for key, value in overrides.items()]
     arguments = [str(job), *(part for change in changes for part in ("--set", change))]
+    arguments += [part for tracker in track for part in ("--track", tracker)]
     return Run(directory)._start(arguments, on_round, wait=wait, quiet=quiet)
 
 

@@ -317,7 +317,7 @@ class BufferAttempt:
         """Add the update of a finished device, or record why it is not in the buffer."""
         name, lost = training.name, training.lost
         if lost is not None:
-            self._receipts.record(name, "dropped", str(lost), started=lost.reached)
+            self._receipts.record(name, "dropped", str(lost), started=lost.reached, late=False)
             return
         try:
             async with call(

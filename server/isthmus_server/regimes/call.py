@@ -110,13 +110,17 @@ class ReceiptBook:
         return name in self._details
 
     def record(self, name: str, status: Status, reason: str = "", **details: Any) -> None:
-        """Write the participant's receipt; a later one replaces it."""
+        """Write the participant's receipt; a later one replaces it.
+
+        A participant that is dropped was late, unless `details` says that it was lost.
+        """
+        late = status == "dropped" and details.get("started", True)
         self._receipts[name] = Receipt(
             participant=name,
             regime=self.regime,
             status=status,
             reason=reason,
-            **{**self._details.get(name, {}), **details},
+            **{**self._details.get(name, {}), "late": late, **details},
         )
 
     def blame(self, name: str) -> None:
@@ -201,7 +205,14 @@ async def call(
                 worked = failure.reached and failure.code in ("", TaskError.code)
                 reached = worked or receipts.was_reached(name)
                 sent = failure.status == "rejected"
-                receipts.record(name, failure.status, reason, started=reached, sent=sent)
+                receipts.record(
+                    name,
+                    failure.status,
+                    reason,
+                    started=reached,
+                    sent=sent,
+                    late=failure.timed_out,
+                )
                 was_lost = isinstance(failure.__cause__, ParticipantLost)
                 if failure.code == TaskError.code:
                     receipts.task_failures.add(anonymous(failure.reason, name))

@@ -51,7 +51,9 @@ class FederatedRegime:
         result = await self._attempt.run()
         if self.context.privacy is not None:
             mean, devices = result.pseudo_gradient, _updates_in(result)
-            await asyncio.to_thread(self.context.privacy.add_noise, mean, devices)
+            release = self.context.privacy.release
+            figures = await asyncio.to_thread(release, mean, devices, result.training)
+            result = dataclasses.replace(result, training=figures)
         if not spec.gradient_scale:
             return result
         groups = {name: self._split(one, spec) for name, one in result.groups.items()}

@@ -20,7 +20,8 @@ from isthmus.wire import link_pb2
 from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 from isthmus_server.regimes.base import Aggregator, AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
-from isthmus_server.storage.records import UNREACHABLE, Receipt, summarize_failures
+from isthmus_server.regimes.reasons import UNREACHABLE, summarize_failures
+from isthmus_server.storage.records import Receipt
 from isthmus_server.transport.sanitize import check_figures
 
 if TYPE_CHECKING:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from isthmus_server.storage.records import Receipt
+
+UNREACHABLE = "the quorum could not be reached any more"
+"""Reason in the receipts of participants that were stopped because too many others had failed."""
 
 _NAMED = 3
 """Participants that are named for one reason."""
@@ -33,3 +38,13 @@ def group_reasons(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
         )
         for names in names_by_reason.values()
     ]
+
+
+def summarize_failures(receipts: Iterable[Receipt]) -> str:
+    """The reasons of up to three participants; those stopped because of others come last."""
+    failed = [receipt for receipt in receipts if receipt.reason]
+    stopped = {
+        f"{receipt.participant}: {receipt.reason}": receipt.reason == UNREACHABLE
+        for receipt in failed
+    }
+    return "; ".join(sorted(stopped, key=lambda line: (stopped[line], line))[:3])

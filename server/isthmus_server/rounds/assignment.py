@@ -22,6 +22,18 @@ def cohort_settings(job: Job, plan: Plan) -> FederatedSection:
     return job.federated.for_cohort(plan.cohort)
 
 
+def participants_of(
+    job: Job, spec: RoundSpec, roster: ParticipantRoster, holder: str | None
+) -> set[str]:
+    """Whom a round may ask; `holder` is the datacenter that has the model."""
+    names = {*spec.cohort, *spec.datacenters, *spec.gradient_sources}
+    if holder is not None:
+        names.add(holder)
+    if job.evaluation.devices and evaluates(job, spec.round):
+        names |= roster.clients.keys()
+    return names
+
+
 def resolve_plan(
     job: Job,
     state: RunState,

@@ -9,6 +9,7 @@ the same devices again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -28,7 +29,7 @@ from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
 from isthmus_server.rounds.device_sums.plaintext import PlaintextAnswers
 from isthmus_server.rounds.model_versions import ModelVersions
-from isthmus_server.rounds.readiness import Retries
+from isthmus_server.rounds.readiness import Drain, Retries
 from isthmus_server.storage.records import ComparisonRecord, Receipt
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
@@ -63,6 +64,44 @@ class ComparisonRunner:
         self._context = context
         self._versions = versions
         self._clock = clock
+
+    async def answer(
+        self,
+        state: Callable[[], RunState],
+        question: Compare,
+        fetch_model: Callable[[], Awaitable[None]],
+        drain: Drain,
+        turn: Callable[[], contextlib.AbstractAsyncContextManager[None]],
+        noted: Callable[[ComparisonRecord], None],
+    ) -> None:
+        """Have devices compare models, in several attempts if it takes them.
+
+        Args:
+            state: gives that of the run.
+            question: see `attempt`.
+            fetch_model: likewise.
+            drain: ends the run between attempts.
+            turn: waits until this job may ask devices.
+            noted: receives the record of each attempt.
+
+        Raises:
+            RoundFailed: too few devices answered, in all attempts.
+        """
+        retries = Retries(self._job, self._clock)
+        while True:
+            with drain.held():
+                async with drain.during(turn()):
+                    record, failure = await self.attempt(state(), question, fetch_model, retries)
+            noted(record)
+            if failure is None:
+                return
+            if record.ended:
+                raise RoundFailed(
+                    f"devices could not compare the models in {retries.failed} tries; the last "
+                    f"time because: {failure}"
+                )
+            drain.check()
+            await retries.pause(failure)
 
     async def attempt(
         self,

@@ -10,21 +10,20 @@ import asyncio
 import contextlib
 import dataclasses
 import sqlite3
-from pathlib import Path
 from typing import Any
 
 from isthmus.errors import CannotContinue, IsthmusError, RoundFailed
 from isthmus.task import load_task
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.model.optimizers import check_round_length
-from isthmus_server.privacy.budget import PrivacyBudget, charged
-from isthmus_server.privacy.examples_budget import ExamplesBudget, charged_steps, close, saved
+from isthmus_server.privacy.populations import Populations
+from isthmus_server.privacy.run_budgets import RunBudgets
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.regimes.opening import opening_of
-from isthmus_server.rounds.assignment import resolve_plan
+from isthmus_server.rounds.assignment import participants_of, resolve_plan
 from isthmus_server.rounds.attempt_log import AttemptLog, AttemptTime
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.clock import Clock
@@ -44,7 +43,7 @@ from isthmus_server.storage.events import (
     RunFinished,
     RunStopped,
 )
-from isthmus_server.storage.records import FinalModel, PlannedAttempt
+from isthmus_server.storage.records import ComparisonRecord, FinalModel, PlannedAttempt
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.decision import Decision, decide
 from isthmus_server.strategy.loading import load_policy
@@ -73,7 +72,7 @@ class Coordinator:
         link: Link,
         events: EventStream | None = None,
         clock: Clock | None = None,
-        populations: Path | None = None,
+        populations: Populations | None = None,
     ) -> None:
         """Load the task and the model, and restore the state of the run.
 
@@ -82,15 +81,14 @@ class Coordinator:
             link: connects the participants; it may outlive the run.
             events: receives every event of the run.
             clock: measures windows, the limit on the run's time, and the duration of rounds.
-            populations: directory of the privacy ledgers that runs share.
+            populations: privacy ledgers that runs share.
 
         Raises:
             UserError: the job, its task or a checkpoint cannot be used.
         """
-        self.store = store
+        self.store, self._link = store, link
         self.job = store.job
-        self.events = events or EventStream()
-        self.clock = clock or Clock()
+        self.events, self.clock = events or EventStream(), clock or Clock()
         self._final, self.drain = False, Drain()
         data = self.job.task.data_in(store.base)
         task = load_task(self.job.task.source, self.job.task.settings, base=store.base, data=data)
@@ -104,25 +102,31 @@ class Coordinator:
             self.job.exchange,
         )
         check_round_length(self.job, task, self.model.module)
-        layout = self.model.layout
-        opening = opening_of(store.run_id, self.job, store.base, self.model)
         self.state = store.run_state()
-        privacy = self._privacy = PrivacyBudget.of(store, self.state, populations)
-        steps = self._steps = ExamplesBudget.of(store, self.state, populations, privacy)
+        self._budgets = RunBudgets.open(store, self.state, populations)
+        try:
+            self._assemble()
+        except BaseException:
+            self._budgets.close()
+            raise
+
+    def _assemble(self) -> None:
+        store, link, layout, budgets = self.store, self._link, self.model.layout, self._budgets
+        opening = opening_of(store.run_id, self.job, store.base, self.model)
         context = FederatedContext(
-            link, self.job, opening, layout, store.directory, store.unmaskings, privacy
+            link, self.job, opening, layout, store.directory, store.unmaskings, budgets.devices
         )
         self.federated = FederatedRegime(context)
         self._datacenter = DatacenterRegime(link, self.job, store.run_id, layout)
         self._versions = ModelVersions(self.model, store, self.federated.extension)
         self._versions.restore(self.state)
-        availability = DeviceAvailability(self.job, self.clock, store.attempts(), privacy)
+        availability = DeviceAvailability(self.job, self.clock, store.attempts(), budgets.devices)
         self.roster = ParticipantRoster(link, self.job, opening, availability, self._publish)
         self._cohorts = CohortSelector(
             self.job, self.roster, availability, self.clock, link.enrolments, store
         )
         self._readiness = RoundReadiness(
-            self.job, self.roster, self._cohorts, self.clock, self._observe, self._publish, steps
+            self.job, self.roster, self._cohorts, self.clock, self._observe, self._publish, budgets
         )
         self._trainer = Trainer(self.model, self.federated, self._datacenter, self.roster)
         self._comparisons = ComparisonRunner(
@@ -132,8 +136,8 @@ class Coordinator:
             self.model, self._cohorts, context, self.clock, lambda: self.federated.busy
         )
         self.evaluator.check_policy(self._policy)
-        self._log = AttemptLog(store, availability, self._publish, privacy)
-        self._began = self.clock.now()
+        self._log = AttemptLog(store, availability, self._publish, budgets.devices)
+        self._began = self._started_at = self.clock.now()
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -143,6 +147,10 @@ class Coordinator:
         Raises:
             UserError: the run cannot continue; it is stored as failed, with the reason.
         """
+        with contextlib.closing(self._budgets):
+            return await self._run()
+
+    async def _run(self) -> FinalModel:
         status, _, final = self.store.status()
         if status == "finished" and final is not None:
             return final  # the process was killed after the last commit
@@ -162,9 +170,8 @@ class Coordinator:
                 if saving_elapsed.done():
                     saving_elapsed.result()  # raises: the disk is full, for example
                 if stop is not None:
-                    reason = stop.reason
-                    last = RunStopped(round=self.state.round + 1, reason=reason, decision=decision)
-                    self._publish(last)
+                    reason, next_ = stop.reason, self.state.round + 1
+                    self._publish(RunStopped(round=next_, reason=reason, decision=decision))
                     break
             self.drain.hold()
             final = await self._finish(reason)
@@ -179,7 +186,6 @@ class Coordinator:
             await self.federated.stop()
             saving_elapsed.cancel()
             await self.roster.stop(self._final)
-            close(self._privacy, self._steps)
         return final
 
     def abandon(self) -> None:
@@ -209,14 +215,14 @@ class Coordinator:
             )
             if isinstance(plan, Stop):
                 return plan
-            started_at = self.clock.now()
+            self._started_at = self.clock.now()
             try:
                 with self.drain.held():
                     answered = dataclasses.replace(decision, answer=plan)
-                    await self._attempt(answered, plan, started_at)
+                    await self._attempt(answered, plan)
             except RoundFailed as error:
                 last = retries.give_up(error)
-                time = self._time_since(started_at)
+                time = self._attempt_time()
                 self.state = self._log.fail(self.state, plan, error, time=time, given_up=last)
                 if last:
                     raise CannotContinue(
@@ -235,7 +241,7 @@ class Coordinator:
         saved = self.state.models.get(plan.start)
         return None if saved is None else bytes.fromhex(saved.sha256)
 
-    async def _attempt(self, decision: Decision, plan: Plan, started_at: float) -> None:
+    async def _attempt(self, decision: Decision, plan: Plan) -> None:
         """One attempt at the next round, from invitations to commit."""
         spec = resolve_plan(
             self.job,
@@ -247,10 +253,13 @@ class Coordinator:
             self.state.attempts + 1,
             self._start_hash(plan),
         )
-        with charged(self._privacy, spec), charged_steps(self._steps, spec):
-            await self._carry_out(decision, spec, started_at)
+        asked = participants_of(self.job, spec, self.roster, self.state.holder)
+        async with self.drain.during(self._link.turn(asked)):
+            self._started_at = self.clock.now()
+            with self._budgets.charged(spec):
+                await self._carry_out(decision, spec)
 
-    async def _carry_out(self, decision: Decision, spec: RoundSpec, started_at: float) -> None:
+    async def _carry_out(self, decision: Decision, spec: RoundSpec) -> None:
         planned = self._log.plan(decision, spec)
         if not (spec.single_datacenter and spec.datacenter_has_model):
             await self._load_start(spec.plan.start, planned)
@@ -267,12 +276,12 @@ class Coordinator:
             evaluated=evaluated,
             saved=saved,
             averaged=self.model.averaged,
-            time=self._time_since(started_at),
+            time=self._attempt_time(),
         )
 
-    def _time_since(self, started_at: float) -> AttemptTime:
+    def _attempt_time(self) -> AttemptTime:
         now = self.clock.now()
-        return AttemptTime(started_at=started_at, ended_at=now, elapsed=now - self._began)
+        return AttemptTime(started_at=self._started_at, ended_at=now, elapsed=now - self._began)
 
     # -- decide ------------------------------------------------------------------------------------
 
@@ -294,7 +303,7 @@ class Coordinator:
             elapsed=self.clock.now() - self._began,
             models=self._versions.names(state.models),
             comparisons=[c.result for c in state.comparisons if c.result is not None],
-            epsilon_spent=0.0 if self._privacy is None else self._privacy.spent,
+            epsilon_spent=self._budgets.devices_spent,
         )
 
     async def _decide(self) -> Decision:
@@ -312,23 +321,17 @@ class Coordinator:
         Raises:
             RoundFailed: too few devices answered, in all attempts.
         """
-        retries = Retries(self.job, self.clock)
-        while True:
-            with self.drain.held():
-                record, failure = await self._comparisons.attempt(
-                    self.state, question, self._fetch_model, retries
-                )
-            self.state = self.state.after_comparison(record)
-            self._publish(ModelsCompared(record=record))
-            if failure is None:
-                return
-            if record.ended:
-                raise RoundFailed(
-                    f"devices could not compare the models in {retries.failed} tries; the last "
-                    f"time because: {failure}"
-                )
-            self.drain.check()
-            await retries.pause(failure)
+
+        def turn() -> contextlib.AbstractAsyncContextManager[None]:
+            return self._link.turn([*self.roster.clients, *filter(None, [self.state.holder])])
+
+        await self._comparisons.answer(
+            lambda: self.state, question, self._fetch_model, self.drain, turn, self._note_compared
+        )
+
+    def _note_compared(self, record: ComparisonRecord) -> None:
+        self.state = self.state.after_comparison(record)
+        self._publish(ModelsCompared(record=record))
 
     # -- the model ---------------------------------------------------------------------------------
 
@@ -354,12 +357,13 @@ class Coordinator:
         assert name is not None
         if not await self.roster.wait_for(datacenters=[name]):
             raise RoundFailed(f"the datacenter {name!r}, which has the model, is not connected")
-        self.model.replace(await self._datacenter.export(name, self.state.datacenter_step))
+        async with self._link.turn([name]):
+            self.model.replace(await self._datacenter.export(name, self.state.datacenter_step))
         self.state = dataclasses.replace(self.state, model_in_datacenter=False)
 
     def _save(self, spec: RoundSpec) -> dict[str, Any]:
         """Write the round's checkpoints; returns the fields of `RunState` that they change."""
-        fields = saved(self._privacy, self._steps)
+        fields = self._budgets.saved()
         models = self._versions.write(
             spec.round, spec.plan, self.state.models, only_in_datacenter=spec.model_stays
         )

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 
 from isthmus.errors import RoundFailed
 from isthmus.job import Job
 from isthmus.wire import link_pb2
-from isthmus_server.privacy.examples_budget import ExamplesBudget
+from isthmus_server.privacy.run_budgets import RunBudgets
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.rounds.assignment import cohort_settings
 from isthmus_server.rounds.clock import Clock
@@ -36,10 +36,10 @@ class RoundReadiness:
         clock: Clock,
         observe: Callable[[], Observation],
         publish: Callable[[Event], None],
-        examples: ExamplesBudget | None = None,
+        budgets: RunBudgets | None = None,
     ) -> None:
-        """`examples` is the privacy budget of the datacenters' data."""
-        self._examples = examples
+        """`budgets` are those of privacy."""
+        self._examples = None if budgets is None else budgets.examples
         self._job = job
         self._roster = roster
         self._cohorts = cohorts
@@ -189,6 +189,18 @@ class Drain:
             yield
         finally:
             self._held = False
+
+    @contextlib.asynccontextmanager
+    async def during(
+        self, turn: contextlib.AbstractAsyncContextManager[None]
+    ) -> AsyncIterator[None]:
+        """Interrupt the run while it waits for a turn, and not inside the block."""
+        async with contextlib.AsyncExitStack() as entered:
+            self.check()
+            self._held = False
+            await entered.enter_async_context(turn)
+            self._held = True
+            yield
 
 
 class Retries:

@@ -297,8 +297,10 @@ class ParticipantRoster(ParticipantListener):
         published = None
         limit = self._job.time.join_seconds if seconds is None else seconds
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(limit) as waiting_until:
                 while not done():
+                    if self._link.waits_for:  # their rounds are not this run's delay
+                        waiting_until.reschedule(asyncio.get_running_loop().time() + limit)
                     present = self.clients.keys() | self.datacenters.keys() | self._declined.keys()
                     waiting = WaitingForParticipants(
                         clients=clients,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from isthmus_server.privacy.populations import Populations
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.device_sums.statistics import StatisticsRun
 from isthmus_server.server_apps.run import ServerAppRun
@@ -20,7 +19,7 @@ def run_loop(
     events: EventStream,
     *,
     installed: bool,
-    populations: Path | None = None,
+    populations: Populations | None = None,
 ) -> RunLoop:
     """What runs the job of `store` to its end; see `ServerAppRun` and `Coordinator`.
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.errors import DamagedError, UserError
+from isthmus.system.private_files import sync_directory
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_server.model.mmap_buffer import MmapBuffer
 
@@ -231,11 +232,7 @@ def replacing(path: Path) -> Iterator[DirectWriter]:
         yield writer
         writer.sync()
     temporary.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(path.parent)
 
 
 def _check_digest(path: Path, payload: bytearray | memoryview, saved: Saved) -> None:

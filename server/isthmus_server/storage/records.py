@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter, ValidationError
@@ -22,9 +22,6 @@ from isthmus_server.strategy.gradients import GradientMeasurement, GroupSum
 from isthmus_server.strategy.policy import Comparison, Kind, PastRound
 
 Status = Literal["accepted", "rejected", "dropped"]
-
-UNREACHABLE = "the quorum could not be reached any more"
-"""Reason in the receipts of participants that were stopped because too many others had failed."""
 
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
 
@@ -52,18 +49,17 @@ def validated(type_: Any, data: Mapping[str, Any]) -> Any:
         ) from None
 
 
-def parsed(text: object) -> Any:
+def parsed(text: Any) -> Any:
     """The JSON of a column of a database.
 
     Raises:
         DamagedError: it is not JSON.
     """
     try:
-        return json.loads(text)  # type: ignore[arg-type]  # a damaged column has any type
+        return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise DamagedError(
-            "a row of the round log is damaged; `isthmus runs verify` says more"
-        ) from error
+        sentence = "a row of the round log is damaged; `isthmus runs verify` says more"
+        raise DamagedError(sentence) from error
 
 
 class Record:
@@ -104,6 +100,8 @@ class Receipt(Record):
     """It was reachable and had its model in time; otherwise it is not paid for."""
     sent: bool = False
     """It sent a result."""
+    late: bool = False
+    """It was dropped while at work: the round ended without its result."""
     examples: int = 0
     """Weight of its update in the mean."""
     steps: int = 0
@@ -119,15 +117,10 @@ class Receipt(Record):
     bytes_out: int = 0
     """Bytes of blobs sent to it."""
 
-
-def summarize_failures(receipts: Iterable[Receipt]) -> str:
-    """The reasons of up to three participants; those stopped because of others come last."""
-    failed = [receipt for receipt in receipts if receipt.reason]
-    stopped = {
-        f"{receipt.participant}: {receipt.reason}": receipt.reason == UNREACHABLE
-        for receipt in failed
-    }
-    return "; ".join(sorted(stopped, key=lambda line: (stopped[line], line))[:3])
+    @property
+    def outcome(self) -> str:
+        """Its status, or `late`."""
+        return "late" if self.late else self.status
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -372,8 +365,7 @@ class CommittedState(Record):
     """Training state that is committed together with a round; the defaults are those before it."""
 
     models: Mapping[str, Saved] = dataclasses.field(default_factory=dict)
-    """Checkpoints by name: `current`, `served` where it differs, `best`, and those that plans
-    kept."""
+    """Checkpoints by name: `current`, `served` if it differs, `best`, and those of plans."""
     averaged: int = 0
     """Models in the served average."""
     optimizer: Saved | None = None
@@ -392,6 +384,8 @@ class CommittedState(Record):
     policy_state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ledger_head: str = ""
     """Number and SHA-256 of a line that the run's privacy ledger must have; empty without one."""
+    clip: float = 0.0
+    """Bound on updates that adaptive clipping has moved to; 0 without it."""
 
     @property
     def files(self) -> list[Saved]:

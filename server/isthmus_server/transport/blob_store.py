@@ -24,23 +24,35 @@ class BlobStore:
       * no participant has more than `MAX_TRANSFERS_PER_PARTICIPANT` transfers at the same time.
     """
 
-    def __init__(self) -> None:
-        self._broadcasts: dict[bytes, Broadcast] = {}
+    def __init__(self, shared: BlobStore | None = None) -> None:
+        """With `shared`, participants pull from both; each retracts only its own blobs."""
+        self._broadcasts: dict[bytes, list[Broadcast]] = (
+            {} if shared is None else shared._broadcasts  # an empty store is false
+        )
+        self._own: dict[bytes, Broadcast] = {}
 
     def __len__(self) -> int:
         return len(self._broadcasts)
 
     def get(self, sha256: bytes) -> Broadcast | None:
         """Return a published blob; None if there is none."""
-        return self._broadcasts.get(sha256)
+        offered = self._broadcasts.get(sha256)
+        return offered[-1] if offered else None
 
     def publish(self, blob: link_pb2.Blob, payload: Buffer | InFile) -> None:
         """Offer a blob until `retract`."""
-        self._broadcasts[blob.sha256] = Broadcast(blob.sha256, payload)
+        self.retract(blob)
+        broadcast = self._own[blob.sha256] = Broadcast(blob.sha256, payload)
+        self._broadcasts.setdefault(blob.sha256, []).append(broadcast)
 
     def retract(self, blob: link_pb2.Blob) -> None:
         """Stop offering a blob; its memory belongs to the caller again."""
-        self._broadcasts.pop(blob.sha256, None)
+        if (broadcast := self._own.pop(blob.sha256, None)) is None:
+            return
+        offered = self._broadcasts[blob.sha256]
+        offered.remove(broadcast)
+        if not offered:
+            del self._broadcasts[blob.sha256]
 
     def send(self, peer: Peer, stream: Stream, pull: link_pb2.Pull) -> None:
         """Start to send a blob; a transfer of the same blob is restarted at the new offset.
@@ -65,10 +77,10 @@ class BlobStore:
         transfer.add_done_callback(remove)
 
     async def _transfer(self, peer: Peer, stream: Stream, pull: link_pb2.Pull) -> None:
-        broadcast, peer.last_blob = self._broadcasts.get(pull.sha256), b""
+        broadcast, peer.last_blob = self.get(pull.sha256), b""
         try:
             for message in () if broadcast is None else broadcast.messages(pull.offset):
-                if self._broadcasts.get(pull.sha256) is not broadcast:
+                if broadcast not in self._broadcasts.get(pull.sha256, ()):
                     broadcast = None  # retracted: the memory may already hold another model
                     break
                 await stream.send(message)

@@ -42,6 +42,7 @@ from isthmus_server.transport.limits import (
     server_options,
 )
 from isthmus_server.transport.peer import Fetch, ListenerGroup, Peer
+from isthmus_server.transport.turns import AllTurns
 
 PING_GROUPS = 16
 """Groups in which idle streams are pinged, so that no ping waits for thousands of others."""
@@ -54,7 +55,7 @@ _LATE = "too late: the request has ended"
 log = logging.getLogger(__name__)
 
 
-class Link:
+class Link(AllTurns):
     """Connections of all participants.
 
     Guarantees:
@@ -194,8 +195,7 @@ class Link:
 
     def acknowledge(self, name: str, request_id: str, accepted: bool, reason: str = "") -> None:
         """Notify a participant whether its reply was accepted, so that it can free the result."""
-        peer = self.peers.get(name)
-        if peer is not None:
+        if (peer := self.peers.get(name)) is not None:
             peer.unacknowledged.discard(request_id)
             receipt = link_pb2.Receipt(id=request_id, accepted=accepted, reason=reason)
             peer.send_and_keep(link_pb2.Envelope(receipt=receipt))

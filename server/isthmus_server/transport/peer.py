@@ -62,6 +62,7 @@ class Peer:
         self.name = hello.name
         self.role = hello.role
         self.instance = hello.instance
+        self.software = hello.software
         self.stream: Stream | None = None
         self.serving: asyncio.Task[None] | None = None
         """The task that serves the stream."""

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Self
 
 from isthmus_privacy.dp.accounting import SampledGaussian
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerHead
 from isthmus_server.privacy.examples_budget import ADD_OR_REMOVE, EXAMPLE
 from isthmus_server.storage.records import Record
 from isthmus_server.storage.store import Store
@@ -22,6 +22,10 @@ class SpentOnExamples(Record):
     delta: float
     steps: int
     """That were charged."""
+    together: float | None = None
+    """Epsilon of a device and one example of the same person, at the smaller delta; None
+    unless `datacenter.privacy.overlap`."""
+    together_delta: float | None = None
     unit: str = EXAMPLE
     """What is protected."""
     adjacency: str = ADD_OR_REMOVE
@@ -39,21 +43,36 @@ class SpentOnExamples(Record):
             return None
         path = store.directory / LEDGER_FILE
         if ledger is None and path.exists():
-            ledger = Ledger.read(path)
+            ledger = Ledger.read(path, LedgerHead.of(store.run_state().ledger_head))
         charges = [] if ledger is None else [each.charge for each in ledger.entries.values()]
         events = [each.event for each in charges if each.unit == EXAMPLE]
         spent = 0.0 if ledger is None else ledger.epsilon(privacy.population, privacy.delta)
+        devices, together, delta = store.job.privacy, None, None
+        if privacy.overlap and devices is not None:
+            both, delta = (
+                (devices.population, privacy.population),
+                min(devices.delta, privacy.delta),
+            )
+            together = 0.0 if ledger is None else ledger.epsilon_together(both, delta)
         return cls(
             epsilon=spent,
             budget=privacy.epsilon,
             delta=privacy.delta,
             steps=sum(each.steps for each in events if isinstance(each, SampledGaussian)),
+            together=together,
+            together_delta=delta,
         )
 
     @property
     def sentence(self) -> str:
         """The guarantee in words."""
+        both = ""
+        if self.together is not None:
+            both = (
+                f"; epsilon {self.together:.4g} at delta {self.together_delta:g} for somebody with "
+                f"a device and one {self.unit}"
+            )
         return (
             f"epsilon {self.epsilon:.4g} of {self.budget:g} at delta {self.delta:g} for one "
-            f"{self.unit} of the datacenter ({self.adjacency}), spent in {self.steps} steps"
+            f"{self.unit} of the datacenter ({self.adjacency}), spent in {self.steps} steps{both}"
         )

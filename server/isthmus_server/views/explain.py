@@ -100,6 +100,30 @@ def explain(store: Store, round_: int | None = None) -> Explanation:
     )
 
 
+def explained_attempts(
+    round_: int, logged: Sequence[LoggedAttempt], recent: Sequence[RoundRecord], kinds: Counter[str]
+) -> ExplainedDecision:
+    """The decision on one round that was planned.
+
+    Args:
+        round_: the round.
+        logged: all attempts at it; at least one.
+        recent: at least the last `RECENT` rounds that were committed before it.
+        kinds: all rounds that were committed before it, by regime.
+    """
+    planned = logged[-1].planned
+    return ExplainedDecision(
+        round=round_,
+        decision=planned.decision,
+        stop=None,
+        recent=_recent(recent),
+        regimes=dict(kinds),
+        invited=planned.invited,
+        datacenters=planned.datacenters,
+        attempts=[each.record for each in logged if each.record is not None],
+    )
+
+
 def _decisions(store: Store) -> Iterator[ExplainedDecision]:
     """All decisions, oldest first; a round that was tried several times was decided on once."""
     by_round: dict[int, list[LoggedAttempt]] = {}
@@ -107,19 +131,11 @@ def _decisions(store: Store) -> Iterator[ExplainedDecision]:
         by_round.setdefault(logged.planned.round, []).append(logged)
     committed: list[RoundRecord] = []
     for round_, logged_attempts in by_round.items():
-        ended = [logged.record for logged in logged_attempts if logged.record is not None]
-        planned = logged_attempts[-1].planned
-        yield ExplainedDecision(
-            round=round_,
-            decision=planned.decision,
-            stop=None,
-            recent=_recent(committed),
-            regimes=_regimes(committed),
-            invited=planned.invited,
-            datacenters=planned.datacenters,
-            attempts=ended,
+        explained = explained_attempts(
+            round_, logged_attempts, committed, Counter(_regimes(committed))
         )
-        committed += [record for record in ended if isinstance(record, RoundRecord)]
+        yield explained
+        committed += [each for each in explained.attempts if isinstance(each, RoundRecord)]
     stops = [event for event in store.events() if isinstance(event, RunStopped)]
     if stops:
         yield ExplainedDecision(

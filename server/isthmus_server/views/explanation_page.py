@@ -9,9 +9,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from isthmus.printable import in_a_line
 from isthmus_server.model.summed_evaluation import SummedEvaluation
 from isthmus_server.privacy.budget import ADJACENCY, UNIT
-from isthmus_server.storage.records import FailedAttempt
+from isthmus_server.storage.records import EndedAttempt, FailedAttempt
 from isthmus_server.strategy.decision import Decision, RequestedComparison
 from isthmus_server.strategy.gradients import REST, GradientMeasurement, GroupSum
 from isthmus_server.strategy.policy import (
@@ -27,6 +28,9 @@ from isthmus_server.views.durations import duration
 from isthmus_server.views.explain import ExplainedDecision, Explanation
 from isthmus_server.views.forecasts import compared, in_words
 from isthmus_server.views.report import format_metrics
+
+INCIDENTS = 8
+"""Participants of an attempt that are named."""
 
 _SIDES: dict[Side, str] = {"federated": "devices", "datacenter": "datacenter"}
 
@@ -48,7 +52,7 @@ def show(explanation: Explanation, console: Console) -> None:
 
 
 def _paragraph(explained: ExplainedDecision) -> RenderableType:
-    lines = [_title(explained)]
+    lines = [title_of(explained)]
     lines += [f"  limits: {sentence}" for sentence in _limits(explained.decision)]
     lines += [f"  asked:  {line}" for line in _comparisons(explained.decision)]
     lines += [f"  then:   {line}" for line in _outcome(explained)]
@@ -56,16 +60,22 @@ def _paragraph(explained: ExplainedDecision) -> RenderableType:
 
 
 def _page(explained: ExplainedDecision) -> RenderableType:
+    parts = [_part(title, rows) for title, rows in sections(explained)]
+    return Group(Text(title_of(explained)), *parts)
+
+
+def sections(explained: ExplainedDecision) -> list[tuple[str, list[tuple[str, str]]]]:
+    """One decision in full: titles, each with rows of a label, which may be empty, and a text."""
     limits = _limits(explained.decision) or ["nothing: it is within them"]
     parts = [
-        _part("what the policy saw", _observed(explained)),
-        _part("what the job's limits changed", _labelled("", limits)),
+        ("what the policy saw", list(_observed(explained))),
+        ("what the job's limits changed", list(_labelled("", limits))),
     ]
     if explained.stop is None:
         outcome = _outcome(explained) or ["it was not finished"]
-        parts.append(_part("what was planned", _labelled("", _planned(explained))))
-        parts.append(_part("what came of it", _labelled("", outcome)))
-    return Group(Text(_title(explained)), *parts)
+        parts.append(("what was planned", list(_labelled("", _planned(explained)))))
+        parts.append(("what came of it", list(_labelled("", outcome))))
+    return parts
 
 
 def _part(title: str, rows: Iterable[tuple[str, str]]) -> RenderableType:
@@ -75,7 +85,8 @@ def _part(title: str, rows: Iterable[tuple[str, str]]) -> RenderableType:
     return Group(Text(f"\n{title}", style="bold"), Padding(grid, (0, 0, 0, 2)))
 
 
-def _title(explained: ExplainedDecision) -> str:
+def title_of(explained: ExplainedDecision) -> str:
+    """What was decided, and why, in a sentence."""
     plan, round_ = explained.decision.answer, explained.round
     if explained.stop is not None or not isinstance(plan, Plan):
         return f"before round {round_}: the end, because {explained.stop}"
@@ -258,6 +269,17 @@ def _planned(explained: ExplainedDecision) -> list[str]:
     return [*lines, in_words(forecast)] if forecast is not None else lines
 
 
+def _incidents(record: EndedAttempt) -> list[str]:
+    """What happened to the participants that were not accepted, or not without incident."""
+    named = [receipt for receipt in record.receipts if receipt.reason]
+    lines = [
+        in_a_line(f"{receipt.participant} {receipt.outcome}: {receipt.reason}")
+        for receipt in named[:INCIDENTS]
+    ]
+    more = len(named) - INCIDENTS
+    return [*lines, f"and {more} more; `isthmus report --json` has all"] if more > 0 else lines
+
+
 def _outcome(explained: ExplainedDecision) -> list[str]:
     """The outcome of each attempt, in a few lines."""
     lines = []
@@ -269,13 +291,17 @@ def _outcome(explained: ExplainedDecision) -> list[str]:
             took += f", epsilon {record.epsilon:.4g} for one {UNIT} ({ADJACENCY})"
         if isinstance(record, FailedAttempt):
             lines.append(f"try {record.attempt} failed after {took}: {record.error}")
+            lines += _incidents(record)
             continue
         counts = record.participants
         parts = [f"{counts.accepted} of {counts.invited} took part"]
         parts += [f"{counts.rejected} rejected"] if counts.rejected else []
-        parts += [f"{counts.dropped} dropped"] if counts.dropped else []
+        late = sum(receipt.late for receipt in record.receipts)
+        parts += [f"{counts.dropped - late} dropped"] if counts.dropped > late else []
+        parts += [f"{late} late"] if late else []
         moved = f"{record.cost.device_bytes / 1e6:.3g} MB to and from devices"
         lines.append(", ".join([*parts, took, moved]))
+        lines += _incidents(record)
         lines += [record.unusable] if record.unusable else []
         lines += [_gradients(record.gradients)] if record.gradients is not None else []
         lines += _groups(record.groups)

@@ -32,6 +32,8 @@ class PrivacyForecast:
     noise_multiplier: float
     gain: float
     """How much less noise correlated noise leaves than independent noise of equal privacy."""
+    clip: float
+    clip_quantile: float | None
     cohort: int
     size: int
     """Elements of an update."""
@@ -71,6 +73,8 @@ class PrivacyForecast:
             participations=plan.participations,
             noise_multiplier=plan.multiplier,
             gain=1.0 if plan.correlated is None else plan.correlated.gain,
+            clip=job.privacy.clip,
+            clip_quantile=job.privacy.clip_quantile,
             cohort=cohort,
             size=size,
             noise_to_signal={each: plan.noise_to_signal(size, each) for each in sums},
@@ -103,10 +107,19 @@ class PrivacyForecast:
                 f"the noise is {first[1]:.2g} times as long as the sum of {first[0]} equal updates "
                 f"of {self.size:,} elements",
             ),
+            ("clipping", self._clipping()),
             ("cohort", f"a larger one buys: {buys} devices"),
             ("epsilon", f"{after} rounds"),
             ("bytes", f"{self.update_bytes:,} for each update"),
         ]
+
+    def _clipping(self) -> str:
+        if self.clip_quantile is None:
+            return f"an update is shortened to a 2-norm of {self.clip:g}"
+        return (
+            f"the bound is {self.clip:g} at first, and moves towards the {self.clip_quantile:g} "
+            "quantile of the 2-norms of updates"
+        )
 
     def _noise(self) -> str:
         times = f"{self.noise_multiplier:.4g} times"

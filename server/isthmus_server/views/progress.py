@@ -134,7 +134,7 @@ class ProgressView:
         )
         for receipt in record.receipts:
             if receipt.reason:
-                outcome = f"{_safe(receipt.participant)} {receipt.status}"
+                outcome = f"{_safe(receipt.participant)} {receipt.outcome}"
                 self._print(f"           [yellow]{outcome}:[/yellow] {_safe(receipt.reason)}")
         if record.evaluation is not None and record.evaluation.error:
             error = f"evaluation on devices: {_safe(record.evaluation.error)}"

@@ -164,7 +164,7 @@ def _table(report: Report, attempts: Sequence[EndedAttempt]) -> Table:
 def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
     """Receipts with a reason, unusable updates, and participants that declined or left."""
     lines = [
-        f"round {record.round}: {receipt.participant} {receipt.status}: {receipt.reason}"
+        f"round {record.round}: {receipt.participant} {receipt.outcome}: {receipt.reason}"
         for record in attempts
         for receipt in record.receipts
         if receipt.reason

@@ -87,6 +87,18 @@ def test_a_plain_update_is_refused_unless_the_owner_allows_it(guard, make_job):
     with pytest.raises(AdmissionRefused, match="its owner requires secure aggregation"):
         guard("").check_job(make_job())
     guard("").check_job(make_job("federated.secure_aggregation=true"))
+    guard("[privacy]\nsecure_aggregation = false").check_job(make_job())
+
+
+@pytest.mark.parametrize("limit", ["noise = true", "epsilon = 8.0"])
+def test_a_plain_update_is_refused_if_the_owner_limits_what_it_reveals(guard, make_job, limit):
+    """It has no noise, and no record of this device counts it."""
+    checks = guard(f"[privacy]\nsecure_aggregation = false\n{limit}")
+    private = ("privacy.mechanism=gaussian", "privacy.epsilon=8", "privacy.delta=1e-5")
+    for job in (make_job(), make_job(*private)):
+        with pytest.raises(AdmissionRefused, match="only sums with secure aggregation can meet"):
+            checks.check_job(job)
+    checks.check_job(make_job("federated.secure_aggregation=true"))
 
 
 @pytest.mark.parametrize(

@@ -163,23 +163,29 @@ def private_run(mechanism="distributed"):
 @expect_refusal("noise-below-the-jobs")
 def half_of_the_noise_that_the_job_promises():
     halved = dataclasses.replace(NOISE, multiplier=0.5)
-    private_run().check_privacy(make_config(size=4, slots=(), noise=halved, weight_max=1))
+    private_run().check_privacy(make_config(size=4, slots=(), noise=halved, weight_max=1), 0.5)
 
 
 @expect_refusal("noise-below-the-jobs")
 def twice_the_clipping_bound_that_the_job_promises():
     wider = dataclasses.replace(NOISE, clip=2.0)
-    private_run().check_privacy(make_config(size=4, slots=(), noise=wider, weight_max=1))
+    private_run().check_privacy(make_config(size=4, slots=(), noise=wider, weight_max=1), 0.5)
 
 
 @expect_refusal("noise-below-the-jobs")
 def no_noise_where_the_job_promises_it():
-    private_run().check_privacy(make_config(size=4))
+    private_run().check_privacy(make_config(size=4), 0.0)
+
+
+@expect_refusal("sums-beyond-the-jobs-budget")
+def more_rounds_than_the_noise_of_the_job_was_made_for():
+    config = make_config(size=4, slots=(), noise=NOISE, weight_max=1)
+    private_run().check_privacy(config, 100.0)
 
 
 @expect_refusal("private-sum-of-another-vector")
 def a_gradient_next_to_a_private_update():
-    private_run("gaussian").check_privacy(make_config(size=8))
+    private_run("gaussian").check_privacy(make_config(size=8), 0.0)
 
 
 @expect_refusal("measurement-without-noise")

@@ -82,7 +82,7 @@ def by_server(mechanism, present, weaker, folder, rounds=1):
     server, released = ServerNoise(plan, folder, used=False), []
     for row in range(rounds):
         released.append(CLIP * present.float() if row == 0 else torch.zeros(len(present)))
-        server.add(released[-1], row=row, devices=1)
+        server.add(released[-1], CLIP, row=row, devices=1)
     if plan.correlated is None:
         return released[0]
     # What the mechanism's matrix makes of the rounds has independent noise, and the first column of

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from isthmus.errors import JobError
 from isthmus.job.privacy import PrivacySection
+from isthmus_privacy.dp import accounting, calibration
+from isthmus_privacy.dp.accounting import Composition, SampledGaussian
 from isthmus_privacy.dp.calibration import NoisePlan
 
 
@@ -52,3 +54,31 @@ def test_correlated_noise_uses_the_separation():
 def test_a_budget_that_no_noise_meets_is_refused():
     with pytest.raises(JobError, match=r"would need noise of .* raise epsilon"):
         NoisePlan.of(section(epsilon=1e-3), 100_000)
+
+
+# Epsilon, delta, sampling probability and steps: a usual one, with known noise, a budget below what
+# few orders of the divergence reach, a large one, and a single step.
+SAMPLED = [
+    (2.0, 1e-6, 0.01, 1000),
+    (0.02, 1e-6, 0.01, 100),
+    (50.0, 1e-5, 0.5, 100),
+    (2.0, 1e-4, 0.01, 1),
+]
+
+
+@pytest.mark.parametrize(("epsilon", "delta", "probability", "steps"), SAMPLED)
+def test_the_noise_of_dp_sgd_is_found_with_few_evaluations(epsilon, delta, probability, steps):
+    """One of the ledger's accountant takes a second, so that a bisection by it takes many."""
+    calibration._of_sampled.cache_clear()
+    before = accounting._epsilon.cache_info().misses
+    noise = calibration._of_sampled(epsilon, delta, probability, steps)
+    assert accounting._epsilon.cache_info().misses - before <= 4
+    spent = Composition().plus(SampledGaussian(noise, probability, steps)).epsilon(delta)
+    assert 0.995 * epsilon <= spent <= epsilon
+
+
+def test_the_known_noise_of_dp_sgd():
+    """By privacy loss distributions; by Renyi differential privacy it would be 1.09387."""
+    noise = calibration._of_sampled(2.0, 1e-6, 0.01, 1000)
+    assert 1.02902 <= noise <= 1.02902 * 1.005
+    assert calibration._of_sampled(1e-4, 1e-6, 1.0, 1000) is None

@@ -10,28 +10,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.privacy.dp.charges import charge
 
 from isthmus.errors import UserError
-from isthmus_privacy.dp.accounting import Composition, ZeroConcentrated
-from isthmus_privacy.dp.ledger import Charge, Ledger, LedgerDamaged, LedgerHead
+from isthmus_privacy.dp.accounting import Composition
+from isthmus_privacy.dp.ledger import Ledger, LedgerDamaged, LedgerHead
 
 DELTA = 1e-6
-
-
-def charge(devices=("a", "b"), rho=0.1, **changes):
-    values = {
-        "population": "devices",
-        "unit": "device",
-        "adjacency": "zero-out",
-        "mechanism": "distributed",
-        "event": ZeroConcentrated(rho),
-        "run": "run",
-        "round": 1,
-        "attempt": 1,
-        "what": "round",
-        "devices": tuple(devices),
-    }
-    return Charge(**{**values, **changes})
 
 
 def written(path, *charges):

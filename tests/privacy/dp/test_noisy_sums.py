@@ -1,4 +1,4 @@
-"""Sums with noise through the whole protocol: the mean of clipped updates, whoever drops out.
+"""Sums with noise through the whole protocol: the mean of clipped updates, with any devices lost.
 
 Seeds of updates are fixed, those of the noise are not: bounds are seven standard deviations of what
 is measured, which a correct program exceeds in fewer than one in a billion runs of this file.

@@ -122,13 +122,13 @@ async def test_the_server_has_no_key_that_could_enrol_or_certify(separate):
     names = {path.name for path in (separate.folder / "hub").iterdir()}
     assert not names & {"enroller.key", "server.pem", "fleet.sqlite"}
     assert b"PRIVATE" not in (separate.folder / "hub" / "authority.pem").read_bytes()
-    for words in (["token", "create", "--name", "x"], ["revoke", "phone"], ["participants"]):
-        arguments = [*words, str(separate.folder / "hub")]
-        if words[0] == "revoke":
-            arguments = ["revoke", str(separate.folder / "hub"), "phone"]
+    hub = str(separate.folder / "hub")
+    for arguments in (["token", "create", hub, "--name", "x"], ["revoke", hub, "phone"]):
         error = CliRunner().invoke(server_command, arguments).exception
         assert isinstance(error, UserError)
         assert "is another process, which has the registry; use `isthmus authority`" in str(error)
+    # Who has joined is in its copy of the registry.
+    assert CliRunner().invoke(server_command, ["participants", hub]).exit_code == 0
 
 
 async def test_the_enrolment_key_is_the_one_that_the_token_commits_to(separate):

@@ -4,8 +4,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from tests.privacy.dp.charges import charge
 from tests.server.storage.records import planned_attempt, round_record
 
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger
 from isthmus_server.chaos.invariants import InvariantChecker
 from isthmus_server.storage.records import CommittedState, Receipt
 from isthmus_server.storage.store import Store
@@ -15,6 +17,8 @@ class Files:
     """A deployment of which only the files exist."""
 
     def __init__(self, folder, store):
+        self.job = store.job
+        self.server_state = folder
         self.runs = folder / "runs"
         self.tasks = folder / "tasks"
         self.devices = 1
@@ -88,6 +92,41 @@ def test_a_failed_job_and_an_ended_process_are_found(deployed):
     assert only(checker.check()) == "digits-1 is failed: no device"
     checker.deployment.processes["server"].failed = "ended 5 times"
     assert only(checker.check()) == "server ended 5 times: see server.log"
+
+
+def test_an_attempt_that_is_not_charged_and_a_lost_charge_are_found(make_job, tmp_path):
+    """In the ledger of the run, and in that of the population."""
+    job = make_job(
+        "privacy.mechanism=gaussian", "privacy.epsilon=8", "privacy.delta=1e-5", "rounds=4"
+    )
+    store = Store.create(tmp_path / "runs/digits-1", job, tmp_path)
+    checker = InvariantChecker(Files(tmp_path, store))
+    assert not checker.repeatable
+    (tmp_path / "privacy").mkdir()
+    own, shared = store.directory / LEDGER_FILE, tmp_path / "privacy/devices.ledger"
+    invited = planned_attempt(1).invited
+
+    def write(path, *rounds):
+        path.unlink(missing_ok=True)
+        with Ledger.open(path) as ledger:
+            for round_ in rounds:
+                ledger.reserve(charge(invited, run=store.run_id, round=round_))
+
+    write(own, 1, 2)
+    write(shared, 1)
+    for round_ in (1, 2):
+        commit(store, round_)
+    assert only(checker.check()) == f"digits-1: round 2 attempt 1 is not charged to {invited}"
+    write(shared, 1, 2)
+    assert checker.check() == []
+    write(shared, 1, 3)
+    write(own, 2, 1)
+    shared.write_bytes(b"damaged" + shared.read_bytes())
+    assert "line 1 of the privacy ledger" in only(checker.check())
+    write(own, 1)
+    write(shared, 1, 2)
+    assert any("has lost charges" in each for each in checker.check())
+    store.close()
 
 
 def test_two_sums_for_a_model_and_a_forgotten_one_are_found(deployed):

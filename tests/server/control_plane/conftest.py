@@ -22,10 +22,11 @@ from isthmus.wire import link_pb2
 from isthmus.wire import operator_pb2 as pb
 from isthmus_clients.device.agent import Agent
 from isthmus_server.control_plane.authority import initialise
-from isthmus_server.control_plane.job_runner import JobRunner
 from isthmus_server.control_plane.operator_service import SERVICE, OperatorService
 from isthmus_server.control_plane.registry import Registry
 from isthmus_server.control_plane.server import ControlPlaneServer
+from isthmus_server.jobs.runner import JobRunner
+from isthmus_server.observability.observers import Observers
 from isthmus_server.operator_commands import OperatorClient
 
 ROLES = {"client": link_pb2.CLIENT, "datacenter": link_pb2.DATACENTER}
@@ -41,13 +42,14 @@ class Fleet:
         self.connections = []
         self.stack = contextlib.AsyncExitStack()
 
-    async def listen(self, lease_seconds=10.0, authority=None, queue=False):
+    async def listen(self, lease_seconds=10.0, authority=None, queue=False, at_once=1):
         self.server = ControlPlaneServer(
             self.state, lease_seconds=lease_seconds, authority=authority
         )
         services = {}
         if queue:
-            self.runner = JobRunner(self.server, self.state, Console(file=io.StringIO()))
+            observers = Observers(Console(file=io.StringIO()))
+            self.runner = JobRunner(self.server.link, self.state, observers, at_once)
             self.stack.callback(self.runner.queue.close)
             self.control = OperatorService(self.server.members, self.runner)
             services[SERVICE] = self.control.methods()

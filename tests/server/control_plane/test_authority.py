@@ -12,8 +12,8 @@ from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
 from isthmus_server.control_plane.authority import CertificateAuthority, initialise
 from isthmus_server.control_plane.commands import server
-from isthmus_server.control_plane.job_queue import JobQueue
 from isthmus_server.control_plane.registry import Registry
+from isthmus_server.jobs.queue import JobQueue
 from isthmus_server.storage import audit
 
 

@@ -8,8 +8,9 @@ import threading
 from tests.server.waiting import wait_until
 
 from isthmus.errors import UserError
-from isthmus_server.control_plane import job_queue
-from isthmus_server.control_plane.job_queue import JobQueue
+from isthmus_server.jobs import queue as job_queue
+from isthmus_server.jobs.queue import JobQueue
+from isthmus_server.jobs.running import RunningJob
 from isthmus_server.storage.store import Store
 
 
@@ -38,14 +39,14 @@ async def test_a_job_that_is_cancelled_when_it_begins_does_not_run(operated, mon
 
 
 async def test_an_error_that_no_file_can_store_ends_only_its_job(operated, monkeypatch):
-    train = operated.runner._train
+    train = RunningJob.train
 
-    async def train_or_fail(entry):
-        if entry.number == 1:
+    async def train_or_fail(job, *arguments):
+        if job.entry.number == 1:
             raise UserError("no data-\udcff.csv")  # as Python decodes the name of a file
-        return await train(entry)
+        return await train(job, *arguments)
 
-    monkeypatch.setattr(operated.runner, "_train", train_or_fail)
+    monkeypatch.setattr(RunningJob, "train", train_or_fail)
     id_ = await operated.submit(operated.job())
     queue = operated.runner.queue
     await wait_until(lambda: queue.get(id_).state == "failed")

@@ -14,8 +14,9 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, StorageError
 from isthmus.wire import operator_pb2 as pb
-from isthmus_server.control_plane import job_queue, job_runner
-from isthmus_server.control_plane.job_queue import JobQueue
+from isthmus_server.jobs import queue as job_queue
+from isthmus_server.jobs import runner
+from isthmus_server.jobs.queue import JobQueue
 from isthmus_server.storage.events import JobPaused, RoundCommitted, WaitingForParticipants
 from isthmus_server.storage.sealed_database import SealedDatabase
 from isthmus_server.storage.store import Store
@@ -89,7 +90,7 @@ async def test_a_running_job_says_what_it_waits_for(operated):
     events = operated.runner.events(id_, follow=True)
     assert isinstance(await anext(events), WaitingForParticipants)
     second = asyncio.create_task(anext(events))
-    await wait_until(lambda: operated.runner._waiting.ready == 1)
+    await wait_until(lambda: [job.waits.ready for job in operated.runner._running.values()] == [1])
     (job,) = (await operated.ask("Jobs", pb.JobsReply, pb.JobsRequest())).jobs
     assert (job.state, job.round) == ("running", 0)
     assert "waiting for 3 devices" in job.reason
@@ -256,7 +257,7 @@ async def test_a_queue_on_a_failing_disk_is_tried_again(operated, monkeypatch):
             raise OSError(errno.EIO, "Input/output error")
         mark(queue, *arguments)
 
-    monkeypatch.setattr(job_runner, "_QUEUE_SECONDS", 0.01)
+    monkeypatch.setattr(runner, "_QUEUE_SECONDS", 0.01)
     monkeypatch.setattr(SealedDatabase, "write_head", write_head_or_fail)
     monkeypatch.setattr(JobQueue, "mark", mark_or_fail)
     operated.gate.set()

@@ -313,9 +313,9 @@ async def test_participants_are_listed_in_utc(fleet, tokyo):
     await fleet.member("phone-0")
     (entry,) = fleet.registry().participants()
     output = CliRunner().invoke(server, ["participants", str(fleet.state)]).output
-    joined = datetime.datetime.fromtimestamp(entry.joined, datetime.UTC)
-    assert "joined (UTC)" in output
-    assert f"{joined:%Y-%m-%d %H:%M}" in output
+    until = datetime.datetime.fromtimestamp(entry.not_after, datetime.UTC)
+    assert "certificate until (UTC)" in output
+    assert f"{until:%Y-%m-%d %H:%M}" in output
 
 
 @pytest.mark.parametrize(

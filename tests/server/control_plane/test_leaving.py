@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import sys
 import time
+from urllib.request import urlopen
 
 from tests.conftest import TABLE
 from tests.server.control_plane.conftest import Device
@@ -14,8 +16,8 @@ from tests.server.waiting import wait_until
 from isthmus.identity import joining, tls
 from isthmus.wire import operator_pb2 as pb
 from isthmus_server.control_plane.authority import CertificateAuthority, initialise
-from isthmus_server.control_plane.job_queue import JobQueue
 from isthmus_server.control_plane.registry import Registry
+from isthmus_server.jobs.queue import JobQueue
 from isthmus_server.operator_commands import OperatorClient
 from isthmus_server.storage.store import Store
 
@@ -47,10 +49,10 @@ class ServerProcess:
 
 
 @contextlib.asynccontextmanager
-async def started(state):
+async def started(state, *options):
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "isthmus.cli", "server", "start", str(state)),
-        *("--address", "127.0.0.1:0", "--grace", "600"),
+        *("--address", "127.0.0.1:0", "--grace", "600", *options),
         env={**os.environ, "COLUMNS": "200"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -82,6 +84,11 @@ async def connected(phone, address, member):
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+def read(url):
+    with urlopen(url, timeout=100.0) as answer:
+        return answer.read()
 
 
 def committed(state):
@@ -127,8 +134,16 @@ async def test_sigterm_lets_the_round_end_and_a_second_one_does_not(tmp_path, ma
     assert committed(state) == ("running", 1)
 
     gate.set()
-    async with started(state) as server, connected(phone, server.link, member):
-        await server.line("sha256")
+    observed = ("--log-format", "json", "--metrics", "127.0.0.1:0")
+    async with started(state, *observed) as server, connected(phone, server.link, member):
+        address = (await server.line(r"metrics at (\S+)/metrics"))[1]
+        finished = await server.line('"event": "finished"')
+        assert json.loads(finished.string)["job"] == "table-1"
+        rounds = b'isthmus_rounds_total{job="table-1",regime="federated"} 3.0'
+        async with asyncio.timeout(100.0):  # metrics have a thread of their own
+            while rounds not in await asyncio.to_thread(read, f"{address}/metrics"):
+                pass
+        assert await asyncio.to_thread(read, f"{address}/readyz") == b"ready\n"
         server.process.terminate()
         assert await server.process.wait() == 0
     assert committed(state) == ("finished", 3)

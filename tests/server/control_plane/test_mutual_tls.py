@@ -199,9 +199,9 @@ async def test_the_server_s_own_certificate_is_renewed_without_a_restart(fleet, 
     server = await fleet.listen(authority=authority)
     await fleet.join("phone-0", replying(examples=5))
     stream = fleet.link.peers["phone-0"].stream
-    pair, first = server._pair, await shown(server.link_port)
+    pair, first = server.pair, await shown(server.link_port)
     authority.server_life *= 3  # so that less than a third of it is left
-    await wait_until(lambda: server._pair != pair)
+    await wait_until(lambda: server.pair != pair)
     again = await shown(server.link_port)
     assert again == await shown(server.join_port)
     assert tls.issued_by(again, authority.certificate)

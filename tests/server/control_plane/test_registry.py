@@ -14,6 +14,7 @@ from isthmus_server.control_plane import registry as module
 from isthmus_server.control_plane.authority import initialise
 from isthmus_server.control_plane.registry import Registry
 from isthmus_server.control_plane.server import ControlPlaneServer
+from isthmus_server.fleet import registry_file
 from isthmus_server.storage import audit
 
 SOON = 3600.0
@@ -295,18 +296,18 @@ def test_an_older_copy_does_not_bring_a_revoked_identity_back(tmp_path, since):
             make_copy()
         registry.revoke("phone")
         audit.record(state, "revoke", by="user me", name="phone")
-    module.check(state)
+    registry_file.check(state)
     for path in state.glob("fleet.*"):
         path.unlink()
     shutil.copytree(copy, state, dirs_exist_ok=True)
-    for use in (module.check, ControlPlaneServer):
+    for use in (registry_file.check, ControlPlaneServer):
         with pytest.raises(DamagedError, match=r"fleet\.sqlite accepts 'phone', whose revocation "):
             use(state)
     with contextlib.closing(Registry(state)) as registry:
         registry.revoke("phone")
         audit.record(state, "revoke", by="user me", name="phone")
         allow(registry, "phone", b"u")  # for another device; it is not recorded before a crash
-    module.check(state)
+    registry_file.check(state)
     ControlPlaneServer(state).members.close()
 
 
@@ -318,11 +319,11 @@ def test_a_registry_or_an_audit_log_that_is_lost_with_its_head_is_missed(tmp_pat
         allow(registry, "phone")
         audit.record(state, "token", by="user me", name="phone", token=b"t".hex())
         redeem(registry)
-    module.check(state)
+    registry_file.check(state)
     for path in state.glob(lost):
         path.unlink()
     with pytest.raises(DamagedError, match="is missing"):
-        module.check(state)
+        registry_file.check(state)
     if lost == "fleet.*":
         with pytest.raises(DamagedError, match=r"fleet\.sqlite is missing, and .* there was one"):
             ControlPlaneServer(state)

@@ -14,10 +14,10 @@ from tests.server.waiting import wait_until
 from isthmus_privacy.secagg import client_messages
 from isthmus_privacy.secagg.lottery import MILLION, largest_share, ticket
 from isthmus_server.control_plane.members import Members
+from isthmus_server.regimes.reasons import UNREACHABLE
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.ticket_selection import TicketLottery, TicketSelection
 from isthmus_server.storage.events import RoundAttemptFailed
-from isthmus_server.storage.records import UNREACHABLE
 from isthmus_server.storage.store import Store
 from isthmus_server.views.report import read_report
 

@@ -1,13 +1,14 @@
 """Rounds of a datacenter whose examples are protected: what is charged, and when a run ends."""
 
 import pytest
+from tests.privacy.dp.charges import charge
 
 from isthmus.errors import UserError
 from isthmus.job import read_job
 from isthmus_privacy.dp.accounting import Composition, SampledGaussian
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger
 from isthmus_server.delivery.model_card import model_card
-from isthmus_server.privacy.populations import open_population
+from isthmus_server.privacy.populations import Populations
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundPlanned
 from isthmus_server.storage.recovery import verify
@@ -98,6 +99,20 @@ async def test_devices_and_examples_are_charged_apart(run_with_datacenter):
     assert report.examples_privacy.epsilon == ledger.epsilon("datacenter", 1e-4)
 
 
+async def test_both_are_added_up_only_if_the_job_says_that_people_overlap(run_with_datacenter):
+    keys = ("strategy.policy=hybrid", "federated.secure_aggregation=false", "rounds=1")
+    overlap = "datacenter.privacy.overlap=true"
+    store, coordinator, _ = await run_with_datacenter(*PRIVATE, *DEVICES, *keys, overlap)
+    await coordinator.run()
+    charged = [each.charge.event for each in entries(store.directory / LEDGER_FILE)]
+    assert len(charged) == 2
+    both = Composition().plus(charged[0]).plus(charged[1])
+    spent = read_report(store).examples_privacy
+    assert (spent.together, spent.together_delta) == (both.epsilon(1e-4), 1e-4)
+    assert max(spent.epsilon, read_report(store).privacy.epsilon) < spent.together
+    assert "for somebody with a device and one example" in read_spending(store.directory).lines()[1]
+
+
 async def test_a_crash_never_loses_a_charge(run_with_datacenter, deployment):
     _, coordinator, _ = await run_with_datacenter(*PRIVATE, "rounds=2")
     again = await deployment.run_until_killed(coordinator, RoundPlanned, 2)
@@ -115,26 +130,13 @@ async def test_runs_of_a_server_share_the_budget_of_a_population(
 ):
     _, coordinator, _ = await run_with_datacenter(*PRIVATE, "rounds=1")
     await coordinator.run()
-    folder = tmp_path / "privacy"
-
-    with open_population(folder, "datacenter") as ledger:
-        ledger.reserve(
-            Charge(
-                population="datacenter",
-                unit="example",
-                adjacency="add-or-remove",
-                mechanism="dp-sgd",
-                event=STEPS,
-                run="another",
-                round=1,
-                attempt=1,
-                what="training",
-            )
-        )
+    populations = Populations(tmp_path / "privacy")
+    with populations.ledger("datacenter") as ledger:
+        ledger.reserve(charge((), population="datacenter", event=STEPS, run="another"))
     budget = Composition().plus(STEPS, 2).epsilon(1e-4)
     keys = ("datacenter.ranks=1", "federated.clients=3", f"datacenter.privacy.epsilon={budget}")
     store = deployment.create_run("second", *PRIVATE, *keys)
-    await Coordinator(store, deployment.link, populations=folder).run()
+    await Coordinator(store, deployment.link, populations=populations).run()
     assert len(read_report(store).rounds) == 1
     assert "examples is used up" in read_report(store).reason
 

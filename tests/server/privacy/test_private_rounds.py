@@ -1,19 +1,24 @@
 """Rounds with differential privacy: what is charged, whom the server asks, and when a run ends."""
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
+import math
+import shutil
 
 import pytest
+from tests.privacy.dp.charges import charge
 from tests.server.rounds.results import LAYOUT
 
 from isthmus.errors import UserError
 from isthmus_privacy.dp.accounting import Composition, ZeroConcentrated
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger, LedgerDamaged, LedgerHead
-from isthmus_server.privacy.populations import open_population
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged, LedgerHead
+from isthmus_server.privacy.populations import Populations
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted, RoundPlanned
 from isthmus_server.storage.recovery import verify
+from isthmus_server.storage.store import Store
 from isthmus_server.views.privacy_spending import read_spending
 from isthmus_server.views.report import read_report
 
@@ -68,6 +73,28 @@ async def test_updates_are_clipped_and_count_the_same_and_the_server_adds_the_no
     (record,) = read_report(store).rounds
     expected = 50 * 0.01 / 3 * LAYOUT.size**0.5
     assert 0.4 * expected < record.norms["federated"] < 1.8 * expected
+
+
+async def test_the_clipping_bound_follows_the_updates_and_survives_a_crash(deployment):
+    """All updates are longer than the first bound, so that it grows by the same factor."""
+    await deployment.start(
+        "def optimizer(self, parameters, participant):\n"
+        "    return torch.optim.SGD(parameters, lr=100.0)"
+    )
+    quiet = ("privacy.clip=0.01", "privacy.noise=1e-6", "privacy.epsilon=1e15", "rounds=4")
+    store = deployment.create_run("run", *GAUSSIAN, *quiet, "privacy.clip_quantile=0.5")
+    coordinator = Coordinator(store, deployment.link)
+    again = await deployment.run_until_killed(coordinator, RoundPlanned, 3)
+    await Coordinator(again, deployment.link).run()
+    report = read_report(again)
+    expected = [0.01 * math.exp(0.1 * number) for number in range(4)]
+    figures = [record.training["federated"] for record in report.rounds]
+    assert [each["clip"] for each in figures] == pytest.approx(expected)
+    assert [record.norms["federated"] for record in report.rounds] == pytest.approx(
+        expected, rel=0.5
+    )
+    # How many devices were within the bound is a figure without noise.
+    assert not any("within_clip" in each for each in figures)
 
 
 async def test_the_run_ends_before_a_device_is_asked_for_more_than_its_budget(deployment):
@@ -131,9 +158,62 @@ async def test_a_ledger_that_was_cut_or_edited_ends_the_run_before_anybody_is_as
         Coordinator(again, deployment.link)
 
 
+async def test_charges_after_the_last_commit_cannot_be_cut_either(deployment):
+    """Nothing is committed, so that the run's state knows no line; its log knows who was asked."""
+    await deployment.start()
+    deployment.faults["b"][1, 1] = "the battery is empty"
+    store = deployment.create_run("run", *DISTRIBUTED, "privacy.noise=3", "rounds=2")
+    again = await deployment.run_until_killed(Coordinator(store, deployment.link), RoundPlanned, 1)
+    path = store.directory / LEDGER_FILE
+    assert len(charges(store)) == 1
+    path.write_bytes(b"")
+    with pytest.raises(LedgerDamaged, match="no charge for round 1 attempt 1, whose devices"):
+        Coordinator(again, deployment.link)
+
+
+async def test_an_older_copy_of_a_run_is_not_continued(deployment, tmp_path):
+    """Both would add the same correlated noise to sums of other updates, and be charged once."""
+    await deployment.start()
+    populations = Populations(tmp_path / "populations")
+    correlated = (*DISTRIBUTED, "privacy.mechanism=correlated", "rounds=3")
+    store = deployment.create_run("run", *correlated)
+    again = await deployment.run_until_killed(
+        Coordinator(store, deployment.link, populations=populations), RoundCommitted, 1
+    )
+    copy = tmp_path / "copy"
+    shutil.copytree(store.directory, copy)
+    await Coordinator(again, deployment.link, populations=populations).run()
+    refused = pytest.raises(LedgerDamaged, match="the run's directory is an older copy")
+    with contextlib.closing(Store.open(copy)) as older, refused:
+        Coordinator(older, deployment.link, populations=populations)
+
+
+async def test_a_job_whose_devices_were_charged_by_another_meanwhile_asks_nobody(
+    deployment, tmp_path
+):
+    """Between the choice of a cohort and its charge, another job of the server may charge it."""
+    await deployment.start()
+    populations = Populations(tmp_path / "populations")
+    store = deployment.create_run("run", *GAUSSIAN, "privacy.epsilon=6", "rounds=1", "attempts=1")
+    coordinator = Coordinator(store, deployment.link, populations=populations)
+    event = coordinator._budgets.devices.plan.event(store.run_id)
+
+    def charge_meanwhile(spec):
+        with populations.ledger("devices") as ledger:
+            ledger.reserve(charge(("b",), event=event, run="another"))
+        return charged(spec)
+
+    charged = coordinator._budgets.devices.charged
+    coordinator._budgets.devices.charged = charge_meanwhile
+    with pytest.raises(UserError, match=r"1 devices of the round have no privacy budget left"):
+        await coordinator.run()
+    shared = Ledger.read(tmp_path / "populations/devices.ledger")
+    assert [entry.charge.run for entry in shared.entries.values()] == ["another"]
+
+
 async def test_runs_of_one_population_share_a_budget(deployment, tmp_path):
     await deployment.start()
-    populations = tmp_path / "populations"
+    populations = Populations(tmp_path / "populations")
     reports = []
     for name, seed in (("one", 1), ("two", 2)):
         overrides = ("privacy.noise=1.0", "privacy.epsilon=6", "rounds=4", f"seed={seed}")
@@ -143,7 +223,7 @@ async def test_runs_of_one_population_share_a_budget(deployment, tmp_path):
     first, second = reports
     assert len(first.rounds) > len(second.rounds)
     assert "have no privacy budget left" in second.reason
-    shared = Ledger.read(populations / "devices.ledger")
+    shared = Ledger.read(tmp_path / "populations/devices.ledger")
     assert len(shared.entries) == len(first.rounds) + len(second.rounds)
     assert shared.epsilon("devices", 0.01) <= 6
 
@@ -183,8 +263,8 @@ async def test_devices_refuse_a_sum_without_the_noise_that_the_job_promises(
     await deployment.start()
     store = deployment.create_run("run", *DISTRIBUTED, "rounds=1", "attempts=1")
     coordinator = Coordinator(store, deployment.link)
-    plan = coordinator._privacy.plan
-    coordinator._privacy.plan = dataclasses.replace(plan, multiplier=plan.multiplier / 2)
+    plan = coordinator._budgets.devices.plan
+    coordinator._budgets.devices.plan = dataclasses.replace(plan, multiplier=plan.multiplier / 2)
     with pytest.raises(UserError, match=r"round 1 failed"):
         await coordinator.run()
     (failed,) = read_report(store).failed_attempts
@@ -235,41 +315,38 @@ async def test_a_device_says_what_its_sums_imply(deployment, caplog):
 
 def test_a_population_whose_ledger_was_cut_or_lost_is_asked_for_nothing(tmp_path):
     """A new job would begin with nothing spent."""
-    event = ZeroConcentrated(0.1)
-    charge = Charge(
-        population="devices",
-        unit="device",
-        adjacency="zero-out",
-        mechanism="distributed",
-        event=event,
-        run="run",
-        round=1,
-        attempt=1,
-        what="round",
-        devices=("a",),
-    )
-    with open_population(tmp_path, "devices") as ledger:
-        ledger.settle(ledger.reserve(charge), "committed")
-        ledger.reserve(charge)
-    with open_population(tmp_path, "devices") as ledger:
+    populations = Populations(tmp_path)
+    with populations.ledger("devices") as ledger:
+        ledger.settle(ledger.reserve(charge()), "committed")
+        ledger.reserve(charge())
+    with populations.ledger("devices") as ledger:
         assert ledger.spent_by("devices", "a") == Composition(rho=0.2)
+
+    def begin(name):
+        with populations.ledger(name):
+            pass
+
     path, head = tmp_path / "devices.ledger", tmp_path / "devices.head"
     assert path.stat().st_mode & 0o777 == head.stat().st_mode & 0o777 == 0o600
     whole, last = path.read_bytes(), head.read_bytes()
     path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
     with pytest.raises(LedgerDamaged, match="the last ones were removed"):
-        open_population(tmp_path, "devices")
+        begin("devices")
     path.unlink()
     with pytest.raises(LedgerDamaged, match=r"has 0 lines and had 3"):
-        open_population(tmp_path, "devices")
+        begin("devices")
     path.write_bytes(whole)
     head.unlink()
     with pytest.raises(LedgerDamaged, match=r"devices\.head is missing"):
-        open_population(tmp_path, "devices")
+        begin("devices")
+    for damaged in (b"", b"x:y", b"\xff\xfe"):
+        head.write_bytes(damaged)
+        with pytest.raises(LedgerDamaged, match=r"devices\.head is missing or damaged"):
+            begin("devices")
     # A crash between the two files: the line was given to nobody, and is spent.
     first = LedgerHead(1, hashlib.sha256(whole.splitlines()[0]).hexdigest())
     head.write_bytes(str(first).encode())
-    open_population(tmp_path, "devices").close()
+    begin("devices")
     assert head.read_bytes() == last
     (tmp_path / "new.ledger").touch()  # a crash before the first charge
-    open_population(tmp_path, "new").close()
+    begin("new")

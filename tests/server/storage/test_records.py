@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 
 from isthmus.errors import UserError
 from isthmus_server.storage.records import (
-    UNREACHABLE,
     CommittedState,
     Cost,
     Participants,
     Receipt,
     RoundRecord,
-    summarize_failures,
 )
 
 FIGURES = st.floats(allow_nan=False)
@@ -68,14 +66,3 @@ def test_a_damaged_record_is_refused_in_one_sentence():
     data["receipts"][0]["seconds"] = None
     with pytest.raises(UserError, match=r"^a stored record is damaged \(receipts.0.seconds: "):
         RoundRecord.from_json(data)
-
-
-def test_participants_stopped_because_of_others_are_named_last():
-    stopped = dict.fromkeys("abc", UNREACHABLE)
-    receipts = [
-        Receipt(participant=name, regime="federated", status="dropped", reason=reason)
-        for name, reason in {**stopped, "d": "its disk is full", "e": ""}.items()
-    ]
-    assert (
-        summarize_failures(receipts) == f"d: its disk is full; a: {UNREACHABLE}; b: {UNREACHABLE}"
-    )

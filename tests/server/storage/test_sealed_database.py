@@ -9,9 +9,10 @@ import sqlite3
 import pytest
 
 from isthmus.errors import DamagedError
-from isthmus_server.control_plane import job_queue, registry
-from isthmus_server.control_plane.job_queue import JobQueue
 from isthmus_server.control_plane.registry import Registry
+from isthmus_server.fleet import registry_file
+from isthmus_server.jobs import queue
+from isthmus_server.jobs.queue import JobQueue
 from isthmus_server.storage import recovery
 from isthmus_server.storage.sealed_database import SealedDatabase, database_error
 from isthmus_server.storage.store import Store
@@ -137,8 +138,8 @@ def test_a_damaged_schema_names_its_file_and_what_to_do(tmp_path, make_job):
             expected = rf"{re.escape(str(file))} is damaged \(malformed.*\); restore it from a"
             assert re.search(expected, str(told.value)), told.value
 
-    sentences(tmp_path / "jobs.sqlite", JobQueue, job_queue.check)
-    sentences(tmp_path / "fleet.sqlite", Registry, registry.check)
+    sentences(tmp_path / "jobs.sqlite", JobQueue, queue.check)
+    sentences(tmp_path / "fleet.sqlite", Registry, registry_file.check)
     sentences(
         tmp_path / "run" / "run.sqlite",
         lambda folder: Store.open(folder / "run"),

@@ -144,6 +144,7 @@ async def test_a_message_to_an_aborted_stream_is_kept_for_the_next_one(network, 
     sent = asyncio.get_running_loop().create_future()
 
     async def refuse(stream, context):
+        await stream.receive()
         with contextlib.suppress(grpc.aio.AbortError):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "rubbish")
         receipt = link_pb2.Envelope(receipt=link_pb2.Receipt(id="1"))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from isthmus.errors import TaskError
 from isthmus.task.device_sums.metrics import (
@@ -311,7 +311,8 @@ class StatisticsVector:
         import torch
 
         with user_code("local_data()"):
-            rows = torch.stack([torch.as_tensor(dataset[at][0]) for at in range(len(dataset))])  # type: ignore[arg-type]  # torch's Dataset promises no len()
+            examples = cast("Sequence[Any]", dataset)  # with len(), which Dataset does not promise
+            rows = torch.stack([torch.as_tensor(examples[at][0]) for at in range(len(examples))])
         if rows.dim() != 2 or rows.shape[1] != len(self.columns):
             raise TaskError(
                 f"statistics_columns() declares {len(self.columns)} columns, and the inputs of "

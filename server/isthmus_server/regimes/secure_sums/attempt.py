@@ -34,11 +34,11 @@ from isthmus_server.model.update_decoding import UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
 from isthmus_server.regimes.call import PRIVACY_REFUSALS, CallFailed, ReceiptBook, call
 from isthmus_server.regimes.plaintext import UPLOADS_AT_ONCE
-from isthmus_server.regimes.reasons import anonymous, group_reasons
+from isthmus_server.regimes.reasons import UNREACHABLE, anonymous, group_reasons, summarize_failures
 from isthmus_server.regimes.secure_sums.local_logs import LocalLogs
 from isthmus_server.regimes.secure_sums.round_configs import AttemptUnmaskings
 from isthmus_server.regimes.secure_sums.step_limits import StepLimits
-from isthmus_server.storage.records import UNREACHABLE, Receipt, Status, summarize_failures
+from isthmus_server.storage.records import Receipt, Status
 from isthmus_server.storage.unmasking_log import Unmasking
 
 if TYPE_CHECKING:

@@ -11,7 +11,13 @@ from isthmus.job.federated import FederatedSection
 from isthmus.wire import link_pb2
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.distributed import fit_ring
-from isthmus_privacy.secagg import MEASURING_SLOTS, SCORING_SLOTS, TRAINING_SLOTS, RoundConfig
+from isthmus_privacy.secagg import (
+    CLIPPING_SLOTS,
+    MEASURING_SLOTS,
+    SCORING_SLOTS,
+    TRAINING_SLOTS,
+    RoundConfig,
+)
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.storage.unmasking_log import Unmasking, UnmaskingLog
 
@@ -67,17 +73,18 @@ def training_config(
         draw=spec.draw,
         selected_ppm=spec.selected_ppm,
     )
-    return config if context.privacy is None else _with_privacy(config, context.privacy.plan)
+    privacy = context.privacy
+    return config if privacy is None else _with_privacy(config, privacy.plan, privacy.clip)
 
 
-def _with_privacy(config: RoundConfig, plan: NoisePlan) -> RoundConfig:
+def _with_privacy(config: RoundConfig, plan: NoisePlan, clip: float) -> RoundConfig:
     """The configuration of a sum in which each device counts the same and sends no loss.
 
     Raises:
         AttemptFailed: the noise does not fit the ring.
     """
-    clip = plan.privacy.clip
-    config = dataclasses.replace(config, slots=SCORING_SLOTS, clip=clip, weight_max=1)
+    slots = SCORING_SLOTS if plan.privacy.clip_quantile is None else CLIPPING_SLOTS
+    config = dataclasses.replace(config, slots=slots, clip=clip, weight_max=1)
     if plan.privacy.mechanism != "distributed":
         return config
     try:

@@ -150,7 +150,7 @@ def test_a_process_that_hangs_fails_one_request_and_leaves_nothing_behind(hostil
 
     def cancel_once_it_hangs():
         while len(descendants_of(process.pid)) < len(left) + 2:  # one of the optimizer, one more
-            time.sleep(0.02)
+            time.sleep(0.02)  # what another process starts can only be polled
         hostile.host.cancel("third")
 
     cancel = threading.Thread(target=cancel_once_it_hangs, daemon=True)

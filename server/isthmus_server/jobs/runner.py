@@ -1,4 +1,4 @@
-"""Run the jobs that operators submit, one after another."""
+"""Run the jobs that operators submit: one after another, or several at once."""
 
 from __future__ import annotations
 
@@ -10,37 +10,36 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import torch
-from rich.console import Console
-
 from isthmus.errors import (
     AdmissionRefused,
     CannotContinue,
     IsthmusError,
+    JobError,
     ParticipantsMissing,
     UserError,
 )
 from isthmus.job import Job
 from isthmus.printable import in_lines
 from isthmus.system.faults import is_transient
-from isthmus_server.control_plane.early_returns import EarlyReturns
-from isthmus_server.control_plane.job_checks import check_job
-from isthmus_server.control_plane.job_queue import ENDED, JobQueue, QueuedJob, State
-from isthmus_server.control_plane.server import ControlPlaneServer
-from isthmus_server.server_apps.loop import RunLoop, run_loop
+from isthmus_server.jobs.checks import check_job
+from isthmus_server.jobs.early_returns import EarlyReturns
+from isthmus_server.jobs.queue import ENDED, JobQueue, QueuedJob, State
+from isthmus_server.jobs.running import CANCELLED, RunningJob
+from isthmus_server.observability.observers import Observers
+from isthmus_server.privacy.populations import Populations
 from isthmus_server.storage.events import (
     Event,
-    EventStream,
     JobEnded,
     JobPaused,
     Paused,
-    RoundPlanned,
     WaitingForParticipants,
     attempt_event,
 )
 from isthmus_server.storage.sealed_database import database_error
 from isthmus_server.storage.store import Store
-from isthmus_server.views.progress import ProgressView, waiting_for
+from isthmus_server.transport.job_link import JobLink, SharedLink
+from isthmus_server.transport.link import Link
+from isthmus_server.transport.turns import Account
 
 _FOLLOW_SECONDS = 0.5
 """Interval in which the log of a followed run is read."""
@@ -51,15 +50,14 @@ _ROWS = 20
 _QUEUE_SECONDS = 10.0
 """Interval of attempts to use a queue that could not be read or written."""
 
-_CANCELLED = "an operator cancelled it"
-
 log = logging.getLogger(__name__)
 
 
 class JobRunner:
-    """Runs the jobs of a queue, one after another, while the server runs.
+    """Runs the jobs of a queue while the server runs, up to `at_once` at a time.
 
     Guarantees:
+      * no job ends, pauses or fails because of another;
       * a job that cannot continue is paused with the reason, the next one runs, and it is tried
         again later, or when a participant comes that it was missing; only what is the user's
         mistake for certain fails it;
@@ -69,20 +67,27 @@ class JobRunner:
         submit code.
     """
 
-    def __init__(self, server: ControlPlaneServer, state: Path, console: Console) -> None:
-        """`state` is the server's state directory."""
-        self.server = server
+    def __init__(self, link: Link, state: Path, observers: Observers, at_once: int = 1) -> None:
+        """Open the queue.
+
+        Args:
+            link: of the server.
+            state: the server's state directory.
+            observers: watch the runs.
+            at_once: most jobs that run at a time.
+        """
+        self.link = link
         self.queue = JobQueue(state)
         self.tasks = state / "tasks"
         self.runs = state / "runs"
-        self.populations = state / "privacy"
-        self.console = console
-        self._running: tuple[int, asyncio.Task[str]] | None = None
-        self._cancelled = False
+        self.populations = Populations(state / "privacy")
+        self.observers = observers
+        self.console = observers.console
+        self._at_once = at_once
+        self._shared = SharedLink(link)
+        self._running: dict[int, RunningJob] = {}
+        """By number of the job."""
         self._leaving = False
-        self._loop: RunLoop | None = None
-        self._waiting: WaitingForParticipants | Paused | None = None
-        """What the running job waits for."""
         self._woken = asyncio.Event()
         self._returns = EarlyReturns(self._woken.set)
 
@@ -94,39 +99,66 @@ class JobRunner:
         Raises:
             UserError: the queue's file cannot be used any more.
         """
-        self.server.link.listeners.attach(self._returns)
+        self.link.listeners.attach(self._returns)
         try:
             await self._run_jobs()
         finally:
-            self.server.link.listeners.detach(self._returns)
+            self.link.listeners.detach(self._returns)
 
     async def _run_jobs(self) -> None:
-        while not self._leaving:
-            self._woken.clear()
-            try:
-                for number in self._returns.take():
-                    self.queue.end_pause(number)
-                entry = self.queue.next()
-                if entry is None:
+        try:
+            while not self._leaving:
+                self._woken.clear()
+                try:
+                    for number in self._returns.take():
+                        self.queue.end_pause(number)
+                    while (entry := self._next()) is not None:
+                        self._begin(entry)
                     await self._wait(self.queue.seconds_until_due())
-                else:
-                    await self._run_job(entry)
-            except (sqlite3.Error, OSError) as error:  # the database, or its head file
-                if not is_transient(error):
-                    raise UserError(
-                        f"the queue of jobs cannot be used: {self.queue.error(error)}; then "
-                        "restart the server"
-                    ) from error
-                now = self.queue.error(error)
-                self._print(f"the queue of jobs cannot be used now: {now}; it is tried again")
-                await self._wait(_QUEUE_SECONDS)
+                except (sqlite3.Error, OSError) as error:  # the database, or its head file
+                    if not is_transient(error):
+                        raise UserError(
+                            f"the queue of jobs cannot be used: {self.queue.error(error)}; then "
+                            "restart the server"
+                        ) from error
+                    now = self.queue.error(error)
+                    self._print(f"the queue of jobs cannot be used now: {now}; it is tried again")
+                    await self._wait(_QUEUE_SECONDS)
+            await self._ended()
+        finally:
+            for job in self._running.values():
+                assert job.task is not None
+                job.task.cancel()
+            await self._ended()
+
+    async def _ended(self) -> None:
+        tasks = [job.task for job in self._running.values() if job.task is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _next(self) -> QueuedJob | None:
+        """The job to begin now; None if there is none, or no room for it."""
+        if len(self._running) >= self._at_once or any(map(_is_alone, self._running.values())):
+            return None
+        entry = self.queue.next(self._running)
+        if entry is not None and self._running and _runs_alone(entry):
+            return None  # those behind it wait too, or it would never begin
+        return entry
+
+    def _begin(self, entry: QueuedJob) -> None:
+        self._print(f"{entry.id}, submitted by {entry.submitted_by}")
+        link = self.link
+        if self._at_once > 1 and not _runs_alone(entry):
+            seconds = entry.job.time.join_seconds
+            link = JobLink(self._shared, entry.id, entry.share, seconds)
+        job = self._running[entry.number] = RunningJob(entry, link)
+        job.task = asyncio.create_task(self._run_job(job))
 
     def leave(self) -> None:
-        """End `run` after the running round, or at once if there is none."""
+        """End `run` after the running rounds, or at once if there are none."""
         self._leaving = True
         self._woken.set()
-        if self._loop is not None:
-            self._loop.drain.request()
+        for job in self._running.values():
+            job.leave()
 
     async def _wait(self, seconds: float | None) -> None:
         """Wait for an operator, for a participant that a job is missing, or for that long."""
@@ -134,57 +166,61 @@ class JobRunner:
             async with asyncio.timeout(seconds):
                 await self._woken.wait()
 
-    async def _run_job(self, entry: QueuedJob) -> None:
-        self._print(f"{entry.id}, submitted by {entry.submitted_by}")
-        rounds = await self.progress(entry)
-        if self._leaving or self.queue.get(entry.id).state in ENDED:  # cancelled meanwhile
-            return
-        self._returns.forget(entry.number)
-        if entry.state != "running":
-            self.queue.mark(entry, "running")
-        task = asyncio.create_task(self._train(entry))
-        self._running, self._cancelled = (entry.number, task), False
+    async def _run_job(self, job: RunningJob) -> None:
+        """Run a job, and record how it ended."""
+        entry = job.entry
         try:
-            reason = await asyncio.shield(task)
+            rounds = await self.progress(entry)
+            if self._leaving or self.queue.get(entry.id).state in ENDED:  # cancelled meanwhile
+                return
+            self._returns.forget(entry.number)
+            if entry.state != "running":
+                self.queue.mark(entry, "running")
+            try:
+                self._check(entry.job)
+                reason = await job.train(self.runs, self.tasks, self.observers, self.populations)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next job runs
+                await self._end_or_pause(job, error, rounds)
+            else:
+                self._mark(job, "finished", reason)
         except asyncio.CancelledError:
-            current_task = asyncio.current_task()
-            if current_task is not None and current_task.cancelling():  # the server stops
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-                raise
-            if self._cancelled:
+            if job.cancelled:
                 self._print(f"{entry.id} is cancelled")
+            elif job.paused_by:
+                self._print(f"{entry.id} is paused by {job.paused_by}")
             else:
                 self._print(f"{entry.id} continues when the server is started again")
-        except Exception as error:  # noqa: BLE001 - whatever it is, the next job runs
-            await self._end_or_pause(entry, error, rounds)
-        else:
-            self._mark(entry, "finished", reason)
+        except (sqlite3.Error, OSError) as error:
+            now = self.queue.error(error)
+            self._print(f"{entry.id}: the queue of jobs cannot be used now: {now}")
         finally:
-            self._running = None
-            self._waiting = None
+            if isinstance(job.link, JobLink):
+                job.link.end()
+            self._running.pop(entry.number, None)
+            self._woken.set()
 
-    async def _end_or_pause(self, entry: QueuedJob, error: Exception, rounds: int) -> None:
+    async def _end_or_pause(self, job: RunningJob, error: Exception, rounds: int) -> None:
         """Pause a job that could not go on; only what is the user's mistake for certain fails it.
 
         `rounds` had been committed when it began.
         """
+        entry = job.entry
         transient = isinstance(error, CannotContinue) or is_transient(error)
         reason = in_lines(str(error))  # the queue and the console take only what is UTF-8
         if isinstance(error, UserError) and not transient:
-            self._mark(entry, "failed", reason)
+            self._mark(job, "failed", reason)
             self._print(f"{entry.id} failed: {reason}")
             return
         if not isinstance(error, IsthmusError):
             log.error("%s is interrupted", entry.id, exc_info=error)
             reason = f"internal error: {type(error).__name__}: {reason}"
-        if self._cancelled:
+        if job.cancelled or job.paused_by:
             return
         progressed = await self.progress(entry) > rounds
-        self._running = None  # from now on it can be cancelled like a queued job
+        self._running.pop(entry.number, None)  # from now on it is cancelled like a queued job
         paused = self.queue.pause(entry, reason, progressed=progressed)
         if isinstance(error, ParticipantsMissing):
-            connected = list(self.server.link.peers.values())
+            connected = list(self.link.peers.values())
             self._returns.await_missing(entry.number, error, connected, progressed=progressed)
         until = time.strftime("%H:%M:%S UTC", time.gmtime(paused.next_try))
         self._print(f"{entry.id} is paused until {until}: {reason}")
@@ -192,93 +228,26 @@ class JobRunner:
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def _mark(self, entry: QueuedJob, state: State, reason: str = "") -> None:
+    def _mark(self, job: RunningJob, state: State, reason: str = "") -> None:
         """Record how a run has ended, unless an operator has cancelled it."""
-        self._returns.forget(entry.number, ended=True)
-        if not self._cancelled:
-            self.queue.mark(entry, state, reason)
-
-    async def _train(self, entry: QueuedJob) -> str:
-        """Run a job to its end; returns why it ended."""
-        job = entry.job
-        self._check(job)
-        directory = self.runs / entry.id
-        store = self._open_run(entry, job, directory)
-        torch.set_num_threads(1)  # the link needs the cores more than the server's own computation
-        try:
-            with store.locked(), ProgressView(self.console) as view:
-                events = EventStream()
-                events.subscribe(view)
-                events.subscribe(self._note_waiting)
-                self._loop = run_loop(
-                    store,
-                    self.server.link,
-                    events,
-                    installed=True,
-                    populations=self.populations,
-                )
-                if self._leaving:
-                    self._loop.drain.request()
-                await self._loop.run()
-                return store.status()[1]
-        except asyncio.CancelledError:
-            if self._cancelled:
-                store.finish("cancelled", _CANCELLED, None)
-            raise
-        except CannotContinue as error:
-            with contextlib.suppress(OSError, sqlite3.Error):
-                store.finish("paused", str(error), None)
-            raise
-        finally:
-            self._loop = None
-            store.close()
-
-    def _note_waiting(self, event: Event) -> None:
-        """Keep the last event about what the running job waits for, for those who follow it."""
-        if isinstance(event, WaitingForParticipants | Paused):
-            self._waiting = event
-        elif isinstance(event, RoundPlanned):
-            self._waiting = None
+        self._returns.forget(job.entry.number, ended=True)
+        if not job.cancelled:
+            self.queue.mark(job.entry, state, reason)
 
     def _check(self, job: Job) -> None:
-        check_job(job, self.tasks, self.server.link.lease_seconds)
-
-    def _open_run(self, entry: QueuedJob, job: Job, directory: Path) -> Store:
-        """Create the run of a job, or continue it.
-
-        Raises:
-            UserError: it is damaged or was cancelled, or the directory has the run of another job.
-        """
-        if not (directory / "job.json").exists():
-            return Store.create(directory, job, self.tasks, entry.run_id)
-        store = Store.open_to_continue(directory)
-        refused = ""
-        if store.run_id != entry.run_id:
-            refused = (
-                f"{directory} has the run {store.run_id!r} of another job, and this job has the "
-                f"run {entry.run_id!r}; move the directory away, and submit the job again"
-            )
-        elif store.status()[0] == "cancelled":
-            refused = (
-                f"{directory} was cancelled, which the queue of jobs has lost: jobs.sqlite is an "
-                "older copy; submit the job again"
-            )
-        if refused:
-            store.close()
-            raise UserError(refused)
-        return store
+        check_job(job, self.tasks, self.link.lease_seconds)
 
     # -- requests of operators ---------------------------------------------------------------------
 
-    def submit(self, job: Job, by: str, key: str) -> QueuedJob:
-        """Append a job to the queue.
+    def submit(self, job: Job, by: str, key: str, share: float = 1.0) -> QueuedJob:
+        """Append a job to the queue; `share` is that of participants while others run too.
 
         Raises:
             UserError: it cannot run on this server.
             AdmissionRefused: the queue is full.
         """
         self._check(job)
-        entry = self.queue.submit(job, by, key)
+        entry = self.queue.submit(job, by, key, share)
         self._woken.set()
         return entry
 
@@ -291,18 +260,32 @@ class JobRunner:
         entry = self.queue.get(id_)
         if entry.state in ENDED:
             raise AdmissionRefused(f"{id_} has ended already: {entry.state}")
-        if self._running is not None and self._running[0] == entry.number:
-            self._cancelled = self._running[1].cancel()
-            if not self._cancelled:
-                raise AdmissionRefused(f"{id_} has ended just now")
-            if self._loop is not None:
-                self._loop.abandon()
+        running = self._running.get(entry.number)
+        if running is not None and not running.cancel():
+            raise AdmissionRefused(f"{id_} has ended just now")
         self._returns.forget(entry.number, ended=True)
         self.queue.mark(
-            entry, "cancelled", _CANCELLED
+            entry, "cancelled", CANCELLED
         )  # recorded now, because the server may die before the run has ended
         self._woken.set()
         return "cancelled"
+
+    def pause(self, id_: str, by: str) -> State:
+        """Let a job rest after its running round, until `resume`.
+
+        Raises:
+            AdmissionRefused: there is no such job, or it has ended or rests already.
+        """
+        entry = self.queue.get(id_)
+        if entry.state in ENDED or entry.state == "held":
+            raise AdmissionRefused(f"{id_} is {entry.state}")
+        running = self._running.get(entry.number)
+        if running is not None:
+            running.paused_by = by
+            running.leave()
+        self._returns.forget(entry.number)
+        self.queue.mark(entry, "held", f"paused by {by}")
+        return "held"
 
     def resume(self, id_: str) -> State:
         """Have a paused job tried as soon as it is its turn; returns its state until then.
@@ -313,7 +296,7 @@ class JobRunner:
             AdmissionRefused: there is no such job, or it is neither paused nor failed.
         """
         entry = self.queue.get(id_)
-        if entry.state not in ("paused", "failed"):
+        if entry.state not in ("paused", "held", "failed") or entry.number in self._running:
             raise AdmissionRefused(f"{id_} is neither paused nor failed: it is {entry.state}")
         self.queue.resume(entry)
         self._woken.set()
@@ -358,17 +341,22 @@ class JobRunner:
 
     def waiting_for(self, entry: QueuedJob) -> str:
         """What a running job waits for at the moment, in words; empty if for nothing."""
-        now = None if entry.state == "paused" else self._hindrance(entry)
-        if isinstance(now, WaitingForParticipants):
-            return waiting_for(now)
-        return f"waiting: {now.reason}" if isinstance(now, Paused) else ""
+        job = self._running.get(entry.number)
+        return "" if job is None else job.waits_in_words
+
+    def usage(self, entry: QueuedJob) -> Account | None:
+        """What a job has used of the participants since it runs; None if it has them alone."""
+        job = self._running.get(entry.number)
+        return job.link.account if job is not None and isinstance(job.link, JobLink) else None
 
     def _hindrance(self, entry: QueuedJob) -> Event | None:
         """Why a job does not go on at the moment."""
         if entry.state == "paused":
             return JobPaused(reason=entry.reason, next_try=entry.next_try)
-        running = self._running is not None and self._running[0] == entry.number
-        return self._waiting if running else None
+        if entry.state == "held":
+            return Paused(round=0, seconds=0.0, reason=f"{entry.reason}, until `isthmus resume`")
+        job = self._running.get(entry.number)
+        return None if job is None else job.waits
 
     @contextlib.contextmanager
     def _store(self, entry: QueuedJob) -> Iterator[Store | None]:
@@ -381,6 +369,19 @@ class JobRunner:
         finally:
             if store is not None:
                 store.close()
+
+
+def _runs_alone(entry: QueuedJob) -> bool:
+    """Whether a job uses all participants all the time."""
+    try:
+        federated = entry.job.federated
+    except JobError:  # of another version; it ends as soon as it begins
+        return True
+    return federated.mode == "buffered" or federated.flower is not None
+
+
+def _is_alone(job: RunningJob) -> bool:
+    return _runs_alone(job.entry)
 
 
 def _is_same_wait(now: Event, shown: Event | None) -> bool:

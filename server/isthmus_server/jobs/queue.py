@@ -12,6 +12,7 @@ import logging
 import random
 import sqlite3
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,8 @@ from isthmus.job import Job, read_job
 from isthmus_server.storage.run_description import new_run_id
 from isthmus_server.storage.sealed_database import SealedDatabase, check_database, database_error
 
-State = Literal["queued", "running", "paused", "finished", "failed", "cancelled"]
+State = Literal["queued", "running", "paused", "held", "finished", "failed", "cancelled"]
+"""`paused`: it is tried again by itself; `held`: an operator has to resume it."""
 ENDED: tuple[State, ...] = ("finished", "failed", "cancelled")
 
 MAX_WAITING = 100
@@ -34,11 +36,12 @@ _NAME = "jobs.sqlite"
 
 log = logging.getLogger(__name__)
 
-_SCHEMA = """
+SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, job TEXT NOT NULL,
     run_id TEXT NOT NULL, submitted_by TEXT NOT NULL, key TEXT NOT NULL, submitted_at REAL NOT NULL,
     state TEXT NOT NULL, reason TEXT NOT NULL, next_try REAL NOT NULL, pauses INTEGER NOT NULL,
+    share REAL NOT NULL,
     UNIQUE (submitted_by, key)
 ) STRICT;
 """
@@ -64,6 +67,8 @@ class QueuedJob:
     """When a paused job is tried again, in Unix seconds; otherwise 0."""
     pauses: int
     """Pauses since it last committed a round."""
+    share: float
+    """Of the participants, while other jobs run too; see `isthmus_server.transport.turns`."""
 
     @property
     def id(self) -> str:
@@ -84,7 +89,7 @@ class JobQueue:
     """The jobs of one server.
 
     Guarantees:
-      * jobs run one at a time, in the order in which they were submitted or, after a pause, became
+      * jobs begin in the order in which they were submitted or, after a pause, became
         due again;
       * a submission that is repeated because its answer was lost is queued once.
     """
@@ -98,7 +103,7 @@ class JobQueue:
         path = directory / _NAME
         _refuse_lost(path)
         try:
-            self._log = SealedDatabase.checked(path, _SCHEMA)
+            self._log = SealedDatabase.checked(path, SCHEMA)
             self._db = self._log.connection
         except (OSError, sqlite3.Error) as error:
             raise database_error(path, error) from None
@@ -111,7 +116,7 @@ class JobQueue:
         """Close the file."""
         self._log.close()
 
-    def submit(self, job: Job, by: str, key: str) -> QueuedJob:
+    def submit(self, job: Job, by: str, key: str, share: float = 1.0) -> QueuedJob:
         """Append a job to the queue.
 
         Raises:
@@ -120,21 +125,23 @@ class JobQueue:
         known = self._find("submitted_by=? AND key=?", (by, key))
         if known:
             return known[0]
-        if len(self._find("state IN ('queued', 'paused')")) >= MAX_WAITING:
+        if len(self._find("state IN ('queued', 'paused', 'held')")) >= MAX_WAITING:
             raise AdmissionRefused(
                 f"{MAX_WAITING} jobs are queued already; cancel some, or try again later"
             )
-        row = (job.name, job.model_dump_json(), new_run_id(job), by, key, time.time())
+        row = (job.name, job.model_dump_json(), new_run_id(job), by, key, time.time(), share)
         number = self._db.execute(
             "INSERT INTO jobs (name, job, run_id, submitted_by, key, submitted_at, state, reason, "
-            "next_try, pauses) VALUES (?, ?, ?, ?, ?, ?, 'queued', '', 0, 0)",
+            "next_try, pauses, share) VALUES (?, ?, ?, ?, ?, ?, 'queued', '', 0, 0, ?)",
             row,
         ).lastrowid
         self._write_head()
         return self._find("number=?", (number,))[0]
 
-    def next(self) -> QueuedJob | None:
+    def next(self, running: Collection[int] = ()) -> QueuedJob | None:
         """Return the next job: an interrupted one, or the one that waits for the longest.
+
+        `running` are the numbers of those that have begun already.
 
         A paused job waits from its next try on: jobs that never go on would otherwise take turns
         in front of all later ones. One later than the longest pause is due, for the clock was set
@@ -142,7 +149,9 @@ class JobQueue:
         """
         due = "state='queued' OR (state='paused' AND NOT next_try BETWEEN ? AND ?)"
         now = time.time()
-        jobs = self._find("state='running'") or self._find(due, (now, now + LONGEST_PAUSE))
+        jobs = [job for job in self._find("state='running'") if job.number not in running]
+        jobs = jobs or self._find(due, (now, now + LONGEST_PAUSE))
+        jobs = [job for job in jobs if job.number not in running]
 
         def waits_since(job: QueuedJob) -> float:
             since = job.next_try or job.submitted_at
@@ -223,7 +232,7 @@ class JobQueue:
     def _find(self, where: str, values: tuple[object, ...] = ()) -> list[QueuedJob]:
         rows = self._db.execute(
             "SELECT number, name, job, run_id, submitted_by, submitted_at, state, reason, "
-            f"next_try, pauses FROM jobs WHERE {where} ORDER BY number",
+            f"next_try, pauses, share FROM jobs WHERE {where} ORDER BY number",
             values,
         )
         return [QueuedJob(*row) for row in rows]
@@ -239,7 +248,7 @@ def check(directory: Path) -> None:
     path = directory / _NAME
     _refuse_lost(path)
     if path.exists() or path.with_suffix(".head").exists():
-        check_database(path, _SCHEMA)
+        check_database(path, SCHEMA)
 
 
 def _refuse_lost(path: Path) -> None:

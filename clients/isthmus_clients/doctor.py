@@ -1,0 +1,67 @@
+"""``isthmus doctor device``: check an edge device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from isthmus.doctor import checks
+from isthmus.doctor.checks import Diagnosis, diagnose
+from isthmus.doctor.commands import tell
+from isthmus.identity.membership import Membership
+from isthmus_clients.device.sandbox.landlock import abi_version
+
+
+@click.command("device")
+@click.argument("state", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def doctor_device(state: Path, as_json: bool) -> None:
+    """Check the device whose keys and history are in the directory DIR."""
+    tell(_results(state), as_json=as_json)
+
+
+def _results(state: Path) -> Iterator[Diagnosis]:
+    yield from diagnose("versions", checks.versions)
+    yield checks.tls_version()
+    yield from diagnose("membership", lambda: checks.membership(state, ("client",)))
+    if not state.is_dir():
+        return
+    yield from diagnose("disk", lambda: checks.disk(state))
+    yield from diagnose("history", lambda: _history(state))
+    yield _sandbox()
+    yield from diagnose("memory", _memory)
+
+
+def _history(state: Path) -> Diagnosis:
+    member = Membership(state)
+    if member.has_history and not member.history.exists():
+        return Diagnosis(
+            "FAIL",
+            "history",
+            f"{member.history} is lost, so the device takes part in no secure sum",
+            "restore it, or see isthmus client new-history",
+        )
+    return Diagnosis("OK", "history", "it is there" if member.has_history else "none yet")
+
+
+def _sandbox() -> Diagnosis:
+    version = abi_version()
+    if not version:
+        return Diagnosis(
+            "WARN",
+            "sandbox",
+            "this kernel has no Landlock, so tasks from packages are less confined",
+            "boot a kernel with Landlock (5.13 or newer, lsm=landlock)",
+        )
+    return Diagnosis("OK", "sandbox", f"Landlock version {version}")
+
+
+def _memory() -> Diagnosis:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = f"{free / 1e6:.0f} MB are free"
+    if free < 300e6:
+        return Diagnosis("WARN", "memory", found, "PyTorch alone needs 200 MB; end other programs")
+    return Diagnosis("OK", "memory", found)

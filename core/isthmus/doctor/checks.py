@@ -1,0 +1,151 @@
+"""Checks of a machine that every role makes, and how their results are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import socket
+import sqlite3
+import ssl
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from cryptography import x509
+
+from isthmus import __version__
+from isthmus.errors import IsthmusError
+from isthmus.identity.membership import Membership
+from isthmus.system.clocks import utc
+
+Level = Literal["OK", "WARN", "FAIL"]
+
+_LOW_DISK, _NO_DISK = 2e9, 200e6
+"""Free bytes."""
+_SOON = 24 * 3600.0
+"""Seconds before its end at which a certificate should have been renewed."""
+_DIAL_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """The result of one check."""
+
+    level: Level
+    what: str
+    found: str
+    remedy: str = ""
+    """What to do; empty if nothing."""
+
+
+def diagnose(
+    what: str, check: Callable[[], Diagnosis | Iterable[Diagnosis]]
+) -> Iterator[Diagnosis]:
+    """The results of a check; it has failed if it raises."""
+    try:
+        results = check()
+        yield from [results] if isinstance(results, Diagnosis) else results
+    except (IsthmusError, OSError, ValueError, sqlite3.Error) as error:
+        yield Diagnosis("FAIL", what, str(error) or type(error).__name__)
+
+
+def versions() -> Diagnosis:
+    """Versions of what every role needs."""
+    import torch
+
+    python = ".".join(map(str, sys.version_info[:3]))
+    found = f"isthmus {__version__}, Python {python}, PyTorch {torch.__version__}, SQLite "
+    found += sqlite3.sqlite_version
+    if sqlite3.sqlite_version_info < (3, 37):
+        return Diagnosis("FAIL", "versions", found, "install SQLite 3.37 or newer")
+    return Diagnosis("OK", "versions", found)
+
+
+def disk(directory: Path) -> Diagnosis:
+    """Free space where a directory is."""
+    free = shutil.disk_usage(directory).free
+    level: Level = "FAIL" if free < _NO_DISK else "WARN" if free < _LOW_DISK else "OK"
+    remedy = "" if level == "OK" else "free space, for example with isthmus runs prune"
+    return Diagnosis(level, "disk", f"{free / 1e9:.1f} GB are free at {directory}", remedy)
+
+
+def modes(directory: Path, secrets: Iterable[str]) -> Diagnosis:
+    """Who can read the secrets of a state directory, and whether this user can write it."""
+    for path in (directory, *(directory / name for name in secrets)):
+        if path.exists() and path.stat().st_mode & 0o077:
+            mode = 700 if path.is_dir() else 600
+            found = f"{path} can be read by others on this machine"
+            return Diagnosis("FAIL", "file modes", found, f"chmod {mode} {path}")
+    if not os.access(directory, os.W_OK):
+        found = f"this user cannot write {directory}"
+        return Diagnosis("FAIL", "file modes", found, "run it as the user of the service")
+    return Diagnosis("OK", "file modes", "secrets can be read by this user only")
+
+
+def certificate(what: str, found: x509.Certificate, remedy: str) -> Diagnosis:
+    """How long a certificate is valid."""
+    end = found.not_valid_after_utc.timestamp()
+    left = end - time.time()
+    if left < 0:
+        return Diagnosis("FAIL", what, f"it ended at {utc(end)}", remedy)
+    if found.not_valid_before_utc.timestamp() > time.time():
+        return Diagnosis("FAIL", what, "it is not valid yet", "set the clock of this machine")
+    if left < _SOON:
+        return Diagnosis("WARN", what, f"it ends at {utc(end)} and was not renewed", remedy)
+    return Diagnosis("OK", what, f"it is valid until {utc(end)}")
+
+
+def server_reached(member: Membership) -> Diagnosis:
+    """Whether the server's port accepts connections from here."""
+    host, _, port = member.server.rpartition(":")
+    host = host.strip("[]")
+    try:
+        with socket.create_connection((host, int(port)), _DIAL_SECONDS):
+            pass
+    except (OSError, ValueError) as error:
+        return Diagnosis(
+            "FAIL",
+            "server",
+            f"{member.server} cannot be reached: {error}",
+            "check that the server runs, and the firewalls between",
+        )
+    return Diagnosis("OK", "server", f"{member.server} accepts connections")
+
+
+def membership(state: Path, kinds: Iterable[str]) -> Iterator[Diagnosis]:
+    """The membership of a participant: its keys, its certificate, and its server."""
+    yield modes(state, ("identity.key", "credentials.pem", "member.json"))
+    member = Membership(state)
+    if member.kind not in kinds:
+        found = f"{state} is the membership of a {member.kind}"
+        yield Diagnosis("FAIL", "membership", found, "give the directory of another role")
+        return
+    yield Diagnosis("OK", "membership", f"{member.name} at {member.server}")
+    yield certificate("certificate", member.certificate, "start it, or join again with a new token")
+    yield server_reached(member)
+
+
+def port(address: str, number: int) -> Diagnosis:
+    """Whether a service can listen, or listens already."""
+    what = f"port {number}"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, number))
+        except OSError as error:
+            with socket.socket() as other:
+                other.settimeout(_DIAL_SECONDS)
+                if other.connect_ex(("127.0.0.1", number)) == 0:
+                    return Diagnosis("OK", what, "something listens: the server, if it runs")
+            return Diagnosis("FAIL", what, str(error.strerror), "free it, or use --address")
+    return Diagnosis("OK", what, "it is free")
+
+
+def tls_version() -> Diagnosis:
+    """Whether TLS 1.3 is there, which gRPC and the metrics use."""
+    if ssl.HAS_TLSv1_3:
+        return Diagnosis("OK", "TLS", ssl.OPENSSL_VERSION)
+    return Diagnosis("FAIL", "TLS", f"{ssl.OPENSSL_VERSION} has no TLS 1.3", "install a newer one")

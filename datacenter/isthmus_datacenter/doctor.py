@@ -1,0 +1,71 @@
+"""``isthmus doctor datacenter``: check a machine with ranks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from isthmus.doctor import checks
+from isthmus.doctor.checks import Diagnosis, diagnose
+from isthmus.doctor.commands import tell
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's, where ranks of a host exchange data
+
+
+@click.command("datacenter")
+@click.option(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory of its keys, if this machine serves the datacenter.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def doctor_datacenter(state: Path | None, as_json: bool) -> None:
+    """Check this machine as a host of ranks: GPUs, NCCL, memory, and its membership."""
+    tell(_results(state), as_json=as_json)
+
+
+def _results(state: Path | None) -> Iterator[Diagnosis]:
+    yield from diagnose("versions", checks.versions)
+    yield checks.tls_version()
+    if state is not None:
+        yield from diagnose("membership", lambda: checks.membership(state, ("datacenter",)))
+        yield from diagnose("disk", lambda: checks.disk(state))
+    yield from diagnose("GPU", _gpus)
+    yield from diagnose("shared memory", _shared_memory)
+
+
+def _gpus() -> Iterator[Diagnosis]:
+    import torch
+    import torch.distributed
+
+    if not torch.cuda.is_available():
+        yield Diagnosis(
+            "WARN",
+            "GPU",
+            "PyTorch finds none; ranks use the CPU",
+            "install a driver and a PyTorch for it, if this machine has a GPU",
+        )
+        return
+    for number in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(number)
+        name = torch.cuda.get_device_name(number)
+        found = f"{name}, {free / 1e9:.0f} of {total / 1e9:.0f} GB are free"
+        yield Diagnosis("OK", f"GPU {number}", found)
+    if not torch.distributed.is_nccl_available():
+        yield Diagnosis("FAIL", "NCCL", "this PyTorch has none", "install PyTorch with CUDA")
+        return
+    numbers: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call] # of PyTorch
+    version = ".".join(map(str, numbers))
+    yield Diagnosis("OK", "NCCL", version)
+
+
+def _shared_memory() -> Diagnosis:
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    found = f"{free / 1e9:.1f} GB are free in {_SHARED_MEMORY}"
+    if free < 1e9:
+        remedy = "give the container more, for example --shm-size=8g"
+        return Diagnosis("WARN", "shared memory", found, remedy)
+    return Diagnosis("OK", "shared memory", found)

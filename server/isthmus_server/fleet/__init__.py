@@ -1,0 +1,1 @@
+"""Who takes part in a server now: kept by the server, shown by its commands."""

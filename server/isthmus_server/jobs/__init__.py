@@ -1,0 +1,1 @@
+"""Jobs that operators submit: their queue, and how they run and share the participants."""

@@ -1,0 +1,1 @@
+"""What watches runs from outside: sinks of events, metrics, health and trackers."""

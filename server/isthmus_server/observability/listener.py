@@ -1,0 +1,305 @@
+"""Serve `/metrics`, `/healthz` and `/readyz` over HTTP on a listener of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Protocol
+
+from cryptography import x509
+
+from isthmus.errors import AdmissionRefused, UserError
+from isthmus.identity import tls
+from isthmus.printable import in_a_line
+from isthmus_server.observability.event_loop import LoopNotAnswering, LoopObserver
+from isthmus_server.observability.metrics import RunMetrics
+
+CONNECTIONS = 32
+"""Connections at a time; further ones are closed at once."""
+
+CONNECTION_SECONDS = 15.0
+"""Time for a whole connection, its TLS handshake included."""
+
+_REFUSED_SECONDS = 60.0
+"""Time in which the same refusal is logged once."""
+
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+"""Content type of Prometheus' text format."""
+
+log = logging.getLogger(__name__)
+
+Ready = Callable[[], Sequence[str]]
+"""Returns why the process cannot do its work now, one sentence each; none if it can."""
+
+
+class CallerCheck(Protocol):
+    """How a listener that other machines reach knows its callers."""
+
+    def context(self) -> ssl.SSLContext:
+        """TLS with the server's current certificate; it must request the caller's."""
+        ...
+
+    def check(self, certificate: x509.Certificate) -> None:
+        """Check the certificate that a caller presented, and that TLS has verified.
+
+        Raises:
+            AdmissionRefused: its holder may not read metrics.
+        """
+        ...
+
+
+class OperatorsOnly:
+    """Admits operators whose certificate is in the registry."""
+
+    def __init__(
+        self,
+        pair: Callable[[], tuple[bytes, bytes]],
+        authority: Callable[[], x509.Certificate],
+        loop: LoopObserver,
+        registered: Callable[[tls.Subject], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Take what the control plane knows.
+
+        Args:
+            pair: returns the server's current key and certificate (PEM).
+            authority: returns the certificate that signed those of all participants.
+            loop: the loop of the control plane.
+            registered: raises `AdmissionRefused` if a participant is not one any more; runs in
+                that loop.
+        """
+        self._pair = pair
+        self._authority = authority
+        self._loop = loop
+        self._registered = registered
+
+    def context(self) -> ssl.SSLContext:
+        """TLS 1.3 with the server's certificate, and callers of its authority."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=tls.pem(self._authority()).decode())
+        key, certificate = self._pair()
+        # OpenSSL reads keys from files only; this one is in memory.
+        file = os.memfd_create("pair")
+        try:
+            os.write(file, key + certificate)
+            context.load_cert_chain(f"/proc/self/fd/{file}")
+        finally:
+            os.close(file)
+        return context
+
+    def check(self, certificate: x509.Certificate) -> None:
+        """Admit an operator that is not revoked.
+
+        Raises:
+            AdmissionRefused: it is no operator's, or not any more.
+        """
+        subject = tls.subject_of(certificate)
+        if subject.kind != "operator":
+            raise AdmissionRefused(f"{subject.name!r} is a {subject.kind}, not an operator")
+        self._loop.ask(lambda: self._registered(subject))
+
+
+class MetricsListener:
+    """Answers GET requests in threads of its own, whatever the process is busy with.
+
+    Guarantees:
+      * at an address that other machines reach, only holders of an operator's certificate get an
+        answer;
+      * callers hold at most `CONNECTIONS` threads, each for at most `CONNECTION_SECONDS`.
+    """
+
+    def __init__(
+        self, host: str, port: int, metrics: RunMetrics, *, certified: bool = False
+    ) -> None:
+        """Prepare; `serving` listens.
+
+        Args:
+            host: where to listen.
+            port: 0 for any.
+            metrics: what to serve.
+            certified: the process has a certificate, and knows its callers by theirs.
+
+        Raises:
+            UserError: others could read the metrics there.
+        """
+        if not certified and not tls.is_loopback(host):
+            raise UserError(
+                f"--metrics {host}:{port} is not loopback, and without a server's certificate "
+                "others could read it; use 127.0.0.1, or `isthmus server start`"
+            )
+        self.metrics = metrics
+        self.port = port
+        """The port; after `serving` began, the one in use."""
+        self._host = host
+
+    @property
+    def url(self) -> str:
+        """Where the metrics are."""
+        scheme = "http" if tls.is_loopback(self._host) else "https"
+        return f"{scheme}://{self._host}:{self.port}/metrics"
+
+    @contextlib.contextmanager
+    def serving(
+        self, ready: Ready = tuple, caller_check: CallerCheck | None = None
+    ) -> Iterator[None]:
+        """Listen during the block.
+
+        Args:
+            ready: answers `/readyz`.
+            caller_check: knows callers from other machines; needed unless the host is loopback.
+
+        Raises:
+            UserError: the address is in use.
+        """
+        check = None if tls.is_loopback(self._host) else caller_check
+        assert check is not None or tls.is_loopback(self._host)
+        try:
+            server = _Server((self._host.strip("[]"), self.port), self.metrics, ready, check)
+        except OSError as error:
+            raise UserError(
+                f"--metrics {self._host}:{self.port} cannot be used: {error.strerror or error}"
+            ) from None
+        self.port = server.server_address[1]
+        thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    """Bounds connections, and makes the TLS handshake in the connection's thread."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(
+        self, address: tuple[str, int], metrics: RunMetrics, ready: Ready, check: CallerCheck | None
+    ) -> None:
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        self.metrics = metrics
+        self.ready = ready
+        self.check = check
+        self._refused = ("", 0.0)
+        """Why the last caller was refused, and when that was logged."""
+        self._open: dict[socket.socket, float] = {}
+        """Open connections, and when they began."""
+        super().__init__(address, BaseHTTPRequestHandler)
+
+    def server_bind(self) -> None:
+        """Bind without the name lookup of the base class."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = "isthmus", self.server_address[1]
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is room for the connection."""
+        if len(self._open) >= CONNECTIONS:
+            return False
+        self._open[request] = time.monotonic()
+        return True
+
+    def service_actions(self) -> None:
+        """Cut connections that have lasted too long."""
+        now = time.monotonic()
+        for connection, since in list(self._open.items()):
+            if now - since > CONNECTION_SECONDS:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer, behind TLS if callers must be known."""
+        request.settimeout(CONNECTION_SECONDS)
+        if self.check is None:
+            _Handler(request, client_address, self)
+            return
+        context = self.check.context()
+        secured = context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        self._open[secured] = self._open.pop(request)  # which has no connection any more
+        try:
+            secured.do_handshake()
+            certificate = x509.load_der_x509_certificate(secured.getpeercert(True) or b"")
+            self.check.check(certificate)
+            _Handler(secured, client_address, self)
+        except (AdmissionRefused, LoopNotAnswering, ValueError) as error:
+            self._warn(in_a_line(str(error)))
+        finally:
+            self.shutdown_request(secured)
+
+    def _warn(self, reason: str) -> None:
+        """Log why a caller was refused, but not for each try of the same one."""
+        last, at = self._refused
+        now = time.monotonic()
+        if reason != last or now - at > _REFUSED_SECONDS:
+            self._refused = (reason, now)
+            log.warning("a caller was refused metrics: %s", reason)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log an error; a caller that breaks off is none."""
+        level = logging.DEBUG if isinstance(sys.exc_info()[1], OSError) else logging.ERROR
+        log.log(level, "a request for metrics failed", exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    server: _Server
+    server_version = "isthmus"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """Answer with a page."""
+        if self.server.check is None and not self._is_named_locally():
+            self._answer(403, "use the address 127.0.0.1 or the name localhost\n")
+        elif self.path == "/metrics":
+            self._answer(200, self.server.metrics.text(), TEXT)
+        elif self.path == "/healthz":
+            self._answer(200, "ok\n")
+        elif self.path == "/readyz":
+            problems = [in_a_line(problem) for problem in self.server.ready()]
+            self._answer(503 if problems else 200, "\n".join(problems or ["ready"]) + "\n")
+        else:
+            self._answer(404, "there are /metrics, /healthz and /readyz\n")
+
+    do_HEAD = do_GET  # noqa: N815 - of http.server
+
+    def _is_named_locally(self) -> bool:
+        """Whether the caller named a loopback address: a web page elsewhere names its own host."""
+        host = self.headers.get("Host", "localhost")
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        return tls.is_loopback(name)
+
+    def _answer(
+        self, code: int, text: str | bytes, kind: str = "text/plain; charset=utf-8"
+    ) -> None:
+        body = text.encode() if isinstance(text, str) else text
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - of http.server
+        """Log nothing: a scraper comes every few seconds."""

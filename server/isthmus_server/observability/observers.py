@@ -1,0 +1,242 @@
+"""What watches the runs of one process, as its command's options say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from cryptography import x509
+from rich.console import Console
+
+from isthmus.identity import tls
+from isthmus_server.observability.event_loop import LoopNotAnswering, LoopObserver
+from isthmus_server.observability.json_lines import (
+    JsonConsoleFile,
+    JsonEventSink,
+    JsonLines,
+    JsonLogHandler,
+)
+from isthmus_server.observability.listener import MetricsListener, OperatorsOnly
+from isthmus_server.observability.metrics import RunMetrics
+from isthmus_server.observability.options import LogFormat
+from isthmus_server.observability.run_figures import RunFigures
+from isthmus_server.observability.sinks import EventSink, sinks_of
+from isthmus_server.observability.trackers.options import TrackedBy, tracker_of
+from isthmus_server.storage.events import Event, EventStream
+from isthmus_server.storage.records import EndedAttempt
+from isthmus_server.storage.store import Store
+from isthmus_server.views.progress import ProgressView
+
+
+class ConsoleSink(EventSink):
+    """Shows the events of one run on the terminal."""
+
+    name = "console"
+    hang_seconds = 600.0
+    """A terminal whose output is stopped for a while goes on where it was."""
+
+    def __init__(self, console: Console) -> None:
+        self._view = ProgressView(console)
+        self._shown = contextlib.ExitStack()
+        self._begun = False
+
+    def __call__(self, event: Event) -> None:
+        """Show an event."""
+        if not self._begun:
+            self._begun = True
+            self._shown.enter_context(self._view)
+        self._view(event)
+
+    def close(self) -> None:
+        """Remove the live status."""
+        self._shown.close()
+
+
+class Served(Protocol):
+    """What a server tells those that observe it."""
+
+    def pair(self) -> tuple[bytes, bytes]:
+        """Its current key and certificate (PEM)."""
+        ...
+
+    def authority(self) -> x509.Certificate:
+        """The certificate that signed those of all participants."""
+        ...
+
+    async def registered(self, subject: tls.Subject) -> None:
+        """Check that the holder of a certificate is a participant now.
+
+        Raises:
+            AdmissionRefused: it is not.
+        """
+        ...
+
+    async def problems(self) -> Sequence[str]:
+        """Why it cannot do its work now, one sentence each; none if it can."""
+        ...
+
+    async def jobs(self) -> Mapping[str, int]:
+        """The jobs that have not ended, by state."""
+        ...
+
+
+async def _ready() -> Sequence[str]:
+    return ()
+
+
+class Observers:
+    """What watches the runs of one process: the terminal or a JSON log, and metrics."""
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        lines: JsonLines | None = None,
+        metrics: MetricsListener | None = None,
+        trackers: Mapping[str, TrackedBy] | None = None,
+    ) -> None:
+        """Watch runs.
+
+        Args:
+            console: shows runs and messages.
+            lines: where events are written as JSON in place of the console.
+            metrics: shows the metrics of runs.
+            trackers: make a sink for each run, by name.
+        """
+        self.console = console
+        self.metrics = metrics
+        self._lines = lines
+        self._trackers = trackers or {}
+        self.followers: list[Callable[[str, str, EventStream], AbstractContextManager[None]]] = []
+        """Follow each run while it is watched: its id, its label, and its events."""
+
+    @classmethod
+    def of_options(
+        cls,
+        log_format: LogFormat,
+        quiet: bool,
+        metrics: str | None,
+        track: Sequence[str],
+        *,
+        certified: bool = False,
+    ) -> Observers:
+        """As the options of `observed` say; sets up logging.
+
+        `certified`: a server's, which has a certificate.
+
+        Raises:
+            UserError: the address of the metrics is none, or others could read them there; a
+                tracker is unknown, or a package is missing.
+        """
+        trackers = dict(map(tracker_of, track))
+        listener = None
+        if metrics is not None:
+            host, port = tls.split_address(metrics, "--metrics")
+            listener = MetricsListener(host, port, RunMetrics(), certified=certified)
+        lines = None
+        if log_format == "json":
+            lines = JsonLines(sys.stdout)
+            logging.getLogger().handlers[:] = [JsonLogHandler(lines)]
+            # A TextIOBase is what rich needs of a file.
+            console = Console(file=cast("Any", JsonConsoleFile(lines)), width=10_000, quiet=quiet)
+        else:
+            console = Console(quiet=quiet)
+        if quiet:
+            logging.getLogger().setLevel(logging.WARNING)
+            lines = None
+        return cls(console, lines=lines, metrics=listener, trackers=trackers)
+
+    @asynccontextmanager
+    async def serving(self, served: Served | None = None) -> AsyncIterator[None]:
+        """Serve metrics and health during the block, if the options ask for it.
+
+        Args:
+            served: the server whose runs are observed; None for a run of `isthmus run`.
+
+        Raises:
+            UserError: the address cannot be used.
+        """
+        if self.metrics is None:
+            yield
+            return
+        loop = LoopObserver()
+        metrics = self.metrics.metrics
+        metrics.lag = loop.lag
+        check = None
+        if served is not None:
+            metrics.jobs = lambda: _known(loop, served)
+            check = OperatorsOnly(served.pair, served.authority, loop, served.registered)
+
+        def ready() -> Sequence[str]:
+            try:
+                return loop.ask(_ready if served is None else served.problems)
+            except LoopNotAnswering as error:
+                return [str(error)]
+
+        with self.metrics.serving(ready, check):
+            measuring = asyncio.create_task(loop.run())
+            self.console.print(f"metrics at {self.metrics.url}", soft_wrap=True)
+            try:
+                yield
+            finally:
+                measuring.cancel()
+
+    @asynccontextmanager
+    async def watching(self, store: Store, events: EventStream, label: str) -> AsyncIterator[None]:
+        """Watch one run during the block.
+
+        Args:
+            store: the run, which stays the caller's.
+            events: its events.
+            label: the job's name in logs and metrics.
+        """
+        sinks: list[EventSink] = []
+        if self._lines is not None:
+            sinks.append(JsonEventSink(self._lines, label))
+        elif not self.console.quiet:
+            sinks.append(ConsoleSink(self.console))
+
+        def earlier() -> Iterator[EndedAttempt]:
+            return _attempts(store.directory)
+
+        sinks += [
+            tracked(store.job, store.run_id, store.directory, earlier)
+            for tracked in self._trackers.values()
+        ]
+        figures = None
+        if self.metrics is not None:
+            figures = RunFigures(label, store.job, earlier)
+            sinks.append(figures)
+        async with AsyncExitStack() as stack:
+            for follow in self.followers:
+                stack.enter_context(follow(store.run_id, label, events))
+            threads = await stack.enter_async_context(sinks_of(events, sinks))
+            if figures is None or self.metrics is None:
+                yield
+                return
+            self.metrics.metrics.add(figures, threads)
+            try:
+                yield
+            finally:
+                self.metrics.metrics.end(label)
+
+
+def _known(loop: LoopObserver, served: Served) -> Mapping[str, int]:
+    """The jobs by state; none if they cannot be asked for now, which `/readyz` says."""
+    try:
+        return loop.ask(served.jobs)
+    except (LoopNotAnswering, sqlite3.Error, OSError):
+        return {}
+
+
+def _attempts(directory: Path) -> Iterator[EndedAttempt]:
+    """The ended attempts of a run, read in a connection of the calling thread."""
+    with contextlib.closing(Store.open(directory)) as store:
+        yield from store.attempts()

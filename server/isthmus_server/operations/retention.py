@@ -1,0 +1,162 @@
+"""List the runs of a folder, and delete those that a retention policy does not keep."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from isthmus.errors import IsthmusError, UserError
+from isthmus_privacy.dp.ledger import LEDGER_FILE
+from isthmus_server.storage import audit
+from isthmus_server.storage.run_description import alone_in
+from isthmus_server.storage.store import Store
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListedRun:
+    """A run of a folder."""
+
+    name: str
+    """Of its directory."""
+    job: str = ""
+    """The name in the job."""
+    state: str = "damaged"
+    """running, paused, failed, finished, cancelled, or damaged."""
+    rounds: int = 0
+    """Committed rounds."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Of the delivered model, once it has finished."""
+    changed: float = 0.0
+    """When its log was written last, Unix seconds."""
+    bytes: int = 0
+    problem: str = ""
+    """Why it cannot be read."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RetentionPolicy:
+    """Which ended runs are kept: all for which one of these says so."""
+
+    keep_last: int = 0
+    """The newest runs of each job."""
+    older_than: float = 0.0
+    """Seconds; younger runs are kept."""
+    keep_best: str = ""
+    """A metric: the best run of each job is kept, the lowest one if its name ends with loss."""
+    failed: bool = False
+    """Failed runs may go, although they could be resumed."""
+
+
+def list_runs(folder: Path) -> list[ListedRun]:
+    """The runs in a folder, newest first.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"there is no folder of runs {folder}; give one, such as fleet/runs")
+    runs = [
+        _listed(path)
+        for path in folder.iterdir()
+        if not path.name.startswith(".") and (path / "run.sqlite").exists()
+    ]
+    return sorted(runs, key=lambda run: (-run.changed, run.name))
+
+
+def _listed(path: Path) -> ListedRun:
+    size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    head = path / "run.head"  # to read the log may touch the files of SQLite
+    changed = head.stat().st_mtime if head.exists() else 0.0
+    run = ListedRun(name=path.name, changed=changed, bytes=size)
+    try:
+        with contextlib.closing(Store.open(path)) as store:
+            state, _, final = store.status()
+            return dataclasses.replace(
+                run,
+                job=store.job.name,
+                state=state,
+                rounds=store.last_round(),
+                metrics={} if final is None else dict(final.metrics),
+            )
+    except (IsthmusError, OSError, sqlite3.Error) as error:
+        return dataclasses.replace(run, problem=str(error))
+
+
+def to_prune(
+    runs: Sequence[ListedRun], policy: RetentionPolicy, now: float
+) -> list[tuple[ListedRun, str]]:
+    """The runs with why each is kept; an empty text for those that go.
+
+    Args:
+        runs: newest first.
+        policy: what is kept.
+        now: Unix seconds.
+    """
+    seen: dict[str, int] = {}
+    best: dict[str, ListedRun] = {}
+    for run in runs:
+        value = run.metrics.get(policy.keep_best)
+        if policy.keep_best and value is not None:
+            sign = -1.0 if policy.keep_best.endswith("loss") else 1.0
+            known = best.get(run.job)
+            if known is None or sign * value > sign * known.metrics[policy.keep_best]:
+                best[run.job] = run
+    decided = []
+    for run in runs:
+        why = ""
+        seen[run.job] = seen.get(run.job, 0) + 1
+        if run.problem:
+            why = "it is damaged: isthmus runs verify"
+        elif run.state not in ("finished", "cancelled") and not (
+            policy.failed and run.state == "failed"
+        ):
+            why = f"it is {run.state} and can go on"
+        elif seen[run.job] <= policy.keep_last:
+            why = f"it is among the last {policy.keep_last} of its job"
+        elif now - run.changed < policy.older_than:
+            why = "it is not old enough"
+        elif best.get(run.job) == run:
+            why = f"it has the best {policy.keep_best} of its job"
+        decided.append((run, why))
+    return decided
+
+
+def prune(folder: Path, policy: RetentionPolicy, *, dry_run: bool) -> list[tuple[ListedRun, str]]:
+    """Delete the runs that a policy does not keep; returns all, with why each is kept.
+
+    The ledgers of a server's populations are elsewhere and stay. A run whose own ledger is the only
+    one of its charges is kept.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    decided = []
+    for run, why in to_prune(list_runs(folder), policy, time.time()):
+        path, kept = folder / run.name, why
+        if not kept and (path / LEDGER_FILE).exists() and not (folder.parent / "privacy").is_dir():
+            kept = "its privacy ledger is the only record of what devices were asked"
+        if not kept and not dry_run:
+            kept = _delete(path)
+        decided.append((run, kept))
+    return decided
+
+
+def _delete(path: Path) -> str:
+    """Delete a run; returns why not, if another process has it open."""
+    gone = path.with_name(f".{path.name}.pruned")
+    try:
+        with alone_in(path):
+            shutil.rmtree(gone, ignore_errors=True)
+            path.rename(gone)  # at once: half a run would be a damaged one
+    except UserError:
+        return "another process has it open"
+    shutil.rmtree(gone)
+    state = path.parent.parent
+    if path.parent.name == "runs" and (state / "audit.log").exists():
+        audit.record(state, "prune", by=audit.local_user(), run=path.name)
+    return ""

@@ -1,0 +1,79 @@
+"""Where the charges of a run go: its own ledger, and on a server that of the population.
+
+A budget is about the larger of the two: all jobs of a server with the same population share one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from isthmus_privacy.dp.accounting import Composition
+from isthmus_privacy.dp.ledger import Charge, Ledger, LedgerDamaged, LedgerEntry, Outcome
+
+
+class RunLedgers:
+    """The ledgers of one unit of a run, its devices or its examples."""
+
+    def __init__(self, run_id: str, population: str, own: Ledger, *shared: Ledger) -> None:
+        """Use open ledgers.
+
+        Args:
+            run_id: of the run.
+            population: whose data.
+            own: ledger of the run.
+            shared: ledger of the population; none for a run by itself.
+        """
+        self.run_id = run_id
+        self.population = population
+        self._own = own
+        self._all = [own, *shared]
+
+    def check(self) -> None:
+        """Refuse a directory of the run that is older than the ledger of its population.
+
+        It may be a copy: noise of the same key would be in two sums, and charged once.
+
+        Raises:
+            LedgerDamaged: the population was charged for rounds that the run does not know.
+        """
+        known = Counter(entry.charge for entry in self.of_run())
+        for ledger in self._all[1:]:
+            charged = Counter(entry.charge for entry in ledger.of_run(self.run_id))
+            missing = [each for each in charged - known if each.population == self.population]
+            if missing:
+                raise LedgerDamaged(
+                    f"{self._own.path} has no charge for round {missing[0].round} attempt "
+                    f"{missing[0].attempt} of this run, which {ledger.path} has: the run's "
+                    "directory is an older copy; continue the newer one, or begin a new run"
+                )
+
+    def of_run(self) -> list[LedgerEntry]:
+        """The charges of the run, in order."""
+        return self._own.of_run(self.run_id)
+
+    def epsilon(self, delta: float, plus: Charge | None = None) -> float:
+        """What was spent, see `Ledger.epsilon`."""
+        return max(ledger.epsilon(self.population, delta, plus) for ledger in self._all)
+
+    def spent_by(self, device: str) -> Sequence[Composition]:
+        """What one device was asked for, by ledger."""
+        return [ledger.spent_by(self.population, device) for ledger in self._all]
+
+    @contextlib.contextmanager
+    def charged(self, charge: Charge) -> Iterator[None]:
+        """Write a charge before the block, and note how the block ended.
+
+        Raises:
+            OSError: the charge cannot be stored.
+        """
+        charged = [(ledger, ledger.reserve(charge)) for ledger in self._all]
+        outcome: Outcome = "failed"
+        try:
+            yield
+            outcome = "committed"
+        finally:
+            for ledger, number in charged:
+                with contextlib.suppress(OSError):  # it is spent, whatever is noted
+                    ledger.settle(number, outcome)

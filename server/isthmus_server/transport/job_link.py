@@ -1,0 +1,174 @@
+"""The link as one of several jobs uses it: each of its participants works for one job at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Collection, Sequence
+
+from isthmus.errors import ParticipantLost
+from isthmus.wire import link_pb2
+from isthmus_server.transport.blob_store import BlobStore
+from isthmus_server.transport.link import Link
+from isthmus_server.transport.peer import ParticipantListener, Peer
+from isthmus_server.transport.turns import Account, Turns
+
+
+class SharedLink:
+    """A server's link, its turns, and which run is open on each participant."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.turns = Turns()
+        self._open: dict[str, tuple[str, Account]] = {}
+
+    def has_open(self, peer: Peer, account: Account) -> bool:
+        """Whether a process of a participant has opened the run of a job as the last one."""
+        return self._open.get(peer.name) == (peer.instance, account)
+
+    def note_open(self, peer: Peer, account: Account | None) -> None:
+        """Note which run a participant has opened; None: it may have none, or another."""
+        if account is None:
+            self._open.pop(peer.name, None)
+        else:
+            self._open[peer.name] = (peer.instance, account)
+
+
+class JobLink(Link):
+    """A job's view of a shared link.
+
+    Guarantees:
+      * a request reaches a participant only while the job holds it, and after its run was opened
+        there again if another job's was open meanwhile;
+      * a job that holds the participants of a round does not wait for others;
+      * a participant that does not open a run keeps the others waiting for a limited time.
+    """
+
+    def __init__(
+        self, shared: SharedLink, name: str, share: float, open_seconds: float = 60.0
+    ) -> None:
+        """Begin to take turns.
+
+        Args:
+            shared: the server's link.
+            name: see `Turns.begin`.
+            share: likewise.
+            open_seconds: limit for a participant to open the run, which others wait for meanwhile.
+        """
+        link = shared.link
+        super().__init__(link.lease_seconds, link.enrolments)
+        self.peers = link.peers
+        self._blobs = BlobStore(link._blobs)
+        self._ids, self._instance = link._ids, link._instance
+        self._shared = shared
+        self._open_seconds = open_seconds
+        self._turns = shared.turns
+        self.account = self._turns.begin(name, share)
+        self._openings: dict[str, link_pb2.OpenRun] = {}
+        self._relay = _Relay(self)
+        link.listeners.attach(self._relay)
+
+    def end(self) -> None:
+        """Leave the turns to the others."""
+        self._shared.link.listeners.detach(self._relay)
+        self._turns.end(self.account)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, names: Collection[str]) -> AsyncIterator[None]:
+        """Wait until no other job has these participants, and hold them for the block.
+
+        Inside of another turn it does nothing.
+        """
+        if self.account.held:
+            yield
+            return
+        async with self._turns.turn(self.account, names):
+            yield
+
+    @property
+    def waits_for(self) -> Sequence[str]:
+        """Names of the other jobs whose participants this one waits for."""
+        return [name for name in self._turns.waits_for(self.account) if name != self.account.name]
+
+    async def ask(self, name: str, request: link_pb2.Request) -> link_pb2.Reply:
+        """Send a request when the participant works for this job; see `Link.ask`.
+
+        Raises:
+            ParticipantLost: likewise; or it works for another job while this one has a turn.
+        """
+        if request.HasField("open"):
+            return await self._open(name, request)
+        peer = self._peer(name)
+        if request.HasField("close") and not self._shared.has_open(peer, self.account):
+            return await super().ask(name, request)  # deletes what it has kept of the run
+        async with self._moment(name):
+            await self._reopen(name)
+            return await super().ask(name, request)
+
+    async def _open(self, name: str, request: link_pb2.Request) -> link_pb2.Reply:
+        async with self._turns.moment(self.account, name):
+            peer = self._peer(name)
+            self._shared.note_open(peer, None)
+            reply = await self._opened(name, request)
+            if reply.HasField("opened"):
+                self._openings[name] = request.open
+                self._shared.note_open(peer, self.account)
+            return reply
+
+    async def _opened(self, name: str, request: link_pb2.Request) -> link_pb2.Reply:
+        try:
+            async with asyncio.timeout(self._open_seconds) as limit:
+                return await super().ask(name, request)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise ParticipantLost(
+                f"{name} did not open the run within {self._open_seconds:g} s, for which other "
+                "jobs have waited",
+                reached=True,
+            ) from None
+
+    @contextlib.asynccontextmanager
+    async def _moment(self, name: str) -> AsyncIterator[None]:
+        holder = self._turns.holder(name)
+        if name in self.account.held:
+            yield
+        elif self.account.held and holder not in (None, self.account):
+            assert holder is not None
+            raise ParticipantLost(f"{name} works for the job {holder.name}", reached=False)
+        else:
+            async with self._turns.moment(self.account, name):
+                yield
+
+    async def _reopen(self, name: str) -> None:
+        peer = self._peer(name)
+        if self._shared.has_open(peer, self.account):
+            return
+        if name not in self._openings:
+            raise ParticipantLost(f"{name} has not opened the run yet", reached=False)
+        self._shared.note_open(peer, None)
+        request = link_pb2.Request(id=self.new_id(), open=self._openings[name])
+        reply = await self._opened(name, request)
+        opened = reply.HasField("opened")
+        self.acknowledge(name, request.id, opened)
+        if not opened:
+            raise ParticipantLost(f"{name} did not open the run again", reached=True)
+        self._shared.note_open(peer, self.account)
+
+
+class _Relay(ParticipantListener):
+    """Passes changes on to the listeners of one job, and progress only of its own requests."""
+
+    def __init__(self, job: JobLink) -> None:
+        self._job = job
+
+    def joined(self, peer: Peer) -> None:
+        self._job.listeners.joined(peer)
+
+    def left(self, peer: Peer, reason: str) -> None:
+        self._job._openings.pop(peer.name, None)
+        self._job.listeners.left(peer, reason)
+
+    def progressed(self, name: str, progress: link_pb2.Progress) -> None:
+        if self._job._turns.holder(name) is self._job.account:
+            self._job.listeners.progressed(name, progress)

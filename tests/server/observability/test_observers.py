@@ -1,0 +1,60 @@
+"""What the options of a command turn on."""
+
+import json
+import logging
+
+import pytest
+
+from isthmus_server.observability.observers import Observers
+from isthmus_server.storage.events import EventStream, ParticipantDeclined
+from isthmus_server.storage.store import Store
+
+DECLINED = ParticipantDeclined(participant="phone-0", reason="no [bold]data[/bold]")
+
+
+@pytest.fixture
+def root(monkeypatch):
+    """The root logger, whose handlers and level are restored."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [logging.StreamHandler()])
+    monkeypatch.setattr(root, "level", logging.INFO)
+    return root
+
+
+@pytest.fixture
+def watch(make_job, tmp_path, root):
+    """Have an event of a run shown as options say."""
+
+    async def watch(*options):
+        observers = Observers.of_options(*options, None, ())
+        store = Store.create(tmp_path / "run", make_job(), tmp_path)
+        events = EventStream()
+        async with observers.watching(store, events, "table-1"):
+            events.publish(DECLINED)
+        store.close()
+        observers.console.print("report  isthmus report run")
+
+    return watch
+
+
+async def test_without_options_events_are_lines(watch, capsys):
+    await watch("text", False)
+    shown = capsys.readouterr().out
+    assert "phone-0 declined: no [bold]data[/bold]" in shown
+    assert "report  isthmus report run" in shown
+
+
+async def test_quiet_shows_warnings_only(watch, capsys, root):
+    await watch("text", True)
+    assert capsys.readouterr().out == ""
+    assert not root.isEnabledFor(logging.INFO)
+    assert root.isEnabledFor(logging.WARNING)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+async def test_json_is_all_that_is_written(watch, capsys, quiet):
+    await watch("json", quiet)
+    logging.getLogger("isthmus_server.test").warning("the disk is full")
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    shown = [line.get("event", line.get("message")) for line in lines]
+    assert shown == ["declined", "report  isthmus report run", "the disk is full"][2 * quiet :]

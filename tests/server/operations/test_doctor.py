@@ -1,0 +1,95 @@
+"""`isthmus doctor` for each role: what it finds on a machine, and that it changes nothing."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+
+import pytest
+from click.testing import CliRunner
+from tests.server.control_plane.conftest import fleet  # noqa: F401 - a fixture
+
+from isthmus.doctor import checks
+from isthmus.doctor.commands import doctor
+from isthmus.identity import joining
+from isthmus_server.control_plane.authority import CertificateAuthority, initialise
+from isthmus_server.control_plane.registry import Registry
+
+
+def examined(*words):
+    """The exit code, and what was found by point."""
+    result = CliRunner().invoke(doctor, [*map(str, words), "--json"])
+    return result.exit_code, {each["what"]: each for each in json.loads(result.output)}
+
+
+@pytest.fixture
+def state(tmp_path):
+    initialise(tmp_path / "fleet", ["localhost"])
+    Registry(tmp_path / "fleet").close()
+    return tmp_path / "fleet"
+
+
+def test_a_server_in_good_order(state):
+    before = {path: path.read_bytes() for path in state.iterdir()}
+    code, found = examined("server", state, "--address", "127.0.0.1:29400")
+    assert code == 0
+    levels = {each["level"] for what, each in found.items() if what not in ("server", "disk")}
+    assert levels == {"OK"}
+    assert found["server"]["remedy"] == f"isthmus server start {state}"
+    assert {path: path.read_bytes() for path in before} == before
+    text = CliRunner().invoke(doctor, ["server", str(state)]).output
+    assert f"WARN server: it is not running; isthmus server start {state}\n" in text
+
+
+def test_each_fault_of_a_server_fails_with_what_to_do(state, monkeypatch):
+    (state / "enroller.key").chmod(0o644)
+    code, found = examined("server", state)
+    assert (code, found["file modes"]["level"]) == (1, "FAIL")
+    assert found["file modes"]["remedy"] == f"chmod 600 {state / 'enroller.key'}"
+    (state / "enroller.key").chmod(0o600)
+    with contextlib.closing(Registry(state)) as registry:
+        registry._db.execute("DROP TABLE tokens")
+    assert examined("server", state)[1]["registry"]["level"] == "FAIL"
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 9))
+    assert examined("server", state)[1]["disk"]["level"] == "FAIL"
+    code, found = examined("server", state / "nowhere")
+    assert (code, found["state"]["level"]) == (1, "FAIL")
+
+
+def test_a_certificate_that_ends_is_named(state, monkeypatch):
+    _, certificate = CertificateAuthority(state).read_server_pair()
+    end = certificate.not_valid_after_utc.timestamp()
+    for now, level in ((end - 1e6, "OK"), (end - 9, "WARN"), (end + 9, "FAIL")):
+        monkeypatch.setattr(checks.time, "time", lambda now=now: now)
+        assert checks.certificate("c", certificate, "start it").level == level
+
+
+async def test_a_device_that_has_joined(fleet, tmp_path):  # noqa: F811
+    await fleet.listen()
+    token = fleet.token("phone")
+    await joining.join(fleet.url, token, tmp_path / "phone", "client")
+    code, found = await asyncio.to_thread(examined, "device", tmp_path / "phone")
+    assert (code, found["server"]["level"], found["certificate"]["level"]) == (0, "OK", "OK")
+    await fleet.close()
+    code, found = await asyncio.to_thread(examined, "device", tmp_path / "phone")
+    assert (code, found["server"]["level"]) == (1, "FAIL")
+    code, found = examined("device", fleet.state)
+    assert (code, found["membership"]["level"]) == (1, "FAIL")
+    assert "holds no membership" in found["membership"]["found"]
+
+
+def test_a_datacenter_without_a_gpu():
+    code, found = examined("datacenter")
+    assert code == 0
+    assert "versions" in found
+    assert found.get("GPU", found.get("GPU 0"))["level"] in ("OK", "WARN")
+
+
+def test_a_port_that_another_program_has(state):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        number = other.getsockname()[1]
+        assert checks.port("127.0.0.1", number).level == "FAIL"
+        other.listen()
+        assert checks.port("127.0.0.1", number).found.startswith("something listens")
