@@ -231,7 +231,7 @@ class Agent:
         if kind == "close":
             if self._active is not None and self._active.run_id == request.close.run_id:
                 self._active = None
-                self.host.close()
+            self.host.close(request.close.run_id)
             self._secure.forget_kept()
             return link_pb2.Reply(closed=link_pb2.Closed()), None
         raise AdmissionRefused(f"an edge client does not support the request {kind!r}")

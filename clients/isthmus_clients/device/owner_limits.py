@@ -104,6 +104,9 @@ class OwnerLimits(Section):
     """CPU limit in percent of one core; see `isthmus_clients.device.resource_limits`."""
     memory_mb: Annotated[int, Field(ge=128)] | None = None
     """Memory limit of the process; see `isthmus_clients.device.resource_limits`."""
+    open_runs: Annotated[int, Field(ge=1)] = 1
+    """Runs whose task and data stay in memory at a time, for servers with several jobs at once; a
+    run above it is opened again for its next round. Each has a process, up to `memory_mb`."""
     personal_mb: Annotated[int, Field(ge=0)] = 0
     """Disk space for what jobs keep on this device between rounds (`exchange.personal`), of all
     runs; the run that was used longest ago is forgotten first. 0 refuses such jobs: a lying server

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class TaskHost(Protocol):
-    """Runs the code of a task: one open run at a time, one call at a time.
+    """Runs the code of a task: in the run that was opened last, one call at a time.
 
     `open`, `train`, `score`, `evaluate` and `answer` block and may be called on any thread. They
     raise `TaskError` if the task's code fails, with a message about this device's own code and
@@ -35,7 +35,8 @@ class TaskHost(Protocol):
     def open(self, work: link_pb2.OpenRun) -> int:
         """Open a run in place of the open one; returns its number of examples.
 
-        A run with a Flower app has 0. A run that fails to open leaves no run open.
+        A run with a Flower app has 0. A run that fails to open leaves no run open. A host may keep
+        earlier runs in memory, and go on with one that is opened again by the same request.
 
         Raises:
             TaskError: the task cannot be used here, or has no data.
@@ -105,8 +106,8 @@ class TaskHost(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Close the open run, if any; does not block, and may be called during another call."""
+    def close(self, run_id: str | None = None) -> None:
+        """Close a run, None all of them; does not block, and may be called during another call."""
         ...
 
 
@@ -167,6 +168,8 @@ class InProcessHost:
         self.run: DeviceRun | None = None
         """The open run, unless it has a Flower app."""
         self.app: FlowerRun | None = None
+        self._run_id = ""
+        """Of the run that was opened last."""
         self._participant = participant
         self._data = data
         self._tasks = tasks
@@ -190,6 +193,7 @@ class InProcessHost:
 
         torch.set_num_threads(self._threads)
         self.close()
+        self._run_id = work.run_id
         flower = read_job(work.job).federated.flower
         if flower is not None and flower.app is not None:
             from isthmus_clients.flower.client_app import FlowerRun
@@ -267,7 +271,9 @@ class InProcessHost:
         if self._sent is not None and self._sent[0] == request_id:
             self._spare, self._sent = self._sent[1], None
 
-    def close(self) -> None:
+    def close(self, run_id: str | None = None) -> None:
         """See `TaskHost.close`."""
+        if run_id not in (None, self._run_id):
+            return
         self.run = self.app = self._personal = None
         self._sent = self._spare = None

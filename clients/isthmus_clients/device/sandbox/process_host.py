@@ -42,7 +42,7 @@ _MAX_ERROR = 2000
 """Longest explanation of a Flower app's error, in characters."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Opened:
     """The run of a host: what it was opened with, and its process while that lives."""
 
@@ -126,9 +126,12 @@ class ProcessHost:
         )
         self._lock = threading.Lock()
         self._opened: _Opened | None = None
+        self._kept: dict[str, _Opened] = {}
+        """Other runs that stay in memory, by identity, the one used longest ago first."""
+        self._max_kept = limits.open_runs - 1
         self._states = PersonalStates(self._state / "personal", limits.personal_mb)
-        self._saved = "", 0
-        """The request that has trained the last personal state, and its round."""
+        self._saved: tuple[str, PersonalState, int] | None = None
+        """The request that has trained the last personal state, the state, and its round."""
         self._cancelled: set[str] = set()
         """IDs of requests whose result is no longer needed."""
         self._spare: SharedMemory | None = None
@@ -141,16 +144,21 @@ class ProcessHost:
 
     def open(self, work: link_pb2.OpenRun) -> int:
         """See `TaskHost.open`."""
-        self.close()
-        run = ActiveRun.of(work, self._tasks)
+        opened = self._switch_to(work.run_id)
+        if opened is not None and opened.work != work:
+            _end(opened)
+            opened = None
+        if opened is None:
+            opened = _Opened(work, ActiveRun.of(work, self._tasks))
+        # Another run may have taken the disk space of its states.
         key = states_key(work, self._settings.participant)
-        opened = _Opened(work, run, self._states.open(key, run.personal))
+        opened.personal = self._states.open(key, opened.run.personal)
         with self._lock:
             self._opened = opened
         try:
             self._process(opened)
         except BaseException:
-            self.close()
+            self.close(work.run_id)
             raise
         assert opened.examples is not None
         if not opened.run.has_app:
@@ -184,7 +192,7 @@ class ProcessHost:
         trained = self._call(opened, request, [memory, *shared], report).trained
         if opened.personal is not None:
             opened.personal.save(work.round, _copy_of(shared[0], opened.run.personal))
-            self._saved = request_id, work.round
+            self._saved = request_id, opened.personal, work.round
         # Private before it is read: the task may still write to the memory that it shares.
         layout = opened.run.layout
         room = layout.gradient_room if work.gradient_scale else 0
@@ -261,16 +269,33 @@ class ProcessHost:
         """See `TaskHost.release`; shared memory is reused as soon as an update is copied."""
         with self._lock:
             self._cancelled.discard(request_id)
-            personal = None if self._opened is None else self._opened.personal
-        if not accepted and personal is not None and self._saved[0] == request_id:
-            personal.drop(self._saved[1])
+        if not accepted and self._saved is not None and self._saved[0] == request_id:
+            _, personal, number = self._saved
+            personal.drop(number)
 
-    def close(self) -> None:
-        """See `TaskHost.close`: ends the process."""
+    def close(self, run_id: str | None = None) -> None:
+        """See `TaskHost.close`: ends the processes."""
         with self._lock:
-            process, self._opened, self._spare = self.process, None, None
-        if process is not None:
-            process.kill("the run was closed")
+            closed = [run for each, run in self._kept.items() if run_id in (None, each)]
+            if self._opened is not None and run_id in (None, self._opened.work.run_id):
+                closed.append(self._opened)
+                self._opened = self._spare = None
+            self._kept = {each: run for each, run in self._kept.items() if run not in closed}
+        for run in closed:
+            _end(run)
+
+    def _switch_to(self, run_id: str) -> _Opened | None:
+        """Keep the open run in memory if the owner allows it; returns another one that was kept."""
+        with self._lock:
+            opened, self._opened, self._spare = self._opened, None, None
+            found = self._kept.pop(run_id, None)
+            if opened is not None:
+                self._kept[opened.work.run_id] = opened
+            excess = max(0, len(self._kept) - self._max_kept)
+            closed = [self._kept.pop(each) for each in list(self._kept)[:excess]]
+        for run in closed:
+            _end(run)
+        return found
 
     def _run(self) -> _Opened:
         opened = self._opened
@@ -318,6 +343,11 @@ class ProcessHost:
         if reply.WhichOneof("outcome") != _OUTCOMES[kind]:
             raise process.misbehaved("it answered another kind of request")
         return reply
+
+
+def _end(opened: _Opened) -> None:
+    if opened.process is not None:
+        opened.process.kill("the run was closed")
 
 
 def _private(size: int) -> memoryview:

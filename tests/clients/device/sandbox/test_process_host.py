@@ -25,11 +25,11 @@ WHO = Participant(name="a", regime="federated")
 START = torch.linspace(-1, 1, LAYOUT.size)
 
 
-def opening(*overrides):
+def opening(*overrides, run_id="run"):
     plain = "federated.secure_aggregation=false"
     job = parse_job('name = "table"\n[task]\nsource = "task.py:Learn"', [plain, *overrides])
     return link_pb2.OpenRun(
-        run_id="run", job=job.model_dump_json(), base="/nowhere", layout=LAYOUT.header
+        run_id=run_id, job=job.model_dump_json(), base="/nowhere", layout=LAYOUT.header
     )
 
 
@@ -361,6 +361,73 @@ def test_closing_a_run_ends_its_process_and_removes_its_files(fake, tmp_path):
     closing.join()
     process.wait()
     assert list((tmp_path / "state/scratch").iterdir()) == []
+
+
+def test_runs_that_their_owner_lets_open_keep_their_processes(tmp_path):
+    """Jobs that take turns on a device do not wait for a new process in every round."""
+    device = Device(tmp_path, limits=OwnerLimits(open_runs=2))
+    host, processes = device.host, {}
+
+    def open_run(name, *overrides):
+        host.open(opening(*overrides, run_id=name))
+        previous, processes[name] = processes.get(name), host.process
+        return previous is host.process
+
+    try:
+        assert [open_run(name) for name in "abab"] == [False, False, True, True]
+        expected = train(host)
+        open_run("c")  # in place of a, which was used longest ago
+        processes["a"].wait()
+        assert not processes["b"].ended
+        assert open_run("b")
+        assert train(host)[1] == expected[1]
+        assert not open_run("b", "seed=5")  # by another request
+        host.close("c")
+        processes["c"].wait()
+        assert not processes["b"].ended
+    finally:
+        host.close()
+        for process in processes.values():
+            process.wait()
+
+
+def test_a_refused_update_forgets_the_state_of_its_own_run(tmp_path):
+    """Its acknowledgement may arrive after another run was opened."""
+    limits = OwnerLimits(open_runs=2, personal_mb=1)
+    device = Device(tmp_path, limits=limits)
+    job = "exchange.personal=['bias']"
+    shared, personal = (
+        TensorLayout.from_shapes({name: shape})
+        for name, shape in (("weight", (3, 4)), ("bias", (3,)))
+    )
+
+    def open_run(name):
+        work = opening(job, run_id=name)
+        work.layout, work.personal = shared.header, personal.header
+        device.host.open(work)
+
+    def train_round(request):
+        payload = device.host.buffer(shared.nbytes)
+        payload[:] = shared.encode(torch.zeros(shared.size))
+        work = link_pb2.TrainLocal(run_id="run", round=1)
+        device.host.train(request, work, payload, lambda progress: None)
+
+    def stored():
+        return sorted(
+            len(list(folder.iterdir())) for folder in (tmp_path / "state/personal").iterdir()
+        )
+
+    try:
+        open_run("a")
+        train_round("of a")
+        open_run("b")
+        train_round("of b")
+        open_run("a")
+        assert stored() == [1, 1]
+        device.host.release("of b", accepted=False)
+        assert stored() == [0, 1]
+    finally:
+        device.close()
 
 
 def test_a_task_may_not_read_a_directory_that_contains_the_state(tmp_path):
