@@ -168,13 +168,15 @@ class RequestHandler:
             progress(link_pb2.Progress(**dataclasses.asdict(report)))
 
         values, losses = await self._group.execute(command, send_progress)
+        if profile := values["profile"]:
+            profile["restarts"] = len(losses)
         trained = link_pb2.Trained(
             examples=values["examples"],
             steps=values["steps"],
             seconds=time.monotonic() - started,
             training=values["training"],
             evaluation=values["evaluation"],
-            profile=values["profile"],
+            profile=profile,
             events=training_events(train.from_step, train.until_step, values, losses),
         )
         payload = None

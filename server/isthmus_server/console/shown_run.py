@@ -23,7 +23,7 @@ RATES = {
     "units_per_second": "scored units per second",
     "peak_memory_gib": "peak memory in GiB",
     "mfu": "model FLOPS utilisation",
-    "restarts": "restarts",
+    "restarts": "restarts of the ranks",
 }
 """Figures of datacenters that have a chart."""
 

@@ -298,7 +298,7 @@ async def serve_queue(
             where = f"link at {host}:{server.link_port}, joining at "
             where += f"{host}:{server.join_port}" if server.join_port else "its authority"
             runner.console.print(where, soft_wrap=True)
-            presence = FleetPresence(server.members.directory, server.link)
+            presence = FleetPresence(server.members.directory, server.link, runner.waiting)
             runner.observers.followers.append(presence.following)
             async with (
                 presence.kept(),

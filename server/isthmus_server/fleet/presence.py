@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,9 @@ from isthmus_server.storage.events import (
     EventStream,
     ParticipantDeclined,
     ParticipantReady,
-    Paused,
-    RoundPlanned,
-    WaitingForParticipants,
 )
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import ParticipantListener, Peer
-from isthmus_server.views.progress import waiting_for
 
 FILE = "presence"
 """Name in the state directory."""
@@ -54,13 +50,21 @@ class FleetPresence(ParticipantListener):
       * the file has no figures of a participant's work: only that it is asked, and for which round.
     """
 
-    def __init__(self, directory: Path, link: Link) -> None:
-        """`directory` is the server's state directory."""
+    def __init__(
+        self, directory: Path, link: Link, waiting: Callable[[], Mapping[str, str]]
+    ) -> None:
+        """Follow nothing yet.
+
+        Args:
+            directory: the server's state directory.
+            link: of the server.
+            waiting: returns what each job waits for at the moment, in words.
+        """
         self._path = directory / FILE
         self._link = link
+        self._now_waiting = waiting
         self._seen: dict[str, Seen] = {}
         self._labels: dict[str, str] = {}
-        self._waiting: dict[str, str] = {}
         self._failed = False
 
     @asynccontextmanager
@@ -92,16 +96,9 @@ class FleetPresence(ParticipantListener):
         finally:
             leave()
             del self._labels[run_id]
-            self._waiting.pop(label, None)
 
     def _note(self, label: str, event: Event) -> None:
         match event:
-            case WaitingForParticipants():
-                self._waiting[label] = waiting_for(event)
-            case Paused(reason=reason):
-                self._waiting[label] = f"waiting: {reason}"
-            case RoundPlanned():
-                self._waiting.pop(label, None)
             case ParticipantDeclined(participant=name, reason=reason):
                 known = self._seen.get(name, Seen())
                 said = {"job": label, "reason": reason, "at": event.at}
@@ -141,7 +138,7 @@ class FleetPresence(ParticipantListener):
         for peer in list(self._link.peers.values()):
             now[peer.name] = self._of(peer, online=running and peer.stream is not None)
         self._seen = now
-        waiting = dict(self._waiting) if running else {}
+        waiting = self._now_waiting() if running else {}
         return FleetSnapshot(at=time.time(), running=running, participants=now, waiting=waiting)
 
     async def _keep(self) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 from isthmus.errors import (
@@ -338,6 +338,11 @@ class JobRunner:
             if entry.state in ENDED or not follow:
                 return
             await asyncio.sleep(_FOLLOW_SECONDS)
+
+    def waiting(self) -> Mapping[str, str]:
+        """What each running job waits for at the moment, in words; without those that do not."""
+        words = {job.entry.id: job.waits_in_words for job in self._running.values()}
+        return {id_: line for id_, line in words.items() if line}
 
     def waiting_for(self, entry: QueuedJob) -> str:
         """What a running job waits for at the moment, in words; empty if for nothing."""

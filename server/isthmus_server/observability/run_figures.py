@@ -183,4 +183,5 @@ _MERGED: dict[str, Callable[[float, float], float]] = {
     "units_per_second": lambda one, other: one + other,
     "mfu": min,
     "peak_memory_gib": max,
+    "restarts": lambda one, other: one + other,
 }

@@ -88,6 +88,7 @@ def test_a_lost_rank_costs_at_most_the_steps_since_the_last_checkpoint(
     assert blobs[0] == blobs[1]
     assert losses[0] == losses[1]
     (event,) = trained.events
+    assert trained.profile["restarts"] == 1
     # Its seventh loss is that of the seventh step; the checkpoint after the sixth may be missing.
     assert re.search(r"replaced in \d+\.\d s; .* resumed steps 0 to 9 after step [56]$", event)
     kept = sorted(path.name for path in (warm_datacenter.service.state / run_id).iterdir())

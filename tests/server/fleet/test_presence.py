@@ -17,7 +17,7 @@ from isthmus_server.storage.events import EventStream, ParticipantDeclined
 
 @contextlib.asynccontextmanager
 async def kept(operated):  # noqa: F811
-    presence = FleetPresence(operated.state, operated.link)
+    presence = FleetPresence(operated.state, operated.link, operated.runner.waiting)
     operated.runner.observers.followers.append(presence.following)
     async with presence.kept():
         yield presence

@@ -7,7 +7,7 @@ const RATES = {
   units_per_second: "scored units per second",
   peak_memory_gib: "peak memory in GiB",
   mfu: "model FLOPS utilisation",
-  restarts: "restarts",
+  restarts: "restarts of the ranks",
 };
 const plots = new Map();
 

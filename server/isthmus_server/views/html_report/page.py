@@ -35,6 +35,7 @@ _RATES = {
     "units_per_second": "scored units per second",
     "peak_memory_gib": "peak memory in GiB",
     "mfu": "model FLOPS utilisation",
+    "restarts": "restarts of the ranks",
 }
 
 
