@@ -96,7 +96,7 @@ COMMANDS = [
     "isthmus server token create --expires --kind --name --uses STATE",
     "isthmus server verify STATE",
     "isthmus statistics --address --output --run-dir --set JOB",
-    "isthmus submit --set --share --state JOB",
+    "isthmus submit --project --set --share --state JOB",
     "isthmus task install --author --tasks PACKAGE",
     "isthmus task key FILE",
     "isthmus task pack --key --name --output --version FOLDER",

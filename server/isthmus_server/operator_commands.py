@@ -76,7 +76,7 @@ class OperatorClient:
         except grpc.RpcError as error:
             raise self._refusal(error) from None
 
-    def submit(self, job: Job, share: float = 1.0) -> str:
+    def submit(self, job: Job, share: float = 1.0, project: str = "") -> str:
         """Queue a job exactly once, even if the server's first reply is lost; returns its id.
 
         `share` is that of the participants, while other jobs run too.
@@ -84,7 +84,8 @@ class OperatorClient:
         Raises:
             AdmissionRefused: the server refuses, or did not answer twice.
         """
-        request = pb.SubmitRequest(job=write_job(job), key=uuid.uuid4().hex, share=share)
+        key = uuid.uuid4().hex
+        request = pb.SubmitRequest(job=write_job(job), key=key, share=share, project=project)
         data = request.SerializeToString()
         call = self._channel.unary_unary(_SERVICE + "Submit")
         try:
@@ -195,14 +196,20 @@ def join(url: str, token: str | None, token_file: str | None, state: Path) -> No
     show_default=True,
     help="Of the participants' time, relative to other jobs that run at the same time.",
 )
+@click.option(
+    "--project",
+    default="",
+    metavar="NAME",
+    help="Project of the server whose participants train it. Default: the operator's own, if any.",
+)
 @_STATE
-def submit(job: Path, overrides: tuple[str, ...], share: float, state: Path) -> None:
+def submit(job: Path, overrides: tuple[str, ...], share: float, project: str, state: Path) -> None:
     """Append JOB to the server's queue and print the job's id.
 
     The server uses its own copy of the task: a file in `tasks/` of the server's state directory.
     """
     loaded = load_job(job, overrides)
-    click.echo(in_a_line(OperatorClient(state).submit(loaded, share)))
+    click.echo(in_a_line(OperatorClient(state).submit(loaded, share, project)))
 
 
 @click.command()
@@ -231,6 +238,7 @@ def jobs(as_json: bool, ended: int, state: Path) -> None:
         "share",
         "participations",
         "participant_seconds",
+        "project",
     )
     if as_json:
         click.echo(
@@ -238,6 +246,9 @@ def jobs(as_json: bool, ended: int, state: Path) -> None:
         )
         return
     table = Table("job", "state", "round", "by", "since (UTC)", "share", box=None)
+    grouped = any(job.project for job in reply.jobs)
+    if grouped:
+        table.add_column("project")
     table.add_column("reason", overflow="fold")
     for job in reply.jobs:
         since = time.strftime("%Y-%m-%d %H:%M", time.gmtime(job.submitted_at))
@@ -248,7 +259,8 @@ def jobs(as_json: bool, ended: int, state: Path) -> None:
         share = f"{job.share:g}"
         if job.participations:
             share += f" ({job.participations} participations)"
-        texts = (job.id, job.state, rounds, job.submitted_by, since, share, reason)
+        projects = [job.project] if grouped else []
+        texts = (job.id, job.state, rounds, job.submitted_by, since, share, *projects, reason)
         table.add_row(*(escape(in_a_line(text)) for text in texts))
     none = "nothing has been submitted yet" if ended else "no job is running or queued"
     Console().print(table if reply.jobs else none)

@@ -7,14 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("job", "key", "share")
+    __slots__ = ("job", "key", "share", "project")
     JOB_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
+    PROJECT_FIELD_NUMBER: _ClassVar[int]
     job: str
     key: str
     share: float
-    def __init__(self, job: _Optional[str] = ..., key: _Optional[str] = ..., share: _Optional[float] = ...) -> None: ...
+    project: str
+    def __init__(self, job: _Optional[str] = ..., key: _Optional[str] = ..., share: _Optional[float] = ..., project: _Optional[str] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ("id",)
@@ -35,7 +37,7 @@ class JobsReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds", "next_try", "share", "participations", "participant_seconds")
+    __slots__ = ("id", "state", "reason", "submitted_by", "submitted_at", "round", "rounds", "next_try", "share", "participations", "participant_seconds", "project")
     ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +49,7 @@ class Job(_message.Message):
     SHARE_FIELD_NUMBER: _ClassVar[int]
     PARTICIPATIONS_FIELD_NUMBER: _ClassVar[int]
     PARTICIPANT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROJECT_FIELD_NUMBER: _ClassVar[int]
     id: str
     state: str
     reason: str
@@ -58,7 +61,8 @@ class Job(_message.Message):
     share: float
     participations: int
     participant_seconds: float
-    def __init__(self, id: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., submitted_by: _Optional[str] = ..., submitted_at: _Optional[float] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., next_try: _Optional[float] = ..., share: _Optional[float] = ..., participations: _Optional[int] = ..., participant_seconds: _Optional[float] = ...) -> None: ...
+    project: str
+    def __init__(self, id: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., submitted_by: _Optional[str] = ..., submitted_at: _Optional[float] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., next_try: _Optional[float] = ..., share: _Optional[float] = ..., participations: _Optional[int] = ..., participant_seconds: _Optional[float] = ..., project: _Optional[str] = ...) -> None: ...
 
 class LogsRequest(_message.Message):
     __slots__ = ("id", "follow")

@@ -20,7 +20,10 @@ from isthmus_server.storage.store import Store
 MAX_OPEN = 8
 """Runs that are kept open; the one that was used least recently is closed."""
 
-_JOBS = "SELECT number, name, submitted_by, submitted_at, state, reason, next_try, share FROM jobs "
+_JOBS = (
+    "SELECT number, name, submitted_by, submitted_at, state, reason, next_try, share, project "
+    "FROM jobs "
+)
 _ENDED = "('finished', 'failed', 'cancelled')"
 
 
@@ -41,6 +44,8 @@ class ListedJob:
     """0 if the run has not begun."""
     share: float = 1.0
     """Of the participants, while other jobs run too."""
+    project: str = ""
+    """Empty for none."""
 
 
 class ConsoleSource:
@@ -151,8 +156,9 @@ class ConsoleSource:
         return [self._listed(name) for name in names[first : first + count]], len(names)
 
     def _job(self, row: Sequence[Any]) -> ListedJob:
-        number, name, by, at, state, reason, next_try, share = row
-        listed = ListedJob(f"{name}-{number}", state, reason, by, at, next_try, share=share)
+        number, name, by, at, state, reason, next_try, share, project = row
+        id_ = f"{name}-{number}"
+        listed = ListedJob(id_, state, reason, by, at, next_try, share=share, project=project)
         return self._with_rounds(listed)
 
     def _listed(self, name: str) -> ListedJob:

@@ -25,6 +25,7 @@ from isthmus_server.control_plane.members import Members
 from isthmus_server.control_plane.server import ControlPlaneServer
 from isthmus_server.delivery.results import PART_BYTES, open_result
 from isthmus_server.fleet.presence import FleetPresence
+from isthmus_server.jobs.queue import QueuedJob, no_such_job
 from isthmus_server.jobs.runner import JobRunner
 from isthmus_server.observability.event_loop import LoopObserver
 from isthmus_server.observability.listener import OperatorsOnly
@@ -55,6 +56,7 @@ class OperatorService:
     Guarantees:
       * the certificate is checked in the registry with every call, and while a log is followed:
         only an operator that is not revoked is served;
+      * an operator of projects learns nothing of the jobs of others;
       * an operator can queue, follow and cancel jobs and fetch their results, and cannot submit
         code.
     """
@@ -93,8 +95,11 @@ class OperatorService:
             raise AdmissionRefused(
                 f"a share of {share:g} is not possible; use {LEAST_SHARE:g} to {LARGEST_SHARE:g}"
             )
-        entry = self.runner.submit(read_job(request.job), operator.name, request.key, share)
-        await self._record("submit", operator, job=entry.id, share=f"{share:g}")
+        entry = self.runner.submit(
+            read_job(request.job), operator.name, request.key, share, request.project
+        )
+        details = {"project": entry.project} if entry.project else {}
+        await self._record("submit", operator, job=entry.id, share=f"{share:g}", **details)
         return operator_pb2.SubmitReply(id=entry.id)
 
     async def _jobs(
@@ -103,9 +108,12 @@ class OperatorService:
         reply = operator_pb2.JobsReply()
         ended = min(request.ended, MAX_ENDED) if request.HasField("ended") else MAX_ENDED
         for entry in self.runner.queue.entries(ended):
+            if not self.runner.projects.may_see(operator.name, entry.project):
+                continue
             usage = self.runner.usage(entry)
             reply.jobs.add(
                 share=entry.share,
+                project=entry.project,
                 participations=0 if usage is None else usage.participations,
                 participant_seconds=0.0 if usage is None else usage.used,
                 id=entry.id,
@@ -122,21 +130,21 @@ class OperatorService:
     async def _cancel(
         self, request: operator_pb2.CancelRequest, operator: tls.Subject
     ) -> operator_pb2.CancelReply:
-        state = self.runner.cancel(request.id)
+        state = self.runner.cancel(self._seen_by(operator, request.id).id)
         await self._record("cancel", operator, job=request.id)
         return operator_pb2.CancelReply(state=state)
 
     async def _pause(
         self, request: operator_pb2.PauseRequest, operator: tls.Subject
     ) -> operator_pb2.PauseReply:
-        state = self.runner.pause(request.id, operator.name)
+        state = self.runner.pause(self._seen_by(operator, request.id).id, operator.name)
         await self._record("pause", operator, job=request.id)
         return operator_pb2.PauseReply(state=state)
 
     async def _resume(
         self, request: operator_pb2.ResumeRequest, operator: tls.Subject
     ) -> operator_pb2.ResumeReply:
-        state = self.runner.resume(request.id)
+        state = self.runner.resume(self._seen_by(operator, request.id).id)
         await self._record("resume", operator, job=request.id)
         return operator_pb2.ResumeReply(state=state)
 
@@ -152,7 +160,8 @@ class OperatorService:
         operator = await self._authenticate(context)
         try:
             request = operator_pb2.LogsRequest.FromString(await _first(requests))
-            async for event in self.runner.events(request.id, request.follow):
+            entry = self._seen_by(operator, request.id)
+            async for event in self.runner.events(entry.id, request.follow):
                 self.members.registry.check(operator)
                 data = json.dumps(event.to_json())
                 yield operator_pb2.Event(kind=event.kind, data=data).SerializeToString()
@@ -167,7 +176,7 @@ class OperatorService:
         operator = await self._authenticate(context)
         try:
             request = operator_pb2.FetchRequest.FromString(await _first(requests))
-            entry = self.runner.queue.get(request.id)
+            entry = self._seen_by(operator, request.id)
             directory = self.runner.runs / entry.id
             result = await asyncio.to_thread(open_result, directory, request.what)
             with contextlib.closing(result):
@@ -181,6 +190,17 @@ class OperatorService:
             await _refuse(context, error)
         finally:
             self._end_call(operator)
+
+    def _seen_by(self, operator: tls.Subject, id_: str) -> QueuedJob:
+        """A job, if it is in one of the operator's projects.
+
+        Raises:
+            AdmissionRefused: there is none with that id for this operator.
+        """
+        entry = self.runner.queue.get(id_)
+        if not self.runner.projects.may_see(operator.name, entry.project):
+            raise no_such_job(id_)
+        return entry
 
     async def _record(self, action: str, operator: tls.Subject, **details: str) -> None:
         """Write an operator's action to the audit log.
@@ -252,12 +272,16 @@ class ObservedServer:
         return self._server.members.authority_certificate
 
     async def registered(self, subject: tls.Subject) -> None:
-        """Check that the holder of a certificate is a participant now.
+        """Check that the holder of a certificate is a participant now, and may see all jobs.
 
         Raises:
-            AdmissionRefused: it is not.
+            AdmissionRefused: it is not, or is an operator of projects.
         """
         await self._server.members.check(subject)
+        if not self._runner.projects.may_see(subject.name, ""):
+            raise AdmissionRefused(
+                f"{subject.name!r} is an operator of projects, and this shows all jobs"
+            )
 
     async def problems(self) -> list[str]:
         """Whether the registry or the queue cannot be read; the link listens meanwhile."""

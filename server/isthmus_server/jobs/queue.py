@@ -16,7 +16,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
-from isthmus.errors import AdmissionRefused, DamagedError, UserError
+from isthmus.errors import AdmissionRefused, DamagedError, JobError, UserError
 from isthmus.job import Job, read_job
 from isthmus_server.storage.run_description import new_run_id
 from isthmus_server.storage.sealed_database import SealedDatabase, check_database, database_error
@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, job TEXT NOT NULL,
     run_id TEXT NOT NULL, submitted_by TEXT NOT NULL, key TEXT NOT NULL, submitted_at REAL NOT NULL,
     state TEXT NOT NULL, reason TEXT NOT NULL, next_try REAL NOT NULL, pauses INTEGER NOT NULL,
-    share REAL NOT NULL,
+    share REAL NOT NULL, project TEXT NOT NULL,
     UNIQUE (submitted_by, key)
 ) STRICT;
 """
@@ -69,6 +69,8 @@ class QueuedJob:
     """Pauses since it last committed a round."""
     share: float
     """Of the participants, while other jobs run too; see `isthmus_server.transport.turns`."""
+    project: str
+    """See `isthmus_server.jobs.projects`; empty for none."""
 
     @property
     def id(self) -> str:
@@ -83,6 +85,15 @@ class QueuedJob:
             JobError: this version cannot read it.
         """
         return read_job(self.text)
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether it uses all participants all the time."""
+        try:
+            federated = self.job.federated
+        except JobError:  # of another version; it ends as soon as it begins
+            return True
+        return federated.mode == "buffered" or federated.flower is not None
 
 
 class JobQueue:
@@ -116,7 +127,9 @@ class JobQueue:
         """Close the file."""
         self._log.close()
 
-    def submit(self, job: Job, by: str, key: str, share: float = 1.0) -> QueuedJob:
+    def submit(
+        self, job: Job, by: str, key: str, share: float = 1.0, project: str = ""
+    ) -> QueuedJob:
         """Append a job to the queue.
 
         Raises:
@@ -129,10 +142,12 @@ class JobQueue:
             raise AdmissionRefused(
                 f"{MAX_WAITING} jobs are queued already; cancel some, or try again later"
             )
-        row = (job.name, job.model_dump_json(), new_run_id(job), by, key, time.time(), share)
+        text, now = job.model_dump_json(), time.time()
+        row = (job.name, text, new_run_id(job), by, key, now, share, project)
         number = self._db.execute(
             "INSERT INTO jobs (name, job, run_id, submitted_by, key, submitted_at, state, reason, "
-            "next_try, pauses, share) VALUES (?, ?, ?, ?, ?, ?, 'queued', '', 0, 0, ?)",
+            "next_try, pauses, share, project) "
+            "VALUES (?, ?, ?, ?, ?, ?, 'queued', '', 0, 0, ?, ?)",
             row,
         ).lastrowid
         self._write_head()
@@ -221,7 +236,7 @@ class JobQueue:
         if number.isascii() and number.isdigit() and len(number) < 18:
             for entry in self._find("number=? AND name=?", (int(number), name)):
                 return entry
-        raise AdmissionRefused(f"there is no job {id_!r}; see `isthmus jobs`")
+        raise no_such_job(id_)
 
     def _write_head(self) -> None:
         try:
@@ -232,10 +247,15 @@ class JobQueue:
     def _find(self, where: str, values: tuple[object, ...] = ()) -> list[QueuedJob]:
         rows = self._db.execute(
             "SELECT number, name, job, run_id, submitted_by, submitted_at, state, reason, "
-            f"next_try, pauses, share FROM jobs WHERE {where} ORDER BY number",
+            f"next_try, pauses, share, project FROM jobs WHERE {where} ORDER BY number",
             values,
         )
         return [QueuedJob(*row) for row in rows]
+
+
+def no_such_job(id_: str) -> AdmissionRefused:
+    """The error for an id of no job."""
+    return AdmissionRefused(f"there is no job {id_!r}; see `isthmus jobs`")
 
 
 def check(directory: Path) -> None:

@@ -8,13 +8,13 @@ import logging
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from isthmus.errors import (
     AdmissionRefused,
     CannotContinue,
     IsthmusError,
-    JobError,
     ParticipantsMissing,
     UserError,
 )
@@ -23,6 +23,7 @@ from isthmus.printable import in_lines
 from isthmus.system.faults import is_transient
 from isthmus_server.jobs.checks import check_job
 from isthmus_server.jobs.early_returns import EarlyReturns
+from isthmus_server.jobs.projects import Projects
 from isthmus_server.jobs.queue import ENDED, JobQueue, QueuedJob, State
 from isthmus_server.jobs.running import CANCELLED, RunningJob
 from isthmus_server.observability.observers import Observers
@@ -37,7 +38,7 @@ from isthmus_server.storage.events import (
 )
 from isthmus_server.storage.sealed_database import database_error
 from isthmus_server.storage.store import Store
-from isthmus_server.transport.job_link import JobLink, SharedLink
+from isthmus_server.transport.job_link import JobLink, LinkView, SharedLink
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.turns import Account
 
@@ -81,6 +82,7 @@ class JobRunner:
         self.tasks = state / "tasks"
         self.runs = state / "runs"
         self.populations = Populations(state / "privacy")
+        self.projects = Projects.load(state)
         self.observers = observers
         self.console = observers.console
         self._at_once = at_once
@@ -137,19 +139,23 @@ class JobRunner:
 
     def _next(self) -> QueuedJob | None:
         """The job to begin now; None if there is none, or no room for it."""
-        if len(self._running) >= self._at_once or any(map(_is_alone, self._running.values())):
+        if len(self._running) >= self._at_once or any(
+            job.entry.runs_alone for job in self._running.values()
+        ):
             return None
         entry = self.queue.next(self._running)
-        if entry is not None and self._running and _runs_alone(entry):
+        if entry is not None and self._running and entry.runs_alone:
             return None  # those behind it wait too, or it would never begin
         return entry
 
     def _begin(self, entry: QueuedJob) -> None:
         self._print(f"{entry.id}, submitted by {entry.submitted_by}")
-        link = self.link
-        if self._at_once > 1 and not _runs_alone(entry):
+        link, admits = self.link, partial(self.projects.may_work, project=entry.project)
+        if self._at_once > 1 and not entry.runs_alone:
             seconds = entry.job.time.join_seconds
-            link = JobLink(self._shared, entry.id, entry.share, seconds)
+            link = JobLink(self._shared, entry.id, entry.share, seconds, admits)
+        elif self.projects:
+            link = LinkView(link, admits)
         job = self._running[entry.number] = RunningJob(entry, link)
         job.task = asyncio.create_task(self._run_job(job))
 
@@ -194,7 +200,7 @@ class JobRunner:
             now = self.queue.error(error)
             self._print(f"{entry.id}: the queue of jobs cannot be used now: {now}")
         finally:
-            if isinstance(job.link, JobLink):
+            if isinstance(job.link, LinkView):
                 job.link.end()
             self._running.pop(entry.number, None)
             self._woken.set()
@@ -220,7 +226,8 @@ class JobRunner:
         self._running.pop(entry.number, None)  # from now on it is cancelled like a queued job
         paused = self.queue.pause(entry, reason, progressed=progressed)
         if isinstance(error, ParticipantsMissing):
-            connected = list(self.link.peers.values())
+            peers = self.link.peers.values()
+            connected = [peer for peer in peers if job.link.admits(peer.name)]
             self._returns.await_missing(entry.number, error, connected, progressed=progressed)
         until = time.strftime("%H:%M:%S UTC", time.gmtime(paused.next_try))
         self._print(f"{entry.id} is paused until {until}: {reason}")
@@ -239,15 +246,17 @@ class JobRunner:
 
     # -- requests of operators ---------------------------------------------------------------------
 
-    def submit(self, job: Job, by: str, key: str, share: float = 1.0) -> QueuedJob:
+    def submit(
+        self, job: Job, by: str, key: str, share: float = 1.0, project: str = ""
+    ) -> QueuedJob:
         """Append a job to the queue; `share` is that of participants while others run too.
 
         Raises:
             UserError: it cannot run on this server.
-            AdmissionRefused: the queue is full.
+            AdmissionRefused: the queue is full, or the project is not one of the operator's.
         """
         self._check(job)
-        entry = self.queue.submit(job, by, key, share)
+        entry = self.queue.submit(job, by, key, share, self.projects.chosen(by, project))
         self._woken.set()
         return entry
 
@@ -374,19 +383,6 @@ class JobRunner:
         finally:
             if store is not None:
                 store.close()
-
-
-def _runs_alone(entry: QueuedJob) -> bool:
-    """Whether a job uses all participants all the time."""
-    try:
-        federated = entry.job.federated
-    except JobError:  # of another version; it ends as soon as it begins
-        return True
-    return federated.mode == "buffered" or federated.flower is not None
-
-
-def _is_alone(job: RunningJob) -> bool:
-    return _runs_alone(job.entry)
 
 
 def _is_same_wait(now: Event, shown: Event | None) -> bool:

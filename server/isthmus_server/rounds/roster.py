@@ -108,7 +108,9 @@ class ParticipantRoster(ParticipantListener):
             self._link.publish(self._run.package.blob, memoryview(self._package.data))
         self._link.listeners.attach(self)
         for peer in list(self._link.peers.values()):
-            if not peer.is_new:  # a peer that is being welcomed now comes through `joined`
+            if not peer.is_new and self._link.admits(
+                peer.name
+            ):  # a peer that is being welcomed now comes through `joined`
                 self.joined(peer)
 
     async def stop(self, finished: bool) -> None:
@@ -250,6 +252,7 @@ class ParticipantRoster(ParticipantListener):
         """Devices that are not ready, and may be soon."""
         names = self._link.enrolments.clients() | self._availability.attendance.records.keys()
         names |= {peer.name for peer in self._link.peers.values() if peer.role == link_pb2.CLIENT}
+        names = {name for name in names if self._link.admits(name)}
         return names - self.clients.keys() - self._declined.keys() - self._not_awaited
 
     async def wait_for(

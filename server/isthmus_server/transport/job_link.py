@@ -1,10 +1,10 @@
-"""The link as one of several jobs uses it: each of its participants works for one job at a time."""
+"""The link as one job uses it: which participants it may use, and when, next to other jobs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 from isthmus.errors import ParticipantLost
 from isthmus.wire import link_pb2
@@ -34,8 +34,38 @@ class SharedLink:
             self._open[peer.name] = (peer.instance, account)
 
 
-class JobLink(Link):
-    """A job's view of a shared link.
+class LinkView(Link):
+    """A job's view of the server's link, with the participants that it may use."""
+
+    def __init__(self, link: Link, admits: Callable[[str], bool]) -> None:
+        """Begin to pass on what happens on `link`; `admits` says of a name who may be used."""
+        super().__init__(link.lease_seconds, link.enrolments)
+        self.peers = link.peers
+        self._blobs = BlobStore(link._blobs)
+        self._ids, self._instance = link._ids, link._instance
+        self._admits = admits
+        self._whole = link
+        self._relay = _Relay(self)
+        link.listeners.attach(self._relay)
+
+    def end(self) -> None:
+        """Pass on nothing more."""
+        self._whole.listeners.detach(self._relay)
+
+    def admits(self, name: str) -> bool:
+        """See `AllTurns.admits`."""
+        return self._admits(name)
+
+    def works_here(self, name: str) -> bool:
+        """Whether what a participant reports now is about this job."""
+        return self.admits(name)
+
+    def forget(self, name: str) -> None:
+        """A participant has left."""
+
+
+class JobLink(LinkView):
+    """A job's view of a link that several jobs share: they take turns with its participants.
 
     Guarantees:
       * a request reaches a participant only while the job holds it, and after its run was opened
@@ -45,7 +75,12 @@ class JobLink(Link):
     """
 
     def __init__(
-        self, shared: SharedLink, name: str, share: float, open_seconds: float = 60.0
+        self,
+        shared: SharedLink,
+        name: str,
+        share: float,
+        open_seconds: float = 60.0,
+        admits: Callable[[str], bool] = lambda name: True,
     ) -> None:
         """Begin to take turns.
 
@@ -54,24 +89,27 @@ class JobLink(Link):
             name: see `Turns.begin`.
             share: likewise.
             open_seconds: limit for a participant to open the run, which others wait for meanwhile.
+            admits: says of a name whether the job may use that participant.
         """
-        link = shared.link
-        super().__init__(link.lease_seconds, link.enrolments)
-        self.peers = link.peers
-        self._blobs = BlobStore(link._blobs)
-        self._ids, self._instance = link._ids, link._instance
+        super().__init__(shared.link, admits)
         self._shared = shared
         self._open_seconds = open_seconds
         self._turns = shared.turns
         self.account = self._turns.begin(name, share)
         self._openings: dict[str, link_pb2.OpenRun] = {}
-        self._relay = _Relay(self)
-        link.listeners.attach(self._relay)
 
     def end(self) -> None:
         """Leave the turns to the others."""
-        self._shared.link.listeners.detach(self._relay)
+        super().end()
         self._turns.end(self.account)
+
+    def works_here(self, name: str) -> bool:
+        """See `LinkView.works_here`."""
+        return self._turns.holder(name) is self.account
+
+    def forget(self, name: str) -> None:
+        """See `LinkView.forget`."""
+        self._openings.pop(name, None)
 
     @contextlib.asynccontextmanager
     async def turn(self, names: Collection[str]) -> AsyncIterator[None]:
@@ -159,16 +197,17 @@ class JobLink(Link):
 class _Relay(ParticipantListener):
     """Passes changes on to the listeners of one job, and progress only of its own requests."""
 
-    def __init__(self, job: JobLink) -> None:
-        self._job = job
+    def __init__(self, view: LinkView) -> None:
+        self._view = view
 
     def joined(self, peer: Peer) -> None:
-        self._job.listeners.joined(peer)
+        if self._view.admits(peer.name):
+            self._view.listeners.joined(peer)
 
     def left(self, peer: Peer, reason: str) -> None:
-        self._job._openings.pop(peer.name, None)
-        self._job.listeners.left(peer, reason)
+        self._view.forget(peer.name)
+        self._view.listeners.left(peer, reason)
 
     def progressed(self, name: str, progress: link_pb2.Progress) -> None:
-        if self._job._turns.holder(name) is self._job.account:
-            self._job.listeners.progressed(name, progress)
+        if self._view.works_here(name):
+            self._view.listeners.progressed(name, progress)

@@ -193,7 +193,7 @@ class Turns:
 
 
 class AllTurns:
-    """The turns of a link that one job has for itself."""
+    """The turns of a link that one job has for itself, with all participants."""
 
     @contextlib.asynccontextmanager
     async def turn(self, names: Collection[str]) -> AsyncIterator[None]:
@@ -204,3 +204,7 @@ class AllTurns:
     def waits_for(self) -> Sequence[str]:
         """Names of the other jobs whose participants this one waits for."""
         return ()
+
+    def admits(self, name: str) -> bool:
+        """Whether the job that uses this link may ask the participant of a name."""
+        return True
