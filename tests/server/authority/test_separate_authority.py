@@ -187,6 +187,27 @@ async def test_a_revocation_at_the_authority_reaches_the_server(separate):
     assert member.identity_public in server.members.revoked
 
 
+async def test_a_rollout_is_made_and_ended_at_the_authority(separate):
+    server = await separate.listen()
+    run, authority = CliRunner().invoke, str(separate.folder / "authority")
+    made = run(authority_command, ["token", "create", authority, "--name", "pi", "--uses", "2"])
+    token = joining.Token.parse(made.output.strip())
+    connections = []
+    for name in ("one", "two", "three"):
+        joined = joining.join(separate.url, token, separate.folder / name, "client")
+        if name == "three":
+            with pytest.raises(AdmissionRefused, match="for 2 participants, and 2 have joined"):
+                await joined
+            continue
+        connections.append(separate.dial(await joined))
+    await wait_until(lambda: {"pi-1", "pi-2"} <= server.link.peers.keys())
+    ended = run(authority_command, ["revoke", authority, "pi", "--rollout"])
+    assert ended.output == "the token pi and its 2 participants are revoked\n"
+    for connection in connections:
+        with pytest.raises(AdmissionRefused, match="has been revoked"):
+            await connection
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("bug")])
 async def test_a_failure_to_copy_the_registry_does_not_end_copying(separate, monkeypatch, error):
     """A disk that was full for a moment kept all later revocations from the server."""

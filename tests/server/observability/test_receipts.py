@@ -3,8 +3,11 @@
 import asyncio
 import io
 import json
+import re
+from html import unescape
 
 from rich.console import Console
+from tests.server.console.serving import ask, served
 from tests.server.waiting import wait_until
 
 from isthmus_server.observability.json_lines import JsonLines
@@ -78,6 +81,19 @@ async def test_a_rejected_a_dropped_and_a_late_device_are_told_apart(deployment,
     assert "1 of 4 took part, 1 rejected, 1 dropped, 1 late" in page.getvalue()
     for line in ("b rejected: no power", f"c dropped: {GONE}", f"d late: {LATE}"):
         assert line in page.getvalue()
+
+    with served(store.directory) as console:
+        for path in ("/runs/run", "/runs/run/rounds/1"):
+            _, _, html = ask(console, path)
+            rows = re.findall(r"<tr>.*?</tr>", html.partition('id="receipts"')[2], re.DOTALL)[1:]
+            told = {}
+            for row in rows:
+                name, outcome, reason = re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL)[-8:-5]
+                told[name] = re.sub("<.*?>", "", outcome), unescape(reason)
+            assert told == {
+                name: ("late" if late else status, reason)
+                for name, (status, late, reason) in RECEIPTS.items()
+            }
 
     (committed,) = [
         line
