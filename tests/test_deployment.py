@@ -24,7 +24,11 @@ MANIFESTS = [
     for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
     if path.name != "kustomization.yaml"
 ]
-EXPOSED = {"isthmus-server.service": 20, "isthmus-device.service": 55}
+EXPOSED = {
+    "isthmus-server.service": 20,
+    "isthmus-device.service": 55,
+    "isthmus-datacenter.service": 60,
+}
 """Most of the exposure that `systemd-analyze security` may find, in tenths."""
 
 
@@ -42,6 +46,8 @@ def started() -> Iterator[tuple[str, list[str]]]:
     """The arguments of `isthmus` in each file."""
     for unit in UNITS:
         (line,) = re.findall(r"^ExecStart=(.*)$", unit.read_text(), re.MULTILINE)
+        for name, value in re.findall(r"^Environment=(\w+)=(.*)$", unit.read_text(), re.MULTILINE):
+            line = line.replace(f"${{{name}}}", value)
         yield unit.name, shlex.split(line)[1:]
     for service in documents(DEPLOY / "containers/compose.yaml")[0]["services"].values():
         yield "compose.yaml", service["command"]
