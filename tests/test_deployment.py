@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +18,32 @@ import click
 import pytest
 import yaml
 
+from isthmus import __version__ as isthmus_version
 from isthmus.cli import isthmus
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
-MANIFESTS = [
-    path
-    for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-    if path.name != "kustomization.yaml"
-]
+CHART = DEPLOY / "helm/isthmus"
+HELM = shutil.which("helm", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+CHOICES = {
+    "server": [],
+    "all": [
+        *(
+            "devices.enabled=true",
+            'devices.policy=jobs = ["keyboard-*"]',
+            "datacenter.enabled=true",
+        ),
+        *("server.hosts={a.example,10.0.0.1}", "datacenter.nodes=2", "images.client.tag=v1"),
+        *("imagePullSecrets[0].name=pull", "server.storage.className=fast"),
+    ],
+    "devices elsewhere": [
+        *("server.enabled=false", "devices.enabled=true", "devices.join=a.example:9401"),
+        "datacenter.enabled=false",
+    ],
+}
+"""Values of the chart."""
+
+needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not installed")
 EXPOSED = {
     "isthmus-server.service": 20,
     "isthmus-device.service": 55,
@@ -36,10 +56,33 @@ def documents(path: Path) -> list[Any]:
     return list(yaml.safe_load_all(path.read_text()))
 
 
-def containers(path: Path) -> Iterator[dict[str, Any]]:
-    for document in documents(path):
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    assert HELM is not None
+    environment = {**os.environ, "HELM_CACHE_HOME": "/nonexistent"}
+    return subprocess.run(
+        [HELM, *arguments], capture_output=True, text=True, timeout=60, env=environment
+    )
+
+
+@functools.cache
+def rendered(choice: str) -> list[dict[str, Any]]:
+    """The manifests of a release `fleet` in the namespace `edge`."""
+    sets = [part for value in CHOICES[choice] for part in ("--set", value)]
+    done = helm("template", "fleet", str(CHART), "--namespace", "edge", *sets)
+    assert done.returncode == 0, done.stderr
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def containers(manifests: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for document in manifests:
         spec = document.get("spec", {}).get("template", {}).get("spec", {})
         yield from (*spec.get("initContainers", ()), *spec.get("containers", ()))
+
+
+def commands_in(script: str) -> Iterator[list[str]]:
+    """The arguments of `isthmus` in a shell script."""
+    for line in re.findall(r"\bisthmus ((?:client|server|datacenter) [^&|;]*)", script):
+        yield shlex.split(line)
 
 
 def started() -> Iterator[tuple[str, list[str]]]:
@@ -51,15 +94,19 @@ def started() -> Iterator[tuple[str, list[str]]]:
         yield unit.name, shlex.split(line)[1:]
     for service in documents(DEPLOY / "containers/compose.yaml")[0]["services"].values():
         yield "compose.yaml", service["command"]
-    for path in MANIFESTS:
-        for container in containers(path):
-            script = " ".join(container.get("command", ["", "", ""])[2:])
-            words = shlex.split(script.partition("exec isthmus ")[2])
-            yield path.name, container.get("args", words)
+    for choice in CHOICES if HELM else ():
+        for container in containers(rendered(choice)):
+            yield from (
+                ("chart", words) for words in commands_in(container.get("command", [""])[-1])
+            )
+            if "args" in container:
+                yield "chart", container["args"]
 
 
 @pytest.mark.parametrize(("file", "arguments"), list(started()))
 def test_what_is_started_is_a_command_with_these_options(file, arguments):
+    here = {"/data": "/", "/policy/policy.toml": __file__}  # options that want a path that exists
+    arguments = [here.get(word, word) for word in arguments]
     command: click.Command = isthmus
     while isinstance(command, click.Group):
         context = click.Context(command)
@@ -89,31 +136,71 @@ def test_a_unit_is_valid_and_confined(unit, tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_a_manifest_follows_the_schema_of_kubernetes(path):
+@needs_helm
+def test_the_chart_has_no_faults():
+    done = helm("lint", "--strict", str(CHART))
+    assert done.returncode == 0, done.stdout
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == isthmus_version
+
+
+@needs_helm
+@pytest.mark.parametrize("choice", CHOICES)
+def test_the_chart_renders_to_manifests_of_kubernetes(choice):
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
-    for document in documents(path):
+    for document in rendered(choice):
         kubernetes_validate.validate(document, "1.30", strict=True)
+    kinds = sorted(document["kind"] for document in rendered(choice))
+    assert (
+        kinds
+        == {
+            "server": ["Service", "StatefulSet"],
+            "all": ["ConfigMap", "DaemonSet", "Job", "Service", "Service", "StatefulSet"],
+            "devices elsewhere": ["DaemonSet"],
+        }[choice]
+    )
 
 
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_no_container_has_more_rights_than_it_needs(path):
-    for container in containers(path):
+@needs_helm
+def test_devices_and_datacenter_join_the_server_of_the_release():
+    text = json.dumps(rendered("all"))
+    for role in ("client", "datacenter"):
+        assert f"exec isthmus {role} join fleet-server.edge.svc:9401 --token-file" in text
+    assert "client join a.example:9401" in json.dumps(rendered("devices elsewhere"))
+    for host in ("fleet-server.edge.svc", "a.example", "10.0.0.1"):
+        assert f"--host {host}" in text
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [
+        ("server.jobs=0", "server.jobs"),
+        ("server.replicas=2", "replicas"),
+        ("devices.join=a.example", "devices.join"),
+        ("datacenter.ranks=many", "datacenter.ranks"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_with_their_key(value, key):
+    done = helm("template", "fleet", str(CHART), "--set", value)
+    assert done.returncode != 0
+    assert key in done.stderr.replace("/", ".")
+
+
+@needs_helm
+@pytest.mark.parametrize("choice", CHOICES)
+def test_no_container_has_more_rights_than_it_needs(choice):
+    for container in containers(rendered(choice)):
         assert container["securityContext"] == {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
-    for document in documents(path):
+    for document in rendered(choice):
         pod = document.get("spec", {}).get("template", {}).get("spec")
         if pod is not None:
             assert pod["securityContext"]["runAsNonRoot"] is True
             assert pod["automountServiceAccountToken"] is False
-
-
-def test_kustomize_has_every_manifest():
-    (listed,) = documents(DEPLOY / "kubernetes/kustomization.yaml")
-    assert sorted(listed["resources"]) == [path.name for path in MANIFESTS]
 
 
 def test_compose_confines_its_services():
