@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
+import grpc
 from cryptography import x509
 
 from isthmus import __version__
 from isthmus.errors import IsthmusError
+from isthmus.grpc_errors import short_message
 from isthmus.identity.membership import Membership
-from isthmus.system.clocks import utc
+from isthmus.system.clocks import CLOCK_METADATA, utc
+from isthmus.transport.uplink import CHANNEL_OPTIONS, METHOD
 
 Level = Literal["OK", "WARN", "FAIL"]
 
@@ -28,6 +31,8 @@ _LOW_DISK, _NO_DISK = 2e9, 200e6
 _SOON = 24 * 3600.0
 """Seconds before its end at which a certificate should have been renewed."""
 _DIAL_SECONDS = 5.0
+_CLOCK_SECONDS = 60.0
+"""A difference to the server's clock that disturbs neither hours nor certificates."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +120,30 @@ def server_reached(member: Membership) -> Diagnosis:
     return Diagnosis("OK", "server", f"{member.server} accepts connections")
 
 
+def clock(member: Membership) -> Diagnosis:
+    """How far this machine's clock is from the server's, which authenticates itself."""
+    credentials = member.channel_credentials()
+    with grpc.secure_channel(member.server, credentials, CHANNEL_OPTIONS) as channel:
+        call = channel.stream_stream(METHOD)(iter(()), timeout=_DIAL_SECONDS)
+        try:
+            told = dict(call.initial_metadata()).get(CLOCK_METADATA)
+            now = time.time()
+            error = "" if told is not None else short_message(call.details() or "")
+        finally:
+            call.cancel()
+    remedy = "set the clock of this machine, for example with timedatectl set-ntp true"
+    if told is None:
+        found = f"{member.server} did not tell its time: {error}"
+        return Diagnosis(
+            "FAIL", "clock", found, f"if this machine is at {utc(now)} wrongly, {remedy}"
+        )
+    ahead = now - float(told)
+    if abs(ahead) < _CLOCK_SECONDS:
+        return Diagnosis("OK", "clock", "it agrees with the server's to within a minute")
+    way = "ahead of" if ahead > 0 else "behind"
+    return Diagnosis("WARN", "clock", f"it is {abs(ahead):.0f} s {way} the server's", remedy)
+
+
 def membership(state: Path, kinds: Iterable[str]) -> Iterator[Diagnosis]:
     """The membership of a participant: its keys, its certificate, and its server."""
     yield modes(state, ("identity.key", "credentials.pem", "member.json"))
@@ -125,7 +154,10 @@ def membership(state: Path, kinds: Iterable[str]) -> Iterator[Diagnosis]:
         return
     yield Diagnosis("OK", "membership", f"{member.name} at {member.server}")
     yield certificate("certificate", member.certificate, "start it, or join again with a new token")
-    yield server_reached(member)
+    reached = server_reached(member)
+    yield reached
+    if reached.level == "OK":
+        yield from diagnose("clock", lambda: clock(member))
 
 
 def port(address: str, number: int) -> Diagnosis:

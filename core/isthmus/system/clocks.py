@@ -8,6 +8,10 @@ BY_SERVERS_CLOCK = "by the server's clock, which is at"
 """In refusals by a server whose clock may be wrong; participants add what their clock shows."""
 
 
+CLOCK_METADATA = "isthmus-clock"
+"""Key of the server's clock, in Unix seconds, in the metadata with which it accepts a stream."""
+
+
 def utc(timestamp: float) -> str:
     """A time in Unix seconds as text.
 

@@ -17,7 +17,8 @@ from isthmus_server.control_plane.authority import CertificateAuthority, is_sepa
 from isthmus_server.control_plane.joining import JoinService
 from isthmus_server.control_plane.members import Members
 from isthmus_server.control_plane.remote_authority import RemoteMembers
-from isthmus_server.transport.link import Link, Services
+from isthmus_server.transport.limits import Services
+from isthmus_server.transport.link import Link
 
 LEASE_SECONDS = 10.0
 """Time without a message after which a participant is removed."""

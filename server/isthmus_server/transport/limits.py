@@ -18,6 +18,9 @@ from isthmus.transport.stream import to_the_end
 from isthmus.transport.uplink import CHANNEL_OPTIONS, OLDEST_VERSION, VERSION
 from isthmus.wire import link_pb2
 
+Services = Mapping[str, Mapping[str, grpc.RpcMethodHandler]]
+"""gRPC services: method handlers by the name of the service and of the method."""
+
 MAX_MESSAGE_BYTES = 4 << 20
 """gRPC refuses a larger message before it is read: a chunk, or one protocol message."""
 MAX_STREAMS_PER_CERTIFICATE = 4
@@ -90,7 +93,7 @@ def server_options(
 
 
 async def listen(
-    services: Mapping[str, Mapping[str, grpc.RpcMethodHandler]],
+    services: Services,
     address: str,
     credentials: grpc.ServerCredentials | None,
     options: tuple[tuple[str, int], ...],

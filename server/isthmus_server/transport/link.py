@@ -11,13 +11,13 @@ import itertools
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Mapping
 
 import grpc
 import grpc.aio
 
 from isthmus.errors import AdmissionRefused, ParticipantLost, UpdateError, UserError
 from isthmus.identity.tls import Subject, is_loopback, is_socket
+from isthmus.system.clocks import CLOCK_METADATA
 from isthmus.transport.blobs import Assembly, Buffer, InFile, Piece, Write
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.stream import Stream, to_the_end
@@ -34,6 +34,7 @@ from isthmus_server.transport.limits import (
     PARTICIPANT_MESSAGES,
     REPLY_KINDS,
     Refusal,
+    Services,
     abort_stream,
     certificate_digest,
     certificate_of,
@@ -46,9 +47,6 @@ from isthmus_server.transport.turns import AllTurns
 
 PING_GROUPS = 16
 """Groups in which idle streams are pinged, so that no ping waits for thousands of others."""
-
-Services = Mapping[str, Mapping[str, grpc.RpcMethodHandler]]
-"""gRPC services: method handlers by the name of the service and of the method."""
 
 _LATE = "too late: the request has ended"
 
@@ -226,6 +224,8 @@ class Link(AllTurns):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many open streams")
         self._streams[caller] += 1
         try:
+            clock = (CLOCK_METADATA, f"{self.enrolments.now():.3f}")
+            await context.send_initial_metadata((clock,))  # `isthmus doctor` asks for no more
             await self._serve(Stream(context), context)
         finally:
             self._streams[caller] -= 1

@@ -5,6 +5,7 @@ import contextlib
 import json
 import shutil
 import socket
+import time
 
 import pytest
 from click.testing import CliRunner
@@ -71,6 +72,17 @@ async def test_a_device_that_has_joined(fleet, tmp_path):  # noqa: F811
     await joining.join(fleet.url, token, tmp_path / "phone", "client")
     code, found = await asyncio.to_thread(examined, "device", tmp_path / "phone")
     assert (code, found["server"]["level"], found["certificate"]["level"]) == (0, "OK", "OK")
+    assert found["clock"]["level"] == "OK"
+    for ahead, sentence in (
+        (90, "it is 90 s behind the server's"),
+        (-90, "s ahead of the server's"),
+    ):
+        later = time.time() + ahead
+        fleet.link.enrolments.now = lambda later=later: later
+        found = (await asyncio.to_thread(examined, "device", tmp_path / "phone"))[1]
+        assert found["clock"]["level"] == "WARN"
+        assert sentence in found["clock"]["found"].replace("89 s", "90 s")
+    assert not fleet.link.peers  # it has asked the time, and nothing else
     await fleet.close()
     code, found = await asyncio.to_thread(examined, "device", tmp_path / "phone")
     assert (code, found["server"]["level"]) == (1, "FAIL")
