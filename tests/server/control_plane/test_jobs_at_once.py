@@ -51,8 +51,9 @@ async def test_after_a_restart_all_running_jobs_continue(two_at_once):
     ]
     queue = operated.runner.queue
     for id_ in ids:
-        while not isinstance(await anext(operated.runner.events(id_, follow=True)), RoundCommitted):
-            pass
+        async for event in operated.runner.events(id_, follow=True):
+            if isinstance(event, RoundCommitted):
+                break
     operated.runner.leave()
     await wait_until(lambda: not operated.runner._running)
     assert [queue.get(id_).state for id_ in ids] == ["running", "running"]
