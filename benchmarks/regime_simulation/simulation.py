@@ -25,7 +25,8 @@ from isthmus.task.scoring import build_model
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus_clients.virtual.fleet import VirtualDevice, VirtualFleet
+from isthmus_clients.virtual.device import VirtualDevice, devices_of
+from isthmus_clients.virtual.fleet import VirtualFleet
 from isthmus_datacenter.virtual import VirtualDatacenter
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.coordinator import Coordinator
@@ -119,7 +120,7 @@ class SimulatedClock(Clock):
         self.scenario = scenario
         self.link = link
         self.elapsed = 0.0
-        self.fleet = _fleet(scenario.split.clients)
+        self.devices = _devices(scenario.split.clients)
         self.rounds: dict[str, int] = {}
         self.comparisons = 0
         self.decisions = hashlib.sha256()
@@ -162,7 +163,7 @@ class SimulatedClock(Clock):
 
     def _update_connections(self) -> None:
         available = set(self.scenario.zones_at(int(self.elapsed // HOUR)))
-        for index, device in enumerate(self.fleet.devices):
+        for index, device in enumerate(self.devices):
             name = device.participant.name
             if index % self.scenario.split.zones in available:
                 if name not in self.link.peers:
@@ -181,9 +182,9 @@ def _vectors(receipt: Receipt) -> int:
 
 
 @functools.lru_cache(maxsize=1)
-def _fleet(clients: int) -> VirtualFleet:
-    """Virtual devices, cached because runs of the same task and seed share their data."""
-    return VirtualFleet(clients)
+def _devices(clients: int) -> list[VirtualDevice]:
+    """Virtual devices, cached because runs of the same task and seed share their task."""
+    return devices_of(VirtualFleet(clients))
 
 
 def simulate(

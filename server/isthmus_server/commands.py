@@ -21,9 +21,9 @@ from rich.console import Console
 from isthmus.errors import CannotContinue, UserError
 from isthmus.identity.tls import split_address
 from isthmus.job import Job, load_job
-from isthmus.job.variations import combinations, parse_variation
 from isthmus.system.process import return_freed_memory
 from isthmus.task import check_named
+from isthmus_server.local.variations import combinations, parse_variation
 from isthmus_server.observability.options import LogFormat, observed
 
 if TYPE_CHECKING:

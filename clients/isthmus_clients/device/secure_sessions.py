@@ -266,7 +266,7 @@ class SecureSessions:
         figures = dict.fromkeys((slot.name for slot in config.slots), 0.0)
         if result is None:
             zeros = torch.zeros(1).expand(layout.size)  # takes no memory
-            return self.join(attempt, zeros, 0, _unusable(figures), seed)
+            return self.join(attempt, zeros, 0, unusable(figures), seed)
         trained, update = result
         vector = layout.decode(update).mul_(scale)
         if privacy is not None:
@@ -307,7 +307,7 @@ class SecureSessions:
         except UpdateError:
             log.exception("a vector cannot be encoded; this device takes part with a weight of 0")
             zeros = torch.zeros(1, dtype=vector.dtype).expand(vector.shape)  # takes no memory
-            nothing = _unusable(figures)
+            nothing = unusable(figures)
             keys = attempt.advertise_keys(zeros, examples=0, figures=nothing, seed=seed)
         self._current = attempt
         return link_pb2.Reply(trained=link_pb2.Trained(secure=keys.to_bytes()))
@@ -350,7 +350,7 @@ class SecureSessions:
         return self._credentials
 
 
-def _unusable(figures: Mapping[str, float]) -> dict[str, float]:
+def unusable(figures: Mapping[str, float]) -> dict[str, float]:
     """The figures of a vector that does not count; with noise there are none."""
     from isthmus_privacy.secagg import UNUSABLE
 

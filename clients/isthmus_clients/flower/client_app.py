@@ -29,7 +29,7 @@ from isthmus.job.flower import evaluates
 from isthmus.task import Participant, user_code
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.wire import link_pb2
-from isthmus_clients.training.local_run import locate
+from isthmus_clients.training.local_data import locate
 
 
 class FlowerRun:

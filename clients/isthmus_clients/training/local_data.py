@@ -1,10 +1,11 @@
-"""A device's training data, in the steps of a round."""
+"""A device's training data, in the steps of a round, and where it is."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +14,31 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from isthmus.errors import TaskError
 from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
-from isthmus.task import Participant, Task, user_code
+from isthmus.task import Participant, Task, check_installed, user_code
 from isthmus.task.device_sums.statistics import StatisticsVector
 from isthmus.task.scoring import count_examples, training_batches
 from isthmus.task.scoring.inputs import streamed_batches
 from isthmus.task.scoring.order import EpochOrder, check_no_order
 from isthmus_clients.training.example_order import first_pass, step_count, step_indices
+
+
+def locate(
+    source: str,
+    job: Job,
+    base: Path,
+    data: Path | None,
+    tasks: Path | None,
+    key: str = "task.source",
+) -> tuple[Path, Path | None]:
+    """Locate the code of a run and this device's data.
+
+    Raises:
+        TaskError: only code in the directory `tasks` may be loaded, and this code is not in it.
+    """
+    if tasks is not None:
+        check_installed(source, tasks, key)
+        return tasks, data
+    return base, job.task.data_in(base) if data is None else data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +88,7 @@ class LocalData:
         else:
             self.examples = count_examples(self.dataset, what)
         """The weight of an update: examples of the data set, or those that a round reads."""
-        self._order = EpochOrder(task, self.dataset, self.examples, self._settings.batch_size)
+        self.order = EpochOrder(task, self.dataset, self.examples, self._settings.batch_size)
 
     @property
     def is_stream(self) -> bool:
@@ -79,7 +99,7 @@ class LocalData:
         """The number of steps that some settings ask for."""
         if settings.local_steps is not None:
             return settings.local_steps
-        return step_count(self._order.length, settings)
+        return step_count(self.order.length, settings)
 
     @property
     def first_pass_examples(self) -> int:
@@ -87,7 +107,7 @@ class LocalData:
         size, steps = self._settings.batch_size, self._settings.local_steps
         if self._stream is not None:
             return self.examples
-        return self._order.length if steps is None else min(self._order.length, steps * size)
+        return self.order.length if steps is None else min(self.order.length, steps * size)
 
     def steps(
         self, seed: bytes, round_: int, settings: FederatedSection
@@ -98,13 +118,13 @@ class LocalData:
         """
         if self._stream is not None:
             return self._streamed_steps(self._stream, round_, settings.local_steps or 0)
-        return map(self._parts, step_indices(seed, self._order, settings))
+        return map(self._parts, step_indices(seed, self.order, settings))
 
     def first_pass(self, seed: bytes, round_: int) -> Iterator[Iterator[StepPart]]:
         """The steps of the first epoch; all of an iterable data set."""
         if self._stream is not None:
             return self._streamed_steps(self._stream, round_, self._settings.local_steps or 0)
-        return map(self._parts, first_pass(seed, self._order, self._settings))
+        return map(self._parts, first_pass(seed, self.order, self._settings))
 
     @property
     def _part_size(self) -> int:

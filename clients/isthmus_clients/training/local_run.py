@@ -5,6 +5,7 @@ Shape legend: N = float32 elements of the exchange set.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import time
@@ -16,10 +17,10 @@ import torch
 from torch.utils.data import Dataset
 
 from isthmus.errors import TaskError
-from isthmus.job import Job, read_job
+from isthmus.job import read_job
 from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
-from isthmus.task import Participant, check_installed, load_task, user_code
+from isthmus.task import Participant, load_task, user_code
 from isthmus.task.definition import Parameters, defines
 from isthmus.task.device_sums.evaluation import EvaluationVector
 from isthmus.task.made_optimizers import SEVERAL
@@ -35,7 +36,7 @@ from isthmus.wire import link_pb2
 from isthmus_clients.training.accelerator import Arithmetic
 from isthmus_clients.training.example_order import local_seed, number
 from isthmus_clients.training.initial_buffers import InitialBuffers
-from isthmus_clients.training.local_data import LocalData
+from isthmus_clients.training.local_data import LocalData, locate
 from isthmus_clients.training.model_scores import Candidates, score_each
 from isthmus_clients.training.personal_state import check_agreed, is_initial
 from isthmus_clients.training.step_gradient import (
@@ -54,25 +55,6 @@ def pieces(layout: TensorLayout, payload: Buffer) -> list[memoryview]:
     """Split a blob into its encoded vectors."""
     view = memoryview(payload)
     return [view[start : start + layout.nbytes] for start in range(0, len(view), layout.nbytes)]
-
-
-def locate(
-    source: str,
-    job: Job,
-    base: Path,
-    data: Path | None,
-    tasks: Path | None,
-    key: str = "task.source",
-) -> tuple[Path, Path | None]:
-    """Locate the code of a run and this device's data.
-
-    Raises:
-        TaskError: only code in the directory `tasks` may be loaded, and this code is not in it.
-    """
-    if tasks is not None:
-        check_installed(source, tasks, key)
-        return tasks, data
-    return base, job.task.data_in(base) if data is None else data
 
 
 def _check_wanted(stopped: Callable[[], bool]) -> None:
@@ -132,14 +114,28 @@ class DeviceRun:
         """Loaded when the model is evaluated for the first time."""
         self._schedules: dict[str, ScheduleState] = {}
         """Those of the last round, from which the next one's continue."""
-        self._data = LocalData(self.task, participant, self.job, self._arithmetic.device)
-        self.dataset, self.examples = self._data.dataset, self._data.examples
+        self.data = LocalData(self.task, participant, self.job, self._arithmetic.device)
+        self.dataset, self.examples = self.data.dataset, self.data.examples
         self._gradient = StepGradient(
             self.task,
             self._trained,
             self._arithmetic,
             accumulates=self.job.federated.accumulate > 1,
         )
+
+    def for_device(self, participant: Participant) -> DeviceRun:
+        """The same run on another device that is simulated in this process.
+
+        All share the memory of one model, so that only one of them can train at a time.
+
+        Raises:
+            TaskError: the device has no data.
+        """
+        other = copy.copy(self)
+        other.participant, other._schedules, other._validation = participant, {}, None
+        other.data = LocalData(self.task, participant, self.job, self._arithmetic.device)
+        other.dataset, other.examples = other.data.dataset, other.data.examples
+        return other
 
     def seed_of(self, round_: int) -> bytes:
         """Seed of this device in a round; equal in all attempts, so that they are repeatable."""
@@ -248,13 +244,13 @@ class DeviceRun:
 
         The random state of the training that follows does not depend on it.
         """
-        seed, total = self.seed_of(round_), self._data.first_pass_examples
+        seed, total = self.seed_of(round_), self.data.first_pass_examples
         self.model.train()
         self.model.zero_grad(set_to_none=True)
         with torch.random.fork_rng(devices=[]):
             optimizers = TaskOptimizers(self._made(round_), self.model.parameters())
             torch.manual_seed(number(seed))
-            for step in self._data.first_pass(seed, round_):
+            for step in self.data.first_pass(seed, round_):
                 for piece in step:
                     _check_wanted(stopped)
                     for name in optimizers.named:
@@ -309,8 +305,8 @@ class DeviceRun:
             self.model.train()
             self._arithmetic.begin()
             anchors = dict(self._on_device(start)) if settings.proximal else {}
-            step, count = 0, self._data.step_count(settings)
-            for parts in self._data.steps(self.seed_of(round_), round_, settings):
+            step, count = 0, self.data.step_count(settings)
+            for parts in self.data.steps(self.seed_of(round_), round_, settings):
                 _check_wanted(stopped)
                 optimizers.go_to(position.of_step(step, count), lambda: _check_wanted(stopped))
                 step += 1
@@ -340,7 +336,7 @@ class DeviceRun:
         The data are not searched where the time of that could tell a server something.
         """
         secure = self.job.federated.secure_aggregation and not self.job.federated.clients
-        if secure or self._data.is_stream:
+        if secure or self.data.is_stream:
             return "lower the learning rate or check the data"
         what = f"local_data() of {self.participant.name}"
         return explain_not_finite(self.dataset, range(self.examples), what)
@@ -364,7 +360,7 @@ class DeviceRun:
             TaskError: the task's code raised, or this device has no validation data.
         """
         if self.job.statistics.collect:
-            return self._data.statistics(self.participant)
+            return self.data.statistics(self.participant)
         if self._validation is None:
             with user_code("validation_data()"):
                 self._validation = self.task.validation_data(self.participant)

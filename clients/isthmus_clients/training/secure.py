@@ -79,6 +79,27 @@ class Credentials:
             self.directory = Directory(authority)
 
 
+def encode_repeatably(
+    config: RoundConfig,
+    update: torch.Tensor,
+    examples: int,
+    figures: Mapping[str, float],
+    seed: bytes,
+) -> Encoded:
+    """Encode an update (N) with a rounding that `seed` determines; see `encode`.
+
+    Raises:
+        UpdateError: it cannot be encoded.
+    """
+    return encode(
+        config,
+        update,
+        weight=min(examples, config.weight_max),
+        figures=figures,
+        dither_key=hashlib.sha256(b"isthmus/dither/" + seed).digest(),
+    )
+
+
 class SecureParticipation:
     """One attempt: check the configuration, encode the update, then answer each step.
 
@@ -164,13 +185,7 @@ class SecureParticipation:
         `figures` has a value for each slot of the configuration. `seed` determines the rounding, so
         that a repeated round encodes the same vector.
         """
-        self._encoded = encode(
-            self.config,
-            update,
-            weight=min(examples, self.config.weight_max),
-            figures=figures,
-            dither_key=hashlib.sha256(b"isthmus/dither/" + seed).digest(),
-        )
+        self._encoded = encode_repeatably(self.config, update, examples, figures, seed)
         return self.session.advertise_keys()
 
     def step(self, work: link_pb2.SecureStep) -> tuple[link_pb2.SecureStepped, Buffer | None]:

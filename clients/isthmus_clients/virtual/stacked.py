@@ -22,8 +22,7 @@ from isthmus.task.definition import Parameters, defines
 from isthmus.task.made_optimizers import SEVERAL
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus.task.scoring import batches, losses
-from isthmus.tensors.division import Division
-from isthmus_clients.training.local_run import CPU
+from isthmus_clients.training.local_run import CPU, DeviceRun
 
 aten = torch.ops.aten
 
@@ -83,25 +82,32 @@ _WHOLE_MATRIX = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAda
 """Optimizers that are not element-wise and would mix the stacked models of all devices."""
 
 
-def check_run(task: Task, division: Division) -> None:
+def check_run(run: DeviceRun) -> None:
     """Refuse a task and a division of its model that stacked models cannot have.
 
     Raises:
-        TaskError: there is a loss of a batch as a whole, a personal parameter, or a running
-            statistic.
+        TaskError: there is a loss of a batch as a whole, a personal parameter, a running statistic,
+            or an endless data set.
     """
-    division.check_exchanged_only(
-        "virtual devices", "remove exchange.personal and exchange.buffers = 'local'"
-    )
-    if statistics := division.exchanged.statistics:
+    if run.personal.size:
         raise TaskError(
-            f"virtual devices cannot keep running statistics ({statistics[0]!r}); "
-            "set exchange.buffers = 'frozen', or use GroupNorm"
+            f"stacked models cannot keep {run.personal.entries[0].name!r} apart; remove "
+            "exchange.personal and exchange.buffers = 'local', or train one by one"
         )
-    if defines(task, "training_step"):
+    if statistics := run.layout.statistics:
         raise TaskError(
-            "virtual devices compute the losses of all examples together, and training_step() is "
-            "the loss of one device's batch; use real devices"
+            f"stacked models cannot keep running statistics ({statistics[0]!r}); "
+            "set exchange.buffers = 'frozen', use GroupNorm, or train one by one"
+        )
+    if defines(run.task, "training_step"):
+        raise TaskError(
+            "stacked models compute the losses of all examples together, and training_step() is "
+            "the loss of one device's batch; train one by one"
+        )
+    if run.data.is_stream:
+        raise TaskError(
+            "stacked models are trained on data sets with a length, and local_data() is an "
+            "iterable one; train one by one"
         )
 
 
@@ -113,13 +119,8 @@ def check_settings(settings: FederatedSection) -> None:
     """
     if settings.precision != "fp32" or settings.compile:
         raise JobError(
-            "virtual devices train together in float32, without federated.precision and "
-            "federated.compile; remove these, or use real devices"
-        )
-    if settings.fine_tune_steps:
-        raise JobError(
-            f"virtual devices evaluate one model for all, and federated.fine_tune_steps="
-            f"{settings.fine_tune_steps} gives each its own; remove it, or use real devices"
+            "stacked models train together in float32, without federated.precision and "
+            "federated.compile; remove these, or train one by one"
         )
 
 
@@ -167,8 +168,8 @@ def stacked_optimizers(
     optimizers.check_round(position)
     if optimizers.needs_position and len(set(map(len, indices))) > 1:
         raise TaskError(
-            "virtual devices are trained together, and with a schedule of the learning rate all "
-            "need the same number of steps; set federated.local_steps, or use real devices"
+            "stacked models are trained together, and with a schedule of the learning rate all "
+            "need the same number of steps; set federated.local_steps, or train one by one"
         )
     optimizers.go_to(position.start)
     return optimizers
@@ -179,8 +180,8 @@ def _check_elementwise(optimizers: Iterable[torch.optim.Optimizer]) -> None:
         name = type(optimizer).__name__
         if isinstance(optimizer, _WHOLE_MATRIX) or name == "Muon":
             raise TaskError(
-                f"virtual devices cannot use {name}: it is not element-wise; "
-                "choose another optimizer, or real devices"
+                f"stacked models cannot use {name}: it is not element-wise; "
+                "choose another optimizer, or train one by one"
             )
 
 
@@ -254,7 +255,7 @@ class _Scored(nn.Module):
         _, values = losses(self.task, self.model, inputs, target)
         if values.weights is not None:
             raise TaskError(
-                "virtual devices train together, without masks of scored units; use real devices"
+                "stacked models train together, without masks of scored units; train one by one"
             )
         return values.values.reshape(len(inputs), -1).mean(1)
 
@@ -281,7 +282,7 @@ def stacked_batches(
         x, y = next(batches(task, dataset, flat, len(flat), CPU))
         if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
             raise TaskError(
-                "virtual devices need examples of two tensors (input, target), not "
+                "stacked models need examples of two tensors (input, target), not "
                 f"{type(x).__name__} and {type(y).__name__}"
             )
         inputs.append(x.reshape(steps_max, batch_size, *x.shape[1:]))

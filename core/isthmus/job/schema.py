@@ -30,8 +30,9 @@ from isthmus.job.flower import add_project_config
 from isthmus.job.learning_rate import LearningRateSection
 from isthmus.job.measurements import EvaluationSection, StatisticsSection, add_statistics
 from isthmus.job.privacy import PrivacySection
-from isthmus.job.section import PositiveSeconds, Price, S, Section, sentences
-from isthmus.job.strategy import StrategySection
+from isthmus.job.section import PositiveSeconds, S, Section, sentences
+from isthmus.job.simulation import SimulationSection
+from isthmus.job.strategy import PricesSection, StrategySection
 
 
 class TaskSection(Section):
@@ -83,17 +84,6 @@ class TimeSection(Section):
         return self
 
 
-class PricesSection(Section):
-    """Prices of work in a unit of your choice, which `budget` and the report use."""
-
-    client_update: Price = 1.0
-    """One device taking part in one round."""
-    datacenter_step: Price = 0.01
-    """One optimizer step of the whole datacenter."""
-    client_evaluation: Price = 0.02
-    """One device scoring one model."""
-
-
 UNUSED_BY_A_SERVER_APP = (
     "rounds",
     "budget",
@@ -142,6 +132,7 @@ class Job(Section):
     privacy: PrivacySection | None = None
     """Differential privacy of the devices' updates; none by default."""
     time: TimeSection = TimeSection()
+    simulation: SimulationSection = SimulationSection()
     prices: PricesSection = PricesSection()
 
     @property

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from isthmus.job.section import Hours, Section
+from isthmus.job.section import Hours, Price, Section
 
 RegimeName = Literal["datacenter", "federated", "hybrid"]
 
@@ -73,6 +73,17 @@ class TargetMetric(Section):
         if self.at_least is not None:
             return f"{self.name} of at least {self.at_least:g}"
         return f"{self.name} of at most {self.at_most:g}"
+
+
+class PricesSection(Section):
+    """Prices of work in a unit of your choice, which `budget` and the report use."""
+
+    client_update: Price = 1.0
+    """One device taking part in one round."""
+    datacenter_step: Price = 0.01
+    """One optimizer step of the whole datacenter."""
+    client_evaluation: Price = 0.02
+    """One device scoring one model."""
 
 
 class StrategySection(Section):

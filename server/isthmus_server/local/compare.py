@@ -15,11 +15,11 @@ from rich.table import Table
 
 from isthmus.errors import JobError, UserError
 from isthmus.job import Job, with_changes
-from isthmus.job.variations import in_words, value_text
 from isthmus.wire import link_pb2
 from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.processes import participant_commands
 from isthmus_server.local.session import running_participants
+from isthmus_server.local.variations import in_words, value_text
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.loading import check_participants, load_policy

@@ -32,6 +32,7 @@ from isthmus_server.regimes.secure_sums.attempt import (
     SecureAggregationAttempt,
 )
 from isthmus_server.regimes.secure_sums.round_configs import training_config
+from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.storage.records import Receipt
 from isthmus_server.transport.sanitize import check_figures
 
@@ -237,9 +238,7 @@ class BufferAttempt:
 
         purpose = BufferedPurpose(context.purpose, tuple(starts))
         config = training_config(context, spec, buffer, purpose.hash)
-        self._secure = SecureAggregationAttempt(
-            context, config, buffer, self._summed, first_request
-        )
+        self._secure = secure_attempt(context, config, buffer, self._summed, first_request)
         try:
             result = await self._secure.run(deadline)
         except AttemptFailed as error:

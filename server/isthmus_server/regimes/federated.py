@@ -21,6 +21,7 @@ from isthmus_server.regimes.plaintext import PlaintextAttempt, WeightedMeanAggre
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.regimes.secure_sums.groups import GroupedAttempt, UnmaskingGate
 from isthmus_server.regimes.secure_sums.round_configs import training_config
+from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.gradients import REST
 
@@ -108,7 +109,7 @@ class FederatedRegime:
             self.context.purpose, spec.with_gradient, spec.gradient_scale, group, spec.position
         )
         config = training_config(self.context, spec, spec.model, purpose.hash)
-        return SecureAggregationAttempt(
+        return secure_attempt(
             self.context, config, spec.model, spec.cohort, first_request, exact=spec.exact
         )
 

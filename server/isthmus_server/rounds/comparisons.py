@@ -23,8 +23,8 @@ from isthmus_privacy.purpose import ComparisonPurpose
 from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
-from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.regimes.secure_sums.round_configs import margins
+from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
 from isthmus_server.rounds.device_sums.plaintext import PlaintextAnswers
@@ -251,7 +251,7 @@ async def _secure_scores(
         draw=selected.draw,
         selected_ppm=selected.selected_ppm,
     )
-    attempt = SecureAggregationAttempt(
+    attempt = secure_attempt(
         context, config, work.models, selected.examples, first_request, exact=selected.exact
     )
     result = await attempt.run()

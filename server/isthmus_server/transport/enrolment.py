@@ -29,6 +29,9 @@ class Enrolments:
     certified = False
     """Whether participants have certificates, so that they can be on other machines."""
 
+    simulated = False
+    """Whether all participants are computed in this process, so that sums need no masks."""
+
     requires_tickets = False
     """Whether devices accept only cohorts that were selected by tickets."""
 

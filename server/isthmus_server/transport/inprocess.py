@@ -15,6 +15,7 @@ from isthmus.transport.blobs import Buffer, Write
 from isthmus.transport.requests import blob_of, model_of
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
+from isthmus_server.transport.enrolment import Enrolments
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import Peer
 
@@ -29,6 +30,12 @@ class _Result:
     payload: Buffer | None
 
 
+class SimulatedEnrolments(Enrolments):
+    """Admits the workers of this process."""
+
+    simulated = True
+
+
 class InProcessLink(Link):
     """Implements `Link` by function calls.
 
@@ -37,7 +44,7 @@ class InProcessLink(Link):
     """
 
     def __init__(self, lease_seconds: float = 10.0) -> None:
-        super().__init__(lease_seconds)
+        super().__init__(lease_seconds, SimulatedEnrolments())
         self._workers: dict[str, Worker] = {}
         self._unacknowledged: dict[str, _Result] = {}
         """Results by request id."""

@@ -53,6 +53,6 @@ def test_another_device_is_refused_at_the_start():
 
 
 @pytest.mark.parametrize("settings", [{"precision": "bf16"}, {"compile": True}])
-def test_virtual_devices_refuse_what_they_cannot_do(settings):
-    with pytest.raises(JobError, match=r"virtual devices train together in float32"):
+def test_stacked_models_refuse_what_they_cannot_do(settings):
+    with pytest.raises(JobError, match=r"stacked models train together in float32"):
         check_settings(FederatedSection(**settings))

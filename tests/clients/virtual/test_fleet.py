@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from isthmus.errors import IsthmusError, TaskError
+from isthmus.errors import TaskError
 from isthmus.task import Participant, load_task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
+from isthmus_clients.virtual.device import VirtualDevice, devices_of
 from isthmus_clients.virtual.fleet import VirtualFleet
 from isthmus_clients.virtual.stacked import _simplified
 
@@ -38,9 +39,9 @@ def opening(write_task, make_job, tmp_path):
     return opening
 
 
-async def updates(fleet, opening, start, layout, round_=1, gradient=None, scale=0.0, **gathered):
-    """Updates and replies of all devices of a fleet, which train concurrently."""
-    for device in fleet.devices:
+async def updates(devices, opening, start, layout, round_=1, gradient=None, scale=0.0, **gathered):
+    """Updates and replies of devices of a fleet, which train concurrently."""
+    for device in devices:
         await device.work(link_pb2.Request(id="o", open=opening), None, None)
     sent = layout.gradient_and_update if scale else layout
 
@@ -55,7 +56,7 @@ async def updates(fleet, opening, start, layout, round_=1, gradient=None, scale=
         reply, back = await device.work(request, payload, None)
         return sent.decode(back), reply.trained
 
-    return await asyncio.gather(*(one(device) for device in fleet.devices), **gathered)
+    return await asyncio.gather(*(one(device) for device in devices), **gathered)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +87,12 @@ async def test_a_virtual_device_trains_as_a_real_one_does(
         + f"def optimizer(self, parameters, participant):\n    return torch.optim.{optimizer}"
     )
     work = opening(*overrides, methods=methods)
-    fleet = VirtualFleet(3)
-    real = [DeviceRun(work, device.participant, None) for device in fleet.devices]
+    devices = devices_of(VirtualFleet(3))
+    real = [DeviceRun(work, device.participant, None) for device in devices]
     layout = real[0].layout
     start = layout.gather(real[0].model)
     gradient = 0.1 * torch.linspace(-1, 1, layout.size) if with_gradient_sent else None
-    virtual = await updates(fleet, work, start, layout, gradient=gradient, scale=scale)
+    virtual = await updates(devices, work, start, layout, gradient=gradient, scale=scale)
     sent = layout.gradient_and_update if scale else layout
     along = [] if gradient is None else [layout.encode(gradient)]
     for run, (update, trained) in zip(real, virtual, strict=True):
@@ -110,7 +111,6 @@ async def test_a_virtual_device_trains_as_a_real_one_does(
 
 async def test_a_virtual_device_scores_as_a_real_one_does(opening):
     work = opening(methods=RAGGED)
-    fleet = VirtualFleet(2)
     layout = TensorLayout.from_header(work.layout)
     draw = torch.Generator().manual_seed(0)
     models = [torch.randn(layout.size, generator=draw) for _ in range(2)]
@@ -119,7 +119,7 @@ async def test_a_virtual_device_scores_as_a_real_one_does(opening):
     asked = link_pb2.Score(
         run_id="run", candidates=[link_pb2.Candidate(of=numbers) for numbers in candidates]
     )
-    for device in fleet.devices:
+    for device in devices_of(VirtualFleet(2)):
         await device.work(link_pb2.Request(id="o", open=work), None, None)
         request = link_pb2.Request(id="s", score=asked)
         reply, _ = await device.work(request, bytearray(payload), None)
@@ -131,8 +131,7 @@ async def test_an_update_does_not_depend_on_the_other_devices(opening):
     work = opening("federated.local_steps=3")
     layout = TensorLayout.from_header(work.layout)
     start = torch.zeros(layout.size)
-    alone, together = VirtualFleet(4), VirtualFleet(4)
-    alone.devices = alone.devices[2:3]
+    alone, together = devices_of(VirtualFleet(4))[2:3], devices_of(VirtualFleet(4))
     ((one, _),) = await updates(alone, work, start, layout)
     everyone = await updates(together, work, start, layout)
     torch.testing.assert_close(one, everyone[2][0])
@@ -152,8 +151,8 @@ async def test_a_device_that_diverges_does_not_affect_the_others(opening):
     )
     layout = TensorLayout.from_header(work.layout)
     start = torch.zeros(layout.size)
-    alone, together = VirtualFleet(3), VirtualFleet(3)
-    del alone.devices[1]
+    alone, together = devices_of(VirtualFleet(3)), devices_of(VirtualFleet(3))
+    del alone[1]
     expected = await updates(alone, work, start, layout)
     first, failed, last = await updates(together, work, start, layout, return_exceptions=True)
     assert str(failed).startswith("the update of client-1 is not finite")
@@ -165,19 +164,12 @@ async def test_a_device_that_diverges_does_not_affect_the_others(opening):
 async def test_an_optimizer_that_would_mix_devices_is_refused(opening):
     work = opening(methods="def optimizer(self, p, who):\n    return torch.optim.LBFGS(p)")
     layout = TensorLayout.from_header(work.layout)
-    with pytest.raises(TaskError, match="virtual devices cannot use LBFGS"):
-        await updates(VirtualFleet(2), work, torch.zeros(layout.size), layout)
-
-
-async def test_masked_updates_are_refused(opening):
-    fleet = VirtualFleet(1)
-    work = link_pb2.TrainLocal(run_id="run", secure=b"x")
-    with pytest.raises(IsthmusError, match="secure_aggregation = false"):
-        await fleet.devices[0].work(link_pb2.Request(id="r", train_local=work), bytearray(8), None)
+    with pytest.raises(TaskError, match="stacked models cannot use LBFGS"):
+        await updates(devices_of(VirtualFleet(2)), work, torch.zeros(layout.size), layout)
 
 
 def test_a_device_has_its_shard():
-    assert VirtualFleet(4).devices[2].participant == Participant(
+    assert VirtualDevice(VirtualFleet(4), 2).participant == Participant(
         name="client-2", regime="federated", shard=(2, 4)
     )
 

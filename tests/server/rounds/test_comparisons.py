@@ -13,6 +13,7 @@ from isthmus.task import Participant, load_task
 from isthmus.task.paired_scores import comparisons_run_id
 from isthmus.wire import link_pb2
 from isthmus_clients.training.model_scores import score_each
+from isthmus_clients.virtual.device import devices_of
 from isthmus_clients.virtual.fleet import VirtualFleet
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted
@@ -216,14 +217,15 @@ async def test_a_comparison_that_keeps_failing_is_refused_to_the_policy(
     assert report["status"] == "finished"
 
 
-async def test_virtual_devices_compare_models(deployment, comparing, write_task):
+@pytest.mark.parametrize("secure", ["false", "true"])
+async def test_virtual_devices_compare_models(deployment, comparing, write_task, secure):
     write_task()
     link = InProcessLink()
-    for device in VirtualFleet(5).devices:
+    for device in devices_of(VirtualFleet(5)):
         link.join(device.participant.name, link_pb2.CLIENT, device)
     deployment.link = link
-    plain = "federated.secure_aggregation=false"
-    report, _ = await deployment.run("run", *comparing(4), plain)
+    aggregation = f"federated.secure_aggregation={secure}"
+    report, _ = await deployment.run("run", *comparing(4), aggregation)
     row = report["rounds"][1]
     assert row["comparisons"][0]["result"]["devices"] == 4
     assert row["reason"] == "devices like current"

@@ -24,6 +24,7 @@ from isthmus_privacy.secagg import (
     Aggregate,
     ConsistencySignature,
     MaskedInput,
+    RingSum,
     RoundConfig,
     ServerSession,
     ShareKeys,
@@ -36,10 +37,9 @@ from isthmus_server.regimes.call import PRIVACY_REFUSALS, CallFailed, ReceiptBoo
 from isthmus_server.regimes.plaintext import UPLOADS_AT_ONCE
 from isthmus_server.regimes.reasons import UNREACHABLE, anonymous, group_reasons, summarize_failures
 from isthmus_server.regimes.secure_sums.local_logs import LocalLogs
-from isthmus_server.regimes.secure_sums.round_configs import AttemptUnmaskings
+from isthmus_server.regimes.secure_sums.round_configs import AttemptUnmaskings, BeforeUnmasking
 from isthmus_server.regimes.secure_sums.step_limits import StepLimits
 from isthmus_server.storage.records import Receipt, Status
-from isthmus_server.storage.unmasking_log import Unmasking
 
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
@@ -49,7 +49,8 @@ TRAINING_SHARE = 0.75
 rest of the round is for their vectors, and `StepLimits` extend it: the time of the protocol does
 not depend on how long training took."""
 
-_ENOUGH = "enough devices had finished training"
+ENOUGH = "enough devices had finished training"
+"""Reason for refusing a vector beyond the requested cohort."""
 _TOO_LATE_FOR_SUM = "the attempt ended before its update was in"
 _LOGS_SAY_WHY = "the devices' own logs say why"
 
@@ -110,7 +111,7 @@ class SecureAggregationAttempt:
         self,
         deadline: float | None = None,
         *,
-        before_unmasking: Callable[[Unmasking], Awaitable[None]] | None = None,
+        before_unmasking: BeforeUnmasking | None = None,
     ) -> FederatedResult:
         """Run all steps; returns the mean of the survivors' vectors.
 
@@ -121,41 +122,13 @@ class SecureAggregationAttempt:
         Raises:
             AttemptFailed: too few devices were left at some step, or had a usable vector.
         """
-        session = self._session
         summed: Collection[str] = ()
         start = asyncio.get_running_loop().time()
         if deadline is None:
             deadline = start + self._context.job.time.round_seconds
         trained_by = start + TRAINING_SHARE * (deadline - start)
         try:
-            await self._step(
-                "training", self._receipts.names, self._train, trained_by, self._config.clients_max
-            )
-            self._check_complete()
-            roster = session.finish_advertise_keys()
-            self._limits = StepLimits.of(
-                self._context.job.time, self._config, clients=len(roster.entries)
-            )
-            await self._short_step("sharing keys", {"roster": roster.to_bytes()}, self._take_shares)
-            self._check_complete()
-            session.finish_share_keys()
-            sent_by = self._limits.upload_deadline(
-                asyncio.get_running_loop().time(), round_end=deadline
-            )
-            await self._step("sending", session.missing, self._upload, sent_by)
-            self._check_complete()
-            survivors = session.finish_masked_input().to_bytes()
-            names = session.missing  # all survivors: none has signed yet
-            await self._short_step("signing", {"survivors": survivors}, self._take_signature)
-            signatures = session.finish_consistency_check().to_bytes()
-            if before_unmasking is None:
-                self._unmaskings.note(names)
-            else:
-                await before_unmasking(self._unmaskings.entry(names))
-            await self._short_step(
-                "unmasking", {"consistency_signatures": signatures}, self._take_unmasking_shares
-            )
-            total = await asyncio.to_thread(session.unmask)
+            total = await self._sum(trained_by, deadline, before_unmasking)
             summed = total.clients
             aggregate = decode(self._config, total.vector, clients=len(summed))
         except AggregationAborted as error:
@@ -170,7 +143,7 @@ class SecureAggregationAttempt:
                 excused=excused,
             ) from error
         finally:
-            session.close()
+            self._session.close()
         self._check_usable(aggregate, summed)
         return FederatedResult(
             pseudo_gradient=aggregate.vector,
@@ -182,6 +155,41 @@ class SecureAggregationAttempt:
             receipts=self._all_receipts(summed),
             rounding=aggregate.rounding,
         )
+
+    async def _sum(
+        self, trained_by: float, deadline: float, before_unmasking: BeforeUnmasking | None
+    ) -> RingSum:
+        """Run the protocol to the sum of the survivors' vectors; times are loop times.
+
+        Raises:
+            AggregationAborted: too few devices were left at some step.
+        """
+        session = self._session
+        await self._step(
+            "training", self._receipts.names, self._train, trained_by, self._config.clients_max
+        )
+        self._check_complete()
+        roster = session.finish_advertise_keys()
+        self._limits = StepLimits.of(
+            self._context.job.time, self._config, clients=len(roster.entries)
+        )
+        await self._short_step("sharing keys", {"roster": roster.to_bytes()}, self._take_shares)
+        self._check_complete()
+        session.finish_share_keys()
+        sent_by = self._limits.upload_deadline(
+            asyncio.get_running_loop().time(), round_end=deadline
+        )
+        await self._step("sending", session.missing, self._upload, sent_by)
+        self._check_complete()
+        survivors = session.finish_masked_input().to_bytes()
+        names = session.missing  # all survivors: none has signed yet
+        await self._short_step("signing", {"survivors": survivors}, self._take_signature)
+        signatures = session.finish_consistency_check().to_bytes()
+        await self._unmaskings.note_before(names, before_unmasking)
+        await self._short_step(
+            "unmasking", {"consistency_signatures": signatures}, self._take_unmasking_shares
+        )
+        return await asyncio.to_thread(session.unmask)
 
     def _check_usable(self, aggregate: Aggregate, summed: Collection[str]) -> None:
         """Refuse a sum to which fewer devices than the quorum have contributed.
@@ -250,10 +258,10 @@ class SecureAggregationAttempt:
                 _, pending = await asyncio.wait(
                     pending, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
                 )
-                if wanted is not None and self._session.received >= wanted:
-                    reason = _ENOUGH
+                if wanted is not None and self._received >= wanted:
+                    reason = ENOUGH
                     break
-                if self._session.received + len(pending) < self._needed:
+                if self._received + len(pending) < self._needed:
                     reason = UNREACHABLE
                     break
                 if left <= 0:
@@ -270,15 +278,20 @@ class SecureAggregationAttempt:
             if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
                 raise result
 
+    @property
+    def _received(self) -> int:
+        """Messages of the running step that have arrived."""
+        return self._session.received
+
     def _check_complete(self) -> None:
         """Abort an exact attempt that a device has left.
 
         Raises:
             AggregationAborted: the sum would not be that of the whole cohort.
         """
-        if self._exact and self._session.received < self._needed:
+        if self._exact and self._received < self._needed:
             raise AggregationAborted(
-                f"{self._session.received} of {self._needed} devices are left, and they may take "
+                f"{self._received} of {self._needed} devices are left, and they may take "
                 "part only together: they have unmasked a sum of the same model or round"
             )
 
@@ -317,7 +330,7 @@ class SecureAggregationAttempt:
             keys = AdvertiseKeys.from_bytes(reply.trained.secure)
             _check_sender(name, keys.name)
             if self._session.received >= self._config.clients_max:
-                raise UpdateError(_ENOUGH)
+                raise UpdateError(ENOUGH)
             self._session.receive_keys(keys)
             self._receipts.remember(name, seconds=seconds)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, TypedDict
 
 from isthmus.job.federated import FederatedSection
@@ -100,6 +100,10 @@ def _with_privacy(config: RoundConfig, plan: NoisePlan, clip: float) -> RoundCon
     return dataclasses.replace(config, slots=(), noise=noise, bits=bits, levels=0)
 
 
+BeforeUnmasking = Callable[[Unmasking], Awaitable[None]]
+"""Stores an entry for the log of unmaskings."""
+
+
 class AttemptUnmaskings:
     """What one attempt adds to the log of unmaskings."""
 
@@ -110,6 +114,13 @@ class AttemptUnmaskings:
     def note(self, survivors: Collection[str]) -> None:
         """Store that these devices may unmask the sum; called before they are asked to."""
         self._log.add(self.entry(survivors))
+
+    async def note_before(self, survivors: Collection[str], store: BeforeUnmasking | None) -> None:
+        """Have `store` store what `note` does; None stores it here."""
+        if store is None:
+            self.note(survivors)
+        else:
+            await store(self.entry(survivors))
 
     def note_refusal(self, name: str) -> None:
         """Store that a device has unmasked a sum of this model, unless the log has that sum."""

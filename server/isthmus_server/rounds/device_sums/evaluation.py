@@ -33,6 +33,7 @@ from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.regimes.secure_sums.groups import GroupedAttempt, UnmaskingGate
 from isthmus_server.regimes.secure_sums.round_configs import margins
+from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
 from isthmus_server.rounds.device_sums.plaintext import PlaintextAnswers
@@ -369,7 +370,7 @@ class RoundEvaluator:
             draw=cohort.draw,
             selected_ppm=cohort.selected_ppm,
         )
-        return SecureAggregationAttempt(
+        return secure_attempt(
             self._context, config, work.model, names, first_request, exact=cohort.exact
         )
 

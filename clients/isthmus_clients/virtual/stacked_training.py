@@ -1,0 +1,234 @@
+"""Train the devices of a round as one batch of stacked models.
+
+A device trains as `training.local_run.DeviceRun` does, on the same examples in the same steps with
+the task's own optimizer. One pass of `torch.vmap` computes a step for all models of a stack, so
+that a device's update equals that of a real device up to rounding.
+
+Shape legend: K = devices of a stack, S = steps, B = examples of a step, N = float32 elements of the
+exchange set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from isthmus.errors import TaskError
+from isthmus.job.learning_rate import RoundPosition
+from isthmus.task import Participant
+from isthmus.task.optimizers import ScheduleState
+from isthmus.transport.blobs import Buffer
+from isthmus.transport.requests import position_of
+from isthmus.wire import link_pb2
+from isthmus_clients.training.example_order import first_pass, number, step_indices
+from isthmus_clients.training.local_run import DeviceRun, pieces
+from isthmus_clients.virtual.stacked import (
+    Gradients,
+    Stacked,
+    check_run,
+    check_settings,
+    clip_each,
+    mean_gradients,
+    stacked_batches,
+    stacked_optimizers,
+)
+
+STACK = 64
+"""Most devices of a stack."""
+
+TrainedOrFailed = link_pb2.Trained | TaskError
+
+
+@dataclasses.dataclass
+class DeviceTraining:
+    """Training of one device in a batch."""
+
+    run: DeviceRun
+    memory: bytearray
+    """Received vectors, as `TaskHost.buffer` lays them out."""
+    room: int
+    """Bytes in front of them."""
+    result: Buffer = dataclasses.field(default_factory=bytearray)
+    """The encoded update, or gradient and update."""
+
+    @classmethod
+    def of(cls, run: DeviceRun, payload: Buffer) -> DeviceTraining:
+        """From a payload in memory of `TaskHost.buffer`."""
+        memory = memoryview(payload).obj
+        assert isinstance(memory, bytearray)
+        return cls(run, memory, len(memory) - len(payload))
+
+    @property
+    def vectors(self) -> list[memoryview]:
+        """The encoded model, and a gradient that is added to that of every step if there is one."""
+        return pieces(self.run.layout, memoryview(self.memory)[self.room :])
+
+    def copy(self) -> DeviceTraining:
+        """The same in other memory, because training overwrites it."""
+        return dataclasses.replace(self, memory=bytearray(self.memory))
+
+
+class StackedTraining:
+    """Trains devices of one run that share a task and a model."""
+
+    def __init__(self, run: DeviceRun) -> None:
+        """Use the task and the model of any of the devices.
+
+        Raises:
+            JobError: the job has settings that stacked models cannot have.
+            TaskError: the task or the model cannot be stacked.
+        """
+        check_settings(run.job.federated)
+        check_run(run)
+        self.job, self.task, self.layout = run.job, run.task, run.layout
+        self.gradients = Gradients(run.task, run.model)
+        self._schedules: dict[str, ScheduleState] = {}
+
+    def forget_schedules(self) -> None:
+        """Begin a new run: schedules of the learning rate start anew."""
+        self._schedules = {}
+
+    def train(
+        self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]
+    ) -> list[TrainedOrFailed]:
+        """Train all devices of a batch from the same model; updates replace their payloads.
+
+        Devices with about as many steps are stacked together, so that few steps are padding. A
+        device whose loss or update is not finite has an error as its result.
+
+        Raises:
+            TaskError: the task's code raised.
+        """
+        order = sorted(range(len(batch)), key=lambda k: batch[k].run.data.order.length)
+        results: list[TrainedOrFailed | None] = [None] * len(batch)
+        for start in range(0, len(order), STACK):
+            chosen = order[start : start + STACK]
+            trained = self._train_stack(work, [batch[k] for k in chosen])
+            for k, result in zip(chosen, trained, strict=True):
+                results[k] = result
+        return [result for result in results if result is not None]
+
+    def _train_stack(
+        self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]
+    ) -> list[TrainedOrFailed]:
+        model, *gradients = batch[0].vectors
+        start = self.layout.decode(bytearray(model))
+        added = {}
+        if gradients:
+            added = dict(self.layout.parts(self.layout.decode(bytearray(gradients[0]))))
+        runs = [training.run for training in batch]
+        datasets = [run.dataset for run in runs]
+        seeds = [run.seed_of(work.round) for run in runs]
+        orders = [run.data.order for run in runs]
+        indices = [
+            list(step_indices(seed, order, self.job.federated))
+            for seed, order in zip(seeds, orders, strict=True)
+        ]
+        passes = None
+        if work.gradient_scale:
+            settings = self.job.federated
+            passes = [
+                len(first_pass(seed, order, settings))
+                for seed, order in zip(seeds, orders, strict=True)
+            ]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(number(seeds[0]))
+            ends, mean_losses, means = self._steps(
+                start,
+                added,
+                datasets,
+                indices,
+                dataclasses.replace(runs[0].participant, round=work.round),
+                passes,
+                position_of(work.position),
+            )
+        own = [
+            means[name].mul_(work.gradient_scale) for name, _ in self.layout.parts(start) if means
+        ]
+        parts = [*own, *(part - ends[name] for name, part in self.layout.parts(start))]
+        updates = torch.cat([part.reshape(len(batch), -1) for part in parts], dim=1)  # (K, N or 2N)
+        layout = self.layout.gradient_and_update if passes else self.layout
+        results: list[TrainedOrFailed] = []
+        for k, training in enumerate(batch):
+            if not bool(torch.isfinite(updates[k]).all()) or not math.isfinite(mean_losses[k]):
+                results.append(
+                    TaskError(
+                        f"the update of {runs[k].participant.name} is not finite; lower the "
+                        "learning rate or check the data"
+                    )
+                )
+                continue
+            training.result = training.vectors[0]
+            if passes:
+                training.result = bytearray(layout.nbytes)
+                training.result[: len(layout.header)] = layout.header
+            layout.decode(training.result).copy_(updates[k])
+            results.append(
+                link_pb2.Trained(
+                    examples=runs[k].examples,
+                    steps=len(indices[k]),
+                    training={"loss": mean_losses[k]} if indices[k] else {},
+                )
+            )
+        return results
+
+    def _steps(
+        self,
+        start: torch.Tensor,
+        added: Stacked,
+        datasets: Sequence[Dataset[Any]],
+        indices: Sequence[Sequence[list[int]]],
+        participant: Participant,
+        passes: Sequence[int] | None,
+        position: RoundPosition,
+    ) -> tuple[Stacked, list[float], Stacked]:
+        """Final parameters and mean loss of each device, and with `passes` its mean gradient."""
+        k, steps_max = len(datasets), max(len(steps) for steps in indices)
+        stacked = {
+            name: part.expand(k, *part.shape).clone() for name, part in self.layout.parts(start)
+        }
+        anchors = {name: part.clone() for name, part in stacked.items()}
+        if not steps_max:
+            means = {name: torch.zeros_like(part) for name, part in stacked.items()}
+            return stacked, [0.0] * k, means if passes else {}
+        inputs, targets, present = stacked_batches(
+            self.task, datasets, indices, steps_max, self.job.federated.batch_size
+        )
+        means = {}
+        if passes:
+            means = mean_gradients(self.gradients, stacked, inputs, targets, present, passes)
+        weights = present / present.sum(2, keepdim=True).clamp(min=1.0)
+        optimizers = stacked_optimizers(
+            (self.task, self.job), stacked, indices, participant, position, self._schedules
+        )
+        self._schedules = optimizers.schedules
+        ends = {name: torch.empty_like(part) for name, part in stacked.items()}
+        total = torch.zeros(k, dtype=torch.float64)
+        mu = self.job.federated.proximal
+        for step in range(steps_max):
+            optimizers.go_to(position.of_step(step, steps_max))
+            batch = inputs[step], targets[step]
+            gradients, examples = self.gradients(stacked, *batch, weights[step])
+            total += (examples * present[step]).sum(1)
+            for name, gradient in gradients.items():
+                if mu:  # FedProx's mu/2 |w - w_round|^2 (Li et al. 2020)
+                    gradient.add_(stacked[name].detach() - anchors[name], alpha=mu)
+                if name in added:
+                    gradient.add_(added[name])
+                stacked[name].grad = gradient
+            clip_each(stacked, self.job.federated.clip_norm)
+            optimizers.step()
+            done = [i for i, steps in enumerate(indices) if len(steps) == step + 1]
+            if done:
+                for name, part in stacked.items():
+                    ends[name][done] = part.detach()[done]
+        for i, steps in enumerate(indices):
+            if not steps:
+                for name, part in anchors.items():
+                    ends[name][i] = part[i]
+        return ends, (total / present.sum((0, 2)).clamp(min=1.0)).tolist(), means

@@ -1,0 +1,96 @@
+"""A simulated device's part in a secure sum: its vector is encoded as for masking, and not masked.
+
+The masks cancel in the sum, which is thus the same; see
+`isthmus_server.regimes.secure_sums.unmasked`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from isthmus.errors import UpdateError
+from isthmus.transport.blobs import Buffer, describe
+from isthmus.wire import link_pb2
+from isthmus_clients.device.secure_sessions import SecureSessions, unusable
+from isthmus_clients.training.secure import Credentials, SecureParticipation, encode_repeatably
+from isthmus_privacy.secagg import RoundConfig, Slot, StartModel
+
+SIMULATED = Credentials(bytes(32))
+"""Of all simulated devices: they sign nothing, and keep no history of sums."""
+
+
+class UnmaskedParticipation(SecureParticipation):
+    """One attempt of a simulated device, which has no session of the protocol."""
+
+    def __init__(
+        self, about: tuple[str, int, int], config: bytes, slots: Sequence[Slot], *, whole: bool
+    ) -> None:
+        """Check the form of the configuration; see `SecureParticipation`.
+
+        Raises:
+            UpdateError: it is of another round than the request.
+        """
+        self.about = about
+        self.config = RoundConfig.from_bytes(config)
+        if (self.config.run_id, self.config.round, self.config.attempt) != about:
+            raise UpdateError("the configuration is of another round than the request")
+        self.config.check_form(slots, whole=whole)
+
+
+class UnmaskedSessions(SecureSessions):
+    """The secure sums of one simulated device.
+
+    `payload` is the encoded vector of the last one.
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name` of the device."""
+        self._name = name
+        self._kept = None
+        self.payload: Buffer | None = None
+
+    @property
+    def identity(self) -> bytes:
+        """None: a simulated device signs nothing."""
+        return b""
+
+    def run_opened(self, run_id: str) -> None:
+        """Do nothing: there is no history."""
+
+    def propose(
+        self,
+        about: tuple[str, int, int],
+        config: bytes,
+        blob: link_pb2.Blob,
+        purpose: bytes,
+        slots: Sequence[Slot],
+        *,
+        selected: bool = True,
+        start: StartModel | None = None,
+        whole: bool = False,
+    ) -> SecureParticipation:
+        """See `SecureSessions.propose`."""
+        return UnmaskedParticipation(about, config, slots, whole=whole)
+
+    def join(
+        self,
+        attempt: SecureParticipation,
+        vector: torch.Tensor,
+        examples: int,
+        figures: Mapping[str, float],
+        seed: bytes,
+    ) -> link_pb2.Reply:
+        """Encode a vector; one that cannot be encoded is replaced by zeros."""
+        config = attempt.config
+        try:
+            encoded = encode_repeatably(config, vector, examples, figures, seed)
+        except UpdateError:
+            zeros = torch.zeros(1, dtype=vector.dtype).expand(vector.shape)  # takes no memory
+            encoded = encode_repeatably(config, zeros, 0, unusable(figures), seed)
+        self.payload = encoded.payload
+        return link_pb2.Reply(trained=link_pb2.Trained(result=describe(encoded.payload)))
+
+    def _enrolled(self) -> Credentials:
+        return SIMULATED
