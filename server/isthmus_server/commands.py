@@ -86,7 +86,7 @@ def run(
             raise UserError(f"{run_dir} contains no run to resume")
     elif job is None:
         raise UserError("give a job file, or --resume --run-dir DIR")
-    loaded = None if job is None else _loaded(job, overrides)
+    loaded = None if job is None else loaded_job(job, overrides)
     listen_at = None if address is None else split_address(address, "--address")
     # The fork must happen before this process opens files or starts threads.
     with ParticipantForkServer.fork(
@@ -102,7 +102,7 @@ def run(
             assert run_dir is not None
             local_run = LocalRun.resumed(run_dir)
         else:
-            directory = run_dir or _fresh_directory(loaded)
+            directory = run_dir or fresh_directory(loaded)
             local_run = LocalRun.new(loaded, job.resolve().parent, directory)
         try:
             work = local_run.run(listen_at, console, fork_server, observers)
@@ -142,7 +142,7 @@ def statistics(
     from isthmus_server.local.fork_server import ParticipantForkServer
 
     without_training = ("statistics.collect=true", "datacenter.ranks=0")
-    loaded = _loaded(job, (*overrides, *without_training))
+    loaded = loaded_job(job, (*overrides, *without_training))
     listen_at = None if address is None else split_address(address, "--address")
     # The fork must happen before this process opens files or starts threads.
     with ParticipantForkServer.fork(ranks=False) as fork_server:
@@ -150,7 +150,7 @@ def statistics(
         from isthmus_server.local.session import LocalRun
         from isthmus_server.rounds.device_sums.statistics import STATISTICS
 
-        directory = run_dir or _fresh_directory(loaded, "statistics-")
+        directory = run_dir or fresh_directory(loaded, "statistics-")
         local_run = LocalRun.new(loaded, job.resolve().parent, directory)
         run_until_stopped(local_run.run(listen_at, Console(), fork_server), local_run.leave)
     if output is not None:
@@ -198,7 +198,7 @@ def compare(
     """
     from isthmus_server.local.fork_server import ParticipantForkServer
 
-    loaded = _loaded(job, overrides)
+    loaded = loaded_job(job, overrides)
     varied = [parse_variation(text) for text in vary]
     if any(key == "seed" for key, _ in varied):
         raise UserError("--vary seed has no effect: every variant is run with --seeds seeds")
@@ -210,7 +210,7 @@ def compare(
     if len(names) > 1 or not varied:
         varied.insert(0, ("strategy.policy", names))
     variants = combinations(varied)
-    directory = run_dir or _fresh_directory(loaded, "compare-")
+    directory = run_dir or fresh_directory(loaded, "compare-")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if json_file is not None:
@@ -313,12 +313,15 @@ def _opened(directory: Path) -> Iterator[Store]:
 
 
 def run_until_stopped(
-    work: Any, leave: Callable[[], None] | None = None, grace: float = GRACE_SECONDS
+    work: Any,
+    leave: Callable[[], None] | None = None,
+    grace: float | None = GRACE_SECONDS,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Any:
     """Run a coroutine; Ctrl-C or SIGTERM cancels it and waits for its cleanup.
 
     With `leave` the first signal calls that instead, and the coroutine is cancelled by a second
-    one, or if it has not ended after `grace` seconds.
+    one, or if it has not ended after `grace` seconds; None waits for as long as it takes.
 
     Raises:
         Abort: it was cancelled.
@@ -335,19 +338,19 @@ def run_until_stopped(
                 task.cancel()
                 return
             leaving = True
-            click.echo(
-                f"stopping: a running round has {grace:g} s to end; a second signal gives it up",
-                err=True,
-            )
+            limit = "may end" if grace is None else f"has {grace:g} s to end"
+            click.echo(f"stopping: a running round {limit}; a second signal gives it up", err=True)
             leave()
-            loop.call_later(grace, task.cancel)
+            if grace is not None:
+                loop.call_later(grace, task.cancel)
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop)
         return await task
 
     try:
-        return asyncio.run(main())
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(main())
     except asyncio.CancelledError:
         raise click.Abort from None
 
@@ -362,7 +365,7 @@ def prepare() -> None:
     logging.getLogger("isthmus_server").setLevel(logging.WARNING)
 
 
-def _loaded(path: Path, overrides: tuple[str, ...]) -> Job:
+def loaded_job(path: Path, overrides: tuple[str, ...]) -> Job:
     """Load a job; a missing task is reported before PyTorch is imported, which takes seconds."""
     job = load_job(path, overrides)
     flower, base = job.federated.flower, path.resolve().parent
@@ -373,7 +376,8 @@ def _loaded(path: Path, overrides: tuple[str, ...]) -> Job:
     return job
 
 
-def _fresh_directory(job: Job, prefix: str = "") -> Path:
+def fresh_directory(job: Job, prefix: str = "") -> Path:
+    """The default directory of a run that begins now."""
     return (
         Path("runs")
         / f"{prefix}{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}"

@@ -77,6 +77,18 @@ class FleetRun:
                 raise
             self._one_by_one(str(error))
 
+    @property
+    def decided(self) -> bool:
+        """Whether it is known how devices train."""
+        return self.mode != "auto"
+
+    @property
+    def in_words(self) -> str:
+        """How devices train, and what that means for the result."""
+        if self.stacked is None:
+            return f"one by one ({self.reason}): the same bits as on real devices"
+        return f"in stacked models ({self.reason}): as on real devices up to rounding"
+
     def choose(self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]) -> None:
         """Decide how devices train by timing some of a batch in both ways."""
         if self.mode != "auto" or self.stacked is None:

@@ -43,6 +43,8 @@ class SimulationSection(Section):
     """Megabits per second that the median device sends. Default: transfers take no time."""
     bandwidth_spread: Spread = 0.0
     """Standard deviation of the logarithm of the devices' bandwidths."""
+    datacenter_step_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Simulated duration of a step of the datacenter."""
     dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of requests during which a device is lost."""
     offline_seconds: PositiveSeconds = 60.0

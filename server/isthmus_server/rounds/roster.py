@@ -87,6 +87,8 @@ class ParticipantRoster(ParticipantListener):
         self._declined: dict[str, tuple[link_pb2.Role, str]] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self.started_clients = job.federated.clients
+        """Devices that this machine starts."""
         self.started_here: Mapping[str, link_pb2.Role] = {}
         """Names and roles of the participants that this machine starts, if they are known."""
         self._not_awaited: set[str] = set()
@@ -158,7 +160,7 @@ class ParticipantRoster(ParticipantListener):
 
         Those that are not ready in time have declined: no round waits for them again.
         """
-        clients, datacenters = self._job.federated.clients, int(self._job.datacenter.ranks > 0)
+        clients, datacenters = self.started_clients, int(self._job.datacenter.ranks > 0)
         if await self._wait_for(clients, datacenters, missing=self.started_here):
             return
         limit = f"{self._job.time.join_seconds:g} s (time.join_seconds)"
@@ -211,7 +213,6 @@ class ParticipantRoster(ParticipantListener):
 
         Returns False if that took longer than `time.join_seconds`.
         """
-        started_clients = self._job.federated.clients
         started_datacenters = int(self._job.datacenter.ranks > 0)
 
         def all_answered(role: link_pb2.Role, ready: int, started_here: int) -> bool:
@@ -221,7 +222,7 @@ class ParticipantRoster(ParticipantListener):
         def done() -> bool:
             return (
                 len(self.available()) >= clients
-                or all_answered(link_pb2.CLIENT, len(self.clients), started_clients)
+                or all_answered(link_pb2.CLIENT, len(self.clients), self.started_clients)
             ) and (
                 len(self.datacenters) >= datacenters
                 or all_answered(link_pb2.DATACENTER, len(self.datacenters), started_datacenters)
@@ -236,7 +237,7 @@ class ParticipantRoster(ParticipantListener):
         those that have taken part before; not one that did not come in time, until it returns. The
         devices that this machine starts are awaited at the start of the run.
         """
-        if self._job.federated.clients or len(self.available()) >= wanted:
+        if self.started_clients or len(self.available()) >= wanted:
             return
         expected = self._expected()
 

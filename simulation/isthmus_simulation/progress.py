@@ -1,0 +1,57 @@
+"""What `isthmus simulate` says besides the rounds: how devices train, and the time that is left."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+
+from isthmus.job import Job
+from isthmus_clients.virtual.fleet import VirtualFleet
+from isthmus_server.rounds.clock import Clock
+from isthmus_server.storage.events import Event, RoundCommitted
+from isthmus_server.views.durations import duration
+
+_INTERVAL = 10.0
+"""Seconds of real time between two estimates."""
+
+
+class SimulationProgress:
+    """Prints how devices train, once that is decided, and now and then the time that is left."""
+
+    def __init__(self, console: Console, job: Job, fleet: VirtualFleet, clock: Clock) -> None:
+        """Set up; call it with each event."""
+        self._console, self._job, self._fleet, self._clock = console, job, fleet, clock
+        self._began = self._said = time.monotonic()
+        self._simulated_from = clock.now()
+        self._rounds = 0
+        self._training_said = False
+
+    def __call__(self, event: Event) -> None:
+        """Count rounds; print what is new."""
+        if not isinstance(event, RoundCommitted):
+            return
+        self._rounds += 1
+        run = self._fleet.run
+        if run is not None and run.decided and not self._training_said:
+            self._training_said = True
+            self._console.print(f"devices train {run.in_words}", soft_wrap=True)
+        now = time.monotonic()
+        left = self._job.rounds - event.record.round
+        if now - self._said >= _INTERVAL and left:
+            self._said = now
+            seconds = (now - self._began) / self._rounds
+            self._console.print(
+                f"{seconds:.3g} s per round; {left} rounds are left, about "
+                f"{duration(seconds * left)}",
+                soft_wrap=True,
+            )
+
+    def end(self) -> None:
+        """Print the totals."""
+        simulated = self._clock.now() - self._simulated_from
+        self._console.print(
+            f"simulated {self._fleet.count:,} devices for {duration(simulated)} in "
+            f"{duration(time.monotonic() - self._began)}",
+            soft_wrap=True,
+        )

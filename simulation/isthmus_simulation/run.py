@@ -1,0 +1,157 @@
+"""Run a job with simulated devices: the real coordinator, on a link without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from isthmus.errors import JobError
+from isthmus.job import Job
+from isthmus.transport.blobs import Buffer
+from isthmus.transport.worker import ReportProgress
+from isthmus.wire import link_pb2
+from isthmus_clients.virtual.fleet import VirtualFleet
+from isthmus_clients.virtual.profiles import DeviceProfile
+from isthmus_datacenter.virtual import VirtualDatacenter
+from isthmus_server.observability.observers import Observers
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.events import EventStream
+from isthmus_server.storage.records import FinalModel
+from isthmus_server.storage.store import Store
+from isthmus_server.strategy.loading import check_participants, load_policy
+from isthmus_server.transport.inprocess import InProcessLink
+from isthmus_simulation.population import Population
+from isthmus_simulation.progress import SimulationProgress
+from isthmus_simulation.virtual_time import VirtualClock
+
+
+class Simulation:
+    """A run with simulated participants, with its run directory.
+
+    Guarantees:
+      * whatever `isthmus run` stores of a run is stored, with the same meaning; durations are
+        simulated;
+      * the result depends on the job and its seed only, not on the speed of this machine, if the
+        job says how devices train (`simulation.training`).
+    """
+
+    def __init__(self, store: Store) -> None:
+        """Simulate the run of a store.
+
+        Raises:
+            JobError: the job cannot be simulated.
+        """
+        self.store = store
+        check(store.job)
+        self._coordinator: Coordinator | None = None
+        self._leaving = False
+
+    @classmethod
+    def new(cls, job: Job, base: Path, directory: Path) -> Simulation:
+        """Create a run; the job's relative paths start at `base`.
+
+        Raises:
+            JobError: the job cannot be simulated.
+        """
+        check(job)
+        return cls(Store.create(directory, job, base))
+
+    @classmethod
+    def resumed(cls, directory: Path) -> Simulation:
+        """Open an existing run to continue it."""
+        return cls(Store.open_to_continue(directory))
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.store.directory
+
+    async def run(self, observers: Observers | None = None) -> FinalModel:
+        """Train to the end; has to run on a `VirtualTimeLoop`. Returns the final model.
+
+        Raises:
+            UserError: with the sentence to show.
+        """
+        torch.set_num_threads(1)  # as real devices
+        store, job, link = self.store, self.store.job, InProcessLink()
+        observers = observers or Observers(Console(quiet=True))
+        events = EventStream()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(contextlib.closing(store))
+            stack.enter_context(store.locked())
+            await stack.enter_async_context(observers.serving())
+            await stack.enter_async_context(observers.watching(store, events, job.name))
+            fleet = fleet_of(job, store.directory)
+            population = Population(job, link, fleet)
+            check_participants(job, load_policy(job.strategy))
+            clock = VirtualClock(store.run_state().elapsed)
+            coordinator = self._coordinator = Coordinator(store, link, events, clock)
+            coordinator.roster.started_clients = population.count if population.is_whole else 0
+            if self._leaving:
+                coordinator.drain.request()
+            if job.datacenter.ranks:
+                seconds = job.simulation.datacenter_step_seconds
+                link.join("datacenter-0", link_pb2.DATACENTER, TimedDatacenter(seconds))
+            population.connect(coordinator.state.round + 1)
+            events.subscribe(population.follow)
+            progress = SimulationProgress(observers.console, job, fleet, clock)
+            events.subscribe(progress)
+            final = await coordinator.run()
+        progress.end()
+        return final
+
+    def leave(self) -> None:
+        """End `run` after the running round, or at once if there is none."""
+        self._leaving = True
+        if self._coordinator is not None:
+            self._coordinator.drain.request()
+
+
+def fleet_of(job: Job, directory: Path) -> VirtualFleet:
+    """The simulated devices of a job; `directory` is the run's."""
+    section = job.simulation
+    return VirtualFleet(
+        section.population(job.federated),
+        mode=section.training,
+        profile=lambda index: DeviceProfile.drawn(section, job.seed, index),
+        folder=directory / "devices",
+    )
+
+
+def check(job: Job) -> None:
+    """Refuse a job that cannot be simulated.
+
+    Raises:
+        JobError: it names no devices or too few, or apps that are not a task.
+    """
+    population = job.simulation.population(job.federated)
+    job.simulation.connections(population, job.federated.invited)
+    flower = job.federated.flower
+    if flower is not None and (flower.app is not None or flower.server_app is not None):
+        raise JobError(
+            "`isthmus simulate` trains a task, and federated.flower names an app; use "
+            "`isthmus run`, or Flower's own simulation"
+        )
+    if job.statistics.collect:
+        raise JobError("statistics.collect counts real data; use `isthmus statistics`")
+
+
+class TimedDatacenter(VirtualDatacenter):
+    """A simulated datacenter whose steps take simulated time."""
+
+    def __init__(self, step_seconds: float) -> None:
+        """`step_seconds` is the simulated duration of a step."""
+        super().__init__(step_seconds=step_seconds)
+
+    async def work(
+        self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
+    ) -> tuple[link_pb2.Reply, Buffer | None]:
+        """See `VirtualDatacenter`."""
+        reply, payload = await super().work(request, model, progress)
+        if reply.HasField("trained") and reply.trained.seconds:
+            await asyncio.sleep(reply.trained.seconds)
+        return reply, payload

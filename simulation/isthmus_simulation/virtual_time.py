@@ -1,0 +1,88 @@
+"""An event loop and a clock whose time passes only while nothing can be done.
+
+Whatever is ready runs first, and takes no time. When everything waits for a timer, the clock jumps
+to the earliest. So deadlines, over-selection and buffers behave as with real devices, in the order
+of simulated durations, and a simulated hour costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+from isthmus_server.rounds.clock import Clock
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+START = 1_704_067_200.0
+"""Simulated time at the start of a run: Monday, 2024-01-01 00:00 UTC."""
+
+_RESOLUTION = 1e-6
+"""Seconds by which timers may be early: above the rounding of times of years."""
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop with virtual time; `asyncio.to_thread` works in the calling thread."""
+
+    def __init__(self) -> None:
+        """Start at time 0."""
+        self._selector_with_time = _JumpingSelector()
+        super().__init__(self._selector_with_time)
+        self._clock_resolution = _RESOLUTION
+        self.set_default_executor(SynchronousExecutor())
+
+    def time(self) -> float:
+        """Simulated seconds since the loop was made."""
+        return self._selector_with_time.now
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Jumps ahead where a selector would wait; signals are still seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:  # no timer: only a signal can go on
+            return super().select(None)
+        ready = super().select(0)
+        if not ready and timeout > 0:
+            self.now += timeout
+        return ready
+
+
+class SynchronousExecutor(ThreadPoolExecutor):
+    """Runs submitted work at once in the calling thread, which has nothing else to do."""
+
+    def submit(self, work: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
+        """Run the work and return a completed future."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*arguments, **named))
+        except Exception as error:  # noqa: BLE001 - raised by `Future.result`
+            future.set_exception(error)
+        return future
+
+
+class VirtualClock(Clock):
+    """The clock of a run on a `VirtualTimeLoop`."""
+
+    def __init__(self, elapsed: float = 0.0) -> None:
+        """`elapsed` is the simulated time of the run so far, in seconds."""
+        self._start = START + elapsed - asyncio.get_running_loop().time()
+
+    def now(self) -> float:
+        """Seconds since 1970, UTC."""
+        return self._start + asyncio.get_running_loop().time()
+
+    def utc(self) -> float:
+        """Seconds since 1970, UTC."""
+        return self.now()
+
+    async def sleep(self, seconds: float) -> None:
+        """Return when that many simulated seconds have passed."""
+        await asyncio.sleep(seconds)
