@@ -15,8 +15,30 @@ from isthmus.job import Job
 from isthmus.wire import link_pb2
 from isthmus_clients.virtual.device import VirtualDevice
 from isthmus_clients.virtual.fleet import VirtualFleet
-from isthmus_server.storage.events import Event, RoundCommitted
+from isthmus_server.storage.events import (
+    Event,
+    EventStream,
+    ParticipantJoined,
+    ParticipantLeft,
+    ParticipantReady,
+    RoundCommitted,
+)
 from isthmus_server.transport.inprocess import InProcessLink
+
+
+class SimulationEvents(EventStream):
+    """The events of a simulated run, without the planned changes of a large population."""
+
+    def __init__(self) -> None:
+        """No event is left out yet."""
+        super().__init__()
+        self.whole_population = True
+
+    def publish(self, event: Event) -> None:
+        """Pass an event to every subscriber, unless it is a device that comes or goes."""
+        comes_or_goes = isinstance(event, ParticipantJoined | ParticipantReady | ParticipantLeft)
+        if self.whole_population or not comes_or_goes:
+            super().publish(event)
 
 
 class Population:

@@ -19,12 +19,11 @@ from isthmus_clients.virtual.profiles import DeviceProfile
 from isthmus_datacenter.virtual import VirtualDatacenter
 from isthmus_server.observability.observers import Observers
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.storage.events import EventStream
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.inprocess import InProcessLink
-from isthmus_simulation.population import Population
+from isthmus_simulation.population import Population, SimulationEvents
 from isthmus_simulation.progress import SimulationProgress
 from isthmus_simulation.virtual_time import VirtualClock
 
@@ -79,7 +78,7 @@ class Simulation:
         torch.set_num_threads(1)  # as real devices
         store, job, link = self.store, self.store.job, InProcessLink()
         observers = observers or Observers(Console(quiet=True))
-        events = EventStream()
+        events = SimulationEvents()
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(contextlib.closing(store))
             stack.enter_context(store.locked())
@@ -87,6 +86,7 @@ class Simulation:
             await stack.enter_async_context(observers.watching(store, events, job.name))
             fleet = fleet_of(job, store.directory)
             population = Population(job, link, fleet)
+            events.whole_population = population.is_whole
             check_participants(job, load_policy(job.strategy))
             clock = VirtualClock(store.run_state().elapsed)
             coordinator = self._coordinator = Coordinator(store, link, events, clock)
