@@ -60,15 +60,21 @@ def letters(folder: Path) -> tuple[Rows, Rows]:
     return rows.at(slice(None, -4000)), rows.at(slice(-4000, None))
 
 
-def mnist(folder: Path) -> tuple[Rows, Rows]:
-    """The 10,000 test images of MNIST, as 14 x 14 pixels; every fifth is a test row here."""
+def mnist_images(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 10,000 test images of MNIST, float32 (10000, 1, 28, 28) from 0 to 1, and their digits."""
     images = gzip.decompress((folder / "mnist-t10k-images-idx3-ubyte.gz").read_bytes())
     labels = gzip.decompress((folder / "mnist-t10k-labels-idx1-ubyte.gz").read_bytes())
     pixels = torch.frombuffer(bytearray(images[16:]), dtype=torch.uint8).view(-1, 1, 28, 28)
     target = torch.frombuffer(bytearray(labels[8:]), dtype=torch.uint8).long()
     if len(pixels) != len(target):
         raise ValueError(f"there are {len(pixels)} images and {len(target)} labels")
-    inputs = torch.nn.functional.avg_pool2d(pixels.float() / 255, 2)
+    return pixels.float() / 255, target
+
+
+def mnist(folder: Path) -> tuple[Rows, Rows]:
+    """The 10,000 test images of MNIST, as 14 x 14 pixels; every fifth is a test row here."""
+    images, target = mnist_images(folder)
+    inputs = torch.nn.functional.avg_pool2d(images, 2)
     rows = Rows((inputs - inputs.mean()) / inputs.std(), target, target)
     test = torch.arange(len(target)) % 5 == 0
     return rows.at(~test), rows.at(test)

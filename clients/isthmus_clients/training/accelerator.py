@@ -113,6 +113,18 @@ class Arithmetic:
             return model
         return cast("nn.Module", torch.compile(model))
 
+    def seed(self, number: int) -> None:
+        """Seed the generators of the processor and of the device.
+
+        Those of absent accelerators are left out: PyTorch takes a millisecond to note their seeds.
+        """
+        import torch
+
+        if self.device.type == "cpu":
+            torch.default_generator.manual_seed(number)
+        else:
+            torch.manual_seed(number)
+
     def begin(self) -> None:
         """Begin the steps of a round, with nothing of an earlier one."""
         import torch

@@ -249,7 +249,7 @@ class DeviceRun:
         self.model.zero_grad(set_to_none=True)
         with torch.random.fork_rng(devices=[]):
             optimizers = TaskOptimizers(self._made(round_), self.model.parameters())
-            torch.manual_seed(number(seed))
+            self._arithmetic.seed(number(seed))
             for step in self.data.first_pass(seed, round_):
                 for piece in step:
                     _check_wanted(stopped)
@@ -300,7 +300,7 @@ class DeviceRun:
         averages = Averages()
         diverged: TaskError | None = None
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(number(self.seed_of(round_)))
+            self._arithmetic.seed(number(self.seed_of(round_)))
             optimizers = self._optimizers(round_, position, stopped)
             self.model.train()
             self._arithmetic.begin()

@@ -137,7 +137,7 @@ class StackedTraining:
                 for seed, order in zip(seeds, orders, strict=True)
             ]
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(number(seeds[0]))
+            torch.default_generator.manual_seed(number(seeds[0]))
             ends, mean_losses, means = self._steps(
                 start,
                 added,
