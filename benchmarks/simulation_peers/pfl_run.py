@@ -40,13 +40,13 @@ class Model(nn.Module):
         super().__init__()
         self.net = build(name)
 
-    def loss(self, inputs, digits, eval=False):
-        self.train(not eval)
+    def loss(self, inputs, digits, **keywords):
+        self.train(not keywords)
         return nn.functional.cross_entropy(self.net(inputs), digits)
 
     @torch.no_grad()
-    def metrics(self, inputs, digits, eval=False):
-        self.train(not eval)
+    def metrics(self, inputs, digits, **keywords):
+        self.eval()
         loss = nn.functional.cross_entropy(self.net(inputs), digits, reduction="sum")
         return {"loss": Weighted(loss.item(), len(digits))}
 

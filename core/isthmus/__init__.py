@@ -15,6 +15,7 @@ from isthmus.task.definition import Participant, StepLoss, Task
 from isthmus.task.device_sums.metrics import BinnedScores, Confusion, Mean
 from isthmus.task.device_sums.statistics import Category, Column
 from isthmus.task.loading import load_task
+from isthmus.task.partitions import Partitioner
 
 if TYPE_CHECKING:
     run: Any
@@ -32,6 +33,7 @@ __all__ = [
     "JobError",
     "Mean",
     "Participant",
+    "Partitioner",
     "Run",
     "StepLoss",
     "Task",

@@ -1,0 +1,208 @@
+"""A simulated run, compared with real devices and with closed forms."""
+
+import asyncio
+import contextlib
+
+import pytest
+import torch
+
+from isthmus.errors import JobError
+from isthmus_clients.virtual.profiles import DeviceProfile
+from isthmus_server.python.saved_model import load_model
+from isthmus_server.storage.store import Store
+from isthmus_server.views.report import read_report
+from isthmus_simulation.run import Simulation
+from isthmus_simulation.virtual_time import VirtualTimeLoop
+
+ONE_BY_ONE = "simulation.training=one-by-one"
+
+
+@pytest.fixture
+def simulate(write_task, make_job, tmp_path):
+    """Simulate a job of the table task; returns its report."""
+    write_task()
+
+    def run(*overrides, name="simulated", devices=6, cohort=4, leave_after=None):
+        usual = (
+            f"simulation.clients={devices}",
+            f"federated.cohort={cohort}",
+            "federated.local_steps=2",
+            "federated.batch_size=4",
+            "rounds=2",
+            "strategy.policy=federated",
+        )
+        job = make_job(*usual, *overrides)
+        simulation = Simulation.new(job, tmp_path, tmp_path / name)
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            if leave_after is not None:
+                runner.get_loop().call_later(leave_after, simulation.leave)
+            runner.run(simulation.run())
+        return report_of(tmp_path / name)
+
+    return run
+
+
+def report_of(directory):
+    with contextlib.closing(Store.open(directory)) as store:
+        return read_report(store)
+
+
+@pytest.mark.parametrize("secure", ["true", "false"])
+async def test_devices_one_by_one_give_the_bits_of_real_devices(simulate, deployment, secure):
+    same = (
+        "federated.local_steps=2",
+        "federated.batch_size=4",
+        "federated.cohort=4",
+        "rounds=2",
+        "strategy.policy=federated",
+        f"federated.secure_aggregation={secure}",
+    )
+    await deployment.start(names=[f"client-{index}" for index in range(6)])
+    real, _ = await deployment.run("real", *same)  # six agents, which mask their updates
+    virtual = await asyncio.to_thread(simulate, *same, ONE_BY_ONE)
+    assert virtual.final.model_sha256 == real["final"]["model_sha256"]
+
+
+def model_of(directory):
+    return torch.cat([part.flatten() for part in load_model(directory).parameters()])
+
+
+@pytest.mark.parametrize("secure", ["true", "false"])
+def test_stacked_devices_differ_by_rounding_only(simulate, tmp_path, secure):
+    secure = f"federated.secure_aggregation={secure}"
+    simulate(secure, ONE_BY_ONE, name="one")
+    simulate(secure, "simulation.training=stacked", name="stacked")
+    torch.testing.assert_close(
+        model_of(tmp_path / "one"), model_of(tmp_path / "stacked"), rtol=0, atol=1e-6
+    )
+
+
+SLOW = ("simulation.step_seconds=3", "simulation.speed_spread=1", "simulation.down_mbit=0.001")
+
+
+def durations(job, received=0):
+    """Closed form: what each of six devices takes for two steps and the model that it receives."""
+    return {
+        f"client-{index}": DeviceProfile.drawn(job.simulation, job.seed, index).seconds(
+            received=received, steps=2, sent=0
+        )
+        for index in range(6)
+    }
+
+
+def test_the_fastest_of_an_over_selected_cohort_are_taken_and_the_round_ends_with_them(
+    simulate, make_job
+):
+    over = ("federated.over_selection=3", "federated.quorum=2")
+    report = simulate(*SLOW, *over, "rounds=1", cohort=2, devices=6)
+    receipts = report.rounds[0].receipts
+    received = max(receipt.bytes_out for receipt in receipts)
+    seconds = durations(make_job(*SLOW), received)
+    accepted = [receipt.participant for receipt in receipts if receipt.status == "accepted"]
+    fastest = sorted(seconds, key=seconds.__getitem__)[:2]
+    assert sorted(accepted) == sorted(fastest)
+    assert report.rounds[0].seconds == pytest.approx(seconds[fastest[1]], abs=1e-3)
+    for receipt in receipts:
+        if receipt.status == "accepted":
+            assert receipt.seconds == pytest.approx(seconds[receipt.participant], rel=1e-6)
+
+
+def test_devices_slower_than_the_deadline_are_dropped(simulate, make_job):
+    seconds = sorted(durations(make_job(*SLOW[:2])).values())
+    limit = (seconds[3] + seconds[4]) / 2
+    report = simulate(
+        *SLOW[:2],
+        f"time.round_seconds={limit}",
+        "time.lease_seconds=0.1",
+        "federated.quorum=4",
+        "rounds=1",
+        cohort=6,
+    )
+    receipts = report.rounds[0].receipts
+    assert sum(receipt.status == "accepted" for receipt in receipts) == 4
+    assert report.rounds[0].seconds == pytest.approx(limit, abs=1e-3)
+
+
+@pytest.mark.parametrize("secure", ["true", "false"])
+def test_lost_devices_have_receipts_and_come_back(simulate, secure):
+    report = simulate(
+        f"federated.secure_aggregation={secure}",
+        "simulation.dropout=0.2",
+        "federated.quorum=5",
+        "attempts=20",
+        "rounds=6",
+        devices=8,
+        cohort=8,
+    )
+    lost = [
+        receipt
+        for record in report.rounds
+        for receipt in record.receipts
+        if receipt.status == "dropped"
+    ]
+    assert lost
+    assert {receipt.reason for receipt in lost} == {"client-0"} or all(
+        "the connection was lost" in receipt.reason for receipt in lost
+    )
+    assert report.status == "finished"
+
+
+def test_a_large_population_has_other_devices_in_each_round(simulate):
+    report = simulate("simulation.connected=8", devices=1_000_000, cohort=6)
+    first, second = (
+        {receipt.participant for receipt in record.receipts} for record in report.rounds
+    )
+    assert len(first) == len(second) == 6
+    assert not first & second
+
+
+@pytest.mark.parametrize("secure", ["true", "false"])
+def test_a_buffer_is_filled_by_the_fast_devices_first(simulate, secure):
+    report = simulate(
+        f"federated.secure_aggregation={secure}",
+        "federated.mode=buffered",
+        "federated.buffer.concurrency=6",
+        "simulation.step_seconds=1",
+        "simulation.speed_spread=0.7",
+        "rounds=8",
+        cohort=3,
+        devices=6,
+    )
+    assert report.status == "finished"
+    assert len(report.rounds) == 8
+    stale = [receipt.staleness for record in report.rounds for receipt in record.receipts]
+    assert max(stale) > 0
+
+
+def test_a_simulation_goes_on_after_an_interruption_with_the_same_bits(simulate, tmp_path):
+    timed = ("rounds=3", "simulation.step_seconds=2")
+    whole = simulate(*timed, name="whole")
+    with pytest.raises(asyncio.CancelledError):
+        simulate(*timed, name="stopped", leave_after=1.0)
+    assert len(report_of(tmp_path / "stopped").rounds) == 1
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(Simulation.resumed(tmp_path / "stopped").run())
+    resumed = report_of(tmp_path / "stopped")
+    assert resumed.final.model_sha256 == whole.final.model_sha256
+    assert [record.seconds for record in resumed.rounds] == [4.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["simulation.clients=3", "federated.cohort=4"], "a population of 3 devices"),
+        (["federated.cohort=4"], "names no number of devices to simulate"),
+        (
+            ["simulation.clients=50", "simulation.connected=3", "federated.cohort=4"],
+            "simulation.connected=3 is below the 4 devices that a round invites",
+        ),
+        (
+            ["simulation.clients=9", "federated.flower.app=client_app:app"],
+            "federated.flower names an app",
+        ),
+    ],
+)
+def test_a_job_that_cannot_be_simulated_is_refused(make_job, tmp_path, overrides, sentence):
+    with pytest.raises(JobError, match=sentence):
+        Simulation.new(make_job(*overrides), tmp_path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
