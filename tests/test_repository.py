@@ -16,13 +16,14 @@ from isthmus import cli
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-ROOTS = ["core", "privacy", "server", "clients", "datacenter"]
+ROOTS = ["core", "privacy", "server", "clients", "datacenter", "simulation"]
 PACKAGES = [
     "core/isthmus",
     "privacy/isthmus_privacy",
     "server/isthmus_server",
     "clients/isthmus_clients",
     "datacenter/isthmus_datacenter",
+    "simulation/isthmus_simulation",
 ]
 NAMES = [path.partition("/")[2] for path in PACKAGES]
 TOOLS = PROJECT["tool"]
@@ -95,6 +96,10 @@ COMMANDS = [
     ),
     "isthmus server token create --expires --kind --name --uses STATE",
     "isthmus server verify STATE",
+    (
+        "isthmus simulate --clients --cohort --log-format --metrics --quiet --resume --run-dir"
+        " --set --track JOB"
+    ),
     "isthmus statistics --address --output --run-dir --set JOB",
     "isthmus submit --project --set --share --state JOB",
     "isthmus task install --author --tasks PACKAGE",

@@ -15,12 +15,13 @@ from isthmus.task.definition import Participant, StepLoss, Task
 from isthmus.task.device_sums.metrics import BinnedScores, Confusion, Mean
 from isthmus.task.device_sums.statistics import Category, Column
 from isthmus.task.loading import load_task
-from isthmus.task.partitions import Partitioner
 
 if TYPE_CHECKING:
     run: Any
+    simulate: Any
     load_model: Any
     Run: Any
+    Partitioner: Any
 
 __version__ = "0.2.0"
 
@@ -43,11 +44,12 @@ __all__ = [
     "load_model",
     "load_task",
     "run",
+    "simulate",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Find what the server's package adds, which a device does not have: `run` and others."""
+    """Find what takes PyTorch or the server's package: a device that waits has neither."""
     for point in entry_points(group="isthmus.python", name=name):
         try:
             return point.load()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, UserError
 from isthmus.job import Job
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.worker import ReportProgress
@@ -20,6 +20,7 @@ from isthmus_datacenter.virtual import VirtualDatacenter
 from isthmus_server.observability.observers import Observers
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.records import FinalModel
+from isthmus_server.storage.run_description import is_simulated, mark_simulated
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.inprocess import InProcessLink
@@ -57,11 +58,21 @@ class Simulation:
             JobError: the job cannot be simulated.
         """
         check(job)
+        mark_simulated(directory)
         return cls(Store.create(directory, job, base))
 
     @classmethod
     def resumed(cls, directory: Path) -> Simulation:
-        """Open an existing run to continue it."""
+        """Open an existing run to continue it.
+
+        Raises:
+            UserError: it was not simulated.
+        """
+        if not is_simulated(directory):
+            raise UserError(
+                f"{directory} has a run with real participants; continue it with `isthmus run "
+                f"--resume --run-dir {directory}`"
+            )
         return cls(Store.open_to_continue(directory))
 
     @property

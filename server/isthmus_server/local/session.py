@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.private_socket import private_socket
@@ -19,6 +20,7 @@ from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.server_apps.loop import RunLoop, run_loop
 from isthmus_server.storage.events import EventStream
 from isthmus_server.storage.records import FinalModel
+from isthmus_server.storage.run_description import is_simulated
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.link import Link
@@ -41,7 +43,16 @@ class LocalRun:
 
     @classmethod
     def resumed(cls, directory: Path) -> LocalRun:
-        """Open an existing run to continue it."""
+        """Open an existing run to continue it.
+
+        Raises:
+            UserError: it was simulated.
+        """
+        if is_simulated(directory):
+            raise UserError(
+                f"{directory} has a simulated run; continue it with `isthmus simulate --resume "
+                f"--run-dir {directory}`"
+            )
         return cls(Store.open_to_continue(directory))
 
     @property

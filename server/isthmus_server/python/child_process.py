@@ -1,4 +1,4 @@
-"""`isthmus run` as a child process, for a script or a notebook that goes on meanwhile."""
+"""`isthmus run` or `isthmus simulate` as a child process, while a script or a notebook goes on."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ _LAST_LINES = 20
 
 
 class RunProcess:
-    """A process of `isthmus run`, and its output.
+    """A process of the command, and its output.
 
     If this process ends first, the run ends with the next line that it prints; it can be resumed.
     """
 
-    def __init__(self, arguments: Sequence[str], on_line: Callable[[str], None]) -> None:
+    def __init__(
+        self, command: str, arguments: Sequence[str], on_line: Callable[[str], None]
+    ) -> None:
         """Start it.
 
         Args:
-            arguments: of `isthmus run`.
+            command: `run` or `simulate`.
+            arguments: of the command.
             on_line: called with each line that it prints, in another thread.
         """
         self._lines: deque[str] = deque(maxlen=_LAST_LINES)
@@ -38,7 +41,7 @@ class RunProcess:
         forced = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
         environment = {key: value for key, value in os.environ.items() if key not in forced}
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "isthmus", "run", *arguments],
+            [sys.executable, "-m", "isthmus", command, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""`isthmus.run` and `isthmus.Run`: a run from a script or a notebook."""
+"""`isthmus.run`, `isthmus.simulate` and `isthmus.Run`: a run from a script or a notebook."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from isthmus_server.python.child_process import IN_RUN, RunProcess
 from isthmus_server.python.saved_model import DELIVERED, load_model
 from isthmus_server.python.task_source import source_of
 from isthmus_server.storage.records import FinalModel, Receipt, RoundRecord
+from isthmus_server.storage.run_description import is_simulated
 from isthmus_server.storage.store import Store
 from isthmus_server.views.report import Report, read_report
 
@@ -156,10 +157,17 @@ class Run:
         Raises:
             UserError: it cannot be continued, or failed again.
         """
-        return self._start(["--resume"], on_round, wait=wait, quiet=quiet)
+        command = "simulate" if is_simulated(self.directory) else "run"
+        return self._start(command, ["--resume"], on_round, wait=wait, quiet=quiet)
 
     def _start(
-        self, arguments: Sequence[str], on_round: OnRound | None, *, wait: bool, quiet: bool
+        self,
+        command: str,
+        arguments: Sequence[str],
+        on_round: OnRound | None,
+        *,
+        wait: bool,
+        quiet: bool,
     ) -> Run:
         if os.environ.get(IN_RUN):
             raise UserError(
@@ -179,7 +187,7 @@ class Run:
                 for record in new:
                     on_round(self, record)
 
-        self._process = RunProcess([*arguments, "--run-dir", str(self.directory)], show)
+        self._process = RunProcess(command, [*arguments, "--run-dir", str(self.directory)], show)
         return self.wait() if wait else self
 
 
@@ -211,6 +219,60 @@ def run(
     Raises:
         UserError: the job or the task cannot be used, or the run failed: one sentence.
     """
+    return _started("run", job, task, overrides, run_dir, on_round, track, wait=wait, quiet=quiet)
+
+
+def simulate(
+    job: Path | str | Mapping[str, Any],
+    task: type[Task] | None = None,
+    *,
+    clients: int | None = None,
+    cohort: int | None = None,
+    run_dir: Path | str | None = None,
+    on_round: OnRound | None = None,
+    wait: bool = True,
+    quiet: bool = False,
+    track: Sequence[str] = (),
+    **overrides: Any,
+) -> Run:
+    """Train a job with simulated devices, as the command `isthmus simulate` does.
+
+    Args:
+        job: see `run`, also for the arguments that are not listed here.
+        task: likewise.
+        clients: devices of the population, in place of the job's.
+        cohort: updates in a round, in place of the job's.
+        run_dir: see `run`.
+        on_round: likewise.
+        wait: likewise.
+        quiet: likewise.
+        track: likewise.
+        **overrides: likewise.
+
+    Raises:
+        UserError: the job or the task cannot be used or simulated, or the run failed.
+    """
+    if clients is not None:
+        overrides = {"simulation.clients": clients, **overrides}
+    if cohort is not None:
+        overrides = {"federated.cohort": cohort, **overrides}
+    return _started(
+        "simulate", job, task, overrides, run_dir, on_round, track, wait=wait, quiet=quiet
+    )
+
+
+def _started(
+    command: str,
+    job: Path | str | Mapping[str, Any],
+    task: type[Task] | None,
+    overrides: Mapping[str, Any],
+    run_dir: Path | str | None,
+    on_round: OnRound | None,
+    track: Sequence[str],
+    *,
+    wait: bool,
+    quiet: bool,
+) -> Run:
     if not isinstance(job, str | Path | Mapping):
         raise UserError(f"the job is a job file or a mapping of its tables, and not {job!r}")
     name = job.get("name", "run") if isinstance(job, Mapping) else Path(job).stem
@@ -223,7 +285,7 @@ def run(
     changes = [f"{key}={_literal(value)}" for key, value in overrides.items()]
     arguments = [str(job), *(part for change in changes for part in ("--set", change))]
     arguments += [part for tracker in track for part in ("--track", tracker)]
-    return Run(directory)._start(arguments, on_round, wait=wait, quiet=quiet)
+    return Run(directory)._start(command, arguments, on_round, wait=wait, quiet=quiet)
 
 
 def _written(job: Mapping[str, Any], folder: Path) -> Path:

@@ -254,3 +254,22 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(part, f"{key}.{name}" if key else name)
     else:
         yield key, value
+
+
+_SIMULATED = "simulated"
+
+
+def mark_simulated(directory: Path) -> None:
+    """Note that the run that is about to be created in a directory has simulated participants.
+
+    Raises:
+        UserError: the directory cannot be written.
+    """
+    with errors_named(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / _SIMULATED).touch()
+
+
+def is_simulated(directory: Path) -> bool:
+    """Whether the participants of a run are simulated, so that its durations are too."""
+    return (directory / _SIMULATED).exists()

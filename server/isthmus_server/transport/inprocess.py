@@ -106,6 +106,9 @@ class InProcessLink(Link):
                 buffer = worker.buffer(request, blob.size)
                 if buffer is not None:
                     broadcast.fill(buffer)
+                peer = self.peers[name]
+                peer.last_blob = blob.sha256
+                peer.bytes_out += blob.size
             reply, payload = await worker.work(request, buffer, lambda progress: None)
         except IsthmusError as error:
             reply, payload = link_pb2.Reply(failure=link_pb2.Failure(reason=str(error))), None
