@@ -121,6 +121,7 @@ def terminal(folder: Path) -> Terminal:
         "docs/flower.md",
         "docs/chaos.md",
         "docs/observe.md",
+        "docs/simulate.md",
     ],
 )
 def test_the_commands_of_a_page_work(page: str, terminal: Terminal) -> None:
