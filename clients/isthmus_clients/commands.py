@@ -179,7 +179,14 @@ def start(
         participant = Participant(name=name, regime="federated", shard=split)
         states = PersonalStates(state / "personal")
         agent = Agent(
-            participant, data, threads, hours, log_file=log_file, device=device, states=states
+            participant,
+            data,
+            threads,
+            hours,
+            log_file=log_file,
+            device=device,
+            states=states,
+            residuals=state / "residuals",
         )
         asyncio.run(_serve_until_stopped(server, agent, None))
         return
@@ -210,6 +217,7 @@ def start(
             hours or limits.hours,
             signing_key=member.identity,
             history_file=begin_history(member),
+            residuals=state / "residuals",
             tasks=tasks,
             guard=guard,
             host=host,

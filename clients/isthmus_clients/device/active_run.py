@@ -144,12 +144,14 @@ class ActiveRun:
     @property
     def training_slots(self) -> Sequence[Slot]:
         """The figures that this device gives with an update; no loss if a server adds noise."""
-        from isthmus_privacy.secagg import CLIPPING_SLOTS, SCORING_SLOTS, TRAINING_SLOTS
+        from isthmus_privacy import slots
 
+        if self.job.federated.compression is not None:
+            return slots.COMPRESSED_SLOTS
         privacy = self.job.privacy
         if privacy is None or privacy.mechanism == "distributed":
-            return TRAINING_SLOTS
-        return SCORING_SLOTS if privacy.clip_quantile is None else CLIPPING_SLOTS
+            return slots.TRAINING_SLOTS
+        return slots.SCORING_SLOTS if privacy.clip_quantile is None else slots.CLIPPING_SLOTS
 
     def check_privacy(self, config: RoundConfig, rho: float) -> None:
         """Refuse a sum of updates without the clipping and the noise that the job promises.
@@ -190,6 +192,27 @@ class ActiveRun:
                 "sums-beyond-the-jobs-budget",
                 f"{self.job.name!r} was opened with an epsilon of {privacy.epsilon:g} ([privacy]), "
                 f"and with this sum its rounds on this device would have one of {epsilon:.4g}",
+            )
+
+    def check_codec(self, config: RoundConfig) -> None:
+        """Refuse a sum of updates that are compressed in another way than the job says.
+
+        Raises:
+            PeerMisbehaved: other elements are wanted, or coarser ones; finer ones are wanted before
+                the magnitude of updates is known.
+        """
+        compression, codec = self.job.federated.compression, config.codec
+        if codec is None:
+            return
+        if (
+            compression is None
+            or codec.one_in != compression.one_in
+            or codec.bits < compression.bits
+        ):
+            refusal.refuse(
+                "codec-differs",
+                f"{self.job.name!r} was opened with federated.compression={compression}, and this "
+                f"sum has one_in={codec.one_in} and bits={codec.bits}",
             )
 
     def check_measured(self) -> None:

@@ -60,6 +60,7 @@ class Agent:
         log_file: Path | None = None,
         device: str = "cpu",
         states: PersonalStates | None = None,
+        residuals: Path | None = None,
     ) -> None:
         """Create a device.
 
@@ -80,6 +81,8 @@ class Agent:
             device: what to train on, without a `host`; see `isthmus_clients.training.accelerator`.
             states: keeps what stays on the device between rounds, without a `host`; None keeps it
                 as long as this process runs.
+            residuals: directory for what compressed updates leave to be sent later; None keeps
+                that as long as this process runs.
         """
         self.participant = participant
         self.hours = hours
@@ -91,7 +94,9 @@ class Agent:
         limits = None if guard is None else guard.limits
         self._throttle = CpuThrottle(None if limits is None else limits.cpu_percent)
         privacy = None if limits is None else limits.privacy
-        self._secure = SecureSessions(participant.name, signing_key, history_file, privacy, threads)
+        self._secure = SecureSessions(
+            participant.name, signing_key, history_file, privacy, threads, residuals
+        )
         pause = self._throttle.pause
         self.host = host or InProcessHost(
             participant, data, tasks, threads, pause, device, states or PersonalStates(None)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from isthmus.tensors.exchange_set import TensorLayout
     from isthmus_clients.device.owner_limits import PrivacyLimits
+    from isthmus_clients.device.residuals import Residual, Residuals
     from isthmus_clients.training.secure import Credentials, SecureParticipation
     from isthmus_privacy.secagg import Slot, StartModel
 
@@ -51,6 +52,7 @@ class SecureSessions:
         history_file: Path | None,
         privacy: PrivacyLimits | None,
         threads: int,
+        residuals: Path | None = None,
     ) -> None:
         """Identify the device.
 
@@ -62,6 +64,7 @@ class SecureSessions:
             privacy: what the owner requires; None for the defaults of the protocol, with any
                 selection of devices.
             threads: CPU threads used for masking.
+            residuals: directory for what compressed updates leave; None keeps it in memory.
         """
         self._name = name
         self._signing_key = signing_key or Ed25519PrivateKey.generate()
@@ -70,6 +73,8 @@ class SecureSessions:
         self._run_id = ""
         """The run that was opened last."""
         self._threads = threads
+        self._residuals_directory = residuals
+        self._residuals: Residuals | None = None
         self._welcome: link_pb2.Welcome | None = None
         self._credentials: Credentials | None = None
         self._current: SecureParticipation | None = None
@@ -132,10 +137,25 @@ class SecureSessions:
         slots = MEASURING_SLOTS if scale else run.training_slots
         attempt = self.propose(about, work.secure, work.model, purpose.hash, slots)
         run.check_privacy(attempt.config, self._enrolled().history.rho(work.run_id))
+        run.check_codec(attempt.config)
         result = _train_silently(host, request, payload)
         check_wanted(wanted)
         layout = run.layout.gradient_and_update if scale else run.layout
-        return self._join_with_update(attempt, run, layout, result)
+        if attempt.config.codec is None:
+            return self._join_with_update(attempt, run, layout, result)
+        residual = self._residual(work, layout.size)
+        reply = self._join_with_update(attempt, run, layout, result, residual=residual)
+        residual.save(about[1:], attempt.sent)
+        return reply
+
+    def _residual(self, work: link_pb2.TrainLocal, size: int) -> Residual:
+        """What the last committed sum left to be sent."""
+        from isthmus_clients.device.residuals import Residuals
+
+        if self._residuals is None:
+            self._residuals = Residuals(self._residuals_directory)
+        committed = (work.summed_round, work.summed_attempt)
+        return self._residuals.open(f"{work.run_id}\n{self._name}", committed, size)
 
     def keep(
         self,
@@ -250,6 +270,7 @@ class SecureSessions:
         layout: TensorLayout,
         result: _Result | None,
         scale: float = 1.0,
+        residual: Residual | None = None,
     ) -> link_pb2.Reply:
         """Join with an update, or with zeros of weight 0 without a usable one.
 
@@ -258,7 +279,7 @@ class SecureSessions:
         import torch
 
         from isthmus_privacy.dp.clipping import clip_to_norm
-        from isthmus_privacy.secagg import GRADIENT_LOST, WITHIN_CLIP
+        from isthmus_privacy.secagg import GRADIENT_LOST, MAGNITUDE, WITHIN_CLIP
         from isthmus_privacy.secagg.encoding import lost_in_clipping
 
         seed = self.seed(run, attempt.config.round)
@@ -277,6 +298,9 @@ class SecureSessions:
                     figures[WITHIN_CLIP.name] = float(not longer)
             return self.join(attempt, vector, 1, figures, seed)
         figures["loss"] = trained.training.get("loss", 0.0)
+        if residual is not None:
+            vector, magnitude = residual.add_to(vector, trained.examples, config)
+            figures[MAGNITUDE.name] = magnitude
         if GRADIENT_LOST.name in figures:
             gradient = vector[: run.layout.size]
             figures[GRADIENT_LOST.name] = lost_in_clipping(gradient, config.clip)

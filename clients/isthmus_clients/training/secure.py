@@ -171,6 +171,8 @@ class SecureParticipation:
                 requirements.delta,
             )
         self._encoded: Encoded | None = None
+        self.sent: torch.Tensor | None = None
+        """With a codec: (N) float32, what the encoded vector has of the update; None before."""
 
     def advertise_keys(
         self,
@@ -186,6 +188,7 @@ class SecureParticipation:
         that a repeated round encodes the same vector.
         """
         self._encoded = encode_repeatably(self.config, update, examples, figures, seed)
+        self.sent = self._encoded.sent
         return self.session.advertise_keys()
 
     def step(self, work: link_pb2.SecureStep) -> tuple[link_pb2.SecureStepped, Buffer | None]:

@@ -109,7 +109,7 @@ class VirtualDevice(Agent):
         )
         self._host = VirtualHost(fleet, participant)
         super().__init__(participant, fleet.data, signing_key=_UNUSED_KEY, host=self._host)
-        self._secure: UnmaskedSessions = UnmaskedSessions(participant.name)
+        self._secure: UnmaskedSessions = UnmaskedSessions(participant.name, fleet.residuals)
         self._lost = lost
 
     async def work(

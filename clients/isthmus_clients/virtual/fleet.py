@@ -15,6 +15,7 @@ from isthmus.job import Job
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
+from isthmus_clients.device.residuals import Residuals
 from isthmus_clients.device.task_host import train_in
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.profiles import DeviceProfile
@@ -121,7 +122,8 @@ class VirtualFleet:
     Guarantees:
       * an update depends only on the job, the round, the device's name and its data, not on the
         devices that train at the same time (up to rounding in stacked models);
-      * memory is O(K x N) for the K devices of one round, for any size of the fleet.
+      * memory is O(K x N) for the K devices of one round, for any size of the fleet; with
+        `federated.compression`, N more for each device that has taken part.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class VirtualFleet:
         self.mode = mode
         self.profile = profile
         self.folder = folder
+        self.residuals = Residuals(None)
         self.lock = threading.RLock()
         """Held while the model that all devices share is used."""
         self.run: FleetRun | None = None

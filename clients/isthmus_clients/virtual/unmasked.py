@@ -13,8 +13,10 @@ import torch
 from isthmus.errors import UpdateError
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.wire import link_pb2
+from isthmus_clients.device.residuals import Residuals
 from isthmus_clients.device.secure_sessions import SecureSessions, unusable
 from isthmus_clients.training.secure import Credentials, SecureParticipation, encode_repeatably
+from isthmus_privacy.compression.packing import packed
 from isthmus_privacy.secagg import RoundConfig, Slot, StartModel
 
 SIMULATED = Credentials(bytes(32))
@@ -37,6 +39,7 @@ class UnmaskedParticipation(SecureParticipation):
         if (self.config.run_id, self.config.round, self.config.attempt) != about:
             raise UpdateError("the configuration is of another round than the request")
         self.config.check_form(slots, whole=whole)
+        self.sent = None
 
 
 class UnmaskedSessions(SecureSessions):
@@ -45,9 +48,10 @@ class UnmaskedSessions(SecureSessions):
     `payload` is the encoded vector of the last one.
     """
 
-    def __init__(self, name: str) -> None:
-        """`name` of the device."""
+    def __init__(self, name: str, residuals: Residuals) -> None:
+        """`name` of the device, and what all devices have not sent yet."""
         self._name = name
+        self._residuals = residuals
         self._kept = None
         self.payload: Buffer | None = None
 
@@ -89,8 +93,9 @@ class UnmaskedSessions(SecureSessions):
         except UpdateError:
             zeros = torch.zeros(1, dtype=vector.dtype).expand(vector.shape)  # takes no memory
             encoded = encode_repeatably(config, zeros, 0, unusable(figures), seed)
-        self.payload = encoded.payload
-        return link_pb2.Reply(trained=link_pb2.Trained(result=describe(encoded.payload)))
+        attempt.sent = encoded.sent
+        self.payload = packed(encoded.payload, config.bits)
+        return link_pb2.Reply(trained=link_pb2.Trained(result=describe(self.payload)))
 
     def _enrolled(self) -> Credentials:
         return SIMULATED

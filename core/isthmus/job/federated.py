@@ -98,6 +98,19 @@ class Groups(Section):
         return bool(name) and (not self.names or name in self.names)
 
 
+class Compression(Section):
+    """Fewer bytes up: devices send some elements of an update in a round, with few bits each.
+
+    All devices send the same elements, so that secure aggregation sums what they send. What they
+    did not send, or rounded away, stays with them and is added to their next update.
+    """
+
+    bits: Annotated[int, Field(ge=2, le=8)] = 3
+    """An element has one of 2**bits - 1 values."""
+    one_in: Annotated[int, Field(ge=1, le=256)] = 4
+    """One of that many neighbouring elements is sent in a round; 1 sends all of them."""
+
+
 MAX_SECURE_COHORT = 1400
 """Devices of a secure round: the keys of all of them, at most 2.9 KB each, are one message to each
 device, and messages have at most 4 MiB."""
@@ -173,6 +186,8 @@ class FederatedSection(Section):
     """Aggregate with a strategy of Flower."""
     groups: Groups | None = None
     """Let plans have the updates summed by group of devices."""
+    compression: Compression | None = None
+    """Send fewer bytes from devices. Default: 32 bits for every element."""
 
     @model_validator(mode="after")
     def _work_and_quorum_fit(self) -> FederatedSection:
@@ -265,6 +280,22 @@ class FederatedSection(Section):
             raise ValueError(
                 f"groups.minimum={self.groups.minimum} is above cohort={self.cohort}, so that no "
                 "group could be summed; lower one or raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compressed_updates_can_be_summed(self) -> FederatedSection:
+        if self.compression is None:
+            return self
+        if not self.secure_aggregation or self.mode != "rounds" or self.flower is not None:
+            raise ValueError(
+                "compression needs secure_aggregation = true, mode = 'rounds' and no flower; "
+                "remove compression, or change these"
+            )
+        if self.groups is not None:
+            raise ValueError(
+                "compression keeps one remainder on each device, which belongs to the sum of all "
+                "devices, and groups sums them by group; remove one of them"
             )
         return self
 

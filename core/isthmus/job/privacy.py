@@ -92,6 +92,10 @@ class PrivacySection(Section):
             "federated.mode='buffered' sums updates to different models; use 'rounds'"
             if federated.mode == "buffered"
             else "",
+            "federated.compression rounds updates after they are clipped, and keeps what noise was "
+            "not added to for later rounds; remove one of them"
+            if federated.compression is not None
+            else "",
             "federated.groups sums several groups in a round; remove one of them"
             if federated.groups is not None
             else "",

@@ -200,7 +200,7 @@ class RoundPosition(_message.Message):
     def __init__(self, start: _Optional[int] = ..., steps: _Optional[int] = ..., cohort: _Optional[int] = ...) -> None: ...
 
 class TrainLocal(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep", "gradient_scale", "group", "position")
+    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep", "gradient_scale", "group", "position", "summed_round", "summed_attempt")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +211,8 @@ class TrainLocal(_message.Message):
     GRADIENT_SCALE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    SUMMED_ROUND_FIELD_NUMBER: _ClassVar[int]
+    SUMMED_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
@@ -221,7 +223,9 @@ class TrainLocal(_message.Message):
     gradient_scale: float
     group: str
     position: RoundPosition
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ..., gradient_scale: _Optional[float] = ..., group: _Optional[str] = ..., position: _Optional[_Union[RoundPosition, _Mapping]] = ...) -> None: ...
+    summed_round: int
+    summed_attempt: int
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ..., gradient_scale: _Optional[float] = ..., group: _Optional[str] = ..., position: _Optional[_Union[RoundPosition, _Mapping]] = ..., summed_round: _Optional[int] = ..., summed_attempt: _Optional[int] = ...) -> None: ...
 
 class Agree(_message.Message):
     __slots__ = ("run_id", "round", "attempt", "secure", "starts")

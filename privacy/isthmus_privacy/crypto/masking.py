@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 
 from isthmus.errors import UserError
 
-RING = {16: torch.int16, 32: torch.int32, 64: torch.int64}
+RING = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 """Ring bits to the dtype whose wrapping addition is that of the ring; signs have no meaning."""
 
 TILE = 32_704
@@ -41,6 +41,14 @@ _KEYS_PER_GROUP = 64
 _BLOCK_BYTES = 16
 _MIN_ELEMENTS_PER_THREAD = 1 << 20
 """Below this, starting a thread costs more than it saves."""
+
+
+def word_bits(bits: int) -> int:
+    """Bits of the smallest words that hold elements of a ring.
+
+    The low bits of a uniform word are uniform, so that masks of whole words mask them too.
+    """
+    return next(width for width in RING if bits <= width)
 
 
 def ring_vector(buffer: bytearray | memoryview, bits: int) -> torch.Tensor:

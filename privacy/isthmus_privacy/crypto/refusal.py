@@ -40,6 +40,8 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "noise-counts-on-too-many",
     "noise-may-wrap",
     "noise-for-other-vector",
+    "codec-for-other-vector",
+    "codec-differs",
     "config-noise-below-floor",
     "private-sum-of-another-vector",
     "noise-below-the-jobs",

@@ -44,18 +44,7 @@ A whole round of four clients, one of which drops out:
 from isthmus_privacy.crypto.keys import SigningKey
 from isthmus_privacy.crypto.refusal import REFUSALS
 from isthmus_privacy.secagg.client import ClientSession
-from isthmus_privacy.secagg.config import (
-    CLIPPING_SLOTS,
-    GRADIENT_LOST,
-    MEASURING_SLOTS,
-    SCORING_SLOTS,
-    TRAINING_SLOTS,
-    UNUSABLE,
-    WITHIN_CLIP,
-    ClientRequirements,
-    RoundConfig,
-    Slot,
-)
+from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
 from isthmus_privacy.secagg.encoding import Aggregate, Encoded, decode, encode
 from isthmus_privacy.secagg.history import Entry, History, StartModel, essential
 from isthmus_privacy.secagg.identity import Authority, Directory, Enrolment
@@ -72,10 +61,24 @@ from isthmus_privacy.secagg.messages import (
     UnmaskingShares,
 )
 from isthmus_privacy.secagg.server import RingSum, ServerSession
+from isthmus_privacy.slots import (
+    CLIPPING_SLOTS,
+    COMPRESSED_SLOTS,
+    GRADIENT_LOST,
+    MAGNITUDE,
+    MEASURING_SLOTS,
+    SCORING_SLOTS,
+    TRAINING_SLOTS,
+    UNUSABLE,
+    WITHIN_CLIP,
+    Slot,
+)
 
 __all__ = [
     "CLIPPING_SLOTS",
+    "COMPRESSED_SLOTS",
     "GRADIENT_LOST",
+    "MAGNITUDE",
     "MEASURING_SLOTS",
     "REFUSALS",
     "SCORING_SLOTS",

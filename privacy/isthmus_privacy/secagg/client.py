@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from isthmus_privacy.compression.packing import packed
 from isthmus_privacy.crypto import keys, refusal, shamir
 from isthmus_privacy.crypto.canonical import PositionSet
 from isthmus_privacy.crypto.keys import OneTimeKey, SigningKey
@@ -165,8 +166,7 @@ class ClientSession:
 
         Args:
             inbox: the encrypted shares that the server forwarded.
-            encoded: result of `encode` with this session's configuration; its buffer is masked in
-                place and returned, so no plaintext remains.
+            encoded: result of `encode` with this session's configuration; masked in place.
 
         Returns:
             The message and its payload of `config.payload_bytes`.
@@ -194,17 +194,18 @@ class ClientSession:
                 minus=[seeds[v] for v in partners if v < self._position],
             )
             encoded.masked = True
+            payload = packed(encoded.payload, self.config.bits)
             # From here on these secrets are only needed through their shares.
             self._wipe_own()
             message = MaskedInput(
                 self._entry.name,
                 self._cohort.hash,
                 self._cohort.members(set(partners)),
-                len(encoded.payload),
-                hashlib.sha256(encoded.payload).digest(),
+                len(payload),
+                hashlib.sha256(payload).digest(),
                 bytes(keys.SIGNATURE_BYTES),
             )
-            return _signed(self._identity, message), encoded.payload
+            return _signed(self._identity, message), payload
 
     def sign_survivors(self, survivors: Survivors) -> ConsistencySignature:
         """Sign the survivor set; a session signs only one.

@@ -19,6 +19,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.crypto.canonical import (
     FLAG,
@@ -32,6 +33,7 @@ from isthmus_privacy.crypto.canonical import (
     tagged_hash,
     text,
 )
+from isthmus_privacy.crypto.masking import word_bits
 from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg.graph import (
     COMPLETE_UP_TO,
@@ -40,6 +42,7 @@ from isthmus_privacy.secagg.graph import (
     graph_parameters,
 )
 from isthmus_privacy.secagg.lottery import DRAW_SECONDS, MILLION, largest_share
+from isthmus_privacy.slots import COMPRESSED_SLOTS, MAX_COUNT, TRAINING_SLOTS, Slot
 
 MAX_LEVELS = 1 << 28
 """Finest quantisation: its step is well below the spacing of float32 at the clipping bound."""
@@ -47,53 +50,16 @@ MAX_LEVELS = 1 << 28
 COUNT_LEVELS = 1 << 51
 """Levels of an element that is a whole number, from -2**50 to 2**50, in a ring of 64 bits."""
 
-MAX_COUNT = 1 << 53
-"""Largest weight or count: float64 represents all integers up to it."""
-
 MAX_COHORT = 2048
 """Largest cohort: a roster has to fit a message, and the search for the graph grows with it."""
 
 MAX_SIZE = 1 << 40
 MAX_SLOTS = 256
 RING_BITS = (16, 32, 64)
+"""Rings of vectors without a codec; with one, any whole number of bits up to 32."""
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Slot(Message):
-    """A figure that is sent inside the masked vector, so that only its sum is revealed."""
-
-    TAG = "slot"
-    FIELDS = {"name": text(64), "maximum": REAL, "exact": FLAG}
-
-    name: str
-    maximum: float
-    """Largest absolute value; a larger average is clipped, a larger count refused."""
-    exact: bool = False
-    """True: an integer of 0 .. maximum, summed exactly. False: an average over the client's
-    examples, aggregated to the average over the examples of all clients."""
-
-
-UNUSABLE = Slot(name="unusable", maximum=1.0, exact=True)
-"""1 from a client that has no usable vector, which sends zeros of weight 0: their sum is the only
-thing that the server learns about failures."""
-
-TRAINING_SLOTS = (Slot(name="loss", maximum=1000.0), UNUSABLE)
-"""Figures of a client that has trained."""
-
-GRADIENT_LOST = Slot(name="gradient_lost", maximum=1.0)
-"""Part of the 2-norm of a client's gradient that was lost when its elements were clipped."""
-
-MEASURING_SLOTS = (GRADIENT_LOST, *TRAINING_SLOTS)
-"""Figures of a client that has trained, and sends its gradient with the update."""
-
-WITHIN_CLIP = Slot(name="within_clip", maximum=1.0, exact=True)
-"""1 from a client whose update is not longer than the round's clipping bound."""
-
-CLIPPING_SLOTS = (UNUSABLE, WITHIN_CLIP)
-"""Figures of a client that has trained, for a server that moves the bound."""
-
-SCORING_SLOTS = (UNUSABLE,)
-"""Figures of a client that has scored models."""
+FIGURE_BITS = 32
+"""The ring of the weight and the figures that go with a compressed update."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +88,7 @@ class RoundConfig(Message):
         "draw": NUMBER,
         "selected_ppm": NUMBER,
         "noise": optional(nested(DistributedNoise)),
+        "codec": optional(nested(UpdateCodec)),
     }
 
     run_id: str
@@ -162,6 +129,9 @@ class RoundConfig(Message):
     noise: DistributedNoise | None = None
     """Noise that the clients add, for differential privacy. The masked vector then has the clipped
     update and nothing else; `levels` and `clip` are not used, and every weight is 1."""
+    codec: UpdateCodec | None = None
+    """How clients compress their update, which they have multiplied by their weight / `weight_max`
+    before; then `clip` bounds what they send, and `bits` and `levels` go with the codec."""
 
     def __post_init__(self) -> None:
         """Compute `levels` if it is 0."""
@@ -184,12 +154,25 @@ class RoundConfig(Message):
         """
         if self.noise is not None:
             return self.size
-        return self.size + 2 + len(self.slots)
+        figures = 2 + len(self.slots)
+        if self.codec is None:
+            return self.size + figures
+        return self.codec.kept(self.size) + figures * self.codec.digits(FIGURE_BITS)
+
+    @property
+    def word_bits(self) -> int:
+        """Size of an element in memory; the masks are of this size, too."""
+        return word_bits(self.bits)
 
     @property
     def payload_bytes(self) -> int:
         """Size of a masked vector in bytes."""
-        return self.length * self.bits // 8
+        return -(-self.length * self.bits // 8)
+
+    @property
+    def figures(self) -> RoundConfig:
+        """The configuration of the weight and figures alone, which a codec leaves as they are."""
+        return dataclasses.replace(self, codec=None, size=0, bits=FIGURE_BITS, levels=0)
 
     def graph(self, clients: int) -> GraphParameters:
         """Parameters of the communication graph for a roster of `clients`."""
@@ -229,6 +212,9 @@ class RoundConfig(Message):
                 f"clients_max={self.clients_max} x levels={self.levels} does not fit "
                 f"{self.bits} bits",
             )
+        if self.codec is not None:
+            self.figures.check()
+            return
         largest = max([self.weight_max, *(s.maximum for s in self.slots if s.exact)])
         if self.clients_max * largest >= ring:
             refusal.refuse(
@@ -259,6 +245,13 @@ class RoundConfig(Message):
                 f"whole={self.whole}, and this device sends "
                 + ("whole numbers" if whole else "an update"),
             )
+        if self.codec is not None and tuple(expected) != COMPRESSED_SLOTS:
+            refusal.refuse(
+                "codec-for-other-vector",
+                f"a codec is for updates alone, and this device gives the figures "
+                f"{[slot.name for slot in expected]}, which are of another vector, or of a job "
+                "without federated.compression",
+            )
         if self.noise is not None:
             # The norm that is clipped has to be that of an update alone, see TRAINING_SLOTS.
             if tuple(expected) != TRAINING_SLOTS:
@@ -279,7 +272,9 @@ class RoundConfig(Message):
         """Return the first invalid field as `name=value`, or None."""
         names = [slot.name for slot in self.slots]
         valid = {
-            "bits": self.bits in RING_BITS,
+            "bits": self.bits in RING_BITS if self.codec is None else 2 <= self.bits <= 32,
+            "codec": self.codec is None
+            or (not self.whole and self.noise is None and self.codec.fits(self.levels)),
             "size": self.size <= MAX_SIZE,
             "clients_min": 2 <= self.clients_min <= self.clients_max,
             "clients_max": self.clients_max <= MAX_COHORT,
@@ -290,18 +285,12 @@ class RoundConfig(Message):
             "weight_max": 1 <= self.weight_max <= MAX_COUNT,
             "corrupt_permille": self.corrupt_permille < 1000,
             "selected_ppm": 1 <= self.selected_ppm <= MILLION,
-            "slots": names == sorted(set(names)) and all(_is_valid(slot) for slot in self.slots),
+            "slots": names == sorted(set(names)) and all(slot.is_valid for slot in self.slots),
         }
         for name, is_valid in valid.items():
             if not is_valid:
                 return f"{name}={getattr(self, name)!r}"
         return None
-
-
-def _is_valid(slot: Slot) -> bool:
-    if not (math.isfinite(slot.maximum) and slot.maximum > 0):
-        return False
-    return not slot.exact or (slot.maximum.is_integer() and slot.maximum <= MAX_COUNT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

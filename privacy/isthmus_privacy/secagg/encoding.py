@@ -38,12 +38,14 @@ from types import MappingProxyType
 
 import torch
 
+from isthmus_privacy.compression.update_codec import UpdateCodec, round_to_levels, value_of
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.crypto.canonical import tagged_hash
 from isthmus_privacy.crypto.masking import TILE, cipher, ring_vector
 from isthmus_privacy.dp import noisy_vector
 from isthmus_privacy.dp.distributed import DistributedNoise
-from isthmus_privacy.secagg.config import RoundConfig, Slot
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.slots import Slot
 
 _NONE: Mapping[str, float] = MappingProxyType({})
 _DITHER_BITS = 32
@@ -59,6 +61,8 @@ class Encoded:
     vector: torch.Tensor
     """(length) ring elements that share the memory of `payload`."""
     masked: bool = False
+    sent: torch.Tensor | None = None
+    """With a codec: (N) float32, the part of the update that this vector stands for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +110,19 @@ def encode(
             range.
     """
     _check(config, update, weight, figures)
-    payload = bytearray(config.payload_bytes)
-    vector = ring_vector(payload, config.bits)
+    payload = bytearray(config.length * config.word_bits // 8)
+    vector = ring_vector(payload, config.word_bits)
+    if config.codec is not None:
+        codec, kept = config.codec, config.codec.kept(config.size)
+        others = encode(
+            config.figures, torch.empty(0), weight=weight, figures=figures, dither_key=dither_key
+        )
+        vector[kept:] = codec.split(others.vector)
+        indices = codec.coordinates(config.run_id, config.round, config.size)
+        numbers, values = round_to_levels(update[indices], config.clip, codec.levels)
+        vector[:kept] = numbers
+        sent = torch.zeros(config.size).index_copy_(0, indices, values)
+        return Encoded(config.hash, payload, vector, sent=sent)
     if config.noise is not None:
         counted = update if weight else torch.zeros(1).expand(config.size)
         noisy_vector.encode(config.noise, counted, seed=_rotation_seed(config), out=vector)
@@ -164,16 +179,14 @@ def decode(config: RoundConfig, total: torch.Tensor, *, clients: int) -> Aggrega
     """
     if config.noise is not None:
         return _decode_noisy(config, config.noise, total, clients)
+    if config.codec is not None:
+        return _decode_compressed(config, config.codec, total, clients)
     slots = total[config.size :].to(torch.int64)
     if config.bits < 64:
         slots &= (1 << config.bits) - 1
     weight, clipped, *rest = slots.tolist()
     if not _in_range(config, total, weight, clients) or not _counts_fit(config, rest, clients):
-        refusal.refuse(
-            "sum-out-of-range",
-            f"the unmasked sum of {clients} clients is out of range: a client sent a vector that "
-            "does not have the agreed form",
-        )
+        _refuse_range(clients)
     if weight == 0:
         refusal.refuse("zero-total-weight", f"the {clients} vectors in the sum have no weight")
     scale = config.weight_max / weight
@@ -192,6 +205,31 @@ def decode(config: RoundConfig, total: torch.Tensor, *, clients: int) -> Aggrega
     step = 0.0 if config.whole else 2 * config.clip / (config.levels - 1)
     rounding = math.sqrt(clients) / 2 * scale * step
     return Aggregate(vector, weight, clients, figures, clipped / config.levels / clients, rounding)
+
+
+def _decode_compressed(
+    config: RoundConfig, codec: UpdateCodec, total: torch.Tensor, clients: int
+) -> Aggregate:
+    """The mean of what was sent; elements that were not sent are zero."""
+    numbers = total.to(torch.int64) & ((1 << config.bits) - 1)
+    kept = codec.kept(config.size)
+    if kept and int(numbers[:kept].max()) > clients * (codec.levels - 1):
+        _refuse_range(clients)
+    mean = decode(config.figures, codec.joined(numbers[kept:]), clients=clients)
+    scale = config.weight_max / mean.weight
+    values = value_of(numbers[:kept], clients, config.clip, codec.levels).mul_(scale)
+    indices = codec.coordinates(config.run_id, config.round, config.size)
+    vector = torch.zeros(config.size).index_copy_(0, indices, values.float())
+    rounding = math.sqrt(clients / 3) * scale * config.clip / (codec.levels - 1)
+    return dataclasses.replace(mean, vector=vector, clipped=None, rounding=rounding)
+
+
+def _refuse_range(clients: int) -> None:
+    refusal.refuse(
+        "sum-out-of-range",
+        f"the unmasked sum of {clients} clients is out of range: a client sent a vector that "
+        "does not have the agreed form",
+    )
 
 
 def _rotation_seed(config: RoundConfig) -> bytes:

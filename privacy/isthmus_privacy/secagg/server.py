@@ -23,6 +23,7 @@ from collections.abc import Collection
 
 import torch
 
+from isthmus_privacy.compression.packing import unpack
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.crypto.masking import add_masks, add_payload, ring_vector
 from isthmus_privacy.secagg.client_messages import (
@@ -99,7 +100,8 @@ class ServerSession:
         self._partners: dict[int, frozenset[int]] = {}
         self._owners_by_holder: dict[int, frozenset[int]] = {}
         self._masked: set[int] = set()
-        self._total = ring_vector(bytearray(config.payload_bytes), config.bits)
+        words = bytearray(config.length * config.word_bits // 8)
+        self._total = ring_vector(words, config.word_bits)
         self._survivors: Survivors
         self._signatures: dict[int, bytes] = {}
         self._revealed: dict[int, dict[int, bytes]] = {}
@@ -257,7 +259,10 @@ class ServerSession:
             partners=self._partners,
             received=self._masked,
         )
-        add_payload(self._total, memoryview(payload))
+        if self.config.word_bits == self.config.bits:
+            add_payload(self._total, memoryview(payload))
+        else:
+            self._total.add_(unpack(payload, self.config.length, self.config.bits))
         self._masked.add(self._position(message.name))
 
     def finish_masked_input(self) -> Survivors:
@@ -360,7 +365,7 @@ class ServerSession:
         """End the session; it accepts no more messages."""
         self.stage = Stage.FINISHED
         self._revealed.clear()
-        self._total = ring_vector(bytearray(), self.config.bits)
+        self._total = ring_vector(bytearray(), self.config.word_bits)
 
     # -- checks ---------------------------------------------------------------------------------
 

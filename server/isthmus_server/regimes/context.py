@@ -14,6 +14,7 @@ from isthmus_privacy.secagg import Directory
 from isthmus_server.model.fixed_point_sum import SUM_BYTES, WeightedSum
 from isthmus_server.model.mmap_buffer import MmapBuffer
 from isthmus_server.privacy.budget import PrivacyBudget
+from isthmus_server.regimes.committed_sums import CommittedSums
 from isthmus_server.storage.unmasking_log import UnmaskingLog
 from isthmus_server.transport.link import Link
 
@@ -30,6 +31,7 @@ class FederatedContext:
         spool: Path,
         unmaskings: UnmaskingLog | None = None,
         privacy: PrivacyBudget | None = None,
+        sums: CommittedSums | None = None,
     ) -> None:
         """Collect what attempts need.
 
@@ -42,6 +44,7 @@ class FederatedContext:
             spool: directory for updates too large to keep in memory while they arrive.
             unmaskings: where secure sums are noted before they are unmasked; None for memory only.
             privacy: of a job with `[privacy]`.
+            sums: the committed sums of the run so far; None for none.
         """
         self.link = link
         self.job = job
@@ -52,6 +55,7 @@ class FederatedContext:
         self.directory = Directory(link.enrolments.authority, revoked=link.enrolments.revoked)
         self.unmaskings = unmaskings or UnmaskingLog()
         self.privacy = privacy
+        self.sums = sums or CommittedSums()
         self._sum: MmapBuffer | None = None
 
     @functools.cached_property

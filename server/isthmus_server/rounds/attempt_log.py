@@ -10,6 +10,7 @@ from isthmus.errors import RoundFailed
 from isthmus_server.privacy.budget import PrivacyBudget
 from isthmus_server.regimes.attempt_result import TrainingResult
 from isthmus_server.regimes.base import AttemptFailed
+from isthmus_server.regimes.committed_sums import CommittedSums
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.device_sums.evaluation import Evaluated
 from isthmus_server.storage.events import Event, RoundAttemptFailed, RoundCommitted, RoundPlanned
@@ -46,12 +47,14 @@ class AttemptLog:
         self,
         store: Store,
         availability: DeviceAvailability,
+        sums: CommittedSums,
         publish: Callable[[Event], None],
         privacy: PrivacyBudget | None = None,
     ) -> None:
         self._store = store
         self._privacy = privacy
         self._availability = availability
+        self._sums = sums
         self._publish = publish
 
     def plan(self, decision: Decision, spec: RoundSpec) -> PlannedAttempt:
@@ -126,6 +129,7 @@ class AttemptLog:
         state = state.after_round(spec, record, averaged, saved)
         self._store.commit(record, state.committed())
         self._availability.add(record)
+        self._sums.add(record)
         self._publish(RoundCommitted(record=record))
         return state
 

@@ -19,6 +19,7 @@ from isthmus_server.model.optimizers import check_round_length
 from isthmus_server.privacy.populations import Populations
 from isthmus_server.privacy.run_budgets import RunBudgets
 from isthmus_server.regimes.base import AttemptFailed
+from isthmus_server.regimes.committed_sums import CommittedSums
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.regimes.federated import FederatedRegime
@@ -86,8 +87,7 @@ class Coordinator:
         Raises:
             UserError: the job, its task or a checkpoint cannot be used.
         """
-        self.store, self._link = store, link
-        self.job = store.job
+        self.store, self._link, self.job = store, link, store.job
         self.events, self.clock = events or EventStream(), clock or Clock()
         self._final, self.drain = False, Drain()
         data = self.job.task.data_in(store.base)
@@ -113,9 +113,9 @@ class Coordinator:
     def _assemble(self) -> None:
         store, link, layout, budgets = self.store, self._link, self.model.layout, self._budgets
         opening = opening_of(store.run_id, self.job, store.base, self.model)
-        context = FederatedContext(
-            link, self.job, opening, layout, store.directory, store.unmaskings, budgets.devices
-        )
+        sums = CommittedSums(store.attempts() if self.job.federated.compression else ())
+        files, privacy = (store.directory, store.unmaskings), budgets.devices
+        context = FederatedContext(link, self.job, opening, layout, *files, privacy, sums)
         self.federated = FederatedRegime(context)
         self._datacenter = DatacenterRegime(link, self.job, store.run_id, layout)
         self._versions = ModelVersions(self.model, store, self.federated.extension)
@@ -136,7 +136,7 @@ class Coordinator:
             self.model, self._cohorts, context, self.clock, lambda: self.federated.busy
         )
         self.evaluator.check_policy(self._policy)
-        self._log = AttemptLog(store, availability, self._publish, budgets.devices)
+        self._log = AttemptLog(store, availability, sums, self._publish, budgets.devices)
         self._began = self._started_at = self.clock.now()
 
     # -- the loop ----------------------------------------------------------------------------------

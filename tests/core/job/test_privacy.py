@@ -39,6 +39,7 @@ def load(tmp_path):
         (["evaluation.devices=3"], "would count on devices without noise"),
         (["statistics.collect=true"], "sums counts without noise"),
         (["federated.mode=buffered"], "sums updates to different models"),
+        (["federated.compression.bits=3"], "rounds updates after they are clipped"),
         (["federated.groups.minimum=5"], "sums several groups in a round"),
         (
             ["federated.flower.app=app:client", "federated.secure_aggregation=false"],

@@ -99,6 +99,16 @@ def test_a_wrong_key_or_value_is_one_sentence(override, sentence):
             "flower; remove groups, or change these",
         ),
         (
+            ["federated.compression={}", "federated.secure_aggregation=false"],
+            "job: federated: compression needs secure_aggregation = true, mode = 'rounds' and no "
+            "flower; remove compression, or change these",
+        ),
+        (
+            ["federated.compression={}", "federated.groups={}", "federated.cohort=20"],
+            "job: federated: compression keeps one remainder on each device, which belongs to the "
+            "sum of all devices, and groups sums them by group; remove one of them",
+        ),
+        (
             ["federated.local_epochs=1", "federated.local_steps=1"],
             "job: federated: set local_epochs or local_steps, not both",
         ),

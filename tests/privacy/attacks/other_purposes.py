@@ -10,6 +10,7 @@ from tests.privacy.protocol import make_client, make_config
 from isthmus.job import Job
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_clients.device.active_run import ActiveRun
+from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.purpose import (
     BufferedPurpose,
     ComparisonPurpose,
@@ -18,6 +19,7 @@ from isthmus_privacy.purpose import (
     check_gradient_scale,
     check_group,
 )
+from isthmus_privacy.slots import COMPRESSED_SLOTS
 
 
 def run_with(**changes):
@@ -186,6 +188,15 @@ def more_rounds_than_the_noise_of_the_job_was_made_for():
 @expect_refusal("private-sum-of-another-vector")
 def a_gradient_next_to_a_private_update():
     private_run("gaussian").check_privacy(make_config(size=8), 0.0)
+
+
+@expect_refusal("codec-differs")
+def coarser_updates_than_the_job_says():
+    federated = {"compression": {"bits": 4, "one_in": 2}}
+    job = Job(name="demo", task={"source": "task.py:Table"}, federated=federated)
+    run = ActiveRun("run", job, TensorLayout.from_shapes({"weight": (4,)}))
+    codec = UpdateCodec(one_in=2, bits=3)
+    run.check_codec(make_config(codec=codec, bits=6, levels=7, slots=COMPRESSED_SLOTS))
 
 
 @expect_refusal("measurement-without-noise")

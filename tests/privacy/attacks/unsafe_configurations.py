@@ -11,6 +11,7 @@ from tests.privacy.protocol import (
     make_config,
 )
 
+from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg import (
     MEASURING_SLOTS,
@@ -166,6 +167,36 @@ def noise_that_counts_on_devices_that_may_collude():
 @expect_refusal("noise-may-wrap")
 def noise_in_a_ring_that_is_too_small():
     client_with_noise(noise={"scale": 32 * NOISE.scale}, bits=16)
+
+
+def config_with_codec(**changes):
+    codec = UpdateCodec(one_in=2, bits=3)
+    return make_config(**{"codec": codec, "bits": 6, "levels": 7, **changes})
+
+
+@expect_refusal("config-values-wrap")
+def compressed_values_that_wrap():
+    config_with_codec(bits=5).check()
+
+
+@expect_refusal("config-slots-wrap")
+def weights_of_a_compressed_update_that_wrap():
+    config_with_codec(weight_max=2**32 // 6 + 1).check()
+
+
+@expect_refusal("config-malformed")
+def levels_that_are_not_those_of_the_codec():
+    config_with_codec(levels=6).check()
+
+
+@expect_refusal("codec-for-other-vector")
+def a_codec_for_scores():
+    config_with_codec(slots=SCORING_SLOTS).check_form(SCORING_SLOTS, whole=False)
+
+
+@expect_refusal("codec-for-other-vector")
+def a_codec_in_a_job_without():
+    config_with_codec(slots=TRAINING_SLOTS).check_form(TRAINING_SLOTS, whole=False)
 
 
 @expect_refusal("noise-for-other-vector")

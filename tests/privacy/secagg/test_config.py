@@ -6,6 +6,7 @@ import pytest
 from tests.privacy.protocol import make_config
 
 from isthmus.errors import PeerMisbehaved
+from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg import RoundConfig, Slot
 
@@ -64,6 +65,8 @@ def test_every_field_is_hashed():
         {"slots": SLOTS[:1]}, {"clients_max": 9}, {"clients_min": 4}, {"corrupt_permille": 9},
         {"dropout_permille": 9}, {"complete_up_to": 9}, {"bits": 64}, {"levels": 9},
         {"clip": 9.0}, {"whole": True}, {"weight_max": 9}, {"draw": 9}, {"selected_ppm": 9},
+        {"codec": UpdateCodec(one_in=2, bits=3)}, {"codec": UpdateCodec(one_in=3, bits=3)},
+        {"codec": UpdateCodec(one_in=2, bits=4)},
         *({"noise": dataclasses.replace(NOISE, **change)} for change in (
             {}, {"clip": 9.0}, {"multiplier": 9.0}, {"honest": 9}, {"scale": 9.0},
         )),

@@ -78,17 +78,18 @@ class SecureRun:
             task_digest=code_digest(job.task.source, self.directory),
         )
 
-    async def train(self, job=None, attempt=1):
+    async def train(self, job=None, attempt=1, *, round_=1, sums=None):
         """One attempt from a fixed model."""
         self.model = LAYOUT.encode(torch.linspace(-1, 1, LAYOUT.size))
         blob = describe(self.model)
         self.network.link.publish(blob, self.model)
         opening = self.opening(self.job)
-        regime = FederatedRegime(
-            FederatedContext(self.network.link, job or self.job, opening, LAYOUT, self.directory)
+        context = FederatedContext(
+            self.network.link, job or self.job, opening, LAYOUT, self.directory, sums=sums
         )
+        regime = FederatedRegime(context)
         spec = AttemptSpec(
-            round=1,
+            round=round_,
             attempt=attempt,
             model=blob,
             cohort=dict.fromkeys(NAMES, 20),
@@ -96,13 +97,13 @@ class SecureRun:
         )
         return await regime.train(spec)
 
-    async def plain_mean(self, names):
+    async def plain_mean(self, names, round_=1):
         """The mean of the updates of those devices, which have equally many examples."""
         updates = []
         for name in names:
             payload = LAYOUT.encode(LAYOUT.decode(self.model))
             open_run = self.devices[name].agent.host.run
-            work = link_pb2.TrainLocal(run_id="run", round=1, attempt=1)
+            work = link_pb2.TrainLocal(run_id="run", round=round_, attempt=1)
             open_run.train(work, payload, lambda progress: None, lambda: False)
             updates.append(LAYOUT.decode(payload).double())
         return torch.stack(updates).mean(0)

@@ -323,6 +323,7 @@ class SecureAggregationAttempt:
     async def _train(self, name: str) -> None:
         """The first step: a device computes its vector and advertises its keys."""
         request = self._first_request(self._config.to_bytes())
+        self._context.sums.tell(name, request)
         loop = asyncio.get_running_loop()
         asked = loop.time()
         async with call(self._context.link, name, request, "trained", self._receipts) as reply:

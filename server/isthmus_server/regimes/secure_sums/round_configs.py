@@ -7,12 +7,14 @@ import math
 from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, TypedDict
 
-from isthmus.job.federated import FederatedSection
+from isthmus.job.federated import Compression, FederatedSection
 from isthmus.wire import link_pb2
+from isthmus_privacy.compression.update_codec import MAX_BITS, MAX_RING_BITS, UpdateCodec
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.distributed import fit_ring
 from isthmus_privacy.secagg import (
     CLIPPING_SLOTS,
+    COMPRESSED_SLOTS,
     MEASURING_SLOTS,
     SCORING_SLOTS,
     TRAINING_SLOTS,
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 
 CORRUPT_PERMILLE = 100
 """Devices that may collude with a server that others can reach, in thousandths of a cohort."""
+
+UNITS_PER_BIT = 0.5
+"""Largest compressed element, in root mean squares of elements, for each bit and one more: about
+where the error of a uniform quantiser of Gaussian values is least (Max 1960)."""
 
 
 class Margins(TypedDict):
@@ -73,8 +79,33 @@ def training_config(
         draw=spec.draw,
         selected_ppm=spec.selected_ppm,
     )
+    if settings.compression is not None and not spec.gradient_scale:
+        return _compressed(config, settings.compression, context.sums.magnitude)
     privacy = context.privacy
     return config if privacy is None else _with_privacy(config, privacy.plan, privacy.clip)
+
+
+def _compressed(
+    config: RoundConfig, compression: Compression, magnitude: float | None
+) -> RoundConfig:
+    """The configuration of a sum of compressed updates.
+
+    Before the magnitude of updates is known, each element has as many bits as the ring allows.
+    """
+    bits, clients = compression.bits, config.clients_max
+    if magnitude is None:
+        bits, bound = min(MAX_BITS, MAX_RING_BITS - clients.bit_length()), config.clip
+    else:
+        bound = UNITS_PER_BIT * (bits + 1) * 2.0**magnitude
+    codec = UpdateCodec(one_in=compression.one_in, bits=bits)
+    return dataclasses.replace(
+        config,
+        codec=codec,
+        bits=codec.ring_bits(clients),
+        levels=codec.levels,
+        clip=bound,
+        slots=COMPRESSED_SLOTS,
+    )
 
 
 def _with_privacy(config: RoundConfig, plan: NoisePlan, clip: float) -> RoundConfig:

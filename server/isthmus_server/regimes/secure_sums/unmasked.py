@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from isthmus.errors import AggregationAborted, UpdateError
 from isthmus.transport.blobs import into
+from isthmus_privacy.compression.packing import unpacked
 from isthmus_privacy.crypto.masking import ring_vector
 from isthmus_privacy.secagg import RingSum, RoundConfig
 from isthmus_server.regimes.call import call
@@ -47,7 +48,8 @@ class UnmaskedAttempt(SecureAggregationAttempt):
     ) -> None:
         """Prepare; see `SecureAggregationAttempt`."""
         super().__init__(context, config, model, cohort, first_request, exact=exact)
-        self._total = ring_vector(bytearray(config.payload_bytes), config.bits)
+        words = bytearray(config.length * config.word_bits // 8)
+        self._total = ring_vector(words, config.word_bits)
         self._vector = bytearray(config.payload_bytes)
         """Memory of the vector that is being added."""
         self._summed: list[str] = []
@@ -73,6 +75,7 @@ class UnmaskedAttempt(SecureAggregationAttempt):
     async def _add(self, name: str) -> None:
         """Have a device compute its vector, and add it."""
         request = self._first_request(self._config.to_bytes())
+        self._context.sums.tell(name, request)
         loop = asyncio.get_running_loop()
         asked, link = loop.time(), self._context.link
         async with call(link, name, request, "trained", self._receipts) as reply:
@@ -85,7 +88,7 @@ class UnmaskedAttempt(SecureAggregationAttempt):
             if self._received >= self._config.clients_max:
                 raise UpdateError(ENOUGH)
             await link.fetch(name, result, into(self._vector))
-            self._total.add_(ring_vector(self._vector, self._config.bits))
+            self._total.add_(unpacked(self._vector, self._config.length, self._config.bits))
             self._summed.append(name)
             self._receipts.remember(name, seconds=loop.time() - asked)
 

@@ -1,0 +1,159 @@
+"""What a device has not sent of its updates yet: elements left out, and what rounding took away.
+
+A residual belongs to the sum that it was computed for. It counts once that sum is committed, which
+the server says with the next request; until then the residual before it is kept too. So an
+attempt that fails, or a kill at any moment, neither loses nor repeats what was to be sent later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from isthmus.system.private_files import make_private_directory, write_private_file
+from isthmus_privacy.compression.update_codec import magnitude_of
+from isthmus_privacy.secagg import RoundConfig
+
+log = logging.getLogger(__name__)
+
+MAX_RUNS = 8
+"""Runs whose residuals are kept, those used last."""
+
+NO_SUM = (0, 0)
+_NAME = "residual"
+_SUFFIX = ".safetensors"
+
+
+class Residuals:
+    """The residuals of a device, in a directory for each run.
+
+    Guarantees:
+      * files are written atomically and readable by their owner only;
+      * of each run there are at most two: of the last committed sum, and of the one after it.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        """Set up; without a directory the residuals end with this object."""
+        self._directory = directory
+        self._memory: dict[str, dict[str, bytes]] = {}
+
+    def open(self, run: str, committed: tuple[int, int], size: int) -> Residual:
+        """The residual that the next update of a run is added to.
+
+        Args:
+            run: names the run and the device.
+            committed: round and attempt of the last committed sum that has an update of this
+                device; `NO_SUM` for none.
+            size: N, elements of an update.
+
+        Raises:
+            UserError: the directory cannot be made.
+        """
+        key = hashlib.sha256(run.encode()).hexdigest()[:32]
+        if self._directory is None:
+            return Residual(None, self._memory.setdefault(key, {}), committed, size)
+        folder = self._directory / key
+        make_private_directory(self._directory)
+        make_private_directory(folder)
+        others = [each for each in self._directory.iterdir() if each != folder and each.is_dir()]
+        others.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+        for other in others[MAX_RUNS - 1 :]:
+            log.info("removing what was to be sent in an earlier run, %s", other)
+            shutil.rmtree(other, ignore_errors=True)
+        return Residual(folder, {}, committed, size)
+
+
+class Residual:
+    """The residual of one run, for one attempt."""
+
+    def __init__(
+        self, folder: Path | None, memory: dict[str, bytes], committed: tuple[int, int], size: int
+    ) -> None:
+        """Load the residual of the `committed` sum; zeros (N = `size`) if there is none."""
+        self._folder = folder
+        self._memory = memory
+        self._base = _file_name(committed)
+        self.vector = torch.zeros(size)
+        """(N) float32: weight / largest weight x update, as far as it was not sent."""
+        self._unsent: torch.Tensor | None = None
+        if committed != NO_SUM:
+            self._load(size)
+
+    def add_to(
+        self, update: torch.Tensor, examples: int, config: RoundConfig
+    ) -> tuple[torch.Tensor, float]:
+        """Weigh an update, and add what earlier ones left; an update that is not finite stays.
+
+        Args:
+            update: (N) float32, changed in place.
+            examples: weight of the update.
+            config: with a codec.
+
+        Returns:
+            What is to be sent (N), and the magnitude of the elements that the codec will send.
+        """
+        if not bool(torch.isfinite(update).all()):
+            return update, 0.0
+        update.mul_(min(examples, config.weight_max) / config.weight_max).add_(self.vector)
+        self._unsent = update
+        assert config.codec is not None
+        kept = config.codec.coordinates(config.run_id, config.round, config.size)
+        return update, magnitude_of(update[kept])
+
+    def save(self, about: tuple[int, int], sent: torch.Tensor | None) -> None:
+        """Store what a sum that is not committed yet leaves and keep what the one before it left.
+
+        Args:
+            about: round and attempt of the sum.
+            sent: (N) float32, the part of the result of `add_to` that is in the masked vector.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        left = self.vector if self._unsent is None or sent is None else self._unsent.sub_(sent)
+        name, data = _file_name(about), save({_NAME: left.contiguous()})
+        data = hashlib.sha256(data).digest() + data
+        if self._folder is None:
+            base = self._memory.get(self._base)
+            self._memory.clear()
+            if base is not None:
+                self._memory[self._base] = base
+            self._memory[name] = data
+            return
+        for each in self._folder.glob(f"*{_SUFFIX}"):
+            if each.name != self._base:
+                each.unlink()
+        write_private_file(self._folder / name, data)
+
+    def _load(self, size: int) -> None:
+        """Read the residual; a missing or damaged one is reported, and counts as zeros."""
+        try:
+            if self._folder is None:
+                data = self._memory[self._base]
+            else:
+                data = (self._folder / self._base).read_bytes()
+            digest, data = data[:32], data[32:]
+            if hashlib.sha256(data).digest() != digest:
+                raise ValueError("it is damaged")
+            vector = load(data)[_NAME]
+            if vector.shape != (size,) or vector.dtype != torch.float32:
+                raise ValueError("it is of another model")
+            self.vector = vector
+        except (KeyError, OSError, SafetensorError, ValueError) as error:
+            log.warning(
+                "what was left of this device's updates before is not sent any more: %s of the "
+                "last sum cannot be used (%s)",
+                self._base,
+                error,
+            )
+
+
+def _file_name(about: tuple[int, int]) -> str:
+    round_, attempt = about
+    return f"{round_}-{attempt}{_SUFFIX}"

@@ -1,0 +1,67 @@
+"""Pack ring elements of any number of bits into bytes without gaps.
+
+>>> payload = pack(torch.tensor([1, 2, 31], dtype=torch.int8), 5)
+>>> len(payload), unpack(payload, 3, 5).tolist()
+(2, [1, 2, 31])
+"""
+
+from __future__ import annotations
+
+import torch
+
+from isthmus_privacy.crypto.masking import RING, TILE, ring_vector, word_bits
+
+_BYTE = 8
+
+
+def pack(vector: torch.Tensor, bits: int) -> bytearray:
+    """The low bits of each element, one element after the other, least significant bit first.
+
+    Args:
+        vector: (N) words of `word_bits(bits)` bits, on the CPU.
+        bits: of an element.
+    """
+    payload = bytearray(-(-len(vector) * bits // _BYTE))
+    if not payload:
+        return payload
+    out, shifts = torch.frombuffer(payload, dtype=torch.uint8), torch.arange(bits)
+    for start in range(0, len(vector), TILE):
+        words = vector[start : start + TILE].to(torch.int64)
+        kept = ((words.unsqueeze(1) >> shifts) & 1).reshape(-1)
+        missing = -len(kept) % _BYTE
+        octets = torch.nn.functional.pad(kept, (0, missing)).reshape(-1, _BYTE)
+        at = start * bits // _BYTE  # a whole number: a tile is a multiple of 8 elements
+        out[at : at + len(octets)] = (octets << torch.arange(_BYTE)).sum(1)
+    return payload
+
+
+def packed(words: bytearray, bits: int) -> bytearray:
+    """The words of a ring vector as they are sent: themselves if they have no bits to spare."""
+    width = word_bits(bits)
+    return words if width == bits else pack(ring_vector(words, width), bits)
+
+
+def unpack(payload: bytes | bytearray | memoryview, count: int, bits: int) -> torch.Tensor:
+    """The elements (count) that `pack` was given, without their other bits.
+
+    Raises:
+        ValueError: the number of bytes is not that of `count` elements.
+    """
+    if len(payload) != -(-count * bits // _BYTE):
+        raise ValueError(f"{len(payload)} bytes are not {count} elements of {bits} bits")
+    vector, shifts = torch.empty(count, dtype=RING[word_bits(bits)]), torch.arange(bits)
+    for start in range(0, count, TILE):
+        out = vector[start : start + TILE]
+        at, size = start * bits // _BYTE, -(-len(out) * bits // _BYTE)
+        # Received bytes are read-only, and a tensor cannot view them.
+        octets = torch.frombuffer(bytearray(payload[at : at + size]), dtype=torch.uint8)
+        flat = (octets.to(torch.int64).unsqueeze(1) >> torch.arange(_BYTE)) & 1
+        kept = flat.reshape(-1)[: len(out) * bits].reshape(-1, bits)
+        out.copy_((kept << shifts).sum(1))
+    return vector
+
+
+def unpacked(payload: bytearray, count: int, bits: int) -> torch.Tensor:
+    """The ring vector (count) of bytes that `packed` returned, in their memory if it can be."""
+    width = word_bits(bits)
+    return ring_vector(payload, width) if width == bits else unpack(payload, count, bits)
