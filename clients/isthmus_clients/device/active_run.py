@@ -208,11 +208,12 @@ class ActiveRun:
             compression is None
             or codec.one_in != compression.one_in
             or codec.bits < compression.bits
+            or codec.seed != self.job.seed
         ):
             refusal.refuse(
                 "codec-differs",
-                f"{self.job.name!r} was opened with federated.compression={compression}, and this "
-                f"sum has one_in={codec.one_in} and bits={codec.bits}",
+                f"{self.job.name!r} was opened with seed={self.job.seed} and federated.compression="
+                f"{compression}, and this sum has {codec}",
             )
 
     def check_measured(self) -> None:

@@ -103,7 +103,7 @@ class Residual:
         update.mul_(min(examples, config.weight_max) / config.weight_max).add_(self.vector)
         self._unsent = update
         assert config.codec is not None
-        kept = config.codec.coordinates(config.run_id, config.round, config.size)
+        kept = config.codec.coordinates(config.round, config.size)
         return update, magnitude_of(update[kept])
 
     def save(self, about: tuple[int, int], sent: torch.Tensor | None) -> None:

@@ -2,8 +2,8 @@
 
 All clients of a round send the same elements, so that masks cancel and sums are those of single
 elements. The update is divided into blocks of `one_in` neighbours, of which one is sent in a round;
-in `one_in` rounds in a row each is sent once. A public seed, from the run and the round, decides
-the order for each block, so that a device that takes part in every second round misses none.
+in `one_in` rounds in a row each is sent once. The seed of the job and the number of the round
+decide the order for each block, so that a device that takes part in every second round misses none.
 
 What is not sent, and what rounding took away, is for the device to add to its next update (error
 feedback: Seide et al. 2014, Karimireddy et al. 2019). Rounding goes to the nearest level: a random
@@ -12,7 +12,7 @@ one would have an error of more than the value itself with few levels, which fee
 >>> codec = UpdateCodec(one_in=2, bits=3)
 >>> codec.levels, codec.ring_bits(clients=10), codec.kept(5)
 (7, 7, 3)
->>> both = [codec.coordinates("run", round_, 5).tolist() for round_ in (2, 3)]
+>>> both = [codec.coordinates(round_, 5).tolist() for round_ in (2, 3)]
 >>> sorted({*both[0], *both[1]})
 [0, 1, 2, 3, 4]
 """
@@ -37,12 +37,14 @@ class UpdateCodec(Message):
     """The elements of an update that are sent, and their precision."""
 
     TAG = "update-codec"
-    FIELDS = {"one_in": NUMBER, "bits": NUMBER}
+    FIELDS = {"one_in": NUMBER, "bits": NUMBER, "seed": NUMBER}
 
     one_in: int
     """One of that many neighbouring elements is sent in a round."""
     bits: int
     """A client's element has 2**bits - 1 levels, zero in their middle."""
+    seed: int = 0
+    """Of the job: which elements are sent follows from it and the number of the round."""
 
     @property
     def levels(self) -> int:
@@ -66,17 +68,16 @@ class UpdateCodec(Message):
         """Number of elements that are sent of an update of N = `size`."""
         return -(-size // self.one_in)
 
-    def coordinates(self, run_id: str, round_: int, size: int) -> torch.Tensor:
+    def coordinates(self, round_: int, size: int) -> torch.Tensor:
         """Indices (kept) of the elements that are sent in a round, int64, ascending.
 
         Args:
-            run_id: of the run.
             round_: number of the round.
             size: N, elements of the update.
         """
         first = torch.arange(0, size, self.one_in)
         cycle, step = divmod(round_, self.one_in)
-        seed = tagged_hash("sent-elements", run_id.encode(), cycle.to_bytes(8, "little"))
+        seed = tagged_hash("sent-elements", NUMBER.write(self.seed), NUMBER.write(cycle))
         stream = bytearray(2 * len(first))
         cipher(seed).update_into(bytes(len(stream)), stream)
         drawn = ring_vector(stream, 16).to(torch.int64)

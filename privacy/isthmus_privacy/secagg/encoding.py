@@ -118,7 +118,7 @@ def encode(
             config.figures, torch.empty(0), weight=weight, figures=figures, dither_key=dither_key
         )
         vector[kept:] = codec.split(others.vector)
-        indices = codec.coordinates(config.run_id, config.round, config.size)
+        indices = codec.coordinates(config.round, config.size)
         numbers, values = round_to_levels(update[indices], config.clip, codec.levels)
         vector[:kept] = numbers
         sent = torch.zeros(config.size).index_copy_(0, indices, values)
@@ -218,7 +218,7 @@ def _decode_compressed(
     mean = decode(config.figures, codec.joined(numbers[kept:]), clients=clients)
     scale = config.weight_max / mean.weight
     values = value_of(numbers[:kept], clients, config.clip, codec.levels).mul_(scale)
-    indices = codec.coordinates(config.run_id, config.round, config.size)
+    indices = codec.coordinates(config.round, config.size)
     vector = torch.zeros(config.size).index_copy_(0, indices, values.float())
     rounding = math.sqrt(clients / 3) * scale * config.clip / (codec.levels - 1)
     return dataclasses.replace(mean, vector=vector, clipped=None, rounding=rounding)

@@ -69,7 +69,7 @@ def test_the_largest_updates_of_all_clients_never_wrap(clients, bits, sign):
 def test_every_element_is_sent_once_in_a_cycle_of_rounds(one_in, size, cycle):
     codec = UpdateCodec(one_in=one_in, bits=4)
     rounds = range(cycle * one_in, (cycle + 1) * one_in)
-    sent = [codec.coordinates("run", number, size) for number in rounds]
+    sent = [codec.coordinates(number, size) for number in rounds]
     assert all(len(each) == codec.kept(size) for each in sent)
     if size % one_in == 0:
         assert torch.cat(sent).sort().values.equal(torch.arange(size))

@@ -66,7 +66,7 @@ def test_every_field_is_hashed():
         {"dropout_permille": 9}, {"complete_up_to": 9}, {"bits": 64}, {"levels": 9},
         {"clip": 9.0}, {"whole": True}, {"weight_max": 9}, {"draw": 9}, {"selected_ppm": 9},
         {"codec": UpdateCodec(one_in=2, bits=3)}, {"codec": UpdateCodec(one_in=3, bits=3)},
-        {"codec": UpdateCodec(one_in=2, bits=4)},
+        {"codec": UpdateCodec(one_in=2, bits=4)}, {"codec": UpdateCodec(one_in=2, bits=3, seed=1)},
         *({"noise": dataclasses.replace(NOISE, **change)} for change in (
             {}, {"clip": 9.0}, {"multiplier": 9.0}, {"honest": 9}, {"scale": 9.0},
         )),

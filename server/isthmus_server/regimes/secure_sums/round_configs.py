@@ -80,13 +80,13 @@ def training_config(
         selected_ppm=spec.selected_ppm,
     )
     if settings.compression is not None and not spec.gradient_scale:
-        return _compressed(config, settings.compression, context.sums.magnitude)
+        return _compressed(config, settings.compression, context.sums.magnitude, context.job.seed)
     privacy = context.privacy
     return config if privacy is None else _with_privacy(config, privacy.plan, privacy.clip)
 
 
 def _compressed(
-    config: RoundConfig, compression: Compression, magnitude: float | None
+    config: RoundConfig, compression: Compression, magnitude: float | None, seed: int
 ) -> RoundConfig:
     """The configuration of a sum of compressed updates.
 
@@ -97,7 +97,7 @@ def _compressed(
         bits, bound = min(MAX_BITS, MAX_RING_BITS - clients.bit_length()), config.clip
     else:
         bound = UNITS_PER_BIT * (bits + 1) * 2.0**magnitude
-    codec = UpdateCodec(one_in=compression.one_in, bits=bits)
+    codec = UpdateCodec(one_in=compression.one_in, bits=bits, seed=seed)
     return dataclasses.replace(
         config,
         codec=codec,
