@@ -1,0 +1,62 @@
+"""The workload in a simulation of Isthmus; prints seconds and accuracy as JSON."""
+
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from simulation_peers.mnist_users import BATCH, COHORT, EPOCHS, USERS
+
+from isthmus.job import parse_job
+from isthmus_server.observability.observers import Observers
+from isthmus_server.storage.events import Event, EventStream, RoundCommitted, RoundPlanned
+from isthmus_simulation.run import Simulation
+from isthmus_simulation.virtual_time import VirtualTimeLoop
+
+
+def main(name: str, rounds: int) -> None:
+    """Simulate the rounds; only the last model is evaluated, as by the others."""
+    job = parse_job(
+        'name = "mnist"\n[task]\nsource = "simulation_peers.isthmus_task:MnistUsers"',
+        [
+            f"task.settings.model={name}",
+            f"rounds={rounds}",
+            f"evaluation.every={rounds}",
+            "strategy.policy=federated",
+            f"federated.cohort={COHORT}",
+            f"federated.local_epochs={EPOCHS}",
+            f"federated.batch_size={BATCH}",
+            "federated.secure_aggregation=false",
+            f"simulation.clients={USERS}",
+        ],
+    )
+    times: list[float] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, RoundCommitted) or (isinstance(event, RoundPlanned) and not times):
+            times.append(time.perf_counter())
+
+    @contextlib.contextmanager
+    def follow(run_id: str, label: str, events: EventStream) -> Iterator[None]:
+        unsubscribe = events.subscribe(note)
+        yield
+        unsubscribe()
+
+    observers = Observers(Console(quiet=True))
+    observers.followers.append(follow)
+    with tempfile.TemporaryDirectory() as folder:
+        simulation = Simulation.new(job, Path(folder), Path(folder) / "run")
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            final = runner.run(simulation.run(observers))
+    assert final is not None
+    seconds = times[-1] - times[0]
+    print(json.dumps({"seconds": seconds, "accuracy": final.metrics["accuracy"]}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
