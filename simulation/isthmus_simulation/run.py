@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from pathlib import Path
 
 import torch
@@ -95,7 +96,7 @@ class Simulation:
             stack.enter_context(store.locked())
             await stack.enter_async_context(observers.serving())
             await stack.enter_async_context(observers.watching(store, events, job.name))
-            fleet = fleet_of(job, store.directory)
+            fleet = stack.enter_context(contextlib.closing(fleet_of(job, store.directory)))
             population = Population(job, link, fleet)
             events.whole_population = population.is_whole
             check_participants(job, load_policy(job.strategy))
@@ -130,6 +131,7 @@ def fleet_of(job: Job, directory: Path) -> VirtualFleet:
         mode=section.training,
         profile=lambda index: DeviceProfile.drawn(section, job.seed, index),
         folder=directory / "devices",
+        processes=section.processes or len(os.sched_getaffinity(0)),
     )
 
 

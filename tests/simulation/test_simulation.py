@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, UserError
 from isthmus_clients.virtual.profiles import DeviceProfile
+from isthmus_server.local.session import LocalRun
 from isthmus_server.python.saved_model import load_model
 from isthmus_server.storage.store import Store
 from isthmus_server.views.report import read_report
@@ -30,6 +33,7 @@ def simulate(write_task, make_job, tmp_path):
             "federated.batch_size=4",
             "rounds=2",
             "strategy.policy=federated",
+            "simulation.processes=1",  # gRPC of other tests would not survive a fork
         )
         job = make_job(*usual, *overrides)
         simulation = Simulation.new(job, tmp_path, tmp_path / name)
@@ -75,6 +79,47 @@ def test_stacked_devices_differ_by_rounding_only(simulate, tmp_path, secure):
     torch.testing.assert_close(
         model_of(tmp_path / "one"), model_of(tmp_path / "stacked"), rtol=0, atol=1e-6
     )
+
+
+JOB = """
+name = "table"
+rounds = 2
+[task]
+source = "task.py:Learn"
+[strategy]
+policy = "federated"
+[federated]
+cohort = 5
+local_steps = 3
+batch_size = 4
+[simulation]
+clients = 7
+"""
+
+
+@pytest.mark.parametrize("training", ["one-by-one", "stacked"])
+def test_the_number_of_processes_changes_no_result(write_task, tmp_path, training):
+    """By the command: what this process has open would not survive a fork."""
+    write_task()
+    (tmp_path / "job.toml").write_text(JOB)
+    for processes in (1, 3):
+        command = [sys.executable, "-m", "isthmus", "simulate", "job.toml"]
+        command += ["--run-dir", str(processes), "--set", f"simulation.processes={processes}"]
+        command += ["--set", f"simulation.training={training}"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    one, three = tmp_path / "1", tmp_path / "3"
+    if training == "one-by-one":
+        assert report_of(one).final.model_sha256 == report_of(three).final.model_sha256
+    torch.testing.assert_close(model_of(one), model_of(three), rtol=0, atol=1e-6)
+
+
+def test_only_the_same_kind_of_run_is_resumed(simulate, tmp_path):
+    simulate()
+    with pytest.raises(UserError, match="has a simulated run; continue it with `isthmus simulate"):
+        LocalRun.resumed(tmp_path / "simulated")
+    (tmp_path / "simulated" / "simulated").unlink()
+    with pytest.raises(UserError, match="has a run with real participants"):
+        Simulation.resumed(tmp_path / "simulated")
 
 
 SLOW = ("simulation.step_seconds=3", "simulation.speed_spread=1", "simulation.down_mbit=0.001")

@@ -301,8 +301,12 @@ class Agent:
             trained, update = self.host.train(request.id, work, payload, lambda progress: None)
             trained.training.clear()  # a loss has no noise
             clip_to_norm(run.layout.decode(update), privacy.clip)
-        trained.result.CopyFrom(describe(update))
+        trained.result.CopyFrom(self._named(update))
         return link_pb2.Reply(trained=trained), update
+
+    def _named(self, update: Buffer) -> link_pb2.Blob:
+        """The name by which the server fetches an update."""
+        return describe(update)
 
     def _agree(self, work: link_pb2.Agree) -> link_pb2.Reply:
         """Begin the secure sum of the update that this device keeps."""

@@ -24,7 +24,7 @@ from isthmus_clients.training.personal_state import PersonalStates
 from isthmus_clients.virtual.fleet import FleetRun, VirtualFleet
 from isthmus_clients.virtual.profiles import DeviceProfile
 from isthmus_clients.virtual.stacked_training import DeviceTraining, TrainedOrFailed
-from isthmus_clients.virtual.unmasked import UnmaskedSessions
+from isthmus_clients.virtual.unmasked import UnmaskedSessions, unchecked
 from isthmus_privacy.secagg import RoundConfig
 
 _UNUSED_KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
@@ -133,7 +133,7 @@ class VirtualDevice(Agent):
                 self._lost(name)
                 raise ParticipantLost(f"{name} was lost")
         run = self._run_of(request)
-        if kind == "train_local" and run is not None and run.stacked is not None:
+        if kind == "train_local" and run is not None and run.in_batches:
             await self._train_in_batch(request.train_local, model)
         if seconds:
             await asyncio.sleep(seconds)
@@ -156,6 +156,9 @@ class VirtualDevice(Agent):
             return  # the agent refuses the request
         training = DeviceTraining.of(device_run, model)
         self._host.finished = await self._fleet.train(training, work), training
+
+    def _named(self, update: Buffer) -> link_pb2.Blob:
+        return unchecked(update)
 
     def _run_of(self, request: link_pb2.Request) -> FleetRun | None:
         run = self._fleet.run

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from isthmus.errors import IsthmusError, TaskError
+from isthmus.errors import IsthmusError
 from isthmus.job import Job
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.residuals import Residuals
-from isthmus_clients.device.task_host import train_in
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.profiles import DeviceProfile
 from isthmus_clients.virtual.stacked_training import (
@@ -24,6 +22,7 @@ from isthmus_clients.virtual.stacked_training import (
     StackedTraining,
     TrainedOrFailed,
 )
+from isthmus_clients.virtual.workers import Trainer, TrainingWorkers
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +45,7 @@ class FleetRun:
         participant: Participant,
         data: Path | None,
         mode: TrainingMode,
+        processes: int,
         previous: FleetRun | None,
     ) -> None:
         """Load the task with a device's data, or reuse that of `previous` for the same job.
@@ -60,23 +60,37 @@ class FleetRun:
         """Why the mode is what it is."""
         self._source = _source(self.active.job, work)
         self.shared: DeviceRun
-        self.stacked: StackedTraining | None
+        """The first device's run, whose task and model all share."""
+        self.trainer: Trainer | TrainingWorkers
         if previous is not None and previous._source == self._source:
-            self.shared, self.stacked = previous.shared, previous.stacked
+            self.shared, self.trainer = previous.shared, previous.trainer
             self.mode, self.reason = previous.mode, previous.reason
-            if self.stacked is not None:
-                self.stacked.forget_schedules()
+            self.trainer.forget_schedules()
             return
+        if previous is not None:
+            previous.trainer.close()
         self.shared = DeviceRun(work, participant, data)
-        self.stacked = None
-        if mode == "one-by-one":
-            return
+        stacked = self._stacked()
+        if processes > 1 and not self.shared.personal.size:
+            self.trainer = TrainingWorkers(self.shared, stacked, processes)
+        else:
+            self.trainer = Trainer(self.shared, stacked)
+
+    def _stacked(self) -> StackedTraining | None:
+        if self.mode == "one-by-one":
+            return None
         try:
-            self.stacked = StackedTraining(self.shared)
+            return StackedTraining(self.shared)
         except IsthmusError as error:
-            if mode == "stacked":
+            if self.mode == "stacked":
                 raise
             self._one_by_one(str(error))
+            return None
+
+    @property
+    def in_batches(self) -> bool:
+        """Whether the devices of a round train together, in one model or in several processes."""
+        return self.mode != "one-by-one" or isinstance(self.trainer, TrainingWorkers)
 
     @property
     def decided(self) -> bool:
@@ -86,34 +100,35 @@ class FleetRun:
     @property
     def in_words(self) -> str:
         """How devices train, and what that means for the result."""
-        if self.stacked is None:
+        if self.mode == "one-by-one":
             return f"one by one ({self.reason}): the same bits as on real devices"
         return f"in stacked models ({self.reason}): as on real devices up to rounding"
 
-    def choose(self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]) -> None:
-        """Decide how devices train by timing some of a batch in both ways."""
-        if self.mode != "auto" or self.stacked is None:
-            return
-        sample = batch[:_SAMPLE]
-        stacked = self.stacked
-        try:
-            stacked.train(work, _copies(sample))  # records the computation
-            seconds = _timed(lambda: stacked.train(work, _copies(sample)))
-        except TaskError as error:
-            self._one_by_one(str(error))
-            return
-        finally:
-            stacked.forget_schedules()
-        single = _timed(lambda: [_train_alone(work, each) for each in _copies(sample)])
+    def train(
+        self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]
+    ) -> Sequence[TrainedOrFailed]:
+        """Train a batch; the first one decides how, if the job does not.
+
+        Raises:
+            TaskError: the task's code raised in stacked models, or a process has ended.
+        """
+        if self.mode == "auto":
+            self._choose(work, batch[:_SAMPLE])
+        return self.trainer.train(work, batch, is_stacked=self.mode == "stacked")
+
+    def _choose(self, work: link_pb2.TrainLocal, sample: Sequence[DeviceTraining]) -> None:
+        measured = self.trainer.measure(work, sample)
         times = f"{len(sample)} devices took {{:.3g}} s, and {{:.3g}} s {{}}"
-        if seconds < single:
+        if measured.reason:
+            self._one_by_one(measured.reason)
+        elif measured.stacked < measured.single:
             self.mode = "stacked"
-            self.reason = times.format(seconds, single, "one by one")
+            self.reason = times.format(measured.stacked, measured.single, "one by one")
         else:
-            self._one_by_one(times.format(single, seconds, "stacked"))
+            self._one_by_one(times.format(measured.single, measured.stacked, "stacked"))
 
     def _one_by_one(self, reason: str) -> None:
-        self.mode, self.stacked, self.reason = "one-by-one", None, reason
+        self.mode, self.reason = "one-by-one", reason
 
 
 class VirtualFleet:
@@ -134,6 +149,7 @@ class VirtualFleet:
         mode: TrainingMode = "stacked",
         profile: Callable[[int], DeviceProfile] = lambda index: DeviceProfile(),
         folder: Path | None = None,
+        processes: int = 1,
     ) -> None:
         """Set up; devices are made by `VirtualDevice`.
 
@@ -143,6 +159,7 @@ class VirtualFleet:
             mode: how the devices of a round train.
             profile: speed and reliability of each device.
             folder: for personal states of the devices; None for a temporary one.
+            processes: that train devices; 1 for this one.
         """
         self.count = count
         self.data = data
@@ -150,6 +167,7 @@ class VirtualFleet:
         self.profile = profile
         self.folder = folder
         self.residuals = Residuals(None)
+        self.processes = processes
         self.lock = threading.RLock()
         """Held while the model that all devices share is used."""
         self.run: FleetRun | None = None
@@ -165,7 +183,9 @@ class VirtualFleet:
         """
         with self.lock:
             if self.run is None or self.run.run_id != work.run_id:
-                self.run = FleetRun(work, participant, self.data, self.mode, self.run)
+                self.run = FleetRun(
+                    work, participant, self.data, self.mode, self.processes, self.run
+                )
             return self.run
 
     async def train(self, training: DeviceTraining, work: link_pb2.TrainLocal) -> TrainedOrFailed:
@@ -207,40 +227,13 @@ class VirtualFleet:
         self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]
     ) -> Sequence[TrainedOrFailed]:
         with self.lock:
-            run = self.run
-            assert run is not None
-            if not batch:
-                return []
-            run.choose(work, batch)
-            if run.stacked is not None:
-                return run.stacked.train(work, batch)
-            return [_train_alone(work, training) for training in batch]
+            assert self.run is not None
+            return self.run.train(work, batch) if batch else []
 
-
-def _train_alone(work: link_pb2.TrainLocal, training: DeviceTraining) -> TrainedOrFailed:
-    """Train one device as a real one; its result replaces the payload."""
-    try:
-        trained, result = train_in(
-            training.run,
-            work,
-            training.memory,
-            lambda progress: None,
-            lambda: False,
-        )
-    except TaskError as error:
-        return error
-    training.result = result
-    return trained
-
-
-def _copies(batch: Sequence[DeviceTraining]) -> list[DeviceTraining]:
-    return [training.copy() for training in batch]
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    def close(self) -> None:
+        """End the processes that train devices."""
+        if self.run is not None:
+            self.run.trainer.close()
 
 
 def _source(job: Job, work: link_pb2.OpenRun) -> tuple[object, ...]:
