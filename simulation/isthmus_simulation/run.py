@@ -103,6 +103,7 @@ class Simulation:
             clock = VirtualClock(store.run_state().elapsed)
             coordinator = self._coordinator = Coordinator(store, link, events, clock)
             coordinator.roster.started_clients = population.count if population.is_whole else 0
+            coordinator.roster.waits_for_connected = not population.is_whole
             if self._leaving:
                 coordinator.drain.request()
             if job.datacenter.ranks:

@@ -219,11 +219,15 @@ def test_a_buffer_is_filled_by_the_fast_devices_first(simulate, secure):
     assert max(stale) > 0
 
 
-def test_a_simulation_goes_on_after_an_interruption_with_the_same_bits(simulate, tmp_path):
-    timed = ("rounds=3", "simulation.step_seconds=2")
-    whole = simulate(*timed, name="whole")
+@pytest.mark.parametrize("connected", [9, 6])
+def test_a_simulation_goes_on_after_an_interruption_with_the_same_bits(
+    simulate, tmp_path, connected
+):
+    """Also in a population of which others are connected in each round."""
+    timed = ("rounds=3", "simulation.step_seconds=2", f"simulation.connected={connected}")
+    whole = simulate(*timed, devices=9, name="whole")
     with pytest.raises(asyncio.CancelledError):
-        simulate(*timed, name="stopped", leave_after=1.0)
+        simulate(*timed, devices=9, name="stopped", leave_after=1.0)
     assert len(report_of(tmp_path / "stopped").rounds) == 1
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(Simulation.resumed(tmp_path / "stopped").run())

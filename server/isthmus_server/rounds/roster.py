@@ -89,6 +89,8 @@ class ParticipantRoster(ParticipantListener):
         self._changed = asyncio.Event()
         self.started_clients = job.federated.clients
         """Devices that this machine starts."""
+        self.waits_for_connected = False
+        """Whether a round waits for all devices that are connected, not only for enough of them."""
         self.started_here: Mapping[str, link_pb2.Role] = {}
         """Names and roles of the participants that this machine starts, if they are known."""
         self._not_awaited: set[str] = set()
@@ -237,6 +239,9 @@ class ParticipantRoster(ParticipantListener):
         those that have taken part before; not one that did not come in time, until it returns. The
         devices that this machine starts are awaited at the start of the run.
         """
+        if self.waits_for_connected:
+            await self.until(lambda: not self._connected() - self.clients.keys(), clients=wanted)
+            return
         if self.started_clients or len(self.available()) >= wanted:
             return
         expected = self._expected()
@@ -252,9 +257,15 @@ class ParticipantRoster(ParticipantListener):
     def _expected(self) -> set[str]:
         """Devices that are not ready, and may be soon."""
         names = self._link.enrolments.clients() | self._availability.attendance.records.keys()
-        names |= {peer.name for peer in self._link.peers.values() if peer.role == link_pb2.CLIENT}
+        names |= self._connected()
         names = {name for name in names if self._link.admits(name)}
         return names - self.clients.keys() - self._declined.keys() - self._not_awaited
+
+    def _connected(self) -> set[str]:
+        """Connected devices that have not declined."""
+        peers = self._link.peers.values()
+        names = {peer.name for peer in peers if peer.role == link_pb2.CLIENT}
+        return names - self._declined.keys()
 
     async def wait_for(
         self, *, devices: Collection[str] = (), datacenters: Collection[str] = ()
