@@ -22,7 +22,7 @@ from isthmus_clients.virtual.stacked_training import (
     StackedTraining,
     TrainedOrFailed,
 )
-from isthmus_clients.virtual.workers import Trainer, TrainingWorkers
+from isthmus_clients.virtual.workers import PieceTrainer, TrainingWorkers
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class FleetRun:
         self._source = _source(self.active.job, work)
         self.shared: DeviceRun
         """The first device's run, whose task and model all share."""
-        self.trainer: Trainer | TrainingWorkers
+        self.trainer: PieceTrainer | TrainingWorkers
         if previous is not None and previous._source == self._source:
             self.shared, self.trainer = previous.shared, previous.trainer
             self.mode, self.reason = previous.mode, previous.reason
@@ -74,7 +74,7 @@ class FleetRun:
         if processes > 1 and not self.shared.personal.size:
             self.trainer = TrainingWorkers(self.shared, stacked, processes)
         else:
-            self.trainer = Trainer(self.shared, stacked)
+            self.trainer = PieceTrainer(self.shared, stacked)
 
     def _stacked(self) -> StackedTraining | None:
         if self.mode == "one-by-one":

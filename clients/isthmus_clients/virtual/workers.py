@@ -53,7 +53,7 @@ class _Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Result:
+class _DeviceResult:
     """Figures and update of one device, or its error."""
 
     trained: bytes
@@ -72,7 +72,7 @@ class Measured:
     reason: str = ""
 
 
-class Trainer:
+class PieceTrainer:
     """Trains the devices of a piece, in the process that it is called in."""
 
     def __init__(self, shared: DeviceRun, stacked: StackedTraining | None) -> None:
@@ -161,7 +161,7 @@ class _SharedMemory:
 class _Worker:
     """One process, as its parent sees it."""
 
-    def __init__(self, trainer: Trainer, memory: _SharedMemory) -> None:
+    def __init__(self, trainer: PieceTrainer, memory: _SharedMemory) -> None:
         context = multiprocessing.get_context("fork")
         self.memory = memory
         self.connection, other = context.Pipe()
@@ -187,7 +187,7 @@ class _Worker:
         self.connection.send((kind, piece))
 
     def take(
-        self, batch: Sequence[DeviceTraining], results: Sequence[_Result]
+        self, batch: Sequence[DeviceTraining], results: Sequence[_DeviceResult]
     ) -> list[TrainedOrFailed]:
         """Copy the updates of a piece to the memory of its devices."""
         taken: list[TrainedOrFailed] = []
@@ -207,13 +207,13 @@ class TrainingWorkers:
 
     def __init__(self, shared: DeviceRun, stacked: StackedTraining | None, count: int) -> None:
         """Fork `count` processes; they end with `close`, or with this process."""
-        trainer = Trainer(shared, stacked)
+        trainer = PieceTrainer(shared, stacked)
         self._workers = [_Worker(trainer, _SharedMemory(shared)) for _ in range(count)]
 
     def train(
         self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining], *, is_stacked: bool
     ) -> list[TrainedOrFailed]:
-        """Train all devices of a batch from the same model; see `Trainer.train`.
+        """Train all devices of a batch from the same model; see `PieceTrainer.train`.
 
         Raises:
             TaskError: the task's code raised in stacked models, or a process has ended.
@@ -259,7 +259,7 @@ class TrainingWorkers:
         return measured
 
     def forget_schedules(self) -> None:
-        """See `Trainer.forget_schedules`."""
+        """See `PieceTrainer.forget_schedules`."""
         with _lost():
             for worker in self._workers:
                 worker.connection.send(("forget", None))
@@ -309,7 +309,7 @@ def _train_alone(work: link_pb2.TrainLocal, training: DeviceTraining) -> Trained
 
 
 def _serve(
-    trainer: Trainer,
+    trainer: PieceTrainer,
     memory: _SharedMemory,
     connection: Connection,
     other: Connection,
@@ -342,21 +342,21 @@ def _serve(
 
 
 def _results(
-    trainer: Trainer,
+    trainer: PieceTrainer,
     memory: _SharedMemory,
     work: link_pb2.TrainLocal,
     batch: Sequence[DeviceTraining],
     *,
     is_stacked: bool,
-) -> list[_Result]:
+) -> list[_DeviceResult]:
     """Train a piece, and write the updates to the slots of the shared memory."""
     results = []
     trained = trainer.train(work, batch, is_stacked=is_stacked)
     for number, (figures, training) in enumerate(zip(trained, batch, strict=True)):
         if isinstance(figures, TaskError):
-            results.append(_Result(b"", 0, str(figures)))
+            results.append(_DeviceResult(b"", 0, str(figures)))
             continue
         size = len(training.result)
         memory.slot(number, size)[:] = training.result
-        results.append(_Result(figures.SerializeToString(), size))
+        results.append(_DeviceResult(figures.SerializeToString(), size))
     return results
