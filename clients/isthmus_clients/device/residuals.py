@@ -23,7 +23,7 @@ from isthmus_privacy.secagg import RoundConfig
 log = logging.getLogger(__name__)
 
 MAX_RUNS = 8
-"""Runs whose residuals are kept, those used last."""
+"""Runs of one device whose residuals are kept, those used last."""
 
 NO_SUM = (0, 0)
 _NAME = "residual"
@@ -31,7 +31,7 @@ _SUFFIX = ".safetensors"
 
 
 class Residuals:
-    """The residuals of a device, in a directory for each run.
+    """The residuals of devices, in a directory for each device and run.
 
     Guarantees:
       * files are written atomically and readable by their owner only;
@@ -41,13 +41,14 @@ class Residuals:
     def __init__(self, directory: Path | None) -> None:
         """Set up; without a directory the residuals end with this object."""
         self._directory = directory
-        self._memory: dict[str, dict[str, bytes]] = {}
+        self._memory: dict[tuple[str, str], dict[str, bytes]] = {}
 
-    def open(self, run: str, committed: tuple[int, int], size: int) -> Residual:
+    def open(self, run_id: str, device: str, committed: tuple[int, int], size: int) -> Residual:
         """The residual that the next update of a run is added to.
 
         Args:
-            run: names the run and the device.
+            run_id: of the run.
+            device: name of the device: several on one machine may share the directory.
             committed: round and attempt of the last committed sum that has an update of this
                 device; `NO_SUM` for none.
             size: N, elements of an update.
@@ -55,13 +56,14 @@ class Residuals:
         Raises:
             UserError: the directory cannot be made.
         """
-        key = hashlib.sha256(run.encode()).hexdigest()[:32]
         if self._directory is None:
-            return Residual(None, self._memory.setdefault(key, {}), committed, size)
-        folder = self._directory / key
-        make_private_directory(self._directory)
-        make_private_directory(folder)
-        others = [each for each in self._directory.iterdir() if each != folder and each.is_dir()]
+            memory = self._memory.setdefault((run_id, device), {})
+            return Residual(None, memory, committed, size)
+        runs = self._directory / _hashed(device)
+        folder = runs / _hashed(run_id)
+        for each in (self._directory, runs, folder):
+            make_private_directory(each)
+        others = [each for each in runs.iterdir() if each != folder and each.is_dir()]
         others.sort(key=lambda each: each.stat().st_mtime, reverse=True)
         for other in others[MAX_RUNS - 1 :]:
             log.info("removing what was to be sent in an earlier run, %s", other)
@@ -152,6 +154,10 @@ class Residual:
                 self._base,
                 error,
             )
+
+
+def _hashed(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
 def _file_name(about: tuple[int, int]) -> str:

@@ -155,7 +155,7 @@ class SecureSessions:
         if self._residuals is None:
             self._residuals = Residuals(self._residuals_directory)
         committed = (work.summed_round, work.summed_attempt)
-        return self._residuals.open(f"{work.run_id}\n{self._name}", committed, size)
+        return self._residuals.open(work.run_id, self._name, committed, size)
 
     def keep(
         self,

@@ -65,7 +65,7 @@ async def test_what_is_not_sent_in_a_round_is_sent_in_later_ones(run, tmp_path):
         trained += (await run.plain_mean(NAMES, round_)).float()
     left = torch.zeros(LAYOUT.size)
     for name in NAMES:
-        left += Residuals(tmp_path / name).open(f"run\n{name}", sums.committed, LAYOUT.size).vector
+        left += Residuals(tmp_path / name).open("run", name, sums.committed, LAYOUT.size).vector
     share = 20 / run.job.federated.max_examples
     torch.testing.assert_close(arrived + left / len(NAMES) / share, trained, rtol=0, atol=1e-4)
     assert float(arrived.norm()) > 0.3 * float(trained.norm())

@@ -1,0 +1,159 @@
+"""Compare bytes and accuracy of rounds with and without `[federated.compression]`.
+
+    python benchmarks/compression.py --data DIR
+
+Each job is run twice for each seed by `isthmus run`, with a process for each device and real secure
+aggregation; the data, the cohort, the local training and the rounds are the same. Tasks: the digits
+of scikit-learn (the job of examples/digits, without its datacenter), MNIST (10,000 images divided
+among ten devices by Dirichlet shares of each digit; a perceptron), and the next character of
+Shakespeare by speaker (the job of examples/shakespeare with eight speakers, without a datacenter).
+
+Figures: `bytes_ratio/up/<task>`, bytes of a device's masked vector without compression over those
+with it, mean over all rounds; `bytes_ratio/down/<task>`, the same of models; `accuracy_gap/<task>`,
+percentage points of held-out accuracy that compression loses, mean over the last rounds and seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import figures
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parent / "examples"
+LAST = 5
+"""Rounds whose accuracies are averaged: that of a single round is noisy."""
+
+COMMON = ("strategy.policy=federated", "datacenter.ranks=0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A task, its rounds, and how its updates are compressed."""
+
+    name: str
+    job: Path | str
+    """A job file, or the text of one."""
+    rounds: int
+    compression: str
+    changes: tuple[str, ...] = ()
+
+
+MNIST = """
+name = "mnist"
+
+[task]
+source = "compression_mnist:Mnist"
+
+[federated]
+clients = 10
+cohort = 10
+local_epochs = 1
+batch_size = 16
+"""
+
+SUBJECTS = (
+    Subject("digits", EXAMPLES / "digits" / "job.toml", 60, "{bits=3, one_in=5}", ("budget=1e6",)),
+    Subject("mnist", MNIST, 40, "{bits=2, one_in=4}", ()),
+    Subject(
+        "shakespeare",
+        EXAMPLES / "shakespeare" / "job.toml",
+        60,
+        "{bits=2, one_in=4}",
+        ("federated.clients=8", "federated.cohort=8", "task.settings.speakers=8"),
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Bytes of a device in a round, mean over all, and the accuracy at the end."""
+
+    up: float
+    down: float
+    accuracy: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+
+    def more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
+        parser.add_argument("--seeds", type=int, default=3, help="runs of each job")
+        parser.add_argument("--task", help="measure this task only")
+
+    options = figures.options(__doc__ or "", argv, more)
+    results: dict[str, float] = {}
+    rows = []
+    for subject in SUBJECTS[:1] if options.quick else SUBJECTS:
+        if options.task not in (None, subject.name):
+            continue
+        seeds = range(1, 2 if options.quick else 1 + options.seeds)
+        plain = [measure(subject, seed, options.data, compressed=False) for seed in seeds]
+        small = [measure(subject, seed, options.data, compressed=True) for seed in seeds]
+        up = sum(each.up for each in plain) / sum(each.up for each in small)
+        down = sum(each.down for each in plain) / sum(each.down for each in small)
+        before, after = (statistics.mean(each.accuracy for each in one) for one in (plain, small))
+        results |= {
+            f"bytes_ratio/up/{subject.name}": up,
+            f"bytes_ratio/down/{subject.name}": down,
+            f"accuracy_gap/{subject.name}": 100 * (before - after),
+        }
+        scores = (f"{before:.2%}", f"{after:.2%}", f"{100 * (before - after):+.2f}")
+        rows.append((subject.name, figures.times(up), figures.times(down), *scores))
+    header = ("task", "fewer bytes up", "down", "accuracy", "compressed", "points lost")
+    print(figures.table(header, rows))
+    figures.write(options.json, "compression", figures.machine(), results)
+    return 0
+
+
+def measure(subject: Subject, seed: int, data: Path, *, compressed: bool) -> Outcome:
+    """Run a job, and read bytes and accuracy from its round log."""
+    changes = [*COMMON, *subject.changes, f"seed={seed}", f"rounds={subject.rounds}"]
+    if subject.name == "mnist":
+        changes.append(f"task.data={data}")
+    if subject.name == "shakespeare":
+        changes.append(f"task.data={data / 'tinyshakespeare.txt'}")
+    if compressed:
+        changes.append(f"federated.compression={subject.compression}")
+    with tempfile.TemporaryDirectory(prefix="compression-") as scratch:
+        job, run = subject.job, Path(scratch) / "run"
+        if isinstance(job, str):
+            job, text = Path(scratch) / "job.toml", job
+            job.write_text(text, encoding="utf-8")
+        settings = [part for change in changes for part in ("--set", change)]
+        _isthmus("run", str(job), "--quiet", "--run-dir", str(run), *settings)
+        return outcome_of(json.loads(_isthmus("report", str(run), "--json")))
+
+
+def outcome_of(report: dict[str, Any]) -> Outcome:
+    """Bytes and accuracy of a report."""
+    rows = [receipt for row in report["rounds"] for receipt in row["receipts"]]
+    receipts = [receipt for receipt in rows if receipt["status"] == "accepted"]
+    accuracies = [row["metrics"]["accuracy"] for row in report["rounds"][-LAST:]]
+    return Outcome(
+        statistics.mean(receipt["bytes_in"] for receipt in receipts),
+        statistics.mean(receipt["bytes_out"] for receipt in receipts),
+        statistics.mean(accuracies),
+    )
+
+
+def _isthmus(*arguments: str) -> str:
+    command = [str(Path(sys.executable).with_name("isthmus")), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "FLWR_TELEMETRY_ENABLED": "0"}
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
