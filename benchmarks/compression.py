@@ -4,9 +4,10 @@
 
 Each job is run twice for each seed by `isthmus run`, with a process for each device and real secure
 aggregation; the data, the cohort, the local training and the rounds are the same. Tasks: the digits
-of scikit-learn (the job of examples/digits, without its datacenter), MNIST (10,000 images divided
-among ten devices by Dirichlet shares of each digit; a perceptron), and the next character of
-Shakespeare by speaker (the job of examples/shakespeare with eight speakers, without a datacenter).
+of scikit-learn (the job of examples/digits, without its datacenter and momentum), MNIST (10,000
+images divided among ten devices by Dirichlet shares of each digit; a perceptron), and the next
+character of Shakespeare by speaker (the job of examples/shakespeare with eight speakers, without a
+datacenter).
 
 Figures: `bytes_ratio/up/<task>`, bytes of a device's masked vector without compression over those
 with it, mean over all rounds; `bytes_ratio/down/<task>`, the same of models; `accuracy_gap/<task>`,
@@ -63,7 +64,13 @@ batch_size = 16
 """
 
 SUBJECTS = (
-    Subject("digits", EXAMPLES / "digits" / "job.toml", 60, "{bits=3, one_in=5}", ("budget=1e6",)),
+    Subject(
+        "digits",
+        EXAMPLES / "digits" / "job.toml",
+        100,
+        "{bits=3, one_in=5}",
+        ("budget=1e6", 'strategy.server_optimizer={name="SGD",options={lr=1.0}}'),
+    ),
     Subject("mnist", MNIST, 40, "{bits=2, one_in=4}", ()),
     Subject(
         "shakespeare",

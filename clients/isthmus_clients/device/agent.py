@@ -356,7 +356,10 @@ class Agent:
         run = ActiveRun.of(work, self.tasks)
         run = dataclasses.replace(run, group=self._group_in(run.job))
         if self._guard is not None:
-            PersonalStates(None, self._guard.limits.personal_mb).check(run.personal)
+            allowed = PersonalStates(None, self._guard.limits.personal_mb)
+            allowed.check(run.personal)
+            if run.job.federated.compression is not None:
+                allowed.check(run.layout)  # of residuals, which are kept between rounds, too
         self._secure.run_opened(work.run_id)
         secure = run.job.federated.secure_aggregation
         with constant_failures(secure, self._log_file, on_data=True):

@@ -196,7 +196,8 @@ class LimitsGuard:
             raise AdmissionRefused(
                 f"its owner does not allow the job {job.name!r}; allowed: {allowed}"
             )
-        if job.exchange.has_personal and not self.limits.personal_mb:
+        keeps = job.exchange.has_personal or job.federated.compression is not None
+        if keeps and not self.limits.personal_mb:
             raise AdmissionRefused(
                 "its owner does not let jobs keep a part of the model on it between rounds "
                 "(personal_mb in policy.toml)"

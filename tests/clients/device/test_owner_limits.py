@@ -77,7 +77,8 @@ def test_only_jobs_that_match_are_opened(guard, make_job):
 
 def test_a_job_keeps_a_state_only_if_the_owner_allows_it(guard, make_job):
     secure = "federated.secure_aggregation=true"
-    for keeps in ("exchange.personal=['bias']", "exchange.buffers='local'"):
+    compression = "federated.compression.bits=3"
+    for keeps in ("exchange.personal=['bias']", "exchange.buffers='local'", compression):
         with pytest.raises(AdmissionRefused, match=r"\(personal_mb in policy\.toml\)"):
             guard("").check_job(make_job(secure, keeps))
         guard("personal_mb = 1").check_job(make_job(secure, keeps))

@@ -1,0 +1,20 @@
+"""The benchmark of compressed updates: what it reads from a report."""
+
+import compression
+import pytest
+
+
+def test_bytes_are_those_of_a_device_and_accuracies_those_of_the_last_rounds():
+    def row(accuracy, *receipts):
+        keys = ("status", "bytes_in", "bytes_out")
+        return {
+            "metrics": {"accuracy": accuracy},
+            "receipts": [dict(zip(keys, receipt, strict=True)) for receipt in receipts],
+        }
+
+    first = row(0.1, ("accepted", 300, 800), ("dropped", 0, 800))
+    rows = [row(0.5, ("accepted", 100, 800)) for _ in range(compression.LAST)]
+    outcome = compression.outcome_of({"rounds": [first, *rows]})
+    assert outcome.accuracy == 0.5
+    assert outcome.down == 800
+    assert outcome.up == pytest.approx((300 + 100 * compression.LAST) / (1 + compression.LAST))

@@ -1,0 +1,33 @@
+"""Devices learn which of their updates counted from the committed rounds alone."""
+
+from tests.server.storage.records import failed_attempt, round_record
+
+from isthmus.wire import link_pb2
+from isthmus_server.regimes.committed_sums import CommittedSums
+from isthmus_server.storage.records import Receipt
+
+COMPRESSED = {"federated": {"magnitude": -5.0}}
+
+
+def receipts(**statuses):
+    return [
+        Receipt(participant=name, regime="federated", status=status)
+        for name, status in statuses.items()
+    ]
+
+
+def test_the_last_committed_sum_of_each_device_is_told_to_it():
+    both = receipts(a="accepted", b="accepted")
+    sums = CommittedSums(
+        [
+            round_record(1, receipts=both, training=COMPRESSED),
+            failed_attempt(2, receipts=both),
+            round_record(2, receipts=receipts(a="accepted", b="dropped"), training=COMPRESSED),
+            round_record(3, receipts=both, training={"federated": {"loss": 1.0}}),
+        ]
+    )
+    assert sums.magnitude == -5.0
+    assert [sums.last(name) for name in "abc"] == [(2, 1), (1, 1), (0, 0)]
+    request = link_pb2.Request(train_local=link_pb2.TrainLocal(round=4))
+    sums.tell("b", request)
+    assert (request.train_local.summed_round, request.train_local.summed_attempt) == (1, 1)
