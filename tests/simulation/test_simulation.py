@@ -219,12 +219,19 @@ def test_a_buffer_is_filled_by_the_fast_devices_first(simulate, secure):
     assert max(stale) > 0
 
 
-@pytest.mark.parametrize("connected", [9, 6])
+COMPRESSED = (
+    "federated.secure_aggregation=true",
+    "federated.compression.bits=2",
+    "federated.compression.one_in=2",
+)
+
+
+@pytest.mark.parametrize(("connected", "more"), [(9, ()), (6, ()), (9, COMPRESSED)])
 def test_a_simulation_goes_on_after_an_interruption_with_the_same_bits(
-    simulate, tmp_path, connected
+    simulate, tmp_path, connected, more
 ):
     """Also in a population of which others are connected in each round."""
-    timed = ("rounds=3", "simulation.step_seconds=2", f"simulation.connected={connected}")
+    timed = ("rounds=3", "simulation.step_seconds=2", f"simulation.connected={connected}", *more)
     whole = simulate(*timed, devices=9, name="whole")
     with pytest.raises(asyncio.CancelledError):
         simulate(*timed, devices=9, name="stopped", leave_after=1.0)

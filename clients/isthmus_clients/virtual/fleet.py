@@ -158,7 +158,7 @@ class VirtualFleet:
             data: location of the data; overrides the one of a job.
             mode: how the devices of a round train.
             profile: speed and reliability of each device.
-            folder: for personal states of the devices; None for a temporary one.
+            folder: for what devices keep between rounds; None for a temporary one.
             processes: that train devices; 1 for this one.
         """
         self.count = count
@@ -166,7 +166,7 @@ class VirtualFleet:
         self.mode = mode
         self.profile = profile
         self.folder = folder
-        self.residuals = Residuals(None)
+        self.residuals = Residuals(None if folder is None else folder / "residuals")
         self.processes = processes
         self.lock = threading.RLock()
         """Held while the model that all devices share is used."""
