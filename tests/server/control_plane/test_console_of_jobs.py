@@ -61,7 +61,11 @@ async def test_two_jobs_are_followed_side_by_side_through_a_pause_and_a_restart(
         first, second = await submit(1, 1.0), await submit(2, 2.0)
         rows = jobs.locator("#jobs tbody tr")
         await expect(rows).to_have_count(2)
-        shown = {name: rows.filter(has_text=name) for name in (first, second)}
+        # By its link: the row of one that waits names the other as well.
+        shown = {
+            name: rows.filter(has=jobs.get_by_role("link", name=name, exact=True))
+            for name in (first, second)
+        }
         await expect(shown[first]).to_contain_text("0 of 3")
         await expect(shown[second].locator("td.n").first).to_have_text("2")
         waits = jobs.get_by_text("waiting for its turn: its participants work for")
