@@ -8,7 +8,9 @@ of simulated durations, and a simulated hour costs nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
@@ -38,6 +40,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Simulated seconds since the loop was made."""
         return self._selector_with_time.now
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Time stands still within it, while other processes compute what happens now."""
+        self._selector_with_time.holds += 1
+        try:
+            yield
+        finally:
+            self._selector_with_time.holds -= 1
+
 
 class _JumpingSelector(selectors.DefaultSelector):
     """Jumps ahead where a selector would wait; signals are still seen."""
@@ -45,10 +56,12 @@ class _JumpingSelector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self.holds = 0
+        """Reasons not to jump."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None:  # no timer: only a signal can go on
-            return super().select(None)
+        if timeout is None or (self.holds and timeout > 0):
+            return super().select(None)  # for a signal, or for another process
         ready = super().select(0)
         if not ready and timeout > 0:
             self.now += timeout

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from isthmus.errors import IsthmusError
+from isthmus.errors import IsthmusError, TaskError
 from isthmus.job import Job
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
@@ -22,14 +22,14 @@ from isthmus_clients.virtual.stacked_training import (
     StackedTraining,
     TrainedOrFailed,
 )
-from isthmus_clients.virtual.workers import PieceTrainer, TrainingWorkers
+from isthmus_clients.virtual.workers import PieceTrainer, Take, TrainingWorkers
 
 log = logging.getLogger(__name__)
 
 TrainingMode = Literal["auto", "stacked", "one-by-one"]
 """How the devices of a round train; see `isthmus.job.simulation.SimulationSection.training`."""
 
-_SAMPLE = 8
+_SAMPLE = 4
 """Devices whose training is timed to choose a mode."""
 
 Waiting = tuple[DeviceTraining, "asyncio.Future[TrainedOrFailed]"]
@@ -104,17 +104,27 @@ class FleetRun:
             return f"one by one ({self.reason}): the same bits as on real devices"
         return f"in stacked models ({self.reason}): as on real devices up to rounding"
 
-    def train(
-        self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]
-    ) -> Sequence[TrainedOrFailed]:
+    async def train(
+        self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining], take: Take
+    ) -> None:
         """Train a batch; the first one decides how, if the job does not.
+
+        Args:
+            work: the request.
+            batch: the devices.
+            take: gets the number of each device and its result, in the order of the batch.
 
         Raises:
             TaskError: the task's code raised in stacked models, or a process has ended.
         """
         if self.mode == "auto":
             self._choose(work, batch[:_SAMPLE])
-        return self.trainer.train(work, batch, is_stacked=self.mode == "stacked")
+        is_stacked = self.mode == "stacked"
+        if isinstance(self.trainer, TrainingWorkers):
+            await self.trainer.train(work, batch, take, is_stacked=is_stacked)
+            return
+        for number, result in enumerate(self.trainer.train(work, batch, is_stacked=is_stacked)):
+            take(number, result)
 
     def _choose(self, work: link_pb2.TrainLocal, sample: Sequence[DeviceTraining]) -> None:
         measured = self.trainer.measure(work, sample)
@@ -189,11 +199,7 @@ class VirtualFleet:
             return self.run
 
     async def train(self, training: DeviceTraining, work: link_pb2.TrainLocal) -> TrainedOrFailed:
-        """Train a device in the batch of its round; the update replaces the model.
-
-        Raises:
-            TaskError: the task's code raised.
-        """
+        """Train a device in the batch of its round; the update replaces the model."""
         key = (work.run_id, work.round, work.attempt, work.model.sha256)
         done: asyncio.Future[TrainedOrFailed] = asyncio.get_running_loop().create_future()
         batch = self._waiting.setdefault(key, [])
@@ -212,23 +218,25 @@ class VirtualFleet:
             await asyncio.sleep(0)
         del self._waiting[key]
         waiting = [(training, done) for training, done in batch if not done.done()]
-        results: Sequence[TrainedOrFailed | Exception]
-        try:
-            results = self._train_batch(work, [training for training, _ in waiting])
-        except Exception as error:  # noqa: BLE001 - reported for each device
-            results = [error] * len(waiting)
-        for (_, done), result in zip(waiting, results, strict=True):
-            if isinstance(result, Exception):
-                done.set_exception(result)
-            else:
+        run = self.run
+        if run is None or not waiting:
+            return
+
+        def take(number: int, result: TrainedOrFailed) -> None:
+            done = waiting[number][1]
+            if not done.done():
                 done.set_result(result)
 
-    def _train_batch(
-        self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]
-    ) -> Sequence[TrainedOrFailed]:
-        with self.lock:
-            assert self.run is not None
-            return self.run.train(work, batch) if batch else []
+        try:
+            with self.lock:
+                await run.train(work, [training for training, _ in waiting], take)
+        except TaskError as error:
+            for number in range(len(waiting)):
+                take(number, error)  # unless it has its result
+        except Exception as error:  # noqa: BLE001 - reported for each device
+            for _, done in waiting:
+                if not done.done():
+                    done.set_exception(error)
 
     def close(self) -> None:
         """End the processes that train devices."""

@@ -6,6 +6,7 @@ update is the same in whichever process it was trained.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import mmap
@@ -13,8 +14,9 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -30,6 +32,9 @@ from isthmus_clients.virtual.stacked_training import (
     StackedTraining,
     TrainedOrFailed,
 )
+
+Take = Callable[[int, TrainedOrFailed], None]
+"""Gets the number of a device of a batch, and its result."""
 
 _LOST = "a process that trains simulated devices has ended; was there enough memory?"
 _STOP_SECONDS = 5.0
@@ -186,6 +191,21 @@ class _Worker:
         piece = _Piece(encoded, participants, len(first.memory), first.room, is_stacked)
         self.connection.send((kind, piece))
 
+    async def answer(self) -> Any:
+        """What it returns for a piece.
+
+        Raises:
+            EOFError: it has ended.
+        """
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        loop.add_reader(self.connection.fileno(), ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(self.connection.fileno())
+        return self.connection.recv()
+
     def take(
         self, batch: Sequence[DeviceTraining], results: Sequence[_DeviceResult]
     ) -> list[TrainedOrFailed]:
@@ -209,39 +229,55 @@ class TrainingWorkers:
         """Fork `count` processes; they end with `close`, or with this process."""
         trainer = PieceTrainer(shared, stacked)
         self._workers = [_Worker(trainer, _SharedMemory(shared)) for _ in range(count)]
+        self._free = asyncio.Lock()
+        """Locked while a batch is trained."""
 
-    def train(
-        self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining], *, is_stacked: bool
-    ) -> list[TrainedOrFailed]:
-        """Train all devices of a batch from the same model; see `PieceTrainer.train`.
+    async def train(
+        self,
+        work: link_pb2.TrainLocal,
+        batch: Sequence[DeviceTraining],
+        take: Take,
+        *,
+        is_stacked: bool,
+    ) -> None:
+        """Train all devices of a batch from the same model; simulated time stands still meanwhile.
+
+        Args:
+            work: the request.
+            batch: the devices.
+            take: gets the number of each device and its result, in the order of the batch.
+            is_stacked: whether to train in stacked models.
 
         Raises:
             TaskError: the task's code raised in stacked models, or a process has ended.
         """
-        pieces = self._pieces(batch, is_stacked=is_stacked)
+        pieces = iter(self._pieces(batch, is_stacked=is_stacked))
         results: list[TrainedOrFailed | None] = [None] * len(batch)
-        idle = list(self._workers)
-        at_work: dict[object, tuple[_Worker, list[int]]] = {}
-        failure = ""
-        with _lost():
-            while pieces or at_work:
-                while pieces and idle:
-                    worker, chosen = idle.pop(), pieces.pop(0)
-                    worker.ask("train", work, [batch[k] for k in chosen], is_stacked=is_stacked)
-                    at_work[worker.connection] = worker, chosen
-                for ready in wait([worker.connection for worker, _ in at_work.values()]):
-                    worker, chosen = at_work.pop(ready)
-                    idle.append(worker)
-                    answer = worker.connection.recv()
-                    if isinstance(answer, str):
-                        failure = answer
-                        continue
-                    taken = worker.take([batch[k] for k in chosen], answer)
-                    for k, result in zip(chosen, taken, strict=True):
-                        results[k] = result
-        if failure:
-            raise TaskError(failure)
-        return [result for result in results if result is not None]
+        taken = 0
+
+        async def use(worker: _Worker) -> None:
+            nonlocal taken
+            for chosen in pieces:
+                devices = [batch[k] for k in chosen]
+                worker.ask("train", work, devices, is_stacked=is_stacked)
+                answer = await worker.answer()
+                if isinstance(answer, str):
+                    raise TaskError(answer)
+                for k, result in zip(chosen, worker.take(devices, answer), strict=True):
+                    results[k] = result
+                while taken < len(batch) and (first := results[taken]) is not None:
+                    take(taken, first)
+                    taken += 1
+
+        held = getattr(asyncio.get_running_loop(), "held", contextlib.nullcontext)
+        async with self._free:
+            with held():
+                ended = await asyncio.gather(*map(use, self._workers), return_exceptions=True)
+        for error in ended:
+            if isinstance(error, EOFError | OSError):
+                raise TaskError(_LOST) from None
+            if error is not None:
+                raise error
 
     def measure(self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]) -> Measured:
         """Time both ways of training in one process.
