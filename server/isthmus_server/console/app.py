@@ -31,6 +31,9 @@ MAX_COMPARED = 6
 PAGE_OTHERS = 30
 """Runs that are offered for a comparison."""
 
+MAX_DIGITS = 18
+"""Of a round's number: more do not fit an integer of SQLite."""
+
 MAX_QUERY = 2000
 """Characters of an address's query."""
 
@@ -65,7 +68,7 @@ class ConsoleApp:
                 Route("/devices", self._devices),
                 Route("/runs/{name}", self._run),
                 Route("/runs/{name}/series.json", self._series),
-                Route("/runs/{name}/rounds/{round:int}", self._round),
+                Route("/runs/{name}/rounds/{round}", self._round),
                 Route("/events", self._events),
                 Mount("/static", StaticFiles(directory=_STATIC)),
             ],
@@ -136,14 +139,17 @@ class ConsoleApp:
 
     async def _round(self, request: Request) -> Response:
         name, query = request.path_params["name"], _query(request)
+        text = request.path_params["round"]
+        if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+            return await self._missing(request)
 
         def render() -> str | None:
             try:
                 run = self.source.run(name)
             except KeyError:
                 return None
-            values = round_page(run, request.path_params["round"], query)
-            return self._page("round", name, run.version(), **values)
+            values = round_page(run, int(text), query)
+            return None if values is None else self._page("round", name, run.version(), **values)
 
         page = await self._read(render)
         return await self._missing(request) if page is None else _html(page)

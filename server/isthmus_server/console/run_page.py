@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from isthmus.errors import UserError
 from isthmus_server.console.attempt_index import OUTCOMES
 from isthmus_server.console.pages import Paging
 from isthmus_server.console.shown_run import RATES, REGIMES, ShownRun
@@ -109,18 +108,17 @@ def placed(spans: Sequence[Mapping[str, Any]], rounds: int) -> list[dict[str, An
     ]
 
 
-def round_page(run: ShownRun, round_: int, query: Mapping[str, str]) -> dict[str, Any]:
-    """The values of the template `round`.
+def round_page(run: ShownRun, round_: int, query: Mapping[str, str]) -> dict[str, Any] | None:
+    """The values of the template `round`; None for a round that was not decided on.
 
     Raises:
-        UserError: the round was not decided on.
         DamagedError: a row cannot be read.
     """
     rows = run.store.log.connection.execute(
         "SELECT state, planned, record FROM attempts WHERE round=? ORDER BY attempt", (round_,)
     ).fetchall()
     if not rows:
-        raise UserError(f"the run has no decision on round {round_}")
+        return None
     logged = [_logged(*row) for row in rows]
     before = [each for each in run.index.rounds if each.round < round_]
     recent = [

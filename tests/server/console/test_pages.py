@@ -109,9 +109,10 @@ def test_the_pages_of_a_run_say_what_the_log_says(make_run):
         assert "its owner allows no tasks" in ask(listener, "/devices")[2]
         late = ask(listener, "/runs/run?outcome=late")[2]
         assert rows(late, "receipts") == late.count('data-outcome="late">late</span>') > 0
-        for path in ("/runs/run/rounds/99", "/runs/other", "/runs/..%2Frun", "/nothing"):
+        rounds = [f"/runs/run/rounds/{number}" for number in ("99", "9" * 18, "9" * 5000, "x")]
+        for path in (*rounds, "/runs/other", "/runs/..%2Frun", "/nothing"):
             status, _, text = ask(listener, path)
-            assert status in (404, 500)
+            assert status == 404
             assert "Back to the start" in text
         assert ask(listener, "/runs/run?page=x&receipts=-4&outcome=1&compare=%00,%22")[0] == 200
 
