@@ -56,19 +56,28 @@ def checked_manifest(directory: Path, kind: Kind) -> CopyManifest:
         DamagedError: a file was changed, is missing, or was added.
         UserError: it is no such copy, or of another version.
     """
-    what = "backup of a server" if kind == "server" else "exported run"
+    what = "a backup of a server" if kind == "server" else "an exported run"
     try:
-        table = json.loads(read_sealed_bytes(directory / FILE))
+        data = read_sealed_bytes(directory / FILE)
     except OSError:
         raise UserError(
-            f"{directory} is no {what}: it has no {FILE}, which is written last"
+            f"{directory} is not {what}: it has no {FILE}, which is written last"
         ) from None
-    if (table["format"], table["kind"]) != (FORMAT, kind):
+    try:
+        table = json.loads(data)
+        made = table["format"], table["kind"]
+        if made == (FORMAT, kind):
+            files = {name: (int(size), str(sha)) for name, (size, sha) in table["files"].items()}
+            manifest = CopyManifest(kind, float(table["made_at"]), str(table["version"]), files)
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(
-            f"{directory} is a copy of kind {table['kind']!r} in format {table['format']}, and "
-            f"this command reads a {what} in format {FORMAT}"
+            f"{directory} is not {what}: its {FILE} is none that isthmus has written"
+        ) from None
+    if made != (FORMAT, kind):
+        raise UserError(
+            f"{directory} is a copy of kind {made[1]!r} in format {made[0]!r}, and this command "
+            f"reads {what} in format {FORMAT}"
         )
-    files = {name: (int(size), str(digest)) for name, (size, digest) in table["files"].items()}
     found = {path.relative_to(directory).as_posix() for path in _files(directory)}
     for name in sorted(found ^ set(files)):
         raise DamagedError(
@@ -82,7 +91,7 @@ def checked_manifest(directory: Path, kind: Kind) -> CopyManifest:
             intact = intact and hashlib.file_digest(file, "sha256").hexdigest() == digest
         if not intact:
             raise DamagedError(f"{directory} is damaged: {name} was changed; use another copy")
-    return CopyManifest(kind, table["made_at"], table["version"], files)
+    return manifest
 
 
 def copy_listed(manifest: CopyManifest, source: Path, target: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import shutil
 import sqlite3
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,7 +71,7 @@ def list_runs(folder: Path) -> list[ListedRun]:
 
 
 def _listed(path: Path) -> ListedRun:
-    size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    size = sum(map(_size, path.rglob("*")))
     head = path / "run.head"  # to read the log may touch the files of SQLite
     changed = head.stat().st_mtime if head.exists() else 0.0
     run = ListedRun(name=path.name, changed=changed, bytes=size)
@@ -87,6 +89,14 @@ def _listed(path: Path) -> ListedRun:
         return dataclasses.replace(run, problem=str(error))
 
 
+def _size(path: Path) -> int:
+    """Bytes of a file; none of a link, or of one that a running run has just removed."""
+    with contextlib.suppress(FileNotFoundError):
+        status = path.lstat()
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return 0
+
+
 def to_prune(
     runs: Sequence[ListedRun], policy: RetentionPolicy, now: float
 ) -> list[tuple[ListedRun, str]]:
@@ -101,7 +111,7 @@ def to_prune(
     best: dict[str, ListedRun] = {}
     for run in runs:
         value = run.metrics.get(policy.keep_best)
-        if policy.keep_best and value is not None:
+        if value is not None and not math.isnan(value):
             sign = -1.0 if policy.keep_best.endswith("loss") else 1.0
             known = best.get(run.job)
             if known is None or sign * value > sign * known.metrics[policy.keep_best]:
@@ -133,11 +143,23 @@ def prune(folder: Path, policy: RetentionPolicy, *, dry_run: bool) -> list[tuple
     one of its charges is kept.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: there is no such folder, or no finished run has the metric of the policy.
     """
     decided = []
-    for run, why in to_prune(list_runs(folder), policy, time.time()):
+    listed = list_runs(folder)
+    known = sorted({name for run in listed for name in run.metrics})
+    if policy.keep_best and known and policy.keep_best not in known:
+        raise UserError(
+            f"--keep-best {policy.keep_best!r}: no run in {folder} has this metric; they have "
+            f"{', '.join(known)}"
+        )
+    if not dry_run:
+        for path in folder.glob(".*.pruned"):  # left by one that was killed while it deleted
+            shutil.rmtree(path, ignore_errors=True)
+    for run, why in to_prune(listed, policy, time.time()):
         path, kept = folder / run.name, why
+        if not kept and path.is_symlink():
+            kept = "it is a link; prune the folder that it leads to"
         if not kept and (path / LEDGER_FILE).exists() and not (folder.parent / "privacy").is_dir():
             kept = "its privacy ledger is the only record of what devices were asked"
         if not kept and not dry_run:

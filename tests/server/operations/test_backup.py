@@ -116,7 +116,7 @@ def charge(state, population="fleet"):
         (lambda folder: (folder / "more").write_bytes(b""), "more was added"),
         (lambda folder: (folder / "more").symlink_to("/etc"), "is not a plain file"),
         (lambda folder: (folder / FILE).write_bytes(b"x" * 99), "is damaged"),
-        (lambda folder: (folder / FILE).unlink(), "is no backup of a server"),
+        (lambda folder: (folder / FILE).unlink(), "is not a backup of a server"),
     ],
 )
 def test_a_damaged_backup_is_refused(state, tmp_path, damage, sentence):

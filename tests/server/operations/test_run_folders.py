@@ -12,6 +12,7 @@ from tests.server.storage.conftest import new_run  # noqa: F401 - a fixture
 from tests.server.storage.rounds import commit_round
 
 from isthmus.errors import DamagedError, UserError
+from isthmus.system.sealed_files import write_sealed_bytes
 from isthmus_server.operations.commands import runs
 from isthmus_server.operations.retention import ListedRun, RetentionPolicy, to_prune
 from isthmus_server.storage import audit
@@ -148,3 +149,39 @@ def test_a_run_is_kept_if_one_rule_keeps_it(policy, gone):
     ]
     decided = to_prune(listed, RetentionPolicy(**policy), 1000.0)
     assert [run.name for run, why in decided if not why] == gone
+
+
+def test_a_misspelt_metric_deletes_nothing(ended):
+    folder = ended("old", ago=9e6).parent
+    with pytest.raises(UserError, match=r"'acuracy': no run in .* has this metric; .* accuracy$"):
+        command("prune", folder, "--older-than", "1d", "--keep-best", "acuracy")
+    assert (folder / "old").exists()
+
+
+def test_a_run_without_a_number_is_not_the_best_one():
+    runs_ = [
+        ListedRun(name=name, state="finished", metrics={"loss": value})
+        for name, value in (("nan", float("nan")), ("good", 0.5), ("bad", 2.0))
+    ]
+    decided = to_prune(runs_, RetentionPolicy(keep_best="loss"), time.time())
+    assert [run.name for run, why in decided if why] == ["good"]
+
+
+def test_pruning_leaves_links_and_completes_what_was_interrupted(ended, tmp_path):
+    elsewhere = ended("old", ago=9e6).rename(tmp_path / "elsewhere")
+    folder = tmp_path / "runs"
+    (folder / "link").symlink_to(elsewhere)
+    (folder / ".gone.pruned").mkdir()
+    assert "kept     link: it is a link" in command("prune", folder, "--older-than", "1d")
+    assert [path.name for path in folder.iterdir()] == ["link"]
+    assert (elsewhere / "run.sqlite").exists()
+
+
+@pytest.mark.parametrize(
+    "table", [[], {"format": 1}, {"format": 1, "kind": "run", "files": {"job.json": "x"}}]
+)
+def test_a_manifest_of_another_program_is_refused(ended, tmp_path, table):
+    command("export", ended("one"), tmp_path / "copy")
+    write_sealed_bytes(tmp_path / "copy/MANIFEST", json.dumps(table).encode())
+    with pytest.raises(UserError, match="copy is not an exported run: its MANIFEST is none that"):
+        command("import", tmp_path / "copy", tmp_path / "again")
