@@ -8,7 +8,9 @@ Both systems are started as a user starts them, one after the other, on loopback
     network are off (telemetry, update check, dependency installation).
   * Isthmus: `isthmus run` of `harness/null_job.toml`: devices that take 0 local steps and send a
     zero update of full size; every round is checkpointed and committed. It listens on TCP like
-    Flower, and not on its default Unix socket.
+    Flower, and not on its default Unix socket. The processes of `isthmus run` open each other's
+    models and updates in memory; the largest model is measured also with messages that carry them
+    (`harness/by_messages.py`), as between machines.
 
 A round lasts from one central evaluation to the next; the evaluation only records the time. The
 first round, start-up and shutdown are dropped, and the median of the other rounds counts. In every
@@ -24,9 +26,10 @@ rounds with a JSON log and metrics, scraped once a second, alternate with blocks
 the console (`harness/alternating.py`). The ratio is that of the medians; the first round of a block
 is dropped.
 
-Figures: `speedup/<params>/<clients>` (wall time of Flower over Isthmus) and
-`cpu_ratio/<params>/<clients>` (CPU time of Flower over Isthmus); with `--observed`,
-`observed/<params>/<clients>` (wall time with over without).
+Figures: `speedup/<params>/<clients>` (wall time of Flower over Isthmus),
+`cpu_ratio/<params>/<clients>` (CPU time of Flower over Isthmus), and for the largest model
+`speedup_by_messages/<params>/<clients>` and `cpu_ratio_by_messages/<params>/<clients>`; with
+`--observed`, `observed/<params>/<clients>` (wall time with over without).
 """
 
 from __future__ import annotations
@@ -93,16 +96,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="round-overhead-") as scratch:
         for clients in client_counts:
             flower_costs = measure_flower(Path(scratch), clients, sizes)
-            for size in sizes:
-                isthmus = measure_isthmus(Path(scratch), clients, size)
+            for size, how in [(size, "") for size in sizes] + [(sizes[-1], "_by_messages")]:
+                isthmus = measure_isthmus(Path(scratch), clients, size, how=how)
                 flower = flower_costs[size.label]
                 speedup = statistics.median(flower.seconds) / statistics.median(isthmus.seconds)
                 cpu_ratio = flower.cpu / isthmus.cpu
-                results[f"speedup/{size.label}/{clients}"] = speedup
-                results[f"cpu_ratio/{size.label}/{clients}"] = cpu_ratio
+                results[f"speedup{how}/{size.label}/{clients}"] = speedup
+                results[f"cpu_ratio{how}/{size.label}/{clients}"] = cpu_ratio
                 rows.append(
                     (
-                        f"{size.label} parameters, {clients} clients",
+                        f"{size.label} parameters, {clients} clients{how.replace('_', ' ')}",
                         figures.spread(flower.seconds),
                         figures.spread(isthmus.seconds),
                         figures.times(speedup),
@@ -184,10 +187,12 @@ def measure_flower(scratch: Path, clients: int, sizes: tuple[Size, ...]) -> dict
     return costs
 
 
-def measure_isthmus(scratch: Path, clients: int, size: Size, *, alternating: bool = False) -> Cost:
-    """Run the null job as a user does, or with blocks of rounds that are observed."""
-    _log(f"Isthmus: {size.label} parameters, {clients} clients")
-    directory = scratch / f"isthmus-{size.label}-{clients}"
+def measure_isthmus(
+    scratch: Path, clients: int, size: Size, *, alternating: bool = False, how: str = ""
+) -> Cost:
+    """Run the null job as a user does, by messages, or with blocks of rounds that are observed."""
+    _log(f"Isthmus: {size.label} parameters, {clients} clients{how.replace('_', ' ')}")
+    directory = scratch / f"isthmus-{size.label}-{clients}{how}"
     timestamps = scratch / f"{directory.name}.timestamps"
     settings = {
         "rounds": size.isthmus_rounds,
@@ -202,6 +207,8 @@ def measure_isthmus(scratch: Path, clients: int, size: Size, *, alternating: boo
     command += ["--address", "127.0.0.1:0"]
     command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     port = 0
+    if how:
+        command[:1] = [sys.executable, str(HARNESS / "by_messages.py")]
     if alternating:
         port = free_port()
         command[:1] = [sys.executable, str(HARNESS / "alternating.py")]

@@ -187,6 +187,7 @@ def start(
             device=device,
             states=states,
             residuals=state / "residuals",
+            shares=die_with_parent,
         )
         asyncio.run(_serve_until_stopped(server, agent, None))
         return

@@ -94,9 +94,9 @@ class LoopbackNetwork:
         self.proxies = []
         self.links = []
 
-    async def listen(self, lease_seconds=100.0):
+    async def listen(self, lease_seconds=100.0, **options):
         """Start a link."""
-        self.link = Link(lease_seconds)
+        self.link = Link(lease_seconds, **options)
         self.links.append(self.link)
         self.port = await self.link.start()
         return self.link
@@ -107,23 +107,20 @@ class LoopbackNetwork:
         self.proxies.append(proxy)
         return proxy, await proxy.start()
 
-    def dial(self, worker, name, port=None, role=link_pb2.CLIENT):
+    def dial(self, worker, name, port=None, role=link_pb2.CLIENT, **options):
         """Start an uplink for a worker; returns its task."""
-        enrolment = (
-            {"identity": worker.identity, "on_welcome": worker.welcomed}
-            if hasattr(worker, "identity")
-            else {}
-        )
+        if hasattr(worker, "identity"):
+            options |= {"identity": worker.identity, "on_welcome": worker.welcomed}
         address = f"127.0.0.1:{port or self.port}"
-        uplink = Uplink(address, name, role, worker, longest_pause=0.05, **enrolment)
+        uplink = Uplink(address, name, role, worker, longest_pause=0.05, **options)
         task = asyncio.create_task(uplink.run())
         self.connections.append(task)
         return task
 
-    async def join(self, name, respond, port=None, role=link_pb2.CLIENT):
+    async def join(self, name, respond, port=None, role=link_pb2.CLIENT, **options):
         """Connect a scripted participant; returns it once the link knows it."""
         participant = ScriptedParticipant(respond)
-        participant.connection = self.dial(participant, name, port, role)
+        participant.connection = self.dial(participant, name, port, role, **options)
         await wait_until(lambda: name in self.link.peers)
         return participant
 

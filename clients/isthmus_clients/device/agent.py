@@ -58,6 +58,7 @@ class Agent:
         host: TaskHost | None = None,
         group: str = "",
         log_file: Path | None = None,
+        shares: bool = False,
         device: str = "cpu",
         states: PersonalStates | None = None,
         residuals: Path | None = None,
@@ -78,12 +79,14 @@ class Agent:
             group: the group of devices that the owner has declared; empty for none.
             log_file: where this process logs, for failures to name; only for a server that started
                 this device itself.
+            shares: blobs may pass as open files, see `Uplink`; likewise.
             device: what to train on, without a `host`; see `isthmus_clients.training.accelerator`.
             states: keeps what stays on the device between rounds, without a `host`; None keeps it
                 as long as this process runs.
             residuals: directory for what compressed updates leave to be sent later; None keeps
                 that as long as this process runs.
         """
+        self._shares = shares
         self.participant = participant
         self.hours = hours
         self.tasks = tasks
@@ -97,9 +100,9 @@ class Agent:
         self._secure = SecureSessions(
             participant.name, signing_key, history_file, privacy, threads, residuals
         )
-        pause = self._throttle.pause
+        pause, states = self._throttle.pause, states or PersonalStates(None)
         self.host = host or InProcessHost(
-            participant, data, tasks, threads, pause, device, states or PersonalStates(None)
+            participant, data, tasks, threads, pause, device, states, shares=shares
         )
         self._working = asyncio.Lock()
         self._cancelled: dict[int, link_pb2.Request] = {}
@@ -128,6 +131,7 @@ class Agent:
             identity=self.identity,
             on_welcome=self.welcomed,
             membership=membership,
+            shares=self._shares,
         )
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from isthmus.job import read_job
 from isthmus.task import Participant
 from isthmus.transport.blobs import Buffer
+from isthmus.transport.shared_memory import SharedBuffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.training.personal_state import PersonalState, PersonalStates
@@ -114,7 +115,7 @@ class TaskHost(Protocol):
 def train_in(
     run: DeviceRun,
     work: link_pb2.TrainLocal,
-    memory: Buffer,
+    memory: Buffer | SharedBuffer,
     progress: ReportProgress,
     stopped: Callable[[], bool],
     personal: Buffer | None = None,
@@ -153,6 +154,8 @@ class InProcessHost:
         between_steps: Callable[[], None] = lambda: None,
         device: str = "cpu",
         states: PersonalStates | None = None,
+        *,
+        shares: bool = False,
     ) -> None:
         """Set up; `open` loads the task.
 
@@ -164,7 +167,9 @@ class InProcessHost:
             between_steps: called before every training step.
             device: the owner's choice of what to train on.
             states: keeps the personal states of this device; None if the caller has them.
+            shares: whether the server may open the memory of updates.
         """
+        self._shares = shares
         self.run: DeviceRun | None = None
         """The open run, unless it has a Flower app."""
         self.app: FlowerRun | None = None
@@ -180,11 +185,11 @@ class InProcessHost:
         self._personal: PersonalState | None = None
         self._cancelled: set[str] = set()
         """IDs of requests whose result is no longer needed."""
-        self._sent: tuple[str, bytearray] | None = None
+        self._sent: tuple[str, bytearray | SharedBuffer] | None = None
         """The last update: the ID of its request and the memory that contains it."""
         self._saved = "", 0
         """The request that has trained the last personal state, and its round."""
-        self._spare: bytearray | None = None
+        self._spare: bytearray | SharedBuffer | None = None
         """Memory for the next model: allocating it takes longer than filling it."""
 
     def open(self, work: link_pb2.OpenRun) -> int:
@@ -213,8 +218,11 @@ class InProcessHost:
         """See `TaskHost.buffer`."""
         spare, self._spare = self._spare, None
         fits = spare is not None and len(spare) == room + size
-        memory = spare if spare is not None and fits else bytearray(room + size)
-        return memoryview(memory)[room:] if room else memory
+        memory = spare if spare is not None and fits else self._new_memory(room + size)
+        return memoryview(memory)[room:]
+
+    def _new_memory(self, size: int) -> bytearray | SharedBuffer:
+        return SharedBuffer(size) if self._shares else bytearray(size)
 
     def train(
         self,
@@ -231,7 +239,7 @@ class InProcessHost:
             return request_id in self._cancelled
 
         memory = memoryview(payload).obj
-        assert isinstance(memory, bytearray)
+        assert isinstance(memory, (bytearray, SharedBuffer))
         state = None if self._personal is None else self._personal.begin(work.round)
         trained, result = train_in(self.run, work, memory, progress, stopped, state)
         if self._personal is not None and state is not None:
@@ -269,7 +277,9 @@ class InProcessHost:
         if not accepted and self._personal is not None and self._saved[0] == request_id:
             self._personal.drop(self._saved[1])
         if self._sent is not None and self._sent[0] == request_id:
-            self._spare, self._sent = self._sent[1], None
+            # A server that has not accepted an update may still be reading it.
+            self._spare = self._sent[1] if accepted or not self._shares else None
+            self._sent = None
 
     def close(self, run_id: str | None = None) -> None:
         """See `TaskHost.close`."""

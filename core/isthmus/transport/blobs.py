@@ -106,6 +106,10 @@ class InFile:
     def __len__(self) -> int:
         return self._size
 
+    def fileno(self) -> int:
+        """The descriptor of the file."""
+        return self._file.fileno()
+
     def read(self, offset: int, size: int) -> bytes:
         """Read `size` bytes at `offset`; threads may read at the same time.
 
@@ -126,7 +130,8 @@ class Broadcast:
 
     def __init__(self, sha256: bytes, payload: bytes | Buffer | InFile) -> None:
         self._sha256 = sha256
-        self._payload = payload if isinstance(payload, InFile) else memoryview(payload)
+        self.payload = payload if isinstance(payload, InFile) else memoryview(payload)
+        """The bytes."""
         least = BROADCAST_BYTES if len(payload) <= SMALL_BYTES else 0
         self._chunk_bytes = max(least, chunk_size(len(payload)))
         self._made: dict[int, bytes] = {}
@@ -137,9 +142,9 @@ class Broadcast:
         Raises:
             OSError: its file cannot be read.
         """
-        while offset < len(self._payload):
+        while offset < len(self.payload):
             message = self._made.get(offset)
-            end = min(len(self._payload), offset - offset % self._chunk_bytes + self._chunk_bytes)
+            end = min(len(self.payload), offset - offset % self._chunk_bytes + self._chunk_bytes)
             if message is None:
                 message = _message(self._sha256, offset, self._piece(offset, end))
                 if len(self._made) >= self._KEPT:
@@ -150,15 +155,15 @@ class Broadcast:
 
     def fill(self, buffer: Buffer) -> None:
         """Copy the whole blob into a buffer of its size."""
-        end = len(self._payload)
+        end = len(self.payload)
         for start in range(0, end, MAX_CHUNK_BYTES):
             piece = self._piece(start, min(start + MAX_CHUNK_BYTES, end))
             buffer[start : start + len(piece)] = piece
 
     def _piece(self, start: int, end: int) -> bytes | memoryview:
-        if isinstance(self._payload, InFile):
-            return self._payload.read(start, end - start)
-        return self._payload[start:end]
+        if isinstance(self.payload, InFile):
+            return self.payload.read(start, end - start)
+        return self.payload[start:end]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from isthmus.errors import IsthmusError, UpdateError
 from isthmus.job.learning_rate import RoundPosition
-from isthmus.transport.blobs import Assembly, Buffer
-from isthmus.transport.stream import Stream
+from isthmus.transport.blobs import Assembly, Buffer, chunks
+from isthmus.transport.shared_memory import answer, opened, read_into
+from isthmus.transport.stream import Stream, to_the_end
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
 
@@ -33,6 +34,9 @@ class OpenRequest:
     assembly: Assembly | None = None
     wanted_on: Stream | None = None
     """The stream on which the blob was pulled; chunks on other streams are ignored."""
+    read_on: Stream | None = None
+    """The stream on which the server offered the file from which the whole blob was read."""
+    reading: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     task: asyncio.Task[None] | None = None
     reply: link_pb2.Reply | None = None
     payload: Buffer | None = None
@@ -43,6 +47,24 @@ class OpenRequest:
         """A request that has just arrived; its own ID is replaced."""
         id_, request.id = request.id, uuid.uuid4().hex
         return cls(request, id_)
+
+    def pull(self, machine: str) -> link_pb2.Envelope:
+        """Ask for the rest of the blob, or for a file with it that `machine` can open."""
+        assert self.assembly is not None
+        sha256, offset = self.assembly.blob.sha256, self.assembly.offset
+        return link_pb2.Envelope(pull=link_pb2.Pull(sha256=sha256, offset=offset, machine=machine))
+
+    async def read(self, file: link_pb2.OpenFile) -> bool:
+        """Read the whole blob from a file of the server; False if that is not possible."""
+        async with self.reading:
+            if self.buffer is None:
+                return False
+            try:
+                with opened(file, len(self.buffer)) as blob:
+                    await to_the_end(asyncio.to_thread(read_into, blob, self.buffer))
+            except OSError:
+                return False
+            return True
 
     @property
     def is_running(self) -> bool:
@@ -113,6 +135,25 @@ class RequestLimits:
         if buffer is not None:
             self._held.append(job)
         return buffer
+
+
+async def send_result(
+    stream: Stream, open_jobs: Mapping[str, OpenRequest], pull: link_pb2.Pull, machine: str
+) -> None:
+    """Send the result of a finished request from the wanted offset, or the file that has it."""
+    for job in open_jobs.values():
+        if job.payload is None or job.reply is None or blob_of(job.reply).sha256 != pull.sha256:
+            continue
+        if (file := answer(pull, job.payload, machine)) is not None:
+            await stream.send(file)
+            return
+        for message in chunks(pull.sha256, job.payload, offset=pull.offset):
+            if open_jobs.get(job.id) is not job:
+                return  # acknowledged: its memory may be reused
+            await stream.send(message)
+        return
+    absent = link_pb2.Chunk(sha256=pull.sha256, offset=pull.offset, absent=True)
+    await stream.send(link_pb2.Envelope(chunk=absent))
 
 
 def failure(reason: str, code: str = "") -> link_pb2.Reply:

@@ -24,10 +24,11 @@ from isthmus.grpc_errors import details_of, short_message
 from isthmus.identity.membership import Membership, check_dialling
 from isthmus.printable import in_a_line
 from isthmus.transport.backoff import Backoff
-from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, chunks, into
+from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, into
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.renewal import CertificateRenewal
-from isthmus.transport.requests import OpenRequest, RequestLimits, blob_of, failure, model_of
+from isthmus.transport.requests import OpenRequest, RequestLimits, failure, model_of, send_result
+from isthmus.transport.shared_memory import machine
 from isthmus.transport.stream import GONE, Stream
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
@@ -92,6 +93,7 @@ class Uplink:
         longest_pause: float = 60.0,
         membership: Membership | None = None,
         now: Callable[[], float] = time.time,
+        shares: bool = False,
     ) -> None:
         """Set up the connection; `run` opens it.
 
@@ -106,6 +108,7 @@ class Uplink:
             longest_pause: most seconds between two connection attempts.
             membership: the participant's certificate and keys, for a server that requires them.
             now: returns the time in Unix seconds.
+            shares: blobs may pass as open files, with a server that started this process.
 
         Raises:
             UserError: the server is on another machine and there is no membership, or the
@@ -122,6 +125,7 @@ class Uplink:
         self.on_welcome = on_welcome
         self.longest_pause = longest_pause
         self._instance = uuid.uuid4().hex
+        self._machine = machine() if shares else ""
         self._jobs: dict[str, OpenRequest] = {}
         self._limits = RequestLimits()
         self._stream: Stream | None = None
@@ -268,7 +272,7 @@ class Uplink:
         elif kind == "chunk":
             self._chunk(stream, message.chunk)
         elif kind == "pull":
-            stream.spawn(self._pump(stream, message.pull))
+            stream.spawn(send_result(stream, self._jobs, message.pull, self._machine))
         elif kind == "receipt":
             job, receipt = self._jobs.pop(message.receipt.id, None), message.receipt
             if job is not None:
@@ -317,8 +321,7 @@ class Uplink:
                 self._start(job)
             else:
                 job.wanted_on = stream
-                pull = link_pb2.Pull(sha256=job.assembly.blob.sha256, offset=job.assembly.offset)
-                await stream.send(link_pb2.Envelope(pull=pull))
+                await stream.send(job.pull(self._machine))
 
     def _chunk(self, stream: Stream, chunk: link_pb2.Chunk | Piece) -> None:
         for job in self._jobs.values():
@@ -326,6 +329,12 @@ class Uplink:
             if assembly is None or job.task is not None or job.wanted_on is not stream:
                 continue
             if assembly.blob.sha256 != chunk.sha256:
+                continue
+            if isinstance(chunk, link_pb2.Chunk) and chunk.HasField("file"):
+                if job.read_on is stream:
+                    self._start(job)
+                elif self._machine:
+                    stream.spawn(self._read(stream, job, chunk.file))
                 continue
             if chunk.absent:
                 job.task = asyncio.create_task(
@@ -341,6 +350,11 @@ class Uplink:
                 continue
             if assembly.complete:
                 self._start(job)
+
+    async def _read(self, stream: Stream, job: OpenRequest, file: link_pb2.OpenFile) -> None:
+        if is_read := await job.read(file):
+            job.read_on = stream
+        await stream.send(job.pull(self._machine if is_read else ""))
 
     def _start(self, job: OpenRequest) -> None:
         job.task = asyncio.create_task(self._execute(job))
@@ -384,17 +398,3 @@ class Uplink:
         stream, loop = self._stream, self._loop
         if stream is not None and loop is not None:
             asyncio.run_coroutine_threadsafe(stream.send_quietly(message), loop)
-
-    async def _pump(self, stream: Stream, pull: link_pb2.Pull) -> None:
-        """Send the blob of a finished request from the requested offset."""
-        for job in self._jobs.values():
-            if job.payload is None or job.reply is None:
-                continue
-            if blob_of(job.reply).sha256 == pull.sha256:
-                for message in chunks(pull.sha256, job.payload, offset=pull.offset):
-                    if self._jobs.get(job.id) is not job:
-                        return  # acknowledged: its memory may be reused
-                    await stream.send(message)
-                return
-        absent = link_pb2.Chunk(sha256=pull.sha256, offset=pull.offset, absent=True)
-        await stream.send(link_pb2.Envelope(chunk=absent))

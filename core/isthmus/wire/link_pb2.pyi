@@ -99,24 +99,36 @@ class Blob(_message.Message):
     def __init__(self, sha256: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Pull(_message.Message):
-    __slots__ = ("sha256", "offset")
+    __slots__ = ("sha256", "offset", "machine")
     SHA256_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
     sha256: bytes
     offset: int
-    def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
+    machine: str
+    def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ..., machine: _Optional[str] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("sha256", "offset", "data", "absent")
+    __slots__ = ("sha256", "offset", "data", "absent", "file")
     SHA256_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
     sha256: bytes
     offset: int
     data: bytes
     absent: bool
-    def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., absent: _Optional[bool] = ...) -> None: ...
+    file: OpenFile
+    def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., absent: _Optional[bool] = ..., file: _Optional[_Union[OpenFile, _Mapping]] = ...) -> None: ...
+
+class OpenFile(_message.Message):
+    __slots__ = ("process", "descriptor")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    process: int
+    descriptor: int
+    def __init__(self, process: _Optional[int] = ..., descriptor: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step", "score", "mean_gradient", "agree", "evaluate", "flower")

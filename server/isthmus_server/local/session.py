@@ -78,7 +78,8 @@ class LocalRun:
             UserError: with the sentence to show.
         """
         torch.set_num_threads(1)  # the processes of devices and ranks need the cores
-        store, link = self.store, Link(self.store.job.time.lease_seconds)
+        store = self.store
+        link = Link(store.job.time.lease_seconds, shares=True)
         events = EventStream()
         observers = observers or Observers(console)
         async with contextlib.AsyncExitStack() as stack:

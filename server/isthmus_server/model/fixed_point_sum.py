@@ -37,6 +37,9 @@ SUM_BYTES = 8
 TILE = 1 << 16
 """Elements processed at a time; they stay in the CPU cache from one operation to the next."""
 
+_TILE_LOCKS = 16
+"""Locks of the sum's tiles, so that several threads can add to different ones."""
+
 
 class WeightedSum:
     """Sum of weight x update over a round, and its mean.
@@ -62,9 +65,11 @@ class WeightedSum:
         self._sum = self._memory.tensor(torch.int64)
         self._initialized = bytearray(-(-size // TILE))
         """Which tiles hold a sum; the first update overwrites what a tile held before."""
-        self._scaled = torch.empty(TILE)
-        self._fixed = torch.empty(TILE, dtype=torch.int64)
         self._lock = threading.Lock()
+        """Of the weights."""
+        self._tile_locks = [threading.Lock() for _ in range(_TILE_LOCKS)]
+        self._scratch = threading.local()
+        """Memory in which a thread converts a tile."""
         self._pending_withdrawals = 0
         """Updates that are being subtracted, or whose subtraction failed."""
 
@@ -90,16 +95,25 @@ class WeightedSum:
             tile: float32 (`TILE`); the last tile may be shorter.
             weight: of the update; negative to subtract it.
         """
-        with self._lock:
-            # Scaling by a power of two and rounding to an integer are exact in float32 as well.
-            scaled = torch.mul(tile, 2.0**self.fraction_bits, out=self._scaled[: len(tile)])
-            fixed = self._fixed[: len(tile)].copy_(scaled.round_())
-            part = self._sum[offset : offset + len(tile)]
-            if self._initialized[offset // TILE]:
+        fixed = self._converted(tile)
+        part, number = self._sum[offset : offset + len(tile)], offset // TILE
+        with self._tile_locks[number % _TILE_LOCKS]:
+            if self._initialized[number]:
                 part.add_(fixed, alpha=weight)
             else:
                 torch.mul(fixed, weight, out=part)
-                self._initialized[offset // TILE] = True
+                self._initialized[number] = True
+
+    def _converted(self, tile: torch.Tensor) -> torch.Tensor:
+        """A tile in fixed point, int64; valid until the thread's next call."""
+        scratch = self._scratch
+        if not hasattr(scratch, "scaled"):
+            scratch.scaled = torch.empty(TILE)
+            scratch.fixed = torch.empty(TILE, dtype=torch.int64)
+        # Scaling by a power of two and rounding to an integer are exact in float32 as well.
+        scaled = torch.mul(tile, 2.0**self.fraction_bits, out=scratch.scaled[: len(tile)])
+        fixed: torch.Tensor = scratch.fixed[: len(tile)]
+        return fixed.copy_(scaled.round_())
 
     def withdraw(self, tiles: Iterable[tuple[int, torch.Tensor]], weight: int) -> None:
         """Undo `reserve` and the `add` of these tiles.

@@ -44,6 +44,8 @@ class GlobalModel:
         optimizer: ServerOptimizer,
         served_average: float = 0.0,
         exchange: ExchangeSection | None = None,
+        *,
+        shared: bool = False,
     ) -> None:
         """Build the task's model and the server optimizer.
 
@@ -53,6 +55,7 @@ class GlobalModel:
             optimizer: the server optimizer, which steps on pseudo-gradients.
             served_average: decay of the moving average that is served, 0 to 1; 0 serves the model.
             exchange: what is exchanged; None for the defaults.
+            shared: whether participants on this machine may open the model's memory.
 
         Raises:
             TaskError: the task's `model()` failed, or its result cannot be used.
@@ -65,7 +68,8 @@ class GlobalModel:
         self.layout = division.exchanged
         self.personal = division.personal
         """What stays on each device; here it has its initial values."""
-        self._buffer = MmapBuffer(self.layout.nbytes)
+        self._shared = shared
+        self._buffer = MmapBuffer(self.layout.nbytes, shared=shared)
         self.spilled: BinaryIO | None = None
         """The file that holds the model while its memory is released; otherwise None."""
         self.payload[: len(self.layout.header)] = self.layout.header
@@ -264,7 +268,7 @@ class GlobalModel:
         self.spilled = None
 
     def _copy(self) -> memoryview:
-        buffer = MmapBuffer(len(self.payload))
+        buffer = MmapBuffer(len(self.payload), shared=self._shared)
         buffer.view[:] = self.payload
         return buffer.view
 

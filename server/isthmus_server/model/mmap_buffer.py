@@ -12,6 +12,8 @@ import mmap
 
 import torch
 
+from isthmus.transport.shared_memory import SharedBuffer
+
 LARGE_BYTES = 512 << 20
 """Size from which it is worth the time to release memory and to allocate it again."""
 
@@ -19,16 +21,18 @@ _MIN_HUGE_PAGE_BYTES = 64 << 20
 
 
 class MmapBuffer:
-    """Zeroed anonymous memory of this process, in huge pages where the kernel provides them.
+    """Zeroed memory of this process, in huge pages where the kernel provides them.
 
     Huge pages matter because the first access to a page of the usual size takes longer than
     writing the data into it.
     """
 
-    def __init__(self, size: int) -> None:
-        """Allocate `size` bytes."""
+    def __init__(self, size: int, *, shared: bool = False) -> None:
+        """Allocate `size` bytes; other processes of the user can open `shared` memory."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._map = mmap.mmap(-1, max(size, 1), flags=flags)
+        self._map = (
+            SharedBuffer(max(size, 1)) if shared else mmap.mmap(-1, max(size, 1), flags=flags)
+        )
         if hasattr(mmap, "MADV_HUGEPAGE") and size >= _MIN_HUGE_PAGE_BYTES:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)[:size]
@@ -47,4 +51,5 @@ class MmapBuffer:
         """
         start += -start % mmap.PAGESIZE
         if len(self.view) - start > LARGE_BYTES // 2:
-            self._map.madvise(mmap.MADV_DONTNEED, start)
+            is_shared = isinstance(self._map, SharedBuffer)
+            self._map.madvise(mmap.MADV_REMOVE if is_shared else mmap.MADV_DONTNEED, start)

@@ -13,7 +13,7 @@ import mmap
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, BinaryIO
 
 import torch
 
@@ -62,7 +62,7 @@ class UpdateSpool:
                 than `max_memory_bytes`.
         """
         self._max_memory_bytes = max_memory_bytes
-        self._file = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by `__exit__`
+        self._file: IO[bytes] = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by `__exit__`
             max_size=max_memory_bytes, dir=str(directory)
         )
         if expected_bytes > max_memory_bytes:
@@ -78,20 +78,33 @@ class UpdateSpool:
 
         return write
 
+    def take(self, file: BinaryIO) -> None:
+        """Use a file that has the whole update, instead of bytes that are written.
+
+        The file must not change; the spool closes it.
+        """
+        self._file.close()
+        self._file = file
+
     def read(self, layout: TensorLayout) -> torch.Tensor:
         """Decode and check the update: a new float32 vector (N).
 
         Raises:
             UpdateError: another layout, or a value that is not finite or out of range.
         """
-        self._check_header(layout)
+        self.check_header(layout)
         vector = torch.empty(layout.size)
         for offset, tile in self.tiles(layout, layout.size):
             check_tile(layout, offset, tile)
             vector[offset : offset + len(tile)] = tile
         return vector
 
-    def _check_header(self, layout: TensorLayout) -> None:
+    def check_header(self, layout: TensorLayout) -> None:
+        """Check that these are the bytes of an update of a layout.
+
+        Raises:
+            UpdateError: of another one.
+        """
         size = self._file.seek(0, io.SEEK_END)
         self._file.seek(0)
         if size != layout.nbytes or self._file.read(len(layout.header)) != layout.header:
@@ -110,7 +123,7 @@ class UpdateSpool:
         buffer = memoryview(bytearray(_ELEMENT_BYTES * min(TILE, max(end, 1))))
         for start in range(0, end, TILE):
             part = buffer[: _ELEMENT_BYTES * min(TILE, end - start)]
-            self._file.readinto(part)
+            self._file.readinto(part)  # type: ignore[attr-defined]  # files have it
             yield start, decode_tile(part)
 
     @contextlib.contextmanager
@@ -201,6 +214,17 @@ class StreamingUpdate:
             if self._filled == tile_bytes:
                 self._add(decode_tile(self._tile[:tile_bytes]))
                 self._filled = 0
+
+    def take(self, file: BinaryIO) -> None:
+        """Take the whole update from a file, instead of `write`; see `Link.fetch`.
+
+        Raises:
+            UpdateError: as for `write`.
+        """
+        self._spool.take(file)
+        self._spool.check_header(self._layout)
+        for _, tile in self._spool.tiles(self._layout, self._layout.size):
+            self._add(tile)
 
     def withdraw(self) -> None:
         """Remove from the sum what was added of the update, and its weight."""

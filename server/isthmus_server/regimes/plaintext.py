@@ -172,7 +172,7 @@ async def added(
         UpdateError: the bytes are not the announced ones, or cannot be added.
     """
     try:
-        await link.fetch(name, blob, update.write)
+        await link.fetch(name, blob, update.write, update.take)
         assert update.complete
         yield
     except BaseException:

@@ -7,6 +7,7 @@ import logging
 
 from isthmus.errors import UpdateError
 from isthmus.transport.blobs import Broadcast, Buffer, InFile
+from isthmus.transport.shared_memory import answer
 from isthmus.transport.stream import Stream
 from isthmus.wire import link_pb2
 from isthmus_server.transport.limits import MAX_TRANSFERS_PER_PARTICIPANT
@@ -24,8 +25,12 @@ class BlobStore:
       * no participant has more than `MAX_TRANSFERS_PER_PARTICIPANT` transfers at the same time.
     """
 
-    def __init__(self, shared: BlobStore | None = None) -> None:
-        """With `shared`, participants pull from both; each retracts only its own blobs."""
+    def __init__(self, shared: BlobStore | None = None, machine: str = "") -> None:
+        """With `shared`, participants pull from both; each retracts only its own blobs.
+
+        Participants of the same `machine` (see `isthmus.transport.shared_memory`) get a file.
+        """
+        self._machine: str = machine if shared is None else shared._machine
         self._broadcasts: dict[bytes, list[Broadcast]] = (
             {} if shared is None else shared._broadcasts  # an empty store is false
         )
@@ -77,7 +82,14 @@ class BlobStore:
         transfer.add_done_callback(remove)
 
     async def _transfer(self, peer: Peer, stream: Stream, pull: link_pb2.Pull) -> None:
-        broadcast, peer.last_blob = self.get(pull.sha256), b""
+        broadcast, last, peer.last_blob = self.get(pull.sha256), peer.last_blob, b""
+        file = None if broadcast is None else answer(pull, broadcast.payload, self._machine)
+        if broadcast is not None and file is not None:
+            await stream.send(file)
+            if last != pull.sha256:  # else the participant has read it, and asks again
+                peer.bytes_out += len(broadcast.payload)
+            peer.last_blob = pull.sha256
+            return
         try:
             for message in () if broadcast is None else broadcast.messages(pull.offset):
                 if broadcast not in self._broadcasts.get(pull.sha256, ()):

@@ -13,6 +13,7 @@ import uuid
 from isthmus.errors import IsthmusError, UpdateError
 from isthmus.transport.blobs import Buffer, Write
 from isthmus.transport.requests import blob_of, model_of
+from isthmus.transport.shared_memory import Take
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
 from isthmus_server.transport.enrolment import Enrolments
@@ -116,7 +117,9 @@ class InProcessLink(Link):
         self._unacknowledged[request.id] = _Result(name, request, blob_of(reply).sha256, payload)
         return reply
 
-    async def fetch(self, name: str, blob: link_pb2.Blob, write: Write) -> None:
+    async def fetch(
+        self, name: str, blob: link_pb2.Blob, write: Write, take: Take | None = None
+    ) -> None:
         """Copy a blob from a worker's result.
 
         Raises:

@@ -18,9 +18,10 @@ import grpc.aio
 from isthmus.errors import AdmissionRefused, ParticipantLost, UpdateError, UserError
 from isthmus.identity.tls import Subject, is_loopback, is_socket
 from isthmus.system.clocks import CLOCK_METADATA
-from isthmus.transport.blobs import Assembly, Buffer, InFile, Piece, Write
+from isthmus.transport.blobs import Buffer, InFile, Piece, Write
 from isthmus.transport.heartbeats import Heartbeats
-from isthmus.transport.stream import Stream, to_the_end
+from isthmus.transport.shared_memory import Take, machine
+from isthmus.transport.stream import Stream
 from isthmus.wire import link_pb2
 from isthmus_server.transport.blob_store import BlobStore
 from isthmus_server.transport.enrolment import Enrolments
@@ -42,7 +43,7 @@ from isthmus_server.transport.limits import (
     negotiate,
     server_options,
 )
-from isthmus_server.transport.peer import Fetch, ListenerGroup, Peer
+from isthmus_server.transport.peer import ListenerGroup, Peer
 from isthmus_server.transport.turns import AllTurns
 
 PING_GROUPS = 16
@@ -68,19 +69,24 @@ class Link(AllTurns):
         allows.
     """
 
-    def __init__(self, lease_seconds: float, enrolments: Enrolments | None = None) -> None:
+    def __init__(
+        self, lease_seconds: float, enrolments: Enrolments | None = None, *, shares: bool = False
+    ) -> None:
         """Create a link that does not listen yet.
 
         Args:
             lease_seconds: time without a message after which a participant is removed.
             enrolments: decides which participants may connect; None admits all.
+            shares: blobs may pass as open files, see `isthmus.transport.shared_memory`.
         """
         self.lease_seconds = lease_seconds
         self.enrolments = enrolments or Enrolments()
         self.peers: dict[str, Peer] = {}
         self.listeners = ListenerGroup()
         """Notified of participants that join, leave or report progress."""
-        self._blobs = BlobStore()
+        self._machine = machine() if shares else ""
+        self.shares_memory = bool(self._machine)
+        self._blobs = BlobStore(machine=self._machine)
         self._instance = uuid.uuid4().hex[:12]
         self._ids = itertools.count(1)
         self._server: grpc.aio.Server | None = None
@@ -170,26 +176,19 @@ class Link(AllTurns):
         finally:
             peer.pending.pop(request.id, None)
 
-    async def fetch(self, name: str, blob: link_pb2.Blob, write: Write) -> None:
+    async def fetch(
+        self, name: str, blob: link_pb2.Blob, write: Write, take: Take | None = None
+    ) -> None:
         """Pull a blob from a participant; `write` receives its pieces, possibly in threads.
+
+        A participant that shares its memory may have `take` receive it as a whole, in a thread.
 
         Raises:
             ParticipantLost: it was lost before the blob was complete.
             UpdateError: it does not hold the blob, or the bytes do not match the SHA-256.
         """
-        if blob.size == 0:
-            return
-        peer = self._peer(name)
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        fetch = peer.fetches[blob.sha256] = Fetch(Assembly(blob, write), done)
-        try:
-            if peer.stream is not None:
-                pull = link_pb2.Pull(sha256=blob.sha256)
-                await peer.stream.send_quietly(link_pb2.Envelope(pull=pull))
-            await done
-        finally:
-            peer.fetches.pop(blob.sha256, None)
-            await to_the_end(fetch.idle())
+        if blob.size:
+            await self._peer(name).fetch(blob, write, take, self._machine)
 
     def acknowledge(self, name: str, request_id: str, accepted: bool, reason: str = "") -> None:
         """Notify a participant whether its reply was accepted, so that it can free the result."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import deque
+from typing import BinaryIO
 
 from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.identity.tls import Subject
-from isthmus.transport.blobs import Assembly, Piece
+from isthmus.transport.blobs import Assembly, Piece, Write
+from isthmus.transport.shared_memory import Take, opened
 from isthmus.transport.stream import Stream, to_the_end
 from isthmus.wire import link_pb2
 from isthmus_server.transport.limits import Refusal
@@ -25,6 +27,8 @@ class Fetch:
 
     assembly: Assembly
     done: asyncio.Future[None]
+    take: Take | None = None
+    """Takes the whole blob as a file instead; None if it is not to be offered as one."""
     writing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     """Locked while a chunk is being written."""
 
@@ -42,6 +46,34 @@ class Fetch:
                 else:
                     await asyncio.to_thread(self.assembly.add, chunk)
                 if self.assembly.complete and not self.done.done():
+                    self.done.set_result(None)
+            except (UpdateError, OSError) as error:
+                if not self.done.done():  # the participant may have been lost meanwhile
+                    self.done.set_exception(error)
+
+    async def open(self, file: link_pb2.OpenFile) -> bool:
+        """Take the blob from a file of the participant; False if it cannot be opened.
+
+        Raises:
+            UpdateError: no file was wanted.
+        """
+        if self.take is None:
+            raise UpdateError("it offered a file that was not asked for")
+        try:
+            blob = opened(file, self.assembly.blob.size)
+        except OSError:
+            return False
+        await to_the_end(self._take(self.take, blob))
+        return True
+
+    async def _take(self, take: Take, blob: BinaryIO) -> None:
+        async with self.writing:
+            if self.done.done():
+                blob.close()
+                return
+            try:
+                await asyncio.to_thread(take, blob)
+                if not self.done.done():
                     self.done.set_result(None)
             except (UpdateError, OSError) as error:
                 if not self.done.done():  # the participant may have been lost meanwhile
@@ -109,10 +141,32 @@ class Peer:
             pull = link_pb2.Pull(sha256=sha256, offset=fetch.assembly.offset)
             await stream.send(link_pb2.Envelope(pull=pull))
 
+    async def fetch(
+        self, blob: link_pb2.Blob, write: Write, take: Take | None, machine: str
+    ) -> None:
+        """Pull a blob, see `Link.fetch`; `machine` is the server's, if it shares memory."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        fetch = self.fetches[blob.sha256] = Fetch(Assembly(blob, write), done, take)
+        try:
+            if self.stream is not None:
+                pull = link_pb2.Pull(sha256=blob.sha256, machine=machine if take else "")
+                await self.stream.send_quietly(link_pb2.Envelope(pull=pull))
+            await done
+        finally:
+            self.fetches.pop(blob.sha256, None)
+            await to_the_end(fetch.idle())
+
     async def add_chunk(self, chunk: link_pb2.Chunk | Piece) -> None:
         """Add a chunk to the blob that it belongs to; a chunk that was not requested is dropped."""
         fetch = self.fetches.get(chunk.sha256)
         if fetch is None or fetch.done.done():
+            return
+        if isinstance(chunk, link_pb2.Chunk) and chunk.HasField("file"):
+            if await fetch.open(chunk.file):
+                self.bytes_in += fetch.assembly.blob.size
+            elif self.stream is not None:
+                pull = link_pb2.Pull(sha256=chunk.sha256)
+                await self.stream.send_quietly(link_pb2.Envelope(pull=pull))
             return
         self.bytes_in += len(chunk.data)
         if not chunk.absent:

@@ -10,6 +10,7 @@ from isthmus.errors import AdmissionRefused, IsthmusError, TaskError, UpdateErro
 from isthmus.task import Participant
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
+from isthmus.transport.shared_memory import offered, opened
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 
@@ -50,7 +51,7 @@ async def test_open_train_close(agent, opening):
     model = agent.buffer(train(), LAYOUT.nbytes)
     model[:] = LAYOUT.encode(LAYOUT.decode(bytearray(LAYOUT.header + bytes(4 * LAYOUT.size))))
     reply, blob = await agent.work(train(), model, ignore)
-    assert blob.obj is model  # the update took the model's place
+    assert blob.obj is model.obj  # the update took the model's place
     assert reply.trained.result == describe(model)
     assert LAYOUT.decode(model).any()
     agent.acknowledged(train(), True, "")
@@ -59,6 +60,19 @@ async def test_open_train_close(agent, opening):
     assert reply.WhichOneof("outcome") == "closed"
     with pytest.raises(UpdateError, match=r"^the run 'run' is not open on this device$"):
         agent.buffer(train(), LAYOUT.nbytes)
+
+
+@pytest.mark.parametrize(("accepted", "is_reused"), [(True, True), (False, False)])
+async def test_memory_that_the_server_may_be_reading_is_not_reused(opening, accepted, is_reused):
+    agent = Agent(Participant(name="a", regime="federated"), None, shares=True)
+    await agent.work(opening(), None, ignore)
+    model = agent.buffer(train(), LAYOUT.nbytes)
+    model[:] = LAYOUT.encode(torch.zeros(LAYOUT.size))
+    _, update = await agent.work(train(), model, ignore)
+    with opened(offered(update), LAYOUT.nbytes) as file:
+        agent.acknowledged(train(), accepted, "")
+        assert file.read() == bytes(update)
+    assert (agent.buffer(train(), LAYOUT.nbytes).obj is update.obj) == is_reused
 
 
 @pytest.mark.parametrize("kind", ["train_local", "score"])
@@ -93,8 +107,8 @@ async def test_the_next_model_takes_the_memory_of_an_update_that_is_acknowledged
     meanwhile[:] = bytes(LAYOUT.nbytes)
     assert describe(blob) == reply.trained.result  # the server may still fetch it
     agent.acknowledged(train(), True, "")
-    assert agent.buffer(train(id_="next"), LAYOUT.nbytes) is model
-    assert agent.buffer(train(id_="next but one"), LAYOUT.nbytes) is not model
+    assert agent.buffer(train(id_="next"), LAYOUT.nbytes).obj is model.obj
+    assert agent.buffer(train(id_="next but one"), LAYOUT.nbytes).obj is not model.obj
 
 
 def score(candidates, secure=b""):

@@ -1,6 +1,7 @@
 """Updates are spooled, checked and added while they arrive, and can be withdrawn."""
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,46 @@ def test_withdrawn_updates_leave_no_trace_in_the_sum(tmp_path, ends, random):
     add(tmp_path, reference, vectors[0], 3, LARGE, scale=0.7)
     assert total.weight == 3
     assert torch.equal(total.mean(), reference.mean())
+
+
+def written(path, data):
+    path.write_bytes(data)
+    return path.open("rb")
+
+
+def test_updates_in_files_are_added_by_threads_and_can_be_withdrawn(tmp_path):
+    vectors = [torch.randn(LARGE.size) for _ in range(4)]
+    total, reference = (WeightedSum(LARGE.size, 100) for _ in range(2))
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(4) as pool:
+        updates, files = [], []
+        for number, vector in enumerate(vectors):
+            spool = stack.enter_context(UpdateSpool(tmp_path))
+            updates.append(StreamingUpdate(spool, total, LARGE, number + 1))
+            files.append(written(tmp_path / str(number), LARGE.encode(vector)))
+        list(pool.map(lambda update, file: update.take(file), updates, files))
+        assert all(update.complete for update in updates)
+        updates[2].withdraw()
+    for number in (0, 1, 3):
+        add(tmp_path, reference, vectors[number], number + 1, LARGE)
+    assert torch.equal(total.mean(), reference.mean())
+
+
+@pytest.mark.parametrize(
+    ("vector", "cut", "sentence"),
+    [
+        ([1.0, 2.0, float("inf")], 0, "'weight' is not finite"),
+        ([1.0, 2.0, 3.0], 1, "not an update of this exchange set"),
+    ],
+)
+def test_a_bad_update_in_a_file_is_refused(tmp_path, vector, cut, sentence):
+    payload = LAYOUT.encode(torch.tensor(vector))
+    total = WeightedSum(3, 2)
+    with UpdateSpool(tmp_path) as spool:
+        update = StreamingUpdate(spool, total, LAYOUT, 1)
+        with pytest.raises(UpdateError, match=sentence):
+            update.take(written(tmp_path / "update", payload[: len(payload) - cut]))
+        update.withdraw()
+    assert total.weight == 0
 
 
 def test_a_failed_withdrawal_makes_the_mean_fail(tmp_path):

@@ -1,0 +1,136 @@
+"""Blobs between a server and participants that it has started: open files instead of messages."""
+
+import asyncio
+import os
+
+import pytest
+from tests.server.loopback import refusal
+from tests.server.scripted_participant import replying, training_request
+from tests.server.waiting import wait_until
+
+from isthmus.errors import UpdateError
+from isthmus.transport import requests
+from isthmus.transport.blobs import describe, into
+from isthmus.transport.shared_memory import SharedBuffer, machine
+from isthmus.wire import link_pb2
+
+SIZE = 1 << 20
+HERE = machine()
+pytestmark = pytest.mark.skipif(not HERE, reason="memory is shared on Linux only")
+
+
+def shared(data):
+    memory = SharedBuffer(len(data))
+    memory[:] = bytes(data)
+    return memoryview(memory)
+
+
+def taken(into_):
+    """Takes a file whole, into a list."""
+
+    def take(file):
+        with file:
+            into_.append(file.read())
+
+    return take
+
+
+async def exchanged(network, port=None, *, link_shares=True, device_shares=True):
+    """Pass a model down and an update up; returns what each side got."""
+    link = await network.listen(shares=link_shares)
+    proxy, through = await network.start_proxy()
+    model, update = shared(os.urandom(SIZE)), shared(os.urandom(SIZE))
+    seen = []
+
+    async def respond(participant, request, received):
+        seen.append(bytes(received))
+        return await replying(update)(participant, request, received)
+
+    await network.join("a", respond, through, shares=device_shares)
+    link.publish(describe(model), model)
+    reply = await link.ask("a", training_request(link, describe(model)))
+    whole, pieces = [], bytearray(SIZE)
+    await link.fetch("a", reply.trained.result, into(pieces), taken(whole))
+    assert seen == [bytes(model)]
+    assert (whole or [bytes(pieces)]) == [bytes(update)]
+    peer = link.peers["a"]
+    assert peer.bytes_in == SIZE
+    assert peer.bytes_out >= SIZE
+    (carried,) = proxy.carried
+    return carried["up"], carried["down"], bool(whole)
+
+
+async def test_between_processes_that_share_memory_no_blob_is_sent(network):
+    up, down, whole = await exchanged(network)
+    assert whole
+    assert max(up, down) < SIZE // 100
+
+
+@pytest.mark.parametrize("sides", [{"link_shares": False}, {"device_shares": False}])
+async def test_it_takes_both_sides_to_share(network, sides):
+    up, down, whole = await exchanged(network, **sides)
+    assert not whole
+    assert min(up, down) > SIZE
+
+
+async def test_a_file_that_cannot_be_opened_is_replaced_by_messages(network, monkeypatch):
+    def refuse(file, size):
+        raise PermissionError
+
+    monkeypatch.setattr(requests, "opened", refuse)
+    monkeypatch.setattr("isthmus_server.transport.peer.opened", refuse)
+    up, down, whole = await exchanged(network)
+    assert not whole
+    assert min(up, down) > SIZE
+
+
+async def test_a_model_that_was_withdrawn_while_it_was_read_is_not_used(network, monkeypatch):
+    link = await network.listen(shares=True)
+    model = shared(os.urandom(SIZE))
+    blob = describe(model)
+    read = requests.read_into
+
+    def read_and_withdraw(file, buffer):
+        read(file, buffer)
+        loop.call_soon_threadsafe(link.retract, blob)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(requests, "read_into", read_and_withdraw)
+    participant = await network.join("a", replying(), shares=True)
+    link.publish(blob, model)
+    reply = await link.ask("a", training_request(link, blob))
+    assert reply.failure.reason == "the server no longer has the model"
+    assert participant.requests == []
+
+
+async def test_an_update_that_is_refused_while_it_is_taken_fails_the_fetch(network):
+    link = await network.listen(shares=True)
+    await network.join("a", replying(shared(b"12345")), shares=True)
+    reply = await link.ask("a", training_request(link))
+
+    def refuse(file):
+        file.close()
+        raise UpdateError("its header differs")
+
+    with pytest.raises(UpdateError, match="its header differs"):
+        await link.fetch("a", reply.trained.result, into(bytearray(5)), refuse)
+
+
+async def test_a_file_that_nobody_asked_for_ends_the_stream(network):
+    link = await network.listen(shares=True)
+    async with network.raw_stream() as (call, send, receive):
+        await receive("welcome")
+        await wait_until(lambda: "raw" in link.peers)
+        blob = describe(b"secret")
+        fetching = asyncio.create_task(link.fetch("raw", blob, into(bytearray(6))))
+        pull = await receive("pull")
+        assert pull.machine == ""
+        file = link_pb2.OpenFile(process=os.getpid(), descriptor=0)
+        await send(chunk=link_pb2.Chunk(sha256=blob.sha256, file=file))
+        code, sentence = await refusal(call)
+        fetching.cancel()
+        await asyncio.gather(fetching, return_exceptions=True)
+    assert (code.name, sentence) == (
+        "INVALID_ARGUMENT",
+        "it offered a file that was not asked for",
+    )
