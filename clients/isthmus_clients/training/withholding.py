@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from isthmus.errors import IsthmusError, TaskProcessEnded
+from isthmus.errors import IsthmusError, TaskError, TaskProcessEnded
+from isthmus.task import user_traceback
 
 _Result = TypeVar("_Result")
 
@@ -45,8 +46,8 @@ def attempted(what: str, work: Callable[[], _Result]) -> _Result | None:
     except (TaskProcessEnded, MemoryError, OSError):  # those of the task's code are a TaskError
         log.exception("%s failed", what)
         raise DetailsWithheld from None
-    except Exception:
-        log.exception("%s failed; this device takes part with a weight of 0", what)
+    except Exception as error:  # noqa: BLE001 - it is logged, and must not reach the server
+        _log_failure(f"{what} failed; this device takes part with a weight of 0", error)
         return None
 
 
@@ -74,5 +75,16 @@ def constant_failures(
     except Exception as error:
         if not withheld or (isinstance(error, IsthmusError) and not on_data):
             raise
-        log.exception("this device could not execute a request")
+        _log_failure("this device could not execute a request", error)
         raise DetailsWithheld(log_file) from None
+
+
+def _log_failure(what: str, error: Exception) -> None:
+    """Log a failure for the owner, with the lines of the task that led to it."""
+    if not isinstance(error, IsthmusError):
+        log.error("%s", what, exc_info=error)
+        return
+    because = ", because of its task" if isinstance(error, TaskError) else ""
+    log.error("%s%s: %s", what, because, error)
+    if lines := user_traceback(error).rstrip():  # of a task without a process of its own
+        log.error("%s", lines)

@@ -1,7 +1,14 @@
 """Tasks: model, loss, data and optimizer in plain PyTorch, used by both regimes."""
 
 from isthmus.task.definition import Participant, Task
-from isthmus.task.loading import check_installed, check_named, load_named, load_task, user_code
+from isthmus.task.loading import (
+    check_installed,
+    check_named,
+    load_named,
+    load_task,
+    user_code,
+    user_traceback,
+)
 
 __all__ = [
     "Participant",
@@ -11,4 +18,5 @@ __all__ = [
     "load_named",
     "load_task",
     "user_code",
+    "user_traceback",
 ]

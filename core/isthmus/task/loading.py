@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from isthmus.errors import TaskError
@@ -202,16 +202,36 @@ def _at_user_line(what: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{what} failed at {error.filename}:{error.lineno}: SyntaxError: {error.msg}"
     frames = traceback.walk_tb(error.__traceback__)
-    places = [(frame.f_code.co_filename, line, frame.f_globals) for frame, line in frames]
     user_lines = [
-        f"{file}:{line}"
-        for file, line, names in places
-        if not (file == names.get("__file__") and _PRODUCT_MODULE.match(names["__name__"]))
-        and "site-packages" not in file
-        and not file.startswith(("<frozen", sysconfig.get_path("stdlib")))
+        f"{frame.f_code.co_filename}:{line}" for frame, line in frames if _is_of_user(frame)
     ]
     message = " ".join(str(error).split()) or "no message"
     kind = type(error).__name__
     if not user_lines:
         return f"{what} failed: {kind}: {message}"
     return f"{what} failed at {user_lines[-1]}: {kind}: {message}"
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of a `TaskError` of `user_code`, from the user's first line on.
+
+    Empty for other errors, whose sentence says everything, and for a syntax error.
+    """
+    cause = error.__cause__
+    if not isinstance(error, TaskError) or cause is None or isinstance(cause, SyntaxError):
+        return ""
+    begin = cause.__traceback__
+    while begin is not None and not _is_of_user(begin.tb_frame):
+        begin = begin.tb_next
+    lines = traceback.format_exception(type(cause), cause, begin or cause.__traceback__)
+    return "".join(lines)
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    """Whether a frame is outside of Isthmus, of installed packages and of Python's library."""
+    file, names = frame.f_code.co_filename, frame.f_globals
+    return (
+        not (file == names.get("__file__") and _PRODUCT_MODULE.match(names["__name__"]))
+        and "site-packages" not in file
+        and not file.startswith(("<frozen", sysconfig.get_path("stdlib")))
+    )

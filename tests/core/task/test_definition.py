@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from isthmus import Task, TaskError, load_task
-from isthmus.task import user_code
+from isthmus.task import user_code, user_traceback
 from isthmus.task.scoring import build_model, losses
 
 
@@ -143,6 +143,21 @@ def test_a_task_can_raise_its_own_task_error():
     sentence = r"NotImplementedError: only on Tuesdays$"
     with pytest.raises(TaskError, match=sentence), user_code("local_data()"):
         raise NotImplementedError("only on Tuesdays")
+
+
+def test_the_traceback_of_a_task_begins_with_its_own_first_line(load):
+    """Lines of Isthmus before it say nothing; those of a library below it may."""
+    task = load(
+        "t.py:Good", {"t.py": GOOD.replace("lambda self, *_: None", "lambda *_: [].pop(0)")}
+    )
+    with pytest.raises(TaskError) as failed:
+        build_model(task, 0)
+    first, place, *_, last = user_traceback(failed.value).splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert place.strip().startswith('File "')
+    assert "t.py" in place
+    assert last == "IndexError: pop from empty list"
+    assert user_traceback(TaskError("bring a shard")) == ""
 
 
 def test_user_code_cannot_exit_the_process():

@@ -36,6 +36,7 @@ _START_SECONDS = 120.0
 _END_SECONDS = 2.0
 """Time between the end of the connection and that of the process."""
 _MAX_LINE = 2000
+_MOST_INDENT = 40
 _PASSED_ON = ("LANG", "LC_", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED")
 _NUMERICAL = (
     "OMP_",
@@ -278,6 +279,8 @@ def _log_output(output: IO[bytes]) -> None:
         while line := output.readline(_MAX_LINE):
             if left > 0:
                 left -= len(line)
-                log.info("task: %s", in_a_line(line.decode(errors="replace").rstrip()))
+                text = line.decode(errors="replace").rstrip()
+                indent = " " * min(len(text) - len(text.lstrip(" ")), _MOST_INDENT)
+                log.info("task: %s%s", indent, in_a_line(text))
                 if left <= 0:
                     log.warning("further output of the task is discarded")

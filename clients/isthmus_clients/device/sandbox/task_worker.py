@@ -10,12 +10,14 @@ import mmap
 import os
 import queue
 import socket
+import sys
 import threading
 import time
 import traceback
 from typing import TYPE_CHECKING
 
 from isthmus.errors import IsthmusError
+from isthmus.task import user_traceback
 from isthmus.wire import link_pb2
 from isthmus_clients.device.resource_limits import CpuThrottle
 from isthmus_clients.device.sandbox import frames
@@ -143,9 +145,11 @@ def _mapped(handle: int) -> mmap.mmap:
 
 
 def _failure(error: Exception) -> link_pb2.Reply:
-    with contextlib.suppress(Exception):  # the task may have closed it
-        traceback.print_exception(error)  # for the owner: standard error is in the device's log
-    reason = str(error)
+    reason, details = str(error), user_traceback(error)
     if not isinstance(error, IsthmusError):
         reason = f"internal error: {type(error).__name__}: {reason}"
+        details = "".join(traceback.format_exception(error))
+    with contextlib.suppress(Exception):  # the task may have closed it
+        # For the owner: standard error is in the device's log, which gets the sentence too.
+        print(details, end="", file=sys.stderr, flush=True)
     return link_pb2.Reply(failure=link_pb2.Failure(reason=reason[:_MAX_REASON]))

@@ -14,8 +14,8 @@ from isthmus.printable import in_a_line
 
 _MOST_BYTES = 1 << 16
 """Of the end of one log."""
-_TASK_ERROR = re.compile(rb"^isthmus\.errors\.TaskError: (.+)$", re.MULTILINE)
-"""The last line of the traceback of a task's failure."""
+_TASK_ERROR = re.compile(rb" ERROR [^:]+, because of its task: (.+)$", re.MULTILINE)
+"""A device's own line about a task's failure; what the task prints has another level."""
 
 
 class LocalLogs:
