@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import threading
 from collections.abc import Callable, Coroutine
@@ -89,7 +90,11 @@ def join(url: str, token: str | None, token_file: str | None, state: Path) -> No
 
     parsed = joining.Token.given(token, token_file)
     member = asyncio.run(joining.join(url, parsed, state / "membership", "datacenter"))
-    click.echo(f"this datacenter is {member.name!r} at {member.server}")
+    begin = f"isthmus datacenter launch --ranks N --state {shlex.quote(str(state))}"
+    click.echo(
+        f"this datacenter is {member.name!r} at {member.server}; begin, with N ranks on this "
+        f"machine, with: {begin}"
+    )
 
 
 @datacenter.command()

@@ -19,7 +19,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's, where ranks of a
 @click.option(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Directory of its keys, if this machine serves the datacenter.",
+    help="The datacenter's directory, as for `launch`, if its service runs on this machine.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def doctor_datacenter(state: Path | None, as_json: bool) -> None:
@@ -31,7 +31,8 @@ def _results(state: Path | None) -> Iterator[Diagnosis]:
     yield from diagnose("versions", checks.versions)
     yield checks.tls_version()
     if state is not None:
-        yield from diagnose("membership", lambda: checks.membership(state, ("datacenter",)))
+        keys = state / "membership"
+        yield from diagnose("membership", lambda: checks.membership(keys, ("datacenter",)))
         yield from diagnose("disk", lambda: checks.disk(state))
     yield from diagnose("GPU", _gpus)
     yield from diagnose("shared memory", _shared_memory)

@@ -21,7 +21,11 @@ from isthmus_datacenter.virtual import VirtualDatacenter
 from isthmus_server.observability.observers import Observers
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.records import FinalModel
-from isthmus_server.storage.run_description import is_simulated, mark_simulated
+from isthmus_server.storage.run_description import (
+    is_simulated,
+    mark_simulated,
+    resume_command,
+)
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.inprocess import InProcessLink
@@ -71,8 +75,8 @@ class Simulation:
         """
         if not is_simulated(directory):
             raise UserError(
-                f"{directory} has a run with real participants; continue it with `isthmus run "
-                f"--resume --run-dir {directory}`"
+                f"{directory} has a run with real participants; continue it with "
+                f"`{resume_command(directory)}`"
             )
         return cls(Store.open_to_continue(directory))
 
@@ -99,7 +103,7 @@ class Simulation:
             fleet = stack.enter_context(contextlib.closing(fleet_of(job, store.directory)))
             population = Population(job, link, fleet)
             events.whole_population = population.is_whole
-            check_participants(job, load_policy(job.strategy))
+            check_participants(job, load_policy(job.strategy), population.count)
             clock = VirtualClock(store.run_state().elapsed)
             coordinator = self._coordinator = Coordinator(store, link, events, clock)
             coordinator.roster.started_clients = population.count if population.is_whole else 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import subprocess
 import sys
 
@@ -262,3 +263,28 @@ def test_a_job_that_cannot_be_simulated_is_refused(make_job, tmp_path, overrides
     with pytest.raises(JobError, match=sentence):
         Simulation.new(make_job(*overrides), tmp_path, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_population_may_be_larger_than_the_fleet_of_a_run(simulate):
+    """`federated.clients` is for `isthmus run`."""
+    report = simulate("federated.clients=2", devices=9, cohort=8)
+    assert len(report.rounds) == 2
+
+
+def test_a_directory_with_a_simulated_run_names_the_command_that_continues_it(
+    simulate, make_job, tmp_path
+):
+    simulate()
+    command = f"`isthmus simulate --resume --run-dir {tmp_path / 'simulated'}`"
+    for create in (Simulation.new, LocalRun.new):
+        with pytest.raises(UserError, match=re.escape(command)):
+            create(make_job("simulation.clients=9"), tmp_path, tmp_path / "simulated")
+
+
+def test_a_directory_with_a_real_run_stays_one(make_job, write_task, tmp_path):
+    write_task()
+    job = make_job("simulation.clients=9")
+    LocalRun.new(job, tmp_path, tmp_path / "real").store.close()
+    with pytest.raises(UserError, match=r"continue it with `isthmus run --resume "):
+        Simulation.new(job, tmp_path, tmp_path / "real")
+    LocalRun.resumed(tmp_path / "real").store.close()

@@ -41,6 +41,7 @@ def export(run_dir: Path, format_: str, output: Path | None) -> None:
     from isthmus_server.delivery.model_card import FILE, model_card
     from isthmus_server.python.saved_model import load_model, task_of
     from isthmus_server.storage.damage_checks import FINAL_MODEL
+    from isthmus_server.storage.run_description import resume_command
     from isthmus_server.storage.store import Store
     from isthmus_server.views.report import read_report
 
@@ -53,7 +54,7 @@ def export(run_dir: Path, format_: str, output: Path | None) -> None:
         if report.final is None:
             raise UserError(
                 f"the run in {run_dir} has no final model yet, it is {report.status}; "
-                f"`isthmus run --resume --run-dir {run_dir}` continues it"
+                f"`{resume_command(run_dir)}` continues it"
             )
         folder = output or run_dir / "export"
         folder.mkdir(parents=True, exist_ok=True)

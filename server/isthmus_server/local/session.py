@@ -20,7 +20,7 @@ from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.server_apps.loop import RunLoop, run_loop
 from isthmus_server.storage.events import EventStream
 from isthmus_server.storage.records import FinalModel
-from isthmus_server.storage.run_description import is_simulated
+from isthmus_server.storage.run_description import is_simulated, resume_command
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.link import Link
@@ -50,8 +50,7 @@ class LocalRun:
         """
         if is_simulated(directory):
             raise UserError(
-                f"{directory} has a simulated run; continue it with `isthmus simulate --resume "
-                f"--run-dir {directory}`"
+                f"{directory} has a simulated run; continue it with `{resume_command(directory)}`"
             )
         return cls(Store.open_to_continue(directory))
 

@@ -117,9 +117,10 @@ def begin_log(directory: Path, description: RunDescription) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with alone_in(directory):  # two processes started together must not create one run
         if (directory / FILE).exists():
+            again = resume_command(directory)
             raise UserError(
-                f"{directory} already contains a run; continue it with `isthmus run --resume "
-                f"--run-dir {directory}`, or choose another directory"
+                f"{directory} already contains a run; continue it with `{again}`, or choose "
+                "another directory"
             )
         if _has_begun(directory):
             raise damaged(f"{FILE} is missing", directory)
@@ -262,14 +263,23 @@ _SIMULATED = "simulated"
 def mark_simulated(directory: Path) -> None:
     """Note that the run that is about to be created in a directory has simulated participants.
 
+    A directory that has a run already is left as it is: creating another one there is refused.
+
     Raises:
         UserError: the directory cannot be written.
     """
     with errors_named(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / _SIMULATED).touch()
+        if not (directory / FILE).exists() and not _has_begun(directory):
+            (directory / _SIMULATED).touch()
 
 
 def is_simulated(directory: Path) -> bool:
     """Whether the participants of a run are simulated, so that its durations are too."""
     return (directory / _SIMULATED).exists()
+
+
+def resume_command(directory: Path) -> str:
+    """The command that continues a run."""
+    name = "simulate" if is_simulated(directory) else "run"
+    return f"isthmus {name} --resume --run-dir {directory}"

@@ -44,15 +44,17 @@ def load_policy(strategy: StrategySection) -> Policy:
     return policy
 
 
-def check_participants(job: Job, policy: Policy) -> None:
+def check_participants(job: Job, policy: Policy, clients: int | None = None) -> None:
     """Refuse a job whose policy needs participants that `isthmus run` does not start.
 
-    A job that starts none is for a server, which participants join.
+    A job that starts none is for a server, which participants join. `clients` is the number of
+    devices, by default `federated.clients`.
 
     Raises:
         JobError: with what is missing.
     """
-    clients, ranks = job.federated.clients, job.datacenter.ranks
+    clients = job.federated.clients if clients is None else clients
+    ranks = job.datacenter.ranks
     if not clients and not ranks:
         return
     regimes: Collection[Kind] = getattr(policy, "regimes", ())

@@ -14,6 +14,7 @@ from tests.server.control_plane.conftest import fleet  # noqa: F401 - a fixture
 from isthmus.doctor import checks
 from isthmus.doctor.commands import doctor
 from isthmus.identity import joining
+from isthmus_datacenter.commands import datacenter
 from isthmus_server.control_plane.authority import CertificateAuthority, initialise
 from isthmus_server.control_plane.registry import Registry
 
@@ -89,6 +90,22 @@ async def test_a_device_that_has_joined(fleet, tmp_path):  # noqa: F811
     code, found = examined("device", fleet.state)
     assert (code, found["membership"]["level"]) == (1, "FAIL")
     assert "holds no membership" in found["membership"]["found"]
+
+
+async def test_a_datacenter_that_has_joined(fleet, tmp_path, monkeypatch):  # noqa: F811
+    """`--state` is the directory of `join` and `launch`, and `join` prints what comes next."""
+    await fleet.listen()
+    state = tmp_path / "a cluster"
+    (tmp_path / "token").write_text(str(fleet.token("cluster", "datacenter")))
+    words = ["join", fleet.url, "--token-file", str(tmp_path / "token"), "--state", str(state)]
+    joined = await asyncio.to_thread(CliRunner().invoke, datacenter, words, catch_exceptions=False)
+    assert joined.output == (
+        f"this datacenter is 'cluster' at {fleet.address}; begin, with N ranks on this machine, "
+        f"with: isthmus datacenter launch --ranks N --state '{state}'\n"
+    )
+    code, found = await asyncio.to_thread(examined, "datacenter", "--state", state)
+    assert (code, found["membership"]["level"], found["server"]["level"]) == (0, "OK", "OK")
+    await fleet.close()
 
 
 def test_a_datacenter_without_a_gpu():
