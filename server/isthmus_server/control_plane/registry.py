@@ -295,6 +295,8 @@ class Registry:
             members = self._rollouts.revoke(name, self._now())
             now_in = [(each, key) for each, key in members if self._is_in(each, key)]
             for participant, identity in now_in:
+                # A token of its own would let a revoked name join again.
+                self._db.execute("DELETE FROM tokens WHERE name=? AND used IS NULL", (participant,))
                 self._exclude(participant, identity)
             return [participant for participant, _ in now_in]
 

@@ -142,7 +142,7 @@ def read(state: Path) -> list[AuditEntry]:
 def revoked(entries: Iterable[AuditEntry]) -> tuple[dict[str, str], dict[str, str]]:
     """What was revoked, with the names: identity keys, and digests of tokens (hexadecimal)."""
     joined: dict[str, set[str]] = {}
-    invited: dict[str, set[str]] = {}
+    invited: dict[tuple[str, bool], set[str]] = {}  # a rollout may have the name of another token
     identities: dict[str, str] = {}
     tokens: dict[str, str] = {}
     for entry in entries:
@@ -150,10 +150,13 @@ def revoked(entries: Iterable[AuditEntry]) -> tuple[dict[str, str], dict[str, st
         if entry.action == "join":
             joined.setdefault(entry.by, set()).add(entry.details.get("identity", ""))
         elif entry.action == "token":
-            invited.setdefault(name, set()).add(entry.details.get("token", ""))
+            many = "uses" in entry.details
+            invited.setdefault((name, many), set()).add(entry.details.get("token", ""))
         elif entry.action == "revoke":
-            identities.update(dict.fromkeys(joined.get(name, ()), name))
-            tokens.update(dict.fromkeys(invited.get(name, ()), name))
+            many = entry.details.get("rollout") == name
+            if not many:  # those who joined with it have records of their own
+                identities.update(dict.fromkeys(joined.get(name, ()), name))
+            tokens.update(dict.fromkeys(invited.get((name, many), ()), name))
     return identities, tokens
 
 

@@ -130,3 +130,30 @@ async def test_every_use_is_in_the_audit_log(tmp_path):
         (state / name).write_bytes(data)
     with pytest.raises(DamagedError, match="accepts 'edge"):
         refuse_lost_revocations(state)
+
+
+async def test_tokens_that_share_names_with_a_rollout_leave_a_server_that_starts(tmp_path):
+    state = tmp_path / "fleet"
+    initialise(state, ["localhost"])
+
+    def command(*words):
+        result = CliRunner().invoke(server, [*words[:-1], str(state), *words[-1]])
+        assert result.exit_code == 0, result.output
+        return result.output.strip()
+
+    first = command("token", "create", ["--name", "edge", "--uses", "2"])
+    single = command("token", "create", ["--name", "edge"])
+    command("token", "create", ["--name", "edge-1"])
+    running = ControlPlaneServer(state)
+    async with running.listening("127.0.0.1", 0):
+        for text in (first, single):
+            token = joining.Token.given(text, None)
+            url = f"localhost:{running.join_port}"
+            await joining.join(url, token, tmp_path / text, "client")
+    command("revoke", ["edge", "--rollout"])
+    refuse_lost_revocations(state)
+    with contextlib.closing(Registry(state)) as registry:
+        joined = {entry.name: entry.revoked is None for entry in registry.participants()}
+    assert joined == {"edge-1": False, "edge": True}
+    command("revoke", ["edge"])
+    refuse_lost_revocations(state)
