@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
 import math
+import os
+import queue
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -23,15 +27,69 @@ _WARNINGS = {"attempt_failed", "declined", "left", "job_paused"}
 _ERRORS = {"failed"}
 
 
+CAPACITY = 10_000
+"""Log records and printed lines that wait at most for a reader that is slow."""
+
+DRAIN_SECONDS = 5.0
+"""Time for them at the end of the process."""
+
+
+def standard_output() -> TextIO:
+    """Standard output with a buffer of its own, which nothing flushes when the process ends.
+
+    Otherwise the end would wait for a reader that has stopped, or be aborted by the interpreter.
+    """
+    try:
+        return os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
+    except (OSError, ValueError):  # none, or in the memory of a test
+        return sys.stdout
+
+
 class JsonLines:
-    """Writes objects to a text file, whole lines at a time, from any thread."""
+    """Writes objects to a text file, whole lines at a time, from any thread.
+
+    Guarantees:
+      * `post` never waits for the file, so that a reader that has stopped holds up no event loop;
+      * what it drops because of that is counted in a line as soon as the file takes lines again.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._lock = threading.Lock()
+        self._posted: queue.Queue[tuple[float, str, Mapping[str, Any]]] = queue.Queue(CAPACITY)
+        self._dropped = 0
+        self._thread: threading.Thread | None = None
+
+    def post(self, at: float, level: str, fields: Mapping[str, Any]) -> None:
+        """Write one object in a thread; it is dropped if too many wait. See `write`."""
+        try:
+            self._posted.put_nowait((at, level, fields))
+        except queue.Full:
+            self._dropped += 1
+        if self._thread is None or not self._thread.is_alive():  # as in a process after a fork
+            self._thread = threading.Thread(target=self._write_posted, name="json", daemon=True)
+            self._thread.start()
+
+    def drain(self, seconds: float) -> None:
+        """Wait until all that was posted is written, for at most so many seconds."""
+        with self._posted.all_tasks_done:
+            self._posted.all_tasks_done.wait_for(
+                lambda: not self._posted.unfinished_tasks, timeout=seconds
+            )
+
+    def _write_posted(self) -> None:
+        while True:
+            object_ = self._posted.get()
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                self.write(*object_)
+                if self._dropped:
+                    missed, self._dropped = self._dropped, 0
+                    text = f"{missed} lines were dropped: standard output was not read in time"
+                    self.write(time.time(), "warning", {"message": text})
+            self._posted.task_done()
 
     def write(self, at: float, level: str, fields: Mapping[str, Any]) -> None:
-        """Write one object.
+        """Write one object, and wait until the file has taken it.
 
         Args:
             at: when it happened, in Unix seconds.
@@ -109,9 +167,13 @@ class JsonLogHandler(logging.Handler):
             fields = {"logger": record.name, "message": record.getMessage()}
             if record.exc_info and record.exc_info[0] is not None:
                 fields["traceback"] = logging.Formatter().formatException(record.exc_info)
-            self._lines.write(record.created, record.levelname.lower(), fields)
+            self._lines.post(record.created, record.levelname.lower(), fields)
         except Exception:  # noqa: BLE001 - as in every handler of logging
             self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait a while for what is posted: `logging` calls it at the end of the process."""
+        self._lines.drain(DRAIN_SECONDS)
 
 
 class JsonConsoleFile(io.TextIOBase):
@@ -131,5 +193,5 @@ class JsonConsoleFile(io.TextIOBase):
         *complete, self._rest = (self._rest + text).split("\n")
         for line in complete:
             if line.strip():
-                self._lines.write(time.time(), "info", {"message": in_lines(line.strip())})
+                self._lines.post(time.time(), "info", {"message": in_lines(line.strip())})
         return len(text)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from isthmus_server.observability.json_lines import (
     JsonEventSink,
     JsonLines,
     JsonLogHandler,
+    standard_output,
 )
 from isthmus_server.observability.listener import MetricsListener, OperatorsOnly
 from isthmus_server.observability.metrics import RunMetrics
@@ -142,7 +142,7 @@ class Observers:
             listener = MetricsListener(host, port, RunMetrics(), certified=certified)
         lines = None
         if log_format == "json":
-            lines = JsonLines(sys.stdout)
+            lines = JsonLines(standard_output())
             logging.getLogger().handlers[:] = [JsonLogHandler(lines)]
             # A TextIOBase is what rich needs of a file.
             console = Console(file=cast("Any", JsonConsoleFile(lines)), width=10_000, quiet=quiet)

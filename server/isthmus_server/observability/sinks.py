@@ -116,7 +116,7 @@ class SinkThread:
             while (event := self._next()) is not None:
                 self._sink(event)
             self._sink.close()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
+        except BaseException as error:  # noqa: BLE001 - also SystemExit: the run goes on
             with self._changed:
                 self._give_up(f"it failed: {type(error).__name__}: {_printable(error)}")
 
@@ -140,7 +140,7 @@ class SinkThread:
         log.warning("the sink %r receives no more events of this run: %s", self.name, reason)
 
 
-def _printable(error: Exception) -> str:
+def _printable(error: BaseException) -> str:
     """The message of an error in one line, without the user and password of a URL.
 
     >>> _printable(OSError("no answer from http://me:secret@tracker.example/api"))

@@ -3,11 +3,15 @@
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
 
 from rich.console import Console
 from tests.server.storage.records import round_record
 
 from isthmus_server.observability.json_lines import (
+    CAPACITY,
     JsonConsoleFile,
     JsonEventSink,
     JsonLines,
@@ -56,8 +60,46 @@ def test_records_of_the_log_and_printed_lines_are_objects_too():
         logger.exception("round %d", 3)
     console = Console(file=JsonConsoleFile(lines), width=10_000)
     console.print("digits-1 is [bold]paused[/bold]\nuntil noon", highlight=False)
+    lines.drain(30.0)
     record, first, second = written(file)
     assert (record["level"], record["message"]) == ("error", "round 3")
     assert record["logger"] == "isthmus_server.test"
     assert record["traceback"].endswith("OSError: no space")
     assert [first["message"], second["message"]] == ["digits-1 is paused", "until noon"]
+
+
+def test_a_reader_that_stops_holds_nobody_up_and_learns_what_it_missed():
+    reads, writes = os.pipe()
+    lines = JsonLines(os.fdopen(writes, "w"))
+    for number in range(CAPACITY + 2000):  # more than the pipe and the queue take
+        lines.post(0.0, "info", {"message": str(number)})
+    missed = 0
+    with os.fdopen(reads) as reader:
+        for read, line in enumerate(reader):
+            message = json.loads(line)["message"]
+            if message.endswith("were dropped: standard output was not read in time"):
+                missed = int(message.split()[0])
+                break
+            assert message == str(read) or read > CAPACITY
+    assert 0 < missed <= 2000
+
+
+BLOCKED = """
+import logging
+from isthmus_server.observability import json_lines
+json_lines.DRAIN_SECONDS = 0.1
+lines = json_lines.JsonLines(json_lines.standard_output())
+logging.getLogger().addHandler(json_lines.JsonLogHandler(lines))
+for number in range(2000):
+    logging.warning("x" * 100)
+"""
+
+
+def test_a_process_whose_reader_has_stopped_ends():
+    reads, writes = os.pipe()
+    try:
+        ended = subprocess.run([sys.executable, "-c", BLOCKED], stdout=writes, timeout=50)
+    finally:
+        os.close(reads)
+        os.close(writes)
+    assert ended.returncode == 0

@@ -55,6 +55,7 @@ async def test_quiet_shows_warnings_only(watch, capsys, root):
 async def test_json_is_all_that_is_written(watch, capsys, quiet):
     await watch("json", quiet)
     logging.getLogger("isthmus_server.test").warning("the disk is full")
+    logging.getLogger().handlers[0].flush()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     shown = [line.get("event", line.get("message")) for line in lines]
     assert shown == ["declined", "report  isthmus report run", "the disk is full"][2 * quiet :]

@@ -122,3 +122,15 @@ def test_a_slow_sink_loses_progress_first_and_what_it_loses_is_counted(hanging, 
     assert [record.message for record in caplog.records] == [
         "the sink 'hanging' was too slow: it missed 2 events"
     ]
+
+
+def test_a_sink_whose_library_ends_the_thread_is_given_up_with_a_warning(caplog):
+    class ExitingSink(RecordingSink):
+        def __call__(self, event):
+            raise SystemExit("no key")
+
+    thread = SinkThread(ExitingSink())
+    thread(JOINED)
+    thread.close()
+    assert thread.given_up == "it failed: SystemExit: no key"
+    assert len(caplog.records) == 1
