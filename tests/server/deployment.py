@@ -48,6 +48,7 @@ class FaultyDevice:
             self.agent.cancel,
         )
         self.identity, self.welcomed = self.agent.identity, self.agent.welcomed
+        self.wanted = self.agent.models.wanted
 
     async def work(self, request, model, progress):
         training = request.train_local

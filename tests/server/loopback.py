@@ -111,6 +111,8 @@ class LoopbackNetwork:
         """Start an uplink for a worker; returns its task."""
         if hasattr(worker, "identity"):
             options |= {"identity": worker.identity, "on_welcome": worker.welcomed}
+        if hasattr(worker, "wanted"):
+            options["wanted"] = worker.wanted
         address = f"127.0.0.1:{port or self.port}"
         uplink = Uplink(address, name, role, worker, longest_pause=0.05, **options)
         task = asyncio.create_task(uplink.run())

@@ -19,6 +19,7 @@ from isthmus_privacy.crypto import refusal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from isthmus_privacy.compression.model_change import ChangeCodec
     from isthmus_privacy.purpose import RunPurpose
     from isthmus_privacy.secagg import RoundConfig, Slot
 
@@ -126,6 +127,15 @@ class ActiveRun:
     def room_for(self, request: link_pb2.Request) -> int:
         """Bytes of its result in front of the payload of a request, see `TaskHost.buffer`."""
         return self.layout.gradient_room if request.train_local.gradient_scale else 0
+
+    @property
+    def change_codec(self) -> ChangeCodec:
+        """Decodes the model's changes of one round; for jobs with `federated.download_bits`."""
+        from isthmus_privacy.compression.model_change import ChangeCodec
+
+        bits = self.job.federated.download_bits
+        assert bits is not None
+        return ChangeCodec(self.layout.size, self.layout.trained_size, bits)
 
     @property
     def secure_purpose(self) -> RunPurpose:

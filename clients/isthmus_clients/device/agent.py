@@ -19,6 +19,7 @@ from isthmus.transport.uplink import Uplink
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
+from isthmus_clients.device.received_models import ReceivedModels
 from isthmus_clients.device.resource_limits import CpuThrottle
 from isthmus_clients.device.secure_measurements import evaluate, score
 from isthmus_clients.device.secure_sessions import SecureSessions
@@ -104,6 +105,7 @@ class Agent:
         self.host = host or InProcessHost(
             participant, data, tasks, threads, pause, device, states, shares=shares
         )
+        self.models = ReceivedModels()
         self._working = asyncio.Lock()
         self._cancelled: dict[int, link_pb2.Request] = {}
         """Requests that the server has cancelled, by identity: a lying server may repeat ids."""
@@ -132,6 +134,7 @@ class Agent:
             on_welcome=self.welcomed,
             membership=membership,
             shares=self._shares,
+            wanted=self.models.wanted,
         )
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
@@ -159,9 +162,12 @@ class Agent:
         active, room = self._active, 0
         if active is not None and kind == "train_local":
             room = active.room_for(request)
-        self._check(request, size, room)
-        self._run(getattr(request, kind).run_id, app=kind == "flower").check_size(request, size)
-        return self.host.buffer(size, room)
+        # The owner's limits are for the update, too, which is as large as the whole model.
+        self._check(request, request.train_local.model.size or size, room)
+        run = self._run(getattr(request, kind).run_id, app=kind == "flower")
+        model_size = self.models.change_size(run, request, size)
+        run.check_size(request, model_size)
+        return bytearray(size) if model_size != size else self.host.buffer(size, room)
 
     def _check(self, request: link_pb2.Request, size: int, room: int = 0) -> None:
         """Check the owner's limits before memory is allocated."""
@@ -210,17 +216,15 @@ class Agent:
             async with self._working:
                 return await asyncio.to_thread(self._open, request.open, model), None
         if kind == "train_local":
-            model = self._received(request, model)
+            model, run = self._received(request, model), self._run(request.train_local.run_id)
             async with self._working:
+                model = await asyncio.to_thread(self.models.whole, self.host, run, request, model)
                 return await self._throttled(self._train, request, model, progress)
-        if kind == "score":
+        if kind in ("score", "evaluate"):
             model = self._received(request, model)
+            measure = self._score if kind == "score" else self._evaluate
             async with self._working:
-                return await self._throttled(self._score, request, model), None
-        if kind == "evaluate":
-            model = self._received(request, model)
-            async with self._working:
-                return await self._throttled(self._evaluate, request, model), None
+                return await self._throttled(measure, request, model), None
         if kind == "flower":
             self._run(request.flower.run_id, app=True)
             if model is None:

@@ -186,6 +186,9 @@ class FederatedSection(Section):
     """Aggregate with a strategy of Flower."""
     groups: Groups | None = None
     """Let plans have the updates summed by group of devices."""
+    download_bits: Annotated[int, Field(ge=2, le=8)] | None = None
+    """Send devices that have the model of one of the last rounds its change, with that many bits
+    for each parameter. Default: every device receives the whole model, 32 bits for each."""
     compression: Compression | None = None
     """Send fewer bytes from devices. Default: 32 bits for every element."""
 
@@ -296,6 +299,14 @@ class FederatedSection(Section):
             raise ValueError(
                 "compression keeps one remainder on each device, which belongs to the sum of all "
                 "devices, and groups sums them by group; remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _changes_can_be_sent(self) -> FederatedSection:
+        if self.download_bits is not None and (self.mode != "rounds" or self.flower is not None):
+            raise ValueError(
+                "download_bits needs mode = 'rounds' and no flower; remove it, or change these"
             )
         return self
 

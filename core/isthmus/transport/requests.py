@@ -54,8 +54,8 @@ class OpenRequest:
         sha256, offset = self.assembly.blob.sha256, self.assembly.offset
         return link_pb2.Envelope(pull=link_pb2.Pull(sha256=sha256, offset=offset, machine=machine))
 
-    async def read(self, file: link_pb2.OpenFile) -> bool:
-        """Read the whole blob from a file of the server; False if that is not possible."""
+    async def read(self, stream: Stream, file: link_pb2.OpenFile) -> bool:
+        """Read the whole blob from a file that was offered on a stream; False if it cannot be."""
         async with self.reading:
             if self.buffer is None:
                 return False
@@ -64,6 +64,7 @@ class OpenRequest:
                     await to_the_end(asyncio.to_thread(read_into, blob, self.buffer))
             except OSError:
                 return False
+            self.read_on = stream
             return True
 
     @property

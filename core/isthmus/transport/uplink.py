@@ -94,6 +94,7 @@ class Uplink:
         membership: Membership | None = None,
         now: Callable[[], float] = time.time,
         shares: bool = False,
+        wanted: Callable[[link_pb2.Request], link_pb2.Blob | None] = model_of,
     ) -> None:
         """Set up the connection; `run` opens it.
 
@@ -109,6 +110,7 @@ class Uplink:
             membership: the participant's certificate and keys, for a server that requires them.
             now: returns the time in Unix seconds.
             shares: blobs may pass as open files, with a server that started this process.
+            wanted: returns the blob that the worker needs for a request.
 
         Raises:
             UserError: the server is on another machine and there is no membership, or the
@@ -124,7 +126,7 @@ class Uplink:
         self.identity = identity if membership is None else membership.identity_public
         self.on_welcome = on_welcome
         self.longest_pause = longest_pause
-        self._instance = uuid.uuid4().hex
+        self._wanted, self._instance = wanted, uuid.uuid4().hex
         self._machine = machine() if shares else ""
         self._jobs: dict[str, OpenRequest] = {}
         self._limits = RequestLimits()
@@ -305,8 +307,7 @@ class Uplink:
             self._limits.check_room(self._jobs)
             job = OpenRequest.of(request)
             self._jobs[job.id] = job
-            blob = model_of(request)
-            if blob is not None and blob.size:
+            if (blob := self._wanted(request)) is not None and blob.size:
                 try:
                     job.buffer = self._limits.allocate(job, blob.size, self.worker, self._jobs)
                 except UpdateError as error:
@@ -352,8 +353,7 @@ class Uplink:
                 self._start(job)
 
     async def _read(self, stream: Stream, job: OpenRequest, file: link_pb2.OpenFile) -> None:
-        if is_read := await job.read(file):
-            job.read_on = stream
+        is_read = await job.read(stream, file)
         await stream.send(job.pull(self._machine if is_read else ""))
 
     def _start(self, job: OpenRequest) -> None:

@@ -27,12 +27,30 @@ def pack(vector: torch.Tensor, bits: int) -> bytearray:
     out, shifts = torch.frombuffer(payload, dtype=torch.uint8), torch.arange(bits)
     for start in range(0, len(vector), TILE):
         words = vector[start : start + TILE].to(torch.int64)
-        kept = ((words.unsqueeze(1) >> shifts) & 1).reshape(-1)
-        missing = -len(kept) % _BYTE
-        octets = torch.nn.functional.pad(kept, (0, missing)).reshape(-1, _BYTE)
         at = start * bits // _BYTE  # a whole number: a tile is a multiple of 8 elements
-        out[at : at + len(octets)] = (octets << torch.arange(_BYTE)).sum(1)
+        if bits <= _BYTE:
+            octets = _octets_of_eight(words, bits)
+        else:
+            kept = ((words.unsqueeze(1) >> shifts) & 1).reshape(-1)
+            missing = -len(kept) % _BYTE
+            each = torch.nn.functional.pad(kept, (0, missing)).reshape(-1, _BYTE)
+            octets = (each << torch.arange(_BYTE)).sum(1)
+        out[at : at + len(octets)] = octets[: len(out) - at]
     return payload
+
+
+def _octets_of_eight(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The bytes, uint8, of elements of at most 8 bits: eight of them fit into one word."""
+    eight = torch.nn.functional.pad(words & ((1 << bits) - 1), (0, -len(words) % _BYTE))
+    joined = (eight.reshape(-1, _BYTE) << bits * torch.arange(_BYTE)).sum(1)
+    return joined.view(torch.uint8).reshape(-1, _BYTE)[:, :bits].reshape(-1)
+
+
+def _eight_of_octets(octets: torch.Tensor, bits: int) -> torch.Tensor:
+    """The elements, int64, of the bytes that `_octets_of_eight` returned."""
+    padded = torch.nn.functional.pad(octets, (0, -len(octets) % bits)).reshape(-1, bits)
+    joined = torch.nn.functional.pad(padded, (0, _BYTE - bits)).view(torch.int64)
+    return ((joined >> bits * torch.arange(_BYTE)) & ((1 << bits) - 1)).reshape(-1)
 
 
 def packed(words: bytearray, bits: int) -> bytearray:
@@ -55,6 +73,9 @@ def unpack(payload: bytes | bytearray | memoryview, count: int, bits: int) -> to
         at, size = start * bits // _BYTE, -(-len(out) * bits // _BYTE)
         # Received bytes are read-only, and a tensor cannot view them.
         octets = torch.frombuffer(bytearray(payload[at : at + size]), dtype=torch.uint8)
+        if bits <= _BYTE:
+            out.copy_(_eight_of_octets(octets, bits)[: len(out)])
+            continue
         flat = (octets.to(torch.int64).unsqueeze(1) >> torch.arange(_BYTE)) & 1
         kept = flat.reshape(-1)[: len(out) * bits].reshape(-1, bits)
         out.copy_((kept << shifts).sum(1))

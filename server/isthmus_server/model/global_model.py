@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from isthmus.errors import UpdateError
-from isthmus.job import ServerOptimizer
+from isthmus.job import Job, ServerOptimizer
 from isthmus.job.exchange import ExchangeSection
 from isthmus.task import Task
 from isthmus.task.held_out import HeldOut
@@ -26,6 +26,7 @@ from isthmus.tensors.division import divide
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_server.model.mmap_buffer import MmapBuffer
+from isthmus_server.model.model_changes import ModelChanges, OfferedChange, is_state
 from isthmus_server.model.optimizers import make_optimizer
 
 
@@ -46,6 +47,7 @@ class GlobalModel:
         exchange: ExchangeSection | None = None,
         *,
         shared: bool = False,
+        change_bits: int | None = None,
     ) -> None:
         """Build the task's model and the server optimizer.
 
@@ -56,6 +58,8 @@ class GlobalModel:
             served_average: decay of the moving average that is served, 0 to 1; 0 serves the model.
             exchange: what is exchanged; None for the defaults.
             shared: whether participants on this machine may open the model's memory.
+            change_bits: of each parameter in the model's changes, which are rounded; None for
+                steps without rounding.
 
         Raises:
             TaskError: the task's `model()` failed, or its result cannot be used.
@@ -88,10 +92,19 @@ class GlobalModel:
         ]
         self._share_memory()
         self.optimizer = make_optimizer(optimizer, self._views)
+        self._changes = None if change_bits is None else ModelChanges(self.layout, change_bits)
         self._blob: link_pb2.Blob | None = None
         self._stored: Path | None = None
         """A file with the same bytes as `payload`, if there is one."""
         self._held_out = HeldOut(task)
+
+    @classmethod
+    def of(cls, job: Job, task: Task, *, shared: bool = False) -> GlobalModel:
+        """The model of a job; raises the same errors."""
+        strategy, bits = job.strategy, job.federated.download_bits
+        optimizer, average = strategy.server_optimizer, strategy.served_average
+        first = task, job.seed, optimizer, average, job.exchange
+        return cls(*first, shared=shared, change_bits=bits)
 
     @property
     def payload(self) -> memoryview:
@@ -170,6 +183,8 @@ class GlobalModel:
         Raises:
             UpdateError: the new model is not finite.
         """
+        changes = self._changes
+        before, base = (None, b"") if changes is None else (self.vector.clone(), self.blob.sha256)
         # Statistics, which follow the parameters, become the participants' mean.
         for view, (_, part) in zip(self._views, self.layout.parts(pseudo_gradient), strict=False):
             view.grad = part
@@ -185,6 +200,14 @@ class GlobalModel:
                 "the server optimizer produced a model that is not finite; lower its lr "
                 "(strategy.server_optimizer.options)"
             )
+        if changes is not None and before is not None:
+            change = changes.round_step(before, base, self.vector)
+            changes.note(base, self.blob.sha256, change)
+
+    @property
+    def offered_changes(self) -> list[OfferedChange]:
+        """What leads from models of earlier rounds to this one."""
+        return [] if self._changes is None else self._changes.offers(self.blob.sha256)
 
     def evaluate(self, batch_size: int) -> dict[str, float]:
         """Loss and metrics of the served model on the central held-out data.
@@ -220,6 +243,9 @@ class GlobalModel:
                         f"{type(self.optimizer).__name__} keeps a {type(value).__name__} as "
                         f"{name!r}, which cannot be stored; choose another server optimizer"
                     )
+        if self._changes is not None:
+            more_tensors, more_numbers = self._changes.state()
+            tensors, numbers = tensors | more_tensors, numbers | more_numbers
         return tensors, numbers
 
     def load_optimizer_state(
@@ -227,7 +253,11 @@ class GlobalModel:
     ) -> None:
         """Restore the state that `optimizer_state` returned."""
         state: dict[int, dict[str, Any]] = {}
+        if self._changes is not None:
+            self._changes.load_state(tensors, numbers)
         for key, value in {**tensors, **numbers}.items():
+            if is_state(key):
+                continue
             index, _, name = key.partition(".")
             state.setdefault(int(index), {})[name] = value
         table = self.optimizer.state_dict()

@@ -116,6 +116,8 @@ class AttemptSpec:
     the updates alone."""
     position: RoundPosition = FIRST_POSITION
     """Of the round in the schedules of the learning rate."""
+    changes: Sequence[link_pb2.ModelChange] = ()
+    """What leads to the start model from those of earlier rounds; published with it."""
     groups: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     """Devices of each group, `REST` included, where the cohort is summed by group; else empty."""
     group_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -102,6 +102,7 @@ class FederatedRegime:
                 gradient_scale=spec.gradient_scale,
                 group=group,
                 position=position_message(spec.position),
+                changes=spec.changes,
             )
             return link_pb2.Request(train_local=work)
 

@@ -115,6 +115,7 @@ class PlaintextAttempt:
             with_gradient=spec.with_gradient,
             gradient_scale=spec.gradient_scale,
             position=position_message(spec.position),
+            changes=spec.changes,
         )
         request = link_pb2.Request(train_local=work)
         link = self._context.link
@@ -128,9 +129,8 @@ class PlaintextAttempt:
     def _accept(self, name: str, trained: link_pb2.Trained) -> None:
         if self._receipts.accepted >= self._spec.settings.cohort:
             raise UpdateError(ENOUGH)
-        self._receipts.record(
-            name, "accepted", **accepted_fields(trained), bytes_out=self._spec.model.size
-        )
+        sent = self._context.sent_bytes(name, self._spec.model)
+        self._receipts.record(name, "accepted", **accepted_fields(trained), bytes_out=sent)
         if "loss" in trained.training:
             self._losses[name] = (trained.training["loss"], trained.examples)
 

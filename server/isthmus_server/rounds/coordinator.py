@@ -94,9 +94,7 @@ class Coordinator:
         task = load_task(self.job.task.source, self.job.task.settings, base=store.base, data=data)
         strategy = self.job.strategy
         self._policy = load_policy(strategy)  # its module may be next to the task's
-        optimizer, average = strategy.server_optimizer, strategy.served_average
-        exchange, shared = self.job.exchange, link.shares_memory
-        self.model = GlobalModel(task, self.job.seed, optimizer, average, exchange, shared=shared)
+        self.model = GlobalModel.of(self.job, task, shared=link.shares_memory)
         check_round_length(self.job, task, self.model.module)
         self.state = store.run_state()
         self._budgets = RunBudgets.open(store, self.state, populations)

@@ -42,7 +42,7 @@ from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.policy import Plan
 from isthmus_server.strategy.round_spec import RoundSpec
-from isthmus_server.transport.bundle import published
+from isthmus_server.transport.bundle import offered, published
 
 
 class Trainer:
@@ -102,9 +102,14 @@ class Trainer:
         with_devices = spec.plan.regime != "datacenter"
         async with self._published(summing=with_devices) as blob:
             devices = None
-            if with_devices:
-                devices = self._federated.train(self._attempt(spec, blob, gradients))
-            return await self._run_together(spec.datacenters, spec, self._train_datacenter, devices)
+            changes = self._model.offered_changes if with_devices else []
+            with offered(self._link, [(each.message.blob, each.payload) for each in changes]):
+                if with_devices:
+                    attempt = self._attempt(spec, blob, gradients)
+                    messages = [each.message for each in changes]
+                    devices = self._federated.train(dataclasses.replace(attempt, changes=messages))
+                train = self._train_datacenter
+                return await self._run_together(spec.datacenters, spec, train, devices)
 
     async def _gradients(self, spec: RoundSpec) -> TrainingResult:
         """Have the datacenters compute their mean gradient at the round's model.

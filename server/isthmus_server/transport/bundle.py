@@ -1,4 +1,4 @@
-"""Publish several encoded vectors as one blob."""
+"""Publish blobs for the duration of a block: several vectors as one, or some in memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 import mmap
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import torch
 
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus.transport.blobs import describe
+from isthmus.transport.blobs import Buffer, describe
 from isthmus.wire import link_pb2
 from isthmus_server.transport.link import Link
 
@@ -59,3 +59,15 @@ def _fill(
         encoded[: len(layout.header)] = layout.header
         layout.decode(encoded).copy_(vector)
     return describe(payload)
+
+
+@contextmanager
+def offered(link: Link, blobs: Sequence[tuple[link_pb2.Blob, Buffer]]) -> Iterator[None]:
+    """Let participants pull blobs that are in memory while the block lasts."""
+    try:
+        for blob, payload in blobs:
+            link.publish(blob, payload)
+        yield
+    finally:
+        for blob, _ in blobs:
+            link.retract(blob)

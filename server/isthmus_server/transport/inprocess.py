@@ -108,7 +108,7 @@ class InProcessLink(Link):
                 if buffer is not None:
                     broadcast.fill(buffer)
                 peer = self.peers[name]
-                peer.last_blob = blob.sha256
+                peer.last_blob, peer.last_size = blob.sha256, blob.size
                 peer.bytes_out += blob.size
             reply, payload = await worker.work(request, buffer, lambda progress: None)
         except IsthmusError as error:

@@ -116,6 +116,8 @@ class Peer:
         """Blobs that are being sent to it on its present stream, by SHA-256."""
         self.last_blob = b""
         """SHA-256 of the blob whose transmission to it was completed last."""
+        self.last_size = 0
+        """Size of that blob; of the one before while another one is being sent."""
         self.bytes_in = 0
         self.bytes_out = 0
 

@@ -389,7 +389,7 @@ class SecureAggregationAttempt:
             reason,
             sent=True,
             bytes_in=self._config.payload_bytes,
-            bytes_out=self._model.size,
+            bytes_out=self._context.sent_bytes(name, self._model),
         )
 
 

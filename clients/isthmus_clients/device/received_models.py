@@ -1,0 +1,96 @@
+"""The last model that a device received, to which the change of a later one can be added."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from isthmus.errors import UpdateError
+from isthmus.transport.blobs import Buffer
+from isthmus.transport.requests import model_of
+from isthmus.wire import link_pb2
+
+if TYPE_CHECKING:
+    from isthmus_clients.device.active_run import ActiveRun
+    from isthmus_clients.device.task_host import TaskHost
+
+MAX_CHANGES = 16
+"""Most changes of rounds that are applied one after the other."""
+
+
+class ReceivedModels:
+    """Keeps a copy of the last model of a run whose job has `federated.download_bits`.
+
+    Guarantees:
+      * a change is asked for only if the model before it is here;
+      * a model that changes lead to is used only if it has the SHA-256 that the server announced.
+    """
+
+    def __init__(self) -> None:
+        self._run_id = ""
+        self._sha256 = b""
+        self._model: bytearray | None = None
+
+    def wanted(self, request: link_pb2.Request) -> link_pb2.Blob | None:
+        """The blob that a request needs: a change instead of a model, if it leads to that."""
+        change = self._change(request)
+        return model_of(request) if change is None else change.blob
+
+    def change_size(self, run: ActiveRun, request: link_pb2.Request, size: int) -> int:
+        """The size of the model that a blob of `size` bytes leads to.
+
+        Raises:
+            UpdateError: these are not changes of the run's models.
+        """
+        change = self._change(request)
+        if change is None or size != change.blob.size:
+            return size
+        each = run.change_codec.nbytes
+        if size % each or not 1 <= size // each <= MAX_CHANGES:
+            raise UpdateError(
+                f"a change of the model in {size} bytes was announced; one round's has {each}"
+            )
+        return request.train_local.model.size
+
+    def whole(
+        self, host: TaskHost, run: ActiveRun, request: link_pb2.Request, received: Buffer
+    ) -> Buffer:
+        """The model of a request, of which changes may have been received, in the host's memory.
+
+        Raises:
+            UpdateError: the changes lead to another model than the announced one.
+        """
+        change, model = self._change(request), request.train_local.model
+        if change is None or len(received) != change.blob.size:
+            self._keep(run, model, received)
+            return received
+        kept, self._model = self._model, None
+        assert kept is not None
+        codec, view = run.change_codec, memoryview(received)
+        vector = run.layout.decode(kept)
+        for start in range(0, len(view), codec.nbytes):
+            codec.apply(vector, view[start : start + codec.nbytes])
+        if hashlib.sha256(kept).digest() != model.sha256:
+            raise UpdateError("the changes of its model do not lead to the announced model")
+        self._model, self._sha256 = kept, model.sha256
+        memory = host.buffer(len(kept), run.room_for(request))
+        memory[:] = kept
+        return memory
+
+    def _keep(self, run: ActiveRun, model: link_pb2.Blob, received: Buffer) -> None:
+        """Keep a copy of a model that was received whole, if the job sends changes."""
+        if run.job.federated.download_bits is None:
+            return
+        if self._model is None or len(self._model) != len(received):
+            self._model = bytearray(len(received))
+        self._model[:] = received
+        self._run_id, self._sha256 = run.run_id, model.sha256
+
+    def _change(self, request: link_pb2.Request) -> link_pb2.ModelChange | None:
+        """The change in a request that begins at the model that is here."""
+        work = request.train_local
+        if self._model is None or not request.HasField("train_local"):
+            return None
+        if work.run_id != self._run_id or work.with_gradient:
+            return None
+        return next((change for change in work.changes if change.base == self._sha256), None)

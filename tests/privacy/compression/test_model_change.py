@@ -1,0 +1,100 @@
+"""Changes of a model with few bits: every receiver computes the same bytes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus_privacy.compression.model_change import BLOCK, MAX_BITS, ChangeCodec
+
+TILE = 32 * BLOCK
+
+BITS = st.integers(2, MAX_BITS)
+
+
+def models(codec, seed, scale=0.01):
+    generator = torch.Generator().manual_seed(seed)
+    before = torch.randn(codec.size, generator=generator)
+    return before, before + scale * torch.randn(codec.size, generator=generator)
+
+
+def applied(codec, before, payload):
+    vector = before.clone()
+    codec.apply(vector, payload)
+    return vector
+
+
+@given(BITS, st.integers(0, 3000), st.integers(0, 5), st.integers(0, 9))
+@settings(deadline=None)
+def test_a_change_has_few_bits_and_leads_close_to_the_new_model(bits, trained, more, seed):
+    codec = ChangeCodec(trained + more, trained, bits)
+    before, after = models(codec, seed)
+    payload = codec.encode(before, after)
+    assert len(payload) == codec.nbytes
+    reached = applied(codec, before, payload)
+    assert reached[trained:].equal(after[trained:])  # statistics are sent whole
+    left = (after - reached)[:trained]
+    assert float(left.norm()) <= 0.9 * float((after - before)[:trained].norm()) + 1e-6
+
+
+def test_more_bits_leave_less():
+    lefts = []
+    for bits in range(2, MAX_BITS + 1):
+        codec = ChangeCodec(20_000, 20_000, bits)
+        before, after = models(codec, 1)
+        reached = applied(codec, before, codec.encode(before, after))
+        lefts.append(float((after - reached).norm() / (after - before).norm()))
+    assert lefts == sorted(lefts, reverse=True)
+    assert lefts[0] < 0.5
+    assert lefts[-1] < 0.02
+
+
+@pytest.mark.parametrize("size", [TILE - 1, TILE, TILE + BLOCK + 3, 2 * TILE + 5])
+def test_tiles_and_blocks_do_not_show(size):
+    """The result does not depend on what else is in the vector, beyond its block."""
+    whole = ChangeCodec(size, size, 3)
+    before, after = models(whole, 2)
+    reached = applied(whole, before, whole.encode(before, after))
+    end = size - size % BLOCK
+    part = ChangeCodec(end, end, 3)
+    again = applied(part, before[:end], part.encode(before[:end], after[:end]))
+    assert again.equal(reached[:end])
+
+
+def test_the_number_of_threads_changes_no_bit():
+    codec, threads = ChangeCodec(300_000, 299_000, 3), torch.get_num_threads()
+    before, after = models(codec, 3)
+    try:
+        results = []
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            payload = codec.encode(before, after)
+            results.append((bytes(payload), applied(codec, before, payload)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(payload == results[0][0] for payload, _ in results)
+    assert all(vector.equal(results[0][1]) for _, vector in results)
+
+
+def test_a_model_that_has_not_changed_stays_as_it_is():
+    codec = ChangeCodec(2 * BLOCK, 2 * BLOCK, 2)
+    before, _ = models(codec, 4)
+    assert applied(codec, before, codec.encode(before, before)).equal(before)
+
+
+def test_what_is_added_to_the_next_change_arrives():
+    """With error feedback the model follows, however few the bits are."""
+    codec = ChangeCodec(5000, 5000, 2)
+    target, model = torch.zeros(5000), torch.zeros(5000)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(50):
+        target += 0.1 + torch.randn(5000, generator=generator)
+        codec.apply(model, codec.encode(model, target))
+    assert float((target - model).norm()) < 1.5 * 5000**0.5
+    assert float(target.norm()) > 5 * 5000**0.5
+
+
+@pytest.mark.parametrize("size", [0, 9, 11])
+def test_a_payload_of_another_size_is_refused(size):
+    with pytest.raises(ValueError, match=f"a change of {size} bytes came; it has 10"):
+        ChangeCodec(15, 15, 3).apply(torch.zeros(15), bytes(size))
