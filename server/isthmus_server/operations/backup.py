@@ -38,11 +38,14 @@ def back_up(state: Path, target: Path) -> CopyManifest:
     Databases are copied with SQLite's online backup, and runs as of one commit each.
 
     Raises:
-        UserError: there is no server or authority, a file is damaged, or the target is not empty.
+        UserError: there is no server or authority, a file is damaged, or the target is not empty or
+            inside the state directory.
     """
     if not (state / "authority.pem").exists():
         raise UserError(f"{state} is the state directory of no server and no authority")
     refuse_existing(target)
+    if target.resolve().is_relative_to(state.resolve()):
+        raise UserError(f"{target} is inside {state}: later backups would contain it; give another")
     draft = target.with_name(f".{target.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
     make_private_directory(draft)

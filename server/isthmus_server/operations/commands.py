@@ -70,7 +70,7 @@ def restore(source: Path, state: Path, lost: Path | None, nothing_ran_since: boo
     if nothing_ran_since:
         return
     click.echo("unused tokens have ended; make new ones")
-    if lost is None:
+    if not done.revocations_known:
         click.echo("revoke again whom you have revoked since then: the backup does not know them")
 
 

@@ -45,6 +45,8 @@ class Restored:
     """Runs that were cancelled, because they may have gone on after the backup."""
     populations: list[str]
     """Populations of which nobody is asked, because later charges are not known."""
+    revocations_known: bool
+    """Whether the audit log of the lost directory was used, which has all revocations."""
 
 
 def restore(
@@ -62,10 +64,12 @@ def restore(
 
     Raises:
         DamagedError: the backup is damaged.
-        UserError: it is no backup, or the target is not empty.
+        UserError: it is no backup, the target is not empty, or `lost` has nothing to use.
     """
     manifest = checked_manifest(backup, "server")
     refuse_existing(target)
+    if lost is not None and not (lost / AUDIT[0]).exists() and not (lost / PRIVACY).is_dir():
+        raise UserError(f"--lost {lost} has no audit log and no privacy ledgers; leave it out")
     draft = target.with_name(f".{target.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
     make_private_directory(draft)
@@ -88,7 +92,7 @@ def restore(
         shutil.rmtree(draft, ignore_errors=True)
         raise
     done = restoring
-    return Restored(manifest, done.newer, done.closed, done.populations)
+    return Restored(manifest, done.newer, done.closed, done.populations, done.revocations_known)
 
 
 class _Restoring:
@@ -100,6 +104,7 @@ class _Restoring:
         self.newer: list[str] = []
         self.closed: list[str] = []
         self.populations: list[str] = []
+        self.revocations_known = False
         self._current: list[str] = []
         self._when = utc(manifest.made_at)
 
@@ -126,6 +131,7 @@ class _Restoring:
                 found = {name: (self.lost / name).read_bytes() for name in AUDIT}
                 for name, data in found.items():
                     write_private_file(self.draft / name, data)
+                self.revocations_known = True
         for path in sorted((self.lost / PRIVACY).glob("*.ledger")):
             own = self.draft / PRIVACY / path.name
             head_file = path.with_suffix(".head")

@@ -134,6 +134,10 @@ def test_neither_command_writes_where_something_is(state, tmp_path):
             command(*words)
     with pytest.raises(UserError, match="of no server and no authority"):
         command("backup", tmp_path, tmp_path / "other")
+    with pytest.raises(UserError, match=r"is inside .*: later backups would contain it"):
+        command("backup", state, state / "copy")
+    with pytest.raises(UserError, match="has no audit log and no privacy ledgers"):
+        command("restore", tmp_path / "backup", tmp_path / "other", "--lost", tmp_path / "nowhere")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["backup", "state"]
 
 
