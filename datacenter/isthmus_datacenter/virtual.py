@@ -128,6 +128,11 @@ class VirtualRun:
                 "a simulated datacenter adds no noise, and the job has datacenter.privacy; use a "
                 "real one, or remove it"
             )
+        if self.job.datacenter.compression is not None:
+            raise TaskError(
+                "a simulated datacenter sends whole models, and the job has "
+                "datacenter.compression; use real ones, or remove it"
+            )
         self.model.train()
         self.participant = Participant(name=name, regime="datacenter")
         with user_code("local_data()"):

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from isthmus.job.privacy import DatacenterPrivacy
 from isthmus.job.section import Section
+
+if TYPE_CHECKING:
+    from isthmus.job.schema import Job
+
+
+class DatacenterCompression(Section):
+    """Fewer bytes from each of several datacenters (SparseLoCo, Sarfi et al. 2025).
+
+    Of its update a datacenter sends the elements of largest magnitude, in two bits each, with their
+    positions. What it did not send stays there and is added to its next update.
+    """
+
+    keep: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Elements that are sent of each block of 4,096 neighbouring ones."""
+
+    def check(self, job: Job) -> None:
+        """Refuse a job with rounds other than those of datacenters alone.
+
+        Raises:
+            ValueError: with what to change.
+        """
+        if job.strategy.policy != "datacenter":
+            raise ValueError(
+                "datacenter.compression is for rounds in which several datacenters train and no "
+                f"devices do, and strategy.policy={job.strategy.policy!r} may have others; set it "
+                'to "datacenter", or remove the compression'
+            )
 
 
 class DatacenterSection(Section):
@@ -52,6 +79,13 @@ class DatacenterSection(Section):
 
     privacy: DatacenterPrivacy | None = None
     """Differential privacy of the datacenter's examples; none by default."""
+    compression: DatacenterCompression | None = None
+    """Send fewer bytes from several datacenters. Default: 32 bits for every element."""
+
+    @property
+    def needed(self) -> int:
+        """Least number of datacenters of a round."""
+        return 1 if self.compression is None else 2
 
     @property
     def private_batch(self) -> int:

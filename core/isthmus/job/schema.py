@@ -260,10 +260,10 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
-    def _guarantee_holds(self) -> Job:
-        for guarantee in (self.privacy, self.datacenter.privacy):
-            if guarantee is not None:
-                guarantee.check(self)
+    def _promises_hold(self) -> Job:
+        for part in (self.privacy, self.datacenter.privacy, self.datacenter.compression):
+            if part is not None:
+                part.check(self)
         return self
 
 

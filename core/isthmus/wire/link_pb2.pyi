@@ -366,7 +366,7 @@ class FlowerMessage(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., id: _Optional[str] = ..., kind: _Optional[str] = ..., group: _Optional[str] = ..., node: _Optional[int] = ..., records: _Optional[_Union[Blob, _Mapping]] = ...) -> None: ...
 
 class TrainSteps(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "from_step", "until_step", "model", "evaluate", "hand_back", "position")
+    __slots__ = ("run_id", "round", "attempt", "from_step", "until_step", "model", "evaluate", "hand_back", "position", "compressed", "summed_round", "summed_attempt")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -376,6 +376,9 @@ class TrainSteps(_message.Message):
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
     HAND_BACK_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSED_FIELD_NUMBER: _ClassVar[int]
+    SUMMED_ROUND_FIELD_NUMBER: _ClassVar[int]
+    SUMMED_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
@@ -385,7 +388,10 @@ class TrainSteps(_message.Message):
     evaluate: bool
     hand_back: bool
     position: int
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., from_step: _Optional[int] = ..., until_step: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., evaluate: _Optional[bool] = ..., hand_back: _Optional[bool] = ..., position: _Optional[int] = ...) -> None: ...
+    compressed: bool
+    summed_round: int
+    summed_attempt: int
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., from_step: _Optional[int] = ..., until_step: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., evaluate: _Optional[bool] = ..., hand_back: _Optional[bool] = ..., position: _Optional[int] = ..., compressed: _Optional[bool] = ..., summed_round: _Optional[int] = ..., summed_attempt: _Optional[int] = ...) -> None: ...
 
 class Export(_message.Message):
     __slots__ = ("run_id", "step")

@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import UpdateError, UserError
-from isthmus.job import read_job
+from isthmus.job import Job, read_job
 from isthmus.task import check_installed
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus.transport.blobs import Buffer
+from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.requests import fingerprint_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
+from isthmus_datacenter.checkpointing.unsent import UnsentUpdates
 from isthmus_datacenter.messages import Command, ProgressReport
 from isthmus_datacenter.service.rank_group import RankGroup
 from isthmus_datacenter.service.transfer_files import TransferFiles, check_model
+from isthmus_privacy.compression.block_top_k import BlockTopK
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _RESERVED_NAMES = {"exchange", "logs", "lock", "membership"}
@@ -39,6 +41,8 @@ class DatacenterRun:
 
     run_id: str
     layout: TensorLayout
+    unsent: UnsentUpdates | None
+    """What is left of compressed updates; None for a job without."""
 
 
 class RequestHandler:
@@ -133,8 +137,14 @@ class RequestHandler:
         values, _ = await self._group.execute(command)
         if values["note"]:
             progress(link_pb2.Progress(note=values["note"]))
-        self._run = DatacenterRun(open_.run_id, layout)
+        self._run = DatacenterRun(open_.run_id, layout, self._unsent(open_.run_id, job, layout))
         return link_pb2.Reply(opened=link_pb2.Opened(examples=values["examples"]))
+
+    def _unsent(self, run_id: str, job: Job, layout: TensorLayout) -> UnsentUpdates | None:
+        if (compression := job.datacenter.compression) is None:
+            return None
+        codec = BlockTopK.of(layout, compression.keep)
+        return UnsentUpdates(self._state / run_id, layout, codec)
 
     async def _train(
         self,
@@ -148,6 +158,12 @@ class RequestHandler:
             raise UserError(f"until_step={train.until_step} is before from_step={train.from_step}")
         if model is not None:
             check_model(model, run.layout)
+        unsent = run.unsent if train.compressed else None
+        if train.compressed and (unsent is None or model is None):
+            raise UserError(
+                "a compressed update needs a job with datacenter.compression, and the model that "
+                "it is about"
+            )
         command = Command(
             op="train_steps",
             run_id=run.run_id,
@@ -179,11 +195,21 @@ class RequestHandler:
             profile=profile,
             events=training_events(train.from_step, train.until_step, values, losses),
         )
-        payload = None
-        if train.hand_back:
+        if not train.hand_back:
+            return link_pb2.Reply(trained=trained), None
+        if unsent is None or model is None:
             blob, payload = await self._files.map_result(request_id, run.layout)
             trained.result.CopyFrom(blob)
-        return link_pb2.Reply(trained=trained), payload
+            return link_pb2.Reply(trained=trained), payload
+        about, committed = (
+            (train.round, train.attempt),
+            (train.summed_round, train.summed_attempt),
+        )
+        after = self._files.result(request_id, run.layout)
+        message, notes = await asyncio.to_thread(unsent.compress, about, committed, model, after)
+        trained.events.extend(notes)
+        trained.result.CopyFrom(describe(message))
+        return link_pb2.Reply(trained=trained), message
 
     async def _mean_gradient(
         self, request_id: str, gradient: link_pb2.MeanGradient, model: Buffer

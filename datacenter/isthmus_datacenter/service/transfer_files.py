@@ -66,8 +66,12 @@ class TransferFiles:
         self, request_id: str, layout: TensorLayout
     ) -> tuple[link_pb2.Blob, Buffer]:
         """Map the result that the ranks have written; returns its description and its bytes."""
-        payload = _map_file(self._results[request_id], layout.nbytes)
+        payload = self.result(request_id, layout)
         return await asyncio.to_thread(describe, payload), payload
+
+    def result(self, request_id: str, layout: TensorLayout) -> Buffer:
+        """Map the result that the ranks have written."""
+        return _map_file(self._results[request_id], layout.nbytes)
 
     def delete_model(self, request_id: str) -> None:
         """Delete the request's model, if it has one; existing mappings keep their bytes."""

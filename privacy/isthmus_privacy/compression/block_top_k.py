@@ -20,6 +20,7 @@ import dataclasses
 import torch
 
 from isthmus.errors import UpdateError
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_privacy.compression.packing import pack, unpack
 
 BLOCK = 4096
@@ -47,6 +48,11 @@ class BlockTopK:
     """T: the elements after them are running statistics."""
     keep: int
     """Elements of a whole block that are sent; of the last one the same part, rounded up."""
+
+    @classmethod
+    def of(cls, layout: TensorLayout, keep: int) -> BlockTopK:
+        """The codec of an exchange set."""
+        return cls(size=layout.size, trained=layout.trained_size, keep=keep)
 
     @property
     def nbytes(self) -> int:
@@ -90,11 +96,7 @@ class BlockTopK:
         Raises:
             UpdateError: the message is none of this codec; one sentence.
         """
-        if len(payload) != self.nbytes:
-            raise UpdateError(
-                f"its compressed update has {len(payload)} bytes where this exchange set takes "
-                f"{self.nbytes}"
-            )
+        self.check_size(len(payload))
         scales = _floats(payload[: self._indices_at]).view(2, -1)
         if not bool(torch.isfinite(scales).all()):
             raise UpdateError("a magnitude in its compressed update is not finite")
@@ -120,6 +122,18 @@ class BlockTopK:
                 sent, block = here.stop, block + count
         update[self.trained :] = statistics
         return update
+
+    def check_size(self, nbytes: int) -> None:
+        """Refuse a message of another number of bytes, before there is memory for it.
+
+        Raises:
+            UpdateError: with both numbers.
+        """
+        if nbytes != self.nbytes:
+            raise UpdateError(
+                f"its compressed update has {nbytes} bytes where this exchange set takes "
+                f"{self.nbytes}"
+            )
 
     # -- blocks ------------------------------------------------------------------------------------
 

@@ -81,6 +81,8 @@ class DatacenterResult:
 
     vector: torch.Tensor | None
     """The model at the new step or the mean gradient, float32 (N), if it was requested."""
+    is_update: bool = False
+    """Whether `vector` is the model before minus the model after, from a compressed update."""
     training: Mapping[str, float]
     evaluation: Mapping[str, float]
     profile: Mapping[str, float]

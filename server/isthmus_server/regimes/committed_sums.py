@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Self
 
+from isthmus.job import Job
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg import MAGNITUDE
 from isthmus_server.storage.records import AttemptRecord, RoundRecord
 
 
 class CommittedSums:
-    """The last committed sum of each device, and the magnitude of the updates in the last one.
+    """The last committed sum of each participant, and the magnitude of devices' last updates.
 
-    Devices learn from it which of their updates counted, and devices and server which values
+    Participants learn from it which of their updates counted, and devices and server which values
     rounding has to represent. It follows from the round log alone, so that a server that was
     killed continues with the same.
     """
@@ -26,24 +28,33 @@ class CommittedSums:
         for record in attempts:
             self.add(record)
 
+    @classmethod
+    def of(cls, job: Job, attempts: Callable[[], Iterable[AttemptRecord]]) -> Self:
+        """Those of a run; `attempts` reads its log, for a job with compression only."""
+        compressed = job.federated.compression or job.datacenter.compression
+        return cls(attempts() if compressed else ())
+
     def add(self, record: AttemptRecord) -> None:
         """Take note of an ended attempt; only committed ones count."""
         if not isinstance(record, RoundRecord):
             return
         figures = record.training.get("federated", {})
-        if MAGNITUDE.name not in figures:  # its updates were not compressed
-            return
-        self.magnitude = figures[MAGNITUDE.name]
-        for receipt in record.receipts:
-            if receipt.regime == "federated" and receipt.status == "accepted":
-                self._last[receipt.participant] = record.round, record.attempt
+        used = [receipt for receipt in record.receipts if receipt.status == "accepted"]
+        if MAGNITUDE.name in figures:
+            self.magnitude = figures[MAGNITUDE.name]
+            used = [receipt for receipt in used if receipt.regime == "federated"]
+        elif record.regime != "datacenter" or len(used) == 1:
+            return  # its updates were not compressed
+        for receipt in used:
+            self._last[receipt.participant] = record.round, record.attempt
 
     def tell(self, name: str, request: link_pb2.Request) -> None:
-        """Add to a request for training which of the device's updates counted last."""
-        if request.HasField("train_local"):
-            work = request.train_local
+        """Add to a request for training which of the participant's updates counted last."""
+        kind = request.WhichOneof("work")
+        if kind == "train_local" or (kind == "train_steps" and request.train_steps.compressed):
+            work = getattr(request, kind)
             work.summed_round, work.summed_attempt = self.last(name)
 
     def last(self, name: str) -> tuple[int, int]:
-        """Round and attempt of the last committed sum that a device is in; zeros for none."""
+        """Round and attempt of the last committed sum that a participant is in; zeros for none."""
         return self._last.get(name, (0, 0))

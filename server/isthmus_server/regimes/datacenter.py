@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import torch
 
 from isthmus.errors import UpdateError
@@ -10,8 +12,10 @@ from isthmus.printable import in_a_line
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import into
 from isthmus.wire import link_pb2
+from isthmus_privacy.compression.block_top_k import BlockTopK
 from isthmus_server.regimes.base import AttemptFailed, DatacenterResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
+from isthmus_server.regimes.committed_sums import CommittedSums
 from isthmus_server.strategy.round_spec import RoundSpec
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.sanitize import check_figures
@@ -20,11 +24,23 @@ from isthmus_server.transport.sanitize import check_figures
 class DatacenterRegime:
     """Trains rounds on the ranks of one run's datacenters."""
 
-    def __init__(self, link: Link, job: Job, run_id: str, layout: TensorLayout) -> None:
+    def __init__(
+        self,
+        link: Link,
+        job: Job,
+        run_id: str,
+        layout: TensorLayout,
+        sums: CommittedSums | None = None,
+    ) -> None:
+        """`sums` tell which compressed updates counted."""
         self._link = link
         self._job = job
         self._run_id = run_id
         self._layout = layout
+        self._sums = sums or CommittedSums()
+        self._codec: BlockTopK | None = None
+        if (compression := job.datacenter.compression) is not None:
+            self._codec = BlockTopK.of(layout, compression.keep)
 
     async def train(
         self, name: str, spec: RoundSpec, model: link_pb2.Blob | None
@@ -44,8 +60,10 @@ class DatacenterRegime:
             evaluate=spec.evaluate,
             hand_back=spec.hand_back,
             position=spec.position.start,
+            compressed=self._codec is not None and spec.compressed,
         )
         request = link_pb2.Request(train_steps=work)
+        self._sums.tell(name, request)
         return await self._result(name, request, "model" if spec.hand_back else None, model)
 
     async def mean_gradient(
@@ -120,14 +138,16 @@ class DatacenterRegime:
     ) -> DatacenterResult:
         """Send work; `vector_kind` names the vector that the reply must come with, if any."""
         receipts = ReceiptBook([name], "datacenter")
-        vector = None
+        vector, compressed = None, request.train_steps.compressed
         try:
             async with call(
                 self._link, name, request, "trained", receipts, seconds=self._seconds
             ) as reply:
                 trained = reply.trained
                 check_figures(trained)
-                if vector_kind is not None:
+                if compressed:
+                    vector = await self._fetch_update(name, trained.result)
+                elif vector_kind is not None:
                     vector = await self._fetch(name, trained.result, vector_kind)
                 receipts.record(
                     name,
@@ -144,6 +164,7 @@ class DatacenterRegime:
             raise _attempt_failed(name, failed, receipts) from failed
         return DatacenterResult(
             vector=vector,
+            is_update=compressed,
             training=dict(trained.training),
             evaluation=dict(trained.evaluation),
             profile=dict(trained.profile),
@@ -162,6 +183,13 @@ class DatacenterRegime:
         if not bool(torch.isfinite(vector).all()):
             raise UpdateError(f"its {kind} is not finite")
         return vector
+
+    async def _fetch_update(self, name: str, blob: link_pb2.Blob) -> torch.Tensor:
+        assert self._codec is not None
+        self._codec.check_size(blob.size)
+        payload = bytearray(blob.size)
+        await self._link.fetch(name, blob, into(payload))
+        return await asyncio.to_thread(self._codec.decode, payload)
 
 
 def _attempt_failed(name: str, failed: CallFailed, receipts: ReceiptBook) -> AttemptFailed:

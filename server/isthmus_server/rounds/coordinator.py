@@ -107,11 +107,11 @@ class Coordinator:
     def _assemble(self) -> None:
         store, link, layout, budgets = self.store, self._link, self.model.layout, self._budgets
         opening = opening_of(store.run_id, self.job, store.base, self.model)
-        sums = CommittedSums(store.attempts() if self.job.federated.compression else ())
+        sums = CommittedSums.of(self.job, store.attempts)
         files, privacy = (store.directory, store.unmaskings), budgets.devices
         context = FederatedContext(link, self.job, opening, layout, *files, privacy, sums)
         self.federated = FederatedRegime(context)
-        self._datacenter = DatacenterRegime(link, self.job, store.run_id, layout)
+        self._datacenter = DatacenterRegime(link, self.job, store.run_id, layout, sums)
         self._versions = ModelVersions(self.model, store, self.federated.extension)
         self._versions.restore(self.state)
         availability = DeviceAvailability(self.job, self.clock, store.attempts(), budgets.devices)

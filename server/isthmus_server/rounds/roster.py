@@ -177,7 +177,7 @@ class ParticipantRoster(ParticipantListener):
             ParticipantsMissing: too few are ready in time.
         """
         clients = 0 if regime == "datacenter" else self._job.federated.needed
-        datacenters = 0 if regime == "federated" else 1
+        datacenters = 0 if regime == "federated" else self._job.datacenter.needed
         in_time = await self._wait_for(clients, datacenters)
         missing: dict[link_pb2.Role, str] = {}
         available = len(self.available())
@@ -189,7 +189,12 @@ class ParticipantRoster(ParticipantListener):
                 f"ready: {available}{rest}"
             )
         if len(self.datacenters) < datacenters:
-            missing[link_pb2.DATACENTER] = f"no datacenter is ready and a {regime} round needs one"
+            missing[link_pb2.DATACENTER] = (
+                f"no datacenter is ready and a {regime} round needs one"
+                if datacenters == 1
+                else f"datacenter.compression needs {datacenters} datacenters (one alone sends "
+                f"nothing to other participants); ready: {len(self.datacenters)}"
+            )
         if missing:
             reasons = list(missing.values())
             if not in_time:
@@ -216,6 +221,8 @@ class ParticipantRoster(ParticipantListener):
         Returns False if that took longer than `time.join_seconds`.
         """
         started_datacenters = int(self._job.datacenter.ranks > 0)
+        if datacenters > 1:  # this machine starts one at most
+            started_datacenters = 0
 
         def all_answered(role: link_pb2.Role, ready: int, started_here: int) -> bool:
             declined = sum(declined_role == role for declined_role, _ in self._declined.values())

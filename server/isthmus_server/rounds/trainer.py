@@ -366,10 +366,11 @@ class Trainer:
         self, plan: Plan, results: TrainingResult, *, keep: bool
     ) -> tuple[torch.Tensor, float]:
         """The datacenters' mean, float32 (N), in their models' memory unless `keep`; its weight."""
-        parts = {}
-        for name, (vector, examples) in vectors_by_name(results.datacenters).items():
-            difference = torch.sub(self._model.vector, vector, out=None if keep else vector)
-            parts[name] = difference, examples
+        parts = vectors_by_name(results.datacenters)
+        if not any(result.is_update for result in results.datacenters):
+            for name, (vector, examples) in parts.items():
+                difference = torch.sub(self._model.vector, vector, out=None if keep else vector)
+                parts[name] = difference, examples
         weight = self._job.strategy.datacenter_weight
         if plan.datacenter_weights:
             return merge.weighted_mean(parts, _weights(plan, parts, weight))

@@ -71,6 +71,11 @@ class RoundSpec:
         return self.plan.regime == "datacenter" and len(self.datacenters) == 1
 
     @property
+    def compressed(self) -> bool:
+        """Whether datacenters send compressed updates, in a job with `datacenter.compression`."""
+        return self.plan.regime == "datacenter" and len(self.datacenters) > 1
+
+    @property
     def model_stays(self) -> bool:
         """Whether the next model stays in the datacenter that trained it."""
         return self.single_datacenter and not self.hand_back

@@ -109,6 +109,16 @@ def test_a_wrong_key_or_value_is_one_sentence(override, sentence):
             "sum of all devices, and groups sums them by group; remove one of them",
         ),
         (
+            ["datacenter.compression={}"],
+            "job: datacenter.compression is for rounds in which several datacenters train and no "
+            "devices do, and strategy.policy='alternate' may have others; set it to "
+            '"datacenter", or remove the compression',
+        ),
+        (
+            ["datacenter.compression.keep=0", "strategy.policy=datacenter"],
+            "job: datacenter.compression.keep=0: input should be greater than or equal to 1",
+        ),
+        (
             ["federated.local_epochs=1", "federated.local_steps=1"],
             "job: federated: set local_epochs or local_steps, not both",
         ),

@@ -31,3 +31,22 @@ def test_the_last_committed_sum_of_each_device_is_told_to_it():
     request = link_pb2.Request(train_local=link_pb2.TrainLocal(round=4))
     sums.tell("b", request)
     assert (request.train_local.summed_round, request.train_local.summed_attempt) == (1, 1)
+
+
+def test_rounds_of_several_datacenters_are_told_to_them():
+    dc, east = (
+        Receipt(participant=name, regime="datacenter", status="accepted") for name in ("dc", "east")
+    )
+    sums = CommittedSums(
+        [
+            round_record(1, attempt=2, regime="datacenter", receipts=[dc, east]),
+            round_record(2, regime="datacenter", receipts=[dc]),
+        ]
+    )
+    requests = [link_pb2.TrainSteps(round=3, compressed=compressed) for compressed in (True, False)]
+    told = []
+    for work in requests:
+        request = link_pb2.Request(train_steps=work)
+        sums.tell("dc", request)
+        told.append((request.train_steps.summed_round, request.train_steps.summed_attempt))
+    assert told == [(1, 2), (0, 0)]
