@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection
 
 from isthmus.errors import RoundFailed
 from isthmus.job import Job
@@ -13,6 +14,8 @@ from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.strategy.policy import CURRENT, Plan
 from isthmus_server.strategy.round_spec import RoundSpec, evaluates
+
+Turn = Callable[[Collection[str]], contextlib.AbstractAsyncContextManager[None]]
 
 
 def cohort_settings(job: Job, plan: Plan) -> FederatedSection:
@@ -32,6 +35,45 @@ def participants_of(
     if job.evaluation.devices and evaluates(job, spec.round):
         names |= roster.clients.keys()
     return names
+
+
+@contextlib.asynccontextmanager
+async def resolved_in_turn(
+    job: Job,
+    state: RunState,
+    roster: ParticipantRoster,
+    cohorts: CohortSelector,
+    busy: Collection[str],
+    plan: Plan,
+    model_hash: bytes | None,
+    turn: Turn,
+) -> AsyncIterator[RoundSpec]:
+    """Resolve a plan, and hold its participants for the block.
+
+    While a job waits for its turn, others may ask its devices in later draws. They would then
+    refuse the one of this job, so it selects anew, and waits again if others are needed.
+
+    `turn` waits until no other job has these participants; for the others see `resolve_plan`.
+
+    Raises:
+        NoAllowedCohort, RoundFailed: see `resolve_plan`.
+    """
+
+    def resolved() -> tuple[RoundSpec, set[str]]:
+        attempt = state.attempts + 1
+        spec = resolve_plan(job, state, roster, cohorts, busy, plan, attempt, model_hash)
+        return spec, participants_of(job, spec, roster, state.holder)
+
+    spec, names = resolved()
+    while True:
+        held = names
+        async with turn(held):
+            if cohorts.is_outdated(spec.cohort, spec.draw):
+                spec, names = resolved()
+            if names <= held:
+                cohorts.note_asked(spec.cohort, spec.draw)
+                yield spec
+                return
 
 
 def resolve_plan(

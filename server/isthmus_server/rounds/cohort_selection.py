@@ -220,6 +220,15 @@ class CohortSelector:
         selected = self._secure(number, unmasked, ready, settings, settings.cohort)
         return selected if settings.groups is None else self.by_group(selected, settings)
 
+    def note_asked(self, names: Collection[str], draw: int) -> None:
+        """Note that the devices of a secure sum are asked now, in its draw."""
+        if self._lottery is not None and draw:
+            self._lottery.note_asked(names, draw)
+
+    def is_outdated(self, names: Collection[str], draw: int) -> bool:
+        """Whether devices would refuse a draw, because other jobs have asked them in later ones."""
+        return self._lottery is not None and draw > 0 and self._lottery.is_outdated(names, draw)
+
     def seconds_until_quorum(self) -> float | None:
         """Seconds until a quorum of the ready devices is available; None if it never is."""
         waits = sorted(self._roster.seconds_until_available(name) for name in self._roster.clients)

@@ -187,6 +187,7 @@ class ComparisonRunner:
                     [],
                     excused=True,
                 )
+            self._cohorts.note_asked(cohort.examples, cohort.draw)
             if settings.secure_aggregation:
                 return await _secure_scores(context, work, cohort, settings)
             devices = list(cohort.examples)

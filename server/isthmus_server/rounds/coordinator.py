@@ -24,7 +24,7 @@ from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.regimes.opening import opening_of
-from isthmus_server.rounds.assignment import participants_of, resolve_plan
+from isthmus_server.rounds.assignment import resolved_in_turn
 from isthmus_server.rounds.attempt_log import AttemptLog, AttemptTime
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.clock import Clock
@@ -237,18 +237,17 @@ class Coordinator:
 
     async def _attempt(self, decision: Decision, plan: Plan) -> None:
         """One attempt at the next round, from invitations to commit."""
-        spec = resolve_plan(
+        assigned = resolved_in_turn(
             self.job,
             self.state,
             self.roster,
             self._cohorts,
             self.federated.busy,
             plan,
-            self.state.attempts + 1,
             self._start_hash(plan),
+            self._link.turn,
         )
-        asked = participants_of(self.job, spec, self.roster, self.state.holder)
-        async with self.drain.during(self._link.turn(asked)):
+        async with self.drain.during(assigned) as spec:
             self._started_at = self.clock.now()
             with self._budgets.charged(spec):
                 await self._carry_out(decision, spec)

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from typing import TypeVar
 
 from isthmus.errors import RoundFailed
 from isthmus.job import Job
@@ -23,6 +24,7 @@ from isthmus_server.strategy.policy import CURRENT, Observation, Plan, Stop, Wai
 
 _SHORTEST_RETRY = 0.25
 _LONGEST_RETRY = 30.0
+_Held = TypeVar("_Held")
 
 
 class RoundReadiness:
@@ -192,15 +194,15 @@ class Drain:
 
     @contextlib.asynccontextmanager
     async def during(
-        self, turn: contextlib.AbstractAsyncContextManager[None]
-    ) -> AsyncIterator[None]:
+        self, turn: contextlib.AbstractAsyncContextManager[_Held]
+    ) -> AsyncIterator[_Held]:
         """Interrupt the run while it waits for a turn, and not inside the block."""
         async with contextlib.AsyncExitStack() as entered:
             self.check()
             self._held = False
-            await entered.enter_async_context(turn)
+            held = await entered.enter_async_context(turn)
             self._held = True
-            yield
+            yield held
 
 
 class Retries:

@@ -58,6 +58,14 @@ class TicketLottery:
             self._kept = round_, draw
             self._enrolments.last_draw = max(self._enrolments.last_draw, draw)
 
+    def note_asked(self, names: Collection[str], draw: int) -> None:
+        """Note that devices get to see a draw now."""
+        self._enrolments.draws.update(dict.fromkeys(names, draw))
+
+    def is_outdated(self, names: Collection[str], draw: int) -> bool:
+        """Whether a device was asked in a later draw meanwhile, by another job: it would refuse."""
+        return any(self._enrolments.draws.get(name, 0) > draw for name in names)
+
     def select(
         self, round_: int, available: Collection[str], *, count: int, needed: int, now: float
     ) -> TicketSelection:

@@ -47,6 +47,8 @@ class Enrolments:
         """The last enrolment of each participant, by name."""
         self.last_draw = 0
         """Latest draw of the lottery on this server; a device refuses one before its last."""
+        self.draws: dict[str, int] = {}
+        """The last draw in which each device was asked, by any job of this server."""
 
     @property
     def authority(self) -> bytes:

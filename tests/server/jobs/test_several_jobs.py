@@ -9,6 +9,7 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import ParticipantLost, TaskError
 from isthmus.wire import link_pb2
+from isthmus_server.rounds.attempt_log import AttemptLog
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import EventStream, RoundCommitted
 from isthmus_server.transport.job_link import JobLink, SharedLink
@@ -128,6 +129,33 @@ async def test_jobs_get_devices_in_proportion_to_their_shares(fleet):
     for name, job in jobs.items():
         expected = job._link.account.share / 7
         assert used[name] / sum(used.values()) == pytest.approx(expected, rel=0.1), used
+
+
+async def test_a_job_that_has_waited_asks_in_a_draw_that_its_devices_still_accept(
+    fleet, monkeypatch
+):
+    """While it waits, devices see later draws of other jobs, and would refuse an earlier one."""
+    enrolments = fleet.link.enrolments
+    enrolments.requires_tickets = True
+    draws, plan = [], AttemptLog.plan
+
+    def note(log, decision, spec):
+        draws.append(spec.draw)
+        return plan(log, decision, spec)
+
+    monkeypatch.setattr(AttemptLog, "plan", note)
+    job = fleet.coordinator("waiting", "rounds=9", share=1.0)
+    other = JobLink(fleet.shared, "other", 1.0)
+    running = asyncio.create_task(run(job))
+    await wait_until(lambda: job._link.account.held)
+    async with other.turn(NAMES):
+        await wait_until(lambda: fleet.shared.turns.waits_for(job._link.account))
+        asked = len(draws)
+        later = enrolments.last_draw = enrolments.last_draw + 100
+        enrolments.draws = dict.fromkeys(NAMES, later)
+    await running
+    assert 0 < asked < len(draws) == 9
+    assert max(draws[:asked]) < later <= min(draws[asked:])
 
 
 async def test_a_device_that_never_opens_a_run_keeps_no_other_job_waiting(deployment):

@@ -295,6 +295,7 @@ class RoundEvaluator:
                 [],
                 excused=True,
             )
+        self._cohorts.note_asked(cohort.examples, cohort.draw)
         work = link_pb2.Evaluate(
             run_id=self._context.run_id, round=round_, attempt=attempt, model=blob
         )
