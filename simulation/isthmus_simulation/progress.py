@@ -49,6 +49,9 @@ class SimulationProgress:
 
     def end(self) -> None:
         """Print the totals."""
+        if not self._rounds:
+            self._console.print("no round was left to simulate")
+            return
         simulated = self._clock.now() - self._simulated_from
         self._console.print(
             f"simulated {self._fleet.count:,} devices for {duration(simulated)} in "

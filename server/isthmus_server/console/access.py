@@ -44,7 +44,8 @@ HEADERS = (
 
 _STRANGER = (
     "This console belongs to the user who started it.\n"
-    "Open the address with ?token=... that `isthmus console` printed.\n"
+    "Open the address with ?token=... that `isthmus console` printed. A server's token is in the\n"
+    "file console.token in its state directory.\n"
 )
 
 CheckCertificate = Callable[[x509.Certificate], None]

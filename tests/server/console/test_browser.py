@@ -126,6 +126,8 @@ def test_the_first_paint_has_the_runs_and_their_charts(page, console):
         sync_api.expect(box.locator("canvas")).to_be_visible()
         assert box.get_attribute("data-points") == "30"
     sync_api.expect(page.locator("#rates canvas")).to_have_count(3)
+    for figure in page.locator("#rates figure").all():
+        assert figure.evaluate("each => each.scrollWidth <= each.clientWidth"), "charts overlap"
     sync_api.expect(page.locator("#live")).to_have_text("live")
 
 

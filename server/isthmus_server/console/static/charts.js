@@ -9,6 +9,7 @@ const RATES = {
   mfu: "model FLOPS utilisation",
   restarts: "restarts of the ranks",
 };
+const WHOLE = [1, 2, 5].flatMap((step) => [0, 1, 2, 3, 4, 5, 6].map((power) => step * 10 ** power)).sort((a, b) => a - b);
 const plots = new Map();
 
 function figure(value) {
@@ -22,7 +23,7 @@ function options(box, series, label) {
     height: 230,
     cursor: { y: false, drag: { x: true, y: false } },
     scales: { x: { time: false } },
-    axes: [axis, { ...axis, size: 56, values: (_, ticks) => ticks.map(figure) }],
+    axes: [label === "round" ? { ...axis, incrs: WHOLE } : axis, { ...axis, size: 56, values: (_, ticks) => ticks.map(figure) }],
     series: [{ label, value: (_, value) => figure(value) }, ...series],
   };
 }
@@ -91,6 +92,7 @@ function drawQuality(section, runs, select) {
 }
 
 function drawRates(holder, run) {
+  const drawings = []; // after all figures are in the grid, which gives them their width
   for (const [name, figures] of Object.entries(run.profile)) {
     for (const [key, values] of Object.entries(figures)) {
       const id = `${name}/${key}`;
@@ -106,9 +108,10 @@ function drawRates(holder, run) {
         holder.append(frame);
       }
       const rows = run.round.map((round, row) => [round, values[row]]).filter((row) => row[1] != null);
-      draw(box, [rows.map((row) => row[0]), rows.map((row) => row[1])], [{ label: key, stroke: colour("datacenter"), width: 1.6, points: { show: rows.length < 80, size: 5 }, value: (_, value) => figure(value) }], "round");
+      drawings.push(() => draw(box, [rows.map((row) => row[0]), rows.map((row) => row[1])], [{ label: key, stroke: colour("datacenter"), width: 1.6, points: { show: rows.length < 80, size: 5 }, value: (_, value) => figure(value) }], "round"));
     }
   }
+  drawings.forEach((drawn) => drawn());
 }
 
 export function drawCharts() {
