@@ -25,7 +25,7 @@ from isthmus_server.jobs.checks import check_job
 from isthmus_server.jobs.early_returns import EarlyReturns
 from isthmus_server.jobs.projects import Projects
 from isthmus_server.jobs.queue import ENDED, JobQueue, QueuedJob, State
-from isthmus_server.jobs.running import CANCELLED, RunningJob
+from isthmus_server.jobs.running import CANCELLED, RunningJob, cancel_resting
 from isthmus_server.observability.observers import Observers
 from isthmus_server.privacy.populations import Populations
 from isthmus_server.storage.events import (
@@ -273,6 +273,8 @@ class JobRunner:
         if running is not None and not running.cancel():
             raise AdmissionRefused(f"{id_} has ended just now")
         self._returns.forget(entry.number, ended=True)
+        if running is None:
+            cancel_resting(self.runs / id_)
         self.queue.mark(
             entry, "cancelled", CANCELLED
         )  # recorded now, because the server may die before the run has ended

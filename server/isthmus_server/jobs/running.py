@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from isthmus.errors import CannotContinue, UserError
+from isthmus.errors import CannotContinue, IsthmusError, UserError
 from isthmus.job import Job
 from isthmus.task import load_task, user_code
 from isthmus_server.jobs.queue import QueuedJob
@@ -188,3 +188,18 @@ def open_run(entry: QueuedJob, directory: Path, tasks: Path) -> Store:
         store.close()
         raise UserError(refused)
     return store
+
+
+def cancel_resting(directory: Path) -> None:
+    """Record in the run of a job that does not run that it ended, so that it need not be kept.
+
+    A run that is damaged stays as it is: its job is cancelled all the same.
+    """
+    if not (directory / "job.json").exists():  # it has not begun
+        return
+    with (
+        contextlib.suppress(IsthmusError, OSError, sqlite3.Error),
+        contextlib.closing(Store.open_to_continue(directory)) as store,
+        store.locked(),
+    ):
+        store.finish("cancelled", CANCELLED, None)

@@ -146,6 +146,8 @@ async def test_a_paused_job_survives_the_server_and_can_be_cancelled(operated):
     assert (after.state, after.next_try, after.pauses) == ("paused", before.next_try, 1)
     assert operated.runner.cancel(id_) == "cancelled"
     assert operated.runner.queue.get(id_).state == "cancelled"
+    with contextlib.closing(Store.open(operated.runner.runs / id_)) as store:
+        assert store.status()[0] == "cancelled"  # so that it can be pruned
 
 
 def test_pauses_grow_up_to_a_limit_and_begin_anew_after_progress(tmp_path, make_job):
