@@ -1,17 +1,19 @@
-"""Compare bytes and accuracy of rounds with and without `[federated.compression]`.
+"""Compare bytes and accuracy of rounds with and without compression, up and down.
 
     python benchmarks/compression.py --data DIR
 
 Each job is run twice for each seed by `isthmus run`, with a process for each device and real secure
-aggregation; the data, the cohort, the local training and the rounds are the same. Tasks: the digits
+aggregation; the data, the cohort, the local training and the rounds are the same. One has neither
+`[federated.compression]` nor `federated.download_bits`, the other one has both. Tasks: the digits
 of scikit-learn (the job of examples/digits, without its datacenter and momentum), MNIST (10,000
 images divided among ten devices by Dirichlet shares of each digit; a perceptron), and the next
 character of Shakespeare by speaker (the job of examples/shakespeare with eight speakers, without a
 datacenter).
 
 Figures: `bytes_ratio/up/<task>`, bytes of a device's masked vector without compression over those
-with it, mean over all rounds; `bytes_ratio/down/<task>`, the same of models; `accuracy_gap/<task>`,
-percentage points of held-out accuracy that compression loses, mean over the last rounds and seeds.
+with it, mean over all rounds; `bytes_ratio/down/<task>`, the same of models or their changes;
+`accuracy_gap/<task>`, percentage points of held-out accuracy that compression loses, mean over the
+last rounds and seeds.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ class Subject:
     rounds: int
     compression: str
     changes: tuple[str, ...] = ()
+    download_bits: int = 3
 
 
 MNIST = """
@@ -133,6 +136,7 @@ def measure(subject: Subject, seed: int, data: Path, *, compressed: bool) -> Out
         changes.append(f"task.data={data / 'tinyshakespeare.txt'}")
     if compressed:
         changes.append(f"federated.compression={subject.compression}")
+        changes.append(f"federated.download_bits={subject.download_bits}")
     with tempfile.TemporaryDirectory(prefix="compression-") as scratch:
         job, run = subject.job, Path(scratch) / "run"
         if isinstance(job, str):
