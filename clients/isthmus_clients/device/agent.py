@@ -89,8 +89,7 @@ class Agent:
         """
         self._shares = shares
         self.participant = participant
-        self.hours = hours
-        self.tasks = tasks
+        self.hours, self.tasks = hours, tasks
         self._group = group
         self._active: ActiveRun | None = None
         self._guard = guard
@@ -218,7 +217,7 @@ class Agent:
         if kind == "train_local":
             model, run = self._received(request, model), self._run(request.train_local.run_id)
             async with self._working:
-                model = await asyncio.to_thread(self.models.whole, self.host, run, request, model)
+                model = await self.models.whole(self.host, run, request, model)
                 return await self._throttled(self._train, request, model, progress)
         if kind in ("score", "evaluate"):
             model = self._received(request, model)
@@ -245,6 +244,7 @@ class Agent:
             if self._active is not None and self._active.run_id == request.close.run_id:
                 self._active = None
             self.host.close(request.close.run_id)
+            self.models.forget(request.close.run_id)
             self._secure.forget_kept()
             return link_pb2.Reply(closed=link_pb2.Closed()), None
         raise AdmissionRefused(f"an edge client does not support the request {kind!r}")

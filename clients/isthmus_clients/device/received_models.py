@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,12 @@ class ReceivedModels:
         self._run_id = ""
         self._sha256 = b""
         self._model: bytearray | None = None
+        self._is_linked = False
+        """Whether a link asks what is wanted; devices that are simulated get whole models."""
 
     def wanted(self, request: link_pb2.Request) -> link_pb2.Blob | None:
         """The blob that a request needs: a change instead of a model, if it leads to that."""
+        self._is_linked = True
         change = self._change(request)
         return model_of(request) if change is None else change.blob
 
@@ -52,34 +56,46 @@ class ReceivedModels:
             )
         return request.train_local.model.size
 
-    def whole(
+    async def whole(
         self, host: TaskHost, run: ActiveRun, request: link_pb2.Request, received: Buffer
     ) -> Buffer:
         """The model of a request, of which changes may have been received, in the host's memory.
 
         Raises:
-            UpdateError: the changes lead to another model than the announced one.
+            UpdateError: the changes lead to another model than the announced one, or the model
+                before them is no longer here.
         """
         change, model = self._change(request), request.train_local.model
-        if change is None or len(received) != change.blob.size:
-            self._keep(run, model, received)
+        if len(received) == model.size:
+            await asyncio.to_thread(self._keep, run, model, received)
             return received
         kept, self._model = self._model, None
-        assert kept is not None
-        codec, view = run.change_codec, memoryview(received)
+        if change is None or kept is None:
+            raise UpdateError("the model before the received change is not here any more")
+        memory = host.buffer(len(kept), run.room_for(request))
+        await asyncio.to_thread(self._advance, run, kept, received, model)
+        memory[:] = kept
+        return memory
+
+    def forget(self, run_id: str) -> None:
+        """Free the memory of a run's model."""
+        if run_id == self._run_id:
+            self._model = None
+
+    def _advance(
+        self, run: ActiveRun, kept: bytearray, changes: Buffer, model: link_pb2.Blob
+    ) -> None:
+        codec, view = run.change_codec, memoryview(changes)
         vector = run.layout.decode(kept)
         for start in range(0, len(view), codec.nbytes):
             codec.apply(vector, view[start : start + codec.nbytes])
         if hashlib.sha256(kept).digest() != model.sha256:
             raise UpdateError("the changes of its model do not lead to the announced model")
         self._model, self._sha256 = kept, model.sha256
-        memory = host.buffer(len(kept), run.room_for(request))
-        memory[:] = kept
-        return memory
 
     def _keep(self, run: ActiveRun, model: link_pb2.Blob, received: Buffer) -> None:
-        """Keep a copy of a model that was received whole, if the job sends changes."""
-        if run.job.federated.download_bits is None:
+        """Keep a copy of a model that was received whole, if changes of it can follow."""
+        if not self._is_linked or run.job.federated.download_bits is None:
             return
         if self._model is None or len(self._model) != len(received):
             self._model = bytearray(len(received))
@@ -93,4 +109,6 @@ class ReceivedModels:
             return None
         if work.run_id != self._run_id or work.with_gradient:
             return None
-        return next((change for change in work.changes if change.base == self._sha256), None)
+        # One of a model's size could not be told from a model, whose SHA-256 the link checks.
+        changes = (each for each in work.changes if each.blob.size < work.model.size)
+        return next((change for change in changes if change.base == self._sha256), None)
