@@ -55,7 +55,7 @@ def test_units_of_all_roles_finish_a_job_in_their_sandboxes(folder, tmp_path):
         (operator.folder / "job.toml").write_text((folder / "job.toml").read_text())
         changes = [
             *("federated.clients=0", "datacenter.ranks=0", "federated.cohort=3", "rounds=4"),
-            *("federated.quorum=3", "time.lease_seconds=10"),
+            *("federated.quorum=3", "time.lease_seconds=10", "federated.download_bits=4"),
             "strategy.schedule=[{regime='hybrid',rounds=2},{regime='federated',rounds=2}]",
         ]
         sets = [part for change in changes for part in ("--set", change)]
@@ -76,3 +76,8 @@ def test_units_of_all_roles_finish_a_job_in_their_sandboxes(folder, tmp_path):
             }
             expected = {"phone-0", "phone-1", "phone-2"}
             assert accepted == expected | ({"cluster"} if row["regime"] == "hybrid" else set())
+        first, *others = (
+            {each["bytes_out"] for each in row["receipts"] if each["regime"] == "federated"}
+            for row in report["rounds"]
+        )
+        assert max(max(sizes) for sizes in others) < min(first)  # changes of the model
