@@ -66,7 +66,7 @@ class ReceivedModels:
                 before them is no longer here.
         """
         change, model = self._change(request), request.train_local.model
-        if len(received) == model.size:
+        if len(received) >= run.layout.nbytes:
             await asyncio.to_thread(self._keep, run, model, received)
             return received
         kept, self._model = self._model, None
@@ -96,6 +96,8 @@ class ReceivedModels:
     def _keep(self, run: ActiveRun, model: link_pb2.Blob, received: Buffer) -> None:
         """Keep a copy of a model that was received whole, if changes of it can follow."""
         if not self._is_linked or run.job.federated.download_bits is None:
+            return
+        if len(received) > run.layout.nbytes:  # a gradient follows the model
             return
         if self._model is None or len(self._model) != len(received):
             self._model = bytearray(len(received))
