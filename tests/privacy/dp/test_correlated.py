@@ -61,6 +61,30 @@ def test_the_noise_of_a_round_is_that_of_the_matrix():
     torch.testing.assert_close(noise, inverse_of(plan) @ draws)
 
 
+# Rounds, separation, participations, bands; then by jax-privacy 2.0.0 the sensitivity of
+# `toeplitz.inverse_coef`, and the root mean square of `toeplitz.per_query_error`.
+JAX_PRIVACY = [
+    (60, 7, 5, 16, 4.792681150250, 1.487536921779),
+    (200, 10, 20, 8, 7.670225473340, 2.402731315054),
+    (365, 30, 4, 32, 3.752120385822, 1.921623155736),
+    (1000, 50, 20, 32, 7.958727456893, 2.633327107979),
+    (1000, 100, 10, 64, 5.780706062396, 2.139158008224),
+    (1000, 500, 2, 256, 2.541351669414, 1.759533341264),
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "separation", "participations", "bands", "sensitivity", "error"), JAX_PRIVACY
+)
+def test_a_second_library_has_the_same_sensitivity_and_error(
+    rows, separation, participations, bands, sensitivity, error
+):
+    plan = CorrelatedNoise(rows, separation, participations, bands)
+    assert plan.sensitivity == pytest.approx(sensitivity, rel=1e-9)
+    independent = math.sqrt((rows + 1) / 2 * participations)
+    assert plan.gain == pytest.approx(independent / (error * sensitivity), rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("rows", "separation", "participations", "gain"),
     [(1000, 50, 20, 4.77), (1000, 100, 10, 5.72), (1000, 500, 2, 7.08), (1000, 1, 1000, 1.0)],
