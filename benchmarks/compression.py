@@ -8,12 +8,14 @@ aggregation; the data, the cohort, the local training and the rounds are the sam
 of scikit-learn (the job of examples/digits, without its datacenter and momentum), MNIST (10,000
 images divided among ten devices by Dirichlet shares of each digit; a perceptron), and the next
 character of Shakespeare by speaker (the job of examples/shakespeare with eight speakers, without a
-datacenter).
+datacenter). Two datacenters train the transformer of Shakespeare with and without
+`[datacenter.compression]` (`compression_datacenters.py`).
 
 Figures: `bytes_ratio/up/<task>`, bytes of a device's masked vector without compression over those
 with it, mean over all rounds; `bytes_ratio/down/<task>`, the same of models or their changes;
 `accuracy_gap/<task>`, percentage points of held-out accuracy that compression loses, mean over the
-last rounds and seeds.
+last rounds and seeds; `datacenter_bytes_ratio`, bytes of a datacenter's update without compression
+over those with it, and `perplexity_ratio`, the perplexity with compression over that without.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import compression_datacenters
 from harness import figures
 
 HERE = Path(__file__).parent
@@ -100,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
         parser.add_argument("--seeds", type=int, default=3, help="runs of each job")
-        parser.add_argument("--task", help="measure this task only")
+        parser.add_argument("--task", help="measure this task only, or datacenters")
 
     options = figures.options(__doc__ or "", argv, more)
     results: dict[str, float] = {}
@@ -121,6 +124,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         scores = (f"{before:.2%}", f"{after:.2%}", f"{100 * (before - after):+.2f}")
         rows.append((subject.name, figures.times(up), figures.times(down), *scores))
+    if not options.quick and options.task in (None, "datacenters"):
+        whole, sent = compression_datacenters.compare(
+            options.data, options.seeds, compression_datacenters.ROUNDS
+        )
+        results["datacenter_bytes_ratio"] = whole.up / sent.up
+        results["perplexity_ratio"] = sent.perplexity / whole.perplexity
+        change = f"{100 * (results['perplexity_ratio'] - 1):+.2f} %"
+        scores = (f"{whole.perplexity:.3f}", f"{sent.perplexity:.3f}", change)
+        rows.append(("datacenters, perplexity", figures.times(whole.up / sent.up), "", *scores))
     header = ("task", "fewer bytes up", "down", "accuracy", "compressed", "points lost")
     print(figures.table(header, rows))
     figures.write(options.json, "compression", figures.machine(), results)

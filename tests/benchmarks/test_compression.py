@@ -1,6 +1,9 @@
 """The benchmark of compressed updates: what it reads from a report."""
 
+import math
+
 import compression
+import compression_datacenters
 import pytest
 
 
@@ -18,3 +21,16 @@ def test_bytes_are_those_of_a_device_and_accuracies_those_of_the_last_rounds():
     assert outcome.accuracy == 0.5
     assert outcome.down == 800
     assert outcome.up == pytest.approx((300 + 100 * compression.LAST) / (1 + compression.LAST))
+
+
+def test_every_round_of_two_datacenters_counts_and_perplexity_is_of_the_last_rounds():
+    def row(loss, *sizes):
+        receipts = [{"status": "accepted", "bytes_in": size} for size in sizes]
+        return {"metrics": {"loss": loss}, "receipts": receipts}
+
+    rows = [row(5.0, 100, 300), *[row(2.0, 100, 100)] * compression_datacenters.LAST]
+    outcome = compression_datacenters.outcome_of({"rounds": rows})
+    assert outcome.up == 125
+    assert outcome.perplexity == pytest.approx(math.exp(2))
+    with pytest.raises(AssertionError):
+        compression_datacenters.outcome_of({"rounds": [*rows, row(2.0, 100)]})

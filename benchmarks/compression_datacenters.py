@@ -1,0 +1,201 @@
+"""Two datacenters with and without compressed updates, for `compression.py`.
+
+A server and two datacenters of one rank, each a process, train the transformer of
+examples/shakespeare over mutual TLS. Both datacenters have the lines of the same 24 speakers in
+orders of their own; the last lines of four others are held out. Both jobs have the same tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.processes import free_port
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "shakespeare"
+NAMES = ("east", "west")
+ROUNDS, STEPS, LAST = 60, 30, 3
+COMPRESSED = ("datacenter.compression={keep=64}",)
+SPEAKERS = (
+    "GLOUCESTER, DUKE VINCENTIO, KING RICHARD II, LEONTES, CORIOLANUS, ROMEO, PETRUCHIO, JULIET, "
+    "MENENIUS, QUEEN MARGARET, WARWICK, KING RICHARD III, HENRY BOLINGBROKE, ISABELLA, "
+    "KING EDWARD IV, KING HENRY VI, BUCKINGHAM, FRIAR LAURENCE, QUEEN ELIZABETH, PROSPERO, "
+    "VOLUMNIA, PAULINA, ANGELO, AUTOLYCUS"
+)
+
+JOB = f"""
+name = "shakespeare"
+
+[task]
+source = "shakespeare/task.py:Shakespeare"
+data = "shakespeare/tinyshakespeare.txt"
+
+[task.settings]
+public_speakers = {json.dumps(SPEAKERS.split(", "))}
+public_held_out = []
+speakers = 4
+minimum_characters = 2000
+context = 64
+model = {{ width = 64, head_width = 16, depth = 2 }}
+datacenter_lr = 0.003
+
+[strategy]
+policy = "datacenter"
+server_optimizer = {{ name = "SGD", options = {{ lr = 1.0 }} }}
+
+[datacenter]
+steps = {STEPS}
+batch_size = 16
+optimizer_on_load = "keep"
+
+[learning_rate]
+schedule = "cosine"
+warmup_steps = 100
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Bytes of a datacenter in a round, and the perplexity of a character at the end."""
+
+    up: float
+    perplexity: float
+
+
+def compare(data: Path, seeds: int, rounds: int) -> tuple[Outcome, Outcome]:
+    """Means over seeds, without and with compression."""
+    plain, small = [], []
+    with deployment(data) as folder:
+        for seed in range(1, 1 + seeds):
+            plain.append(measure(folder, seed, rounds, ()))
+            small.append(measure(folder, seed, rounds, COMPRESSED))
+    return _mean(plain), _mean(small)
+
+
+def _mean(outcomes: list[Outcome]) -> Outcome:
+    return Outcome(
+        statistics.mean(each.up for each in outcomes),
+        statistics.mean(each.perplexity for each in outcomes),
+    )
+
+
+@contextlib.contextmanager
+def deployment(data: Path) -> Iterator[Path]:
+    """A server and two connected datacenters; yields their directory."""
+    with tempfile.TemporaryDirectory(prefix="datacenters-") as scratch:
+        folder, port = Path(scratch), free_port()
+        isthmus("server", "init", "fleet", "--host", "localhost", folder=folder)
+        tasks = folder / "fleet" / "tasks"
+        shutil.copytree(
+            EXAMPLE, tasks / "shakespeare", ignore=shutil.ignore_patterns("runs", "__*")
+        )
+        shutil.copy(data / "tinyshakespeare.txt", tasks / "shakespeare")
+        with contextlib.ExitStack() as running:
+            address = ("--address", f"127.0.0.1:{port}")
+            running.enter_context(started("server", "start", "fleet", *address, folder=folder))
+            for name in NAMES:
+                join("datacenter", name, port, folder)
+                launch = ("launch", "--state", name, "--ranks", "1", "--tasks", str(tasks))
+                running.enter_context(started("datacenter", *launch, folder=folder))
+            join("operator", "operator", port, folder)
+            wait_for(lambda: online(folder) == set(NAMES))
+            yield folder
+
+
+def measure(folder: Path, seed: int, rounds: int, changes: tuple[str, ...]) -> Outcome:
+    """Run one job on the server, and read its report."""
+    (folder / "job.toml").write_text(JOB, encoding="utf-8")
+    settings = [f"seed={seed}", f"rounds={rounds}", *changes]
+    arguments = [part for change in settings for part in ("--set", change)]
+    submitted = isthmus("submit", "job.toml", "--state", "operator", *arguments, folder=folder)
+    job = submitted.split()[0]
+    wait_for(lambda: state_of(folder, job) not in ("queued", "running"))
+    report = json.loads(isthmus("report", f"fleet/runs/{job}", "--json", folder=folder))
+    assert report["status"] == "finished", report["status"]
+    return outcome_of(report)
+
+
+def outcome_of(report: dict[str, Any]) -> Outcome:
+    """Bytes and perplexity of a report, whose rounds must all have had both datacenters."""
+    bytes_in = []
+    for row in report["rounds"]:
+        accepted = [each for each in row["receipts"] if each["status"] == "accepted"]
+        assert len(accepted) == len(NAMES), row
+        bytes_in += [receipt["bytes_in"] for receipt in accepted]
+    loss = statistics.mean(row["metrics"]["loss"] for row in report["rounds"][-LAST:])
+    return Outcome(statistics.mean(bytes_in), math.exp(loss))
+
+
+def state_of(folder: Path, job: str) -> str:
+    """What a job is doing."""
+    jobs = json.loads(isthmus("jobs", "--json", "--state", "operator", folder=folder))
+    return str(next(each["state"] for each in jobs if each["id"] == job))
+
+
+def online(folder: Path) -> set[str]:
+    """Connected datacenters."""
+    rows = json.loads(isthmus("server", "participants", "fleet", "--json", folder=folder))
+    return {row["name"] for row in rows["participants"] if row["state"] == "online"} & set(NAMES)
+
+
+def join(kind: str, name: str, port: int, folder: Path) -> None:
+    """Let a participant join the server with a token."""
+    create = ("server", "token", "create", "fleet", "--name", name, "--kind", kind)
+    token = isthmus(*create, folder=folder).split()[-1]
+    address = f"localhost:{port + 1}"
+    wait_for(lambda: succeeds(kind, "join", address, token, "--state", name, folder=folder))
+
+
+def wait_for(holds: Callable[[], bool], seconds: float = 3600) -> None:
+    """Ask once a second until something holds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(1)
+
+
+def isthmus(*arguments: str, folder: Path) -> str:
+    """Standard output of a command."""
+    command, environment = _command(arguments)
+    run = subprocess.run(
+        command, env=environment, cwd=folder, check=True, stdout=subprocess.PIPE, text=True
+    )
+    return run.stdout
+
+
+def succeeds(*arguments: str, folder: Path) -> bool:
+    """Whether a command ends without an error."""
+    command, environment = _command(arguments)
+    run = subprocess.run(command, env=environment, cwd=folder, check=False, capture_output=True)
+    return run.returncode == 0
+
+
+@contextlib.contextmanager
+def started(*arguments: str, folder: Path) -> Iterator[None]:
+    """A process that is ended again."""
+    command, environment = _command(arguments)
+    process = subprocess.Popen(
+        command, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _command(arguments: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+    command = [str(Path(sys.executable).with_name("isthmus")), *arguments]
+    return command, {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1"}
