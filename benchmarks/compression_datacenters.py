@@ -108,7 +108,8 @@ def deployment(data: Path) -> Iterator[Path]:
             for name in NAMES:
                 join("datacenter", name, port, folder)
                 launch = ("launch", "--state", name, "--ranks", "1", "--tasks", str(tasks))
-                running.enter_context(started("datacenter", *launch, folder=folder))
+                text = ("--data", str(tasks / "shakespeare" / "tinyshakespeare.txt"))
+                running.enter_context(started("datacenter", *launch, *text, folder=folder))
             join("operator", "operator", port, folder)
             wait_for(lambda: online(folder) == set(NAMES))
             yield folder
@@ -121,7 +122,7 @@ def measure(folder: Path, seed: int, rounds: int, changes: tuple[str, ...]) -> O
     arguments = [part for change in settings for part in ("--set", change)]
     submitted = isthmus("submit", "job.toml", "--state", "operator", *arguments, folder=folder)
     job = submitted.split()[0]
-    wait_for(lambda: state_of(folder, job) not in ("queued", "running"))
+    wait_for(lambda: state_of(folder, job) in ("finished", "failed", "cancelled"))
     report = json.loads(isthmus("report", f"fleet/runs/{job}", "--json", folder=folder))
     assert report["status"] == "finished", report["status"]
     return outcome_of(report)
