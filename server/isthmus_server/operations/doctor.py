@@ -68,9 +68,15 @@ def _results(state: Path, address: str) -> Iterator[Diagnosis]:
             return Diagnosis("OK", what, "it is intact")
 
         yield from diagnose(what, intact)
-    yield from diagnose("ports", lambda: _ports(state, address))
+    ports = list(diagnose("ports", lambda: _ports(state, address)))
+    yield from ports
     fleet = read_snapshot(state)
-    if fleet is not None and fleet.is_current():
+    free = any("it is free" in port.found for port in ports)
+    if fleet is not None and fleet.is_current() and free:
+        found = "it ran less than a minute ago, and nothing listens at its port now"
+        remedy = f"if it was killed, isthmus server start {state}; if it runs, give its --address"
+        yield Diagnosis("WARN", "server", found, remedy)
+    elif fleet is not None and fleet.is_current():
         online = sum(seen.online for seen in fleet.participants.values())
         yield Diagnosis("OK", "server", f"it runs, and {online} participants are connected")
     else:

@@ -14,9 +14,11 @@ from tests.server.control_plane.conftest import fleet  # noqa: F401 - a fixture
 from isthmus.doctor import checks
 from isthmus.doctor.commands import doctor
 from isthmus.identity import joining
+from isthmus.system.sealed_files import write_sealed_bytes
 from isthmus_datacenter.commands import datacenter
 from isthmus_server.control_plane.authority import CertificateAuthority, initialise
 from isthmus_server.control_plane.registry import Registry
+from isthmus_server.fleet.snapshot import FleetSnapshot
 
 
 def examined(*words):
@@ -42,6 +44,23 @@ def test_a_server_in_good_order(state):
     assert {path: path.read_bytes() for path in before} == before
     text = CliRunner().invoke(doctor, ["server", str(state)]).output
     assert f"WARN server: it is not running; isthmus server start {state}\n" in text
+
+
+def test_a_server_that_was_killed_is_not_said_to_run(state):
+    snapshot = FleetSnapshot(at=time.time(), running=True, participants={}, waiting={})
+    write_sealed_bytes(state / "presence", snapshot.to_json())
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        one.listen()
+        number = one.getsockname()[1]
+        address = ("--address", f"127.0.0.1:{number}")
+        with contextlib.suppress(OSError):  # something else may listen there
+            other.bind(("127.0.0.1", number + 1))
+            other.listen()
+        assert examined("server", state, *address)[1]["server"]["level"] == "OK"
+    server = examined("server", state, *address)[1]["server"]
+    assert server["level"] == "WARN"
+    assert server["remedy"].startswith(f"if it was killed, isthmus server start {state}; ")
 
 
 def test_each_fault_of_a_server_fails_with_what_to_do(state, monkeypatch):
