@@ -202,6 +202,8 @@ def test_a_trace_goes_from_the_round_to_devices_and_ranks(collector):
 def test_an_unknown_or_missing_tracker_is_named(monkeypatch):
     with pytest.raises(UserError, match=r"^--track 'comet' is none of tensorboard, mlflow, "):
         tracker_of("comet")
+    with pytest.raises(UserError, match="takes the http:// or https:// URL of a collector"):
+        tracker_of("otel=collector:4317")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"not installed; pip install 'isthmus\[mlflow\]'$"):
         tracker_of("mlflow=http://tracker.example")

@@ -47,6 +47,8 @@ def tracker_of(option: str) -> tuple[str, TrackedBy]:
             f"--track {name!r} is none of tensorboard, mlflow, mlflow=URI, wandb, wandb=PROJECT, "
             "otel and otel=URL"
         )
+    if name == "otel" and where and not where.startswith(("http://", "https://")):
+        raise UserError("--track otel=URL takes the http:// or https:// URL of a collector")
     if not _is_installed(_MODULES[name]):
         raise UserError(
             f"--track {name} needs packages that are not installed; pip install 'isthmus[{name}]'"
