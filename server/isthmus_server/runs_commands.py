@@ -11,7 +11,7 @@ _RUN = click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 
 @click.group()
 def runs() -> None:
-    """Check and repair the directories of runs."""
+    """List, check, repair, copy and delete the directories of runs."""
 
 
 @runs.command()

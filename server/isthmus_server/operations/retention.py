@@ -11,6 +11,7 @@ import stat
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from isthmus.errors import IsthmusError, UserError
 from isthmus_privacy.dp.ledger import LEDGER_FILE
@@ -33,6 +34,8 @@ class ListedRun:
     """Committed rounds."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Of the delivered model, once it has finished."""
+    modes: Mapping[str, Literal["max", "min"]] = dataclasses.field(default_factory=dict)
+    """Whether higher or lower values are better, of the metric that the job follows."""
     changed: float = 0.0
     """When its log was written last, Unix seconds."""
     bytes: int = 0
@@ -49,7 +52,10 @@ class RetentionPolicy:
     older_than: float = 0.0
     """Seconds; younger runs are kept."""
     keep_best: str = ""
-    """A metric: the best run of each job is kept, the lowest one if its name ends with loss."""
+    """A metric: the best run of each job is kept."""
+    mode: Literal["", "max", "min"] = ""
+    """Whether higher or lower values of it are better. Empty: as the runs' jobs say, which follow
+    this metric; without one, lower if its name ends with loss."""
     failed: bool = False
     """Failed runs may go, although they could be resumed."""
 
@@ -78,12 +84,14 @@ def _listed(path: Path) -> ListedRun:
     try:
         with contextlib.closing(Store.open(path)) as store:
             state, _, final = store.status()
+            best = store.job.evaluation.keep_best
             return dataclasses.replace(
                 run,
                 job=store.job.name,
                 state=state,
                 rounds=store.last_round(),
                 metrics={} if final is None else dict(final.metrics),
+                modes={} if best is None else {best.name: best.mode},
             )
     except (IsthmusError, OSError, sqlite3.Error) as error:
         return dataclasses.replace(run, problem=str(error))
@@ -112,7 +120,7 @@ def to_prune(
     for run in runs:
         value = run.metrics.get(policy.keep_best)
         if value is not None and not math.isnan(value):
-            sign = -1.0 if policy.keep_best.endswith("loss") else 1.0
+            sign = -1.0 if _mode(run, policy) == "min" else 1.0
             known = best.get(run.job)
             if known is None or sign * value > sign * known.metrics[policy.keep_best]:
                 best[run.job] = run
@@ -134,6 +142,14 @@ def to_prune(
             why = f"it has the best {policy.keep_best} of its job"
         decided.append((run, why))
     return decided
+
+
+def _mode(run: ListedRun, policy: RetentionPolicy) -> Literal["max", "min"]:
+    """Whether higher or lower values of the metric of a policy are better."""
+    if policy.mode:
+        return policy.mode
+    usual: Literal["max", "min"] = "min" if policy.keep_best.endswith("loss") else "max"
+    return run.modes.get(policy.keep_best, usual)
 
 
 def prune(folder: Path, policy: RetentionPolicy, *, dry_run: bool) -> list[tuple[ListedRun, str]]:

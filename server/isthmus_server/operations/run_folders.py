@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from typing import Literal
 
 import click
 from rich.console import Console
@@ -96,7 +97,12 @@ def import_(source: Path, run_dir: Path) -> None:
 @_FOLDER
 @click.option("--keep-last", type=click.IntRange(1), metavar="N", help="Keep N runs of each job.")
 @click.option("--older-than", metavar="TIME", help="Delete only older runs, as in 12h or 30d.")
-@click.option("--keep-best", metavar="METRIC", help="Keep each job's run with the best METRIC.")
+@click.option(
+    "--keep-best",
+    metavar="METRIC[:max|:min]",
+    help="Keep each job's run with the best METRIC. Default: lower is better if the job's "
+    "evaluation.keep_best says so, or METRIC ends with loss.",
+)
 @click.option("--failed", is_flag=True, help="Delete failed runs too; they can be resumed.")
 @click.option("--dry-run", is_flag=True, help="Only print what would be deleted.")
 def prune(
@@ -117,10 +123,12 @@ def prune(
 
     if keep_last is None and older_than is None:
         raise UserError("say which runs are kept: --keep-last N, --older-than TIME, or both")
+    metric, mode = _best(keep_best or "")
     policy = RetentionPolicy(
         keep_last=keep_last or 0,
         older_than=0.0 if older_than is None else seconds_of(older_than, "--older-than"),
-        keep_best=keep_best or "",
+        keep_best=metric,
+        mode=mode,
         failed=failed,
     )
     freed = 0
@@ -131,3 +139,12 @@ def prune(
             freed += run.bytes
             click.echo(f"{'would go' if dry_run else 'deleted '} {run.name}")
     click.echo(f"{freed / 1e6:.1f} MB {'would be' if dry_run else 'are'} freed")
+
+
+def _best(option: str) -> tuple[str, Literal["", "max", "min"]]:
+    """The metric of `--keep-best`, and which of its values are better, if the option says so."""
+    if option.endswith(":max"):
+        return option.removesuffix(":max"), "max"
+    if option.endswith(":min"):
+        return option.removesuffix(":min"), "min"
+    return option, ""

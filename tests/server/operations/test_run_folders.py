@@ -32,8 +32,8 @@ def command(*words):
 def ended(new_run):  # noqa: F811
     """A run with two rounds in `runs/`, which ended in a state, so many seconds ago."""
 
-    def ended(name, state="finished", ago=0.0):
-        store = new_run(f"runs/{name}")
+    def ended(name, state="finished", ago=0.0, settings=()):
+        store = new_run(f"runs/{name}", *settings)
         for round_ in (1, 2, 3):
             commit_round(store, round_)
         model = store.write_final(b"model" * 3)
@@ -149,6 +149,34 @@ def test_a_run_is_kept_if_one_rule_keeps_it(policy, gone):
     ]
     decided = to_prune(listed, RetentionPolicy(**policy), 1000.0)
     assert [run.name for run, why in decided if not why] == gone
+
+
+@pytest.mark.parametrize(
+    ("modes", "mode", "kept"),
+    [
+        ({}, "", "high"),
+        ({}, "min", "low"),
+        ({"rmse": "min"}, "", "low"),
+        ({"rmse": "min"}, "max", "high"),
+        ({"other": "min"}, "", "high"),
+    ],
+)
+def test_the_best_run_is_the_one_that_its_job_or_the_operator_means(modes, mode, kept):
+    runs_ = [
+        ListedRun(name=name, job="j", state="finished", metrics={"rmse": value}, modes=modes)
+        for name, value in (("high", 2.0), ("low", 1.0))
+    ]
+    decided = to_prune(runs_, RetentionPolicy(keep_best="rmse", mode=mode), 1000.0)
+    assert [run.name for run, why in decided if why] == [kept]
+
+
+def test_pruning_reads_from_the_job_or_the_option_which_metric_is_the_best(ended):
+    folder = ended("old", ago=9e6, settings=('evaluation.keep_best={name="accuracy",mode="min"}',))
+    (listed,) = json.loads(command("list", folder.parent, "--json"))
+    assert listed["modes"] == {"accuracy": "min"}
+    words = ("prune", folder.parent, "--older-than", "1d", "--dry-run", "--keep-best")
+    for option in ("accuracy", "accuracy:max"):
+        assert "kept     old: it has the best accuracy of its job\n" in command(*words, option)
 
 
 def test_a_misspelt_metric_deletes_nothing(ended):
