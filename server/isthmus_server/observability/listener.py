@@ -147,6 +147,26 @@ class MetricsListener:
         scheme = "http" if tls.is_loopback(self._host) else "https"
         return f"{scheme}://{self._host}:{self.port}/metrics"
 
+    def check_free(self) -> None:
+        """Refuse an address that cannot be used, before anything is written.
+
+        Raises:
+            UserError: it is in use, or not of this machine.
+        """
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        with socket.socket(family) as probe, self._refusing():
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((self._host.strip("[]"), self.port))
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"--metrics {self._host}:{self.port} cannot be used: {error.strerror or error}"
+            ) from None
+
     @contextlib.contextmanager
     def serving(
         self, ready: Ready = tuple, caller_check: CallerCheck | None = None
@@ -162,12 +182,8 @@ class MetricsListener:
         """
         check = None if tls.is_loopback(self._host) else caller_check
         assert check is not None or tls.is_loopback(self._host)
-        try:
+        with self._refusing():
             server = _Server((self._host.strip("[]"), self.port), self.metrics, ready, check)
-        except OSError as error:
-            raise UserError(
-                f"--metrics {self._host}:{self.port} cannot be used: {error.strerror or error}"
-            ) from None
         self.port = server.server_address[1]
         thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
         thread.start()

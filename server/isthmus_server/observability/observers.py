@@ -132,14 +132,15 @@ class Observers:
         `certified`: a server's, which has a certificate.
 
         Raises:
-            UserError: the address of the metrics is none, or others could read them there; a
-                tracker is unknown, or a package is missing.
+            UserError: the address of the metrics is none, is in use, or others could read them
+                there; a tracker is unknown, or a package is missing.
         """
         trackers = dict(map(tracker_of, track))
         listener = None
         if metrics is not None:
             host, port = tls.split_address(metrics, "--metrics")
             listener = MetricsListener(host, port, RunMetrics(), certified=certified)
+            listener.check_free()
         lines = None
         if log_format == "json":
             lines = JsonLines(standard_output())

@@ -1,6 +1,7 @@
 """Metrics: what Prometheus reads of runs, and over which listener."""
 
 import asyncio
+import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,6 +15,7 @@ from isthmus_server.observability import event_loop, metrics
 from isthmus_server.observability.event_loop import LoopNotAnswering, LoopObserver
 from isthmus_server.observability.listener import MetricsListener
 from isthmus_server.observability.metrics import METRICS, RunMetrics
+from isthmus_server.observability.observers import Observers
 from isthmus_server.observability.run_figures import RunFigures
 from isthmus_server.observability.sinks import SinkThread
 from isthmus_server.storage.events import (
@@ -176,6 +178,15 @@ def test_the_listener_answers_on_loopback_to_callers_that_name_it(make_job):
         again = MetricsListener("127.0.0.1", listener.port, RunMetrics())
         with pytest.raises(UserError, match="cannot be used: Address already in use"):
             again.serving().__enter__()
+
+
+def test_an_address_in_use_is_refused_before_a_run_is_made():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"^--metrics {address} cannot be used: Address"):
+            Observers.of_options("text", True, address, ())
 
 
 def test_without_a_certificate_nothing_but_loopback_is_used():
