@@ -10,7 +10,7 @@ from typing import Any, Self
 from isthmus_privacy.dp.calibration import SampledNoisePlan
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged, LedgerHead
 from isthmus_server.privacy.budget import PrivacyBudget
-from isthmus_server.privacy.examples_budget import ExamplesBudget
+from isthmus_server.privacy.examples_budget import EXAMPLE, ExamplesBudget
 from isthmus_server.privacy.populations import Populations
 from isthmus_server.privacy.run_ledgers import RunLedgers
 from isthmus_server.storage.records import CommittedState
@@ -106,15 +106,25 @@ def _check_logged(store: Store, own: Ledger) -> None:
         LedgerDamaged: a charge is missing.
     """
     charged: dict[tuple[int, int], set[str]] = {}
+    trained: set[tuple[int, int]] = set()
     for entry in own.of_run(store.run_id):
         about = (entry.charge.round, entry.charge.attempt)
-        charged.setdefault(about, set()).update(entry.charge.devices)
+        if entry.charge.unit == EXAMPLE:
+            trained.add(about)
+        else:
+            charged.setdefault(about, set()).update(entry.charge.devices)
+    of_devices = store.job.privacy is not None
+    of_examples = store.job.datacenter.privacy is not None
     for logged in store.logged_attempts():
-        planned = logged.planned
-        invited = set(planned.invited) if store.job.privacy is not None else set[str]()
-        if invited - charged.get((planned.round, planned.attempt), set()):
+        planned, who = logged.planned, ""
+        about = (planned.round, planned.attempt)
+        if of_devices and set(planned.invited) - charged.get(about, set()):
+            who = "devices were asked"
+        elif of_examples and planned.datacenters and about not in trained:
+            who = "datacenter was asked"
+        if who:
             raise LedgerDamaged(
                 f"the privacy ledger {own.path} has no charge for round {planned.round} attempt "
-                f"{planned.attempt}, whose devices were asked: it was cut, or is older than the "
-                "run; restore the file from a backup"
+                f"{planned.attempt}, whose {who}: it was cut, or is older than the run; restore "
+                "the file from a backup"
             )

@@ -6,7 +6,7 @@ from tests.privacy.dp.charges import charge
 from isthmus.errors import UserError
 from isthmus.job import read_job
 from isthmus_privacy.dp.accounting import Composition, SampledGaussian
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged
 from isthmus_server.delivery.model_card import model_card
 from isthmus_server.privacy.populations import Populations
 from isthmus_server.rounds.coordinator import Coordinator
@@ -123,6 +123,18 @@ async def test_a_crash_never_loses_a_charge(run_with_datacenter, deployment):
     await Coordinator(again, deployment.link).run()
     assert len(entries(again.directory / LEDGER_FILE)) == 3
     assert read_report(again).examples_privacy.steps == 15
+
+
+async def test_charges_after_the_last_commit_cannot_be_cut(run_with_datacenter, deployment):
+    """The run's state knows the ledger's end at the last commit; its log, who was asked since."""
+    _, coordinator, _ = await run_with_datacenter(*PRIVATE, "rounds=2")
+    again = await deployment.run_until_killed(coordinator, RoundPlanned, 2)
+    path = again.directory / LEDGER_FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    (cut,) = [number for number, line in enumerate(lines) if b'"round":2' in line]
+    path.write_bytes(b"".join(lines[:cut]))
+    with pytest.raises(LedgerDamaged, match="no charge for round 2 attempt 1, whose datacenter"):
+        Coordinator(again, deployment.link)
 
 
 async def test_runs_of_a_server_share_the_budget_of_a_population(
