@@ -31,15 +31,33 @@ class RunLedgers:
         self._all = [own, *shared]
 
     def check(self) -> None:
-        """Refuse a directory of the run that is older than the ledger of its population.
+        """Refuse the older one of the run's directory and the ledger of its population.
 
-        It may be a copy: noise of the same key would be in two sums, and charged once.
+        An older directory may be a copy: noise of the same key would be in two sums, and charged
+        once. With an older ledger of the population nobody knows what its other runs have spent. A
+        charge that a crash kept from the population's ledger is added to it.
 
         Raises:
-            LedgerDamaged: the population was charged for rounds that the run does not know.
+            LedgerDamaged: one of them was charged for rounds that the other does not know.
+            OSError: a charge cannot be stored.
         """
+        own = [entry for entry in self.of_run() if entry.charge.population == self.population]
         known = Counter(entry.charge for entry in self.of_run())
         for ledger in self._all[1:]:
+            unknown = Counter(entry.charge for entry in own)
+            unknown -= Counter(entry.charge for entry in ledger.of_run(self.run_id))
+            for entry in own:
+                if not unknown[entry.charge]:
+                    continue
+                unknown[entry.charge] -= 1
+                if entry.outcome is not None:  # which is noted when both ledgers have the charge
+                    raise LedgerDamaged(
+                        f"{ledger.path} has no charge for round {entry.charge.round} attempt "
+                        f"{entry.charge.attempt} of a run, which {self._own.path} has: it is an "
+                        "older copy, so what was spent is not known and nobody is asked; restore "
+                        "the newer one"
+                    )
+                ledger.reserve(entry.charge)
             charged = Counter(entry.charge for entry in ledger.of_run(self.run_id))
             missing = [each for each in charged - known if each.population == self.population]
             if missing:

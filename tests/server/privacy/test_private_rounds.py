@@ -188,6 +188,41 @@ async def test_an_older_copy_of_a_run_is_not_continued(deployment, tmp_path):
         Coordinator(older, deployment.link, populations=populations)
 
 
+async def test_an_older_ledger_of_the_population_is_not_continued(deployment, tmp_path):
+    """Both of its files are there, or neither; the run has charges that it lacks."""
+    await deployment.start()
+    directory, older = tmp_path / "populations", tmp_path / "older"
+    populations = Populations(directory)
+    store = deployment.create_run("run", *DISTRIBUTED, "privacy.noise=3", "rounds=3")
+    coordinator = Coordinator(store, deployment.link, populations=populations)
+    again = await deployment.run_until_killed(coordinator, RoundCommitted, 1)
+    shutil.copytree(directory, older)
+    coordinator = Coordinator(again, deployment.link, populations=populations)
+    again = await deployment.run_until_killed(coordinator, RoundCommitted, 2)
+    refused = pytest.raises(LedgerDamaged, match=r"older/devices.ledger has no charge for round 2")
+    with refused:
+        Coordinator(again, deployment.link, populations=Populations(older))
+    lost = pytest.raises(LedgerDamaged, match=r"lost/devices.ledger has no charge for round 1")
+    with lost:
+        Coordinator(again, deployment.link, populations=Populations(tmp_path / "lost"))
+
+
+async def test_a_charge_between_both_ledgers_survives_a_crash(deployment, tmp_path):
+    """The run's ledger has it and that of the population not yet: nobody was asked."""
+    await deployment.start()
+    store = deployment.create_run("run", *DISTRIBUTED, "privacy.noise=3", "rounds=1")
+    with Ledger.open(store.directory / LEDGER_FILE) as own:
+        event = ZeroConcentrated(1 / 18)
+        own.reserve(charge(("a", "b", "c"), event=event, run=store.run_id))
+    populations = Populations(tmp_path / "populations")
+    await Coordinator(store, deployment.link, populations=populations).run()
+    shared = Ledger.read(tmp_path / "populations/devices.ledger")
+    assert [each.charge for each in shared.entries.values()] == [
+        each.charge for each in charges(store)
+    ]
+    assert len(charges(store)) == 2
+
+
 async def test_a_job_whose_devices_were_charged_by_another_meanwhile_asks_nobody(
     deployment, tmp_path
 ):
