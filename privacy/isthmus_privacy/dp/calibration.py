@@ -72,11 +72,18 @@ class NoisePlan:
             matrix = CorrelatedNoise.best(
                 rows=rounds, separation=privacy.separation, participations=participations
             )
+        find = _of_distributed if privacy.mechanism == "distributed" else _of_gaussian
+        least = find(privacy.epsilon, privacy.delta)
         if privacy.noise is not None:
+            if privacy.noise * _MARGIN**2 < least:  # with room for the end of the search
+                raise JobError(
+                    f"privacy.noise={privacy.noise:g} is too little: with less than {least:.4g} a "
+                    f"single round exceeds epsilon={privacy.epsilon:g} at delta="
+                    f"{privacy.delta:g}; raise noise or epsilon, or remove noise"
+                )
             return cls(privacy, participations, privacy.noise, matrix)
         times = 1 if matrix is not None else participations
-        find = _of_distributed if privacy.mechanism == "distributed" else _of_gaussian
-        multiplier = find(privacy.epsilon, privacy.delta) * math.sqrt(times)
+        multiplier = least * math.sqrt(times)
         if not multiplier <= LARGEST_NOISE:
             raise JobError(
                 f"privacy.epsilon={privacy.epsilon:g} at delta={privacy.delta:g} in "

@@ -56,6 +56,15 @@ def test_a_budget_that_no_noise_meets_is_refused():
         NoisePlan.of(section(epsilon=1e-3), 100_000)
 
 
+@pytest.mark.parametrize("mechanism", ["distributed", "gaussian", "correlated"])
+def test_noise_with_which_one_round_overspends_is_refused(mechanism):
+    least = NoisePlan.of(section(mechanism=mechanism), 1).multiplier
+    with pytest.raises(JobError, match=r"^privacy\.noise=.* a single round exceeds epsilon=8 at"):
+        NoisePlan.of(section(mechanism=mechanism, noise=0.99 * least), 1)
+    enough = NoisePlan.of(section(mechanism=mechanism, noise=least), 1)
+    assert enough.epsilon(1) <= 8
+
+
 # Epsilon, delta, sampling probability and steps: a usual one, with known noise, a budget below what
 # few orders of the divergence reach, a large one, and a single step.
 SAMPLED = [
