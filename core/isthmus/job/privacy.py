@@ -123,6 +123,13 @@ def _about_devices(privacy: PrivacySection, job: Job) -> str:
             "clip_quantile counts the devices within the bound in the secure sum; set "
             "federated.secure_aggregation = true"
         )
+    apart = min(privacy.separation, job.rounds)
+    if 0 < federated.clients < apart * federated.needed:
+        return (
+            f"separation={privacy.separation} needs other devices in each of {apart} rounds, "
+            f"{apart * federated.needed} for a quorum of {federated.needed}, and there are "
+            f"{federated.clients}; lower it or federated.cohort, or raise federated.clients"
+        )
     if federated.clients and privacy.delta >= 1 / federated.clients:
         return (
             f"delta={privacy.delta:g} is not below 1 / {federated.clients} devices: it would allow "

@@ -25,6 +25,10 @@ def load(tmp_path):
         (["privacy.noise=nan"], "finite number"),
         (["privacy.separation=2"], "is for mechanism='correlated'"),
         (
+            ["privacy.mechanism=correlated", "privacy.separation=4", "federated.clients=20"],
+            "4 rounds, 24 for a quorum of 6, and there are 20",
+        ),
+        (
             ["privacy.mechanism=distributed", "privacy.clip_quantile=0.5"],
             "is for mechanism='gaussian'",
         ),
