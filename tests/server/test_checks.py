@@ -113,6 +113,25 @@ async def test_a_run_whose_policy_needs_a_datacenter_ends_at_once(write_task, ma
         await run.run(None, Console(), None)
 
 
+@pytest.mark.parametrize(
+    "budget",
+    [
+        ("privacy.mechanism=gaussian", "privacy.epsilon=1e-6", "privacy.delta=1e-5"),
+        (
+            *("datacenter.privacy.epsilon=1e-9", "datacenter.privacy.delta=1e-6"),
+            *("datacenter.privacy.examples=200", "datacenter.batch_size=200"),
+            *("datacenter.data_parallel=1", "datacenter.zero_stage=0"),
+        ),
+    ],
+)
+def test_a_budget_that_no_noise_meets_leaves_no_directory(write_task, make_job, tmp_path, budget):
+    """The corrected job can then be given the same one."""
+    write_task()
+    with pytest.raises(UserError, match=r"would need noise of"):
+        LocalRun.new(make_job("rounds=5", *budget), tmp_path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_schedule_needs_the_length_of_a_federated_round(check_job):
     methods = """
     def optimizer(self, parameters, participant):

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from isthmus.errors import UserError
 from isthmus.job import Job
+from isthmus_privacy.dp.calibration import NoisePlan, SampledNoisePlan
 from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.private_socket import private_socket
 from isthmus_server.local.processes import LocalProcesses, OnFailure, started_roles
@@ -38,7 +39,15 @@ class LocalRun:
 
     @classmethod
     def new(cls, job: Job, base: Path, directory: Path) -> LocalRun:
-        """Create a run; the job's relative paths start at `base`."""
+        """Create a run; the job's relative paths start at `base`.
+
+        Raises:
+            UserError: the directory has a run, or no noise meets a privacy budget of the job: then
+                there is no directory yet, so that the corrected job can have it.
+        """
+        if job.privacy is not None:
+            NoisePlan.of(job.privacy, job.rounds)
+        SampledNoisePlan.of(job)
         return cls(Store.create(directory, job, base))
 
     @classmethod
