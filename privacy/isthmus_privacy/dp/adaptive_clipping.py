@@ -6,14 +6,15 @@ Adaptive Clipping", https://arxiv.org/abs/1905.03871, algorithm 1):
 
     bound x exp(-0.2 (share within - quantile))
 
-A device adds 1/2 to that count if its update is within, else -1/2: it changes the count by 1/2,
-where its update changes the sum by at most the bound. With the noise multipliers z_u for the
-updates over the bound, and z_c for the count over 1/2, both together cost as much as one sum with
+A device adds 1 to that count if its update is within, else 0. Zeros in place of an update that is
+not within change the count by 1, where they change the sum by at most the bound (the authors add or
+remove a device, which changes their count by 1/2). With the noise multipliers z_u for the updates
+over the bound, and z_c for the count, both together cost as much as one sum with
 1 / z^2 = 1 / z_u^2 + 1 / z_c^2; `COUNT_SHARE` is the part of the count.
 
 >>> bound = AdaptiveBound(quantile=0.5, multiplier=1.0, bound=1.0, first=1.0)
 >>> round(bound.update_multiplier, 4), round(bound.count_deviation, 3)
-(1.0102, 3.536)
+(1.0102, 7.071)
 >>> bound.moved(share=0.9).bound < 1 < bound.moved(share=0.1).bound
 True
 """
@@ -53,7 +54,7 @@ class AdaptiveBound:
     @property
     def count_deviation(self) -> float:
         """Standard deviation of the noise in the number of devices within the bound."""
-        return self.multiplier / math.sqrt(COUNT_SHARE) / 2
+        return self.multiplier / math.sqrt(COUNT_SHARE)
 
     def moved(self, share: float) -> AdaptiveBound:
         """The bound of the next round.

@@ -9,6 +9,7 @@ from isthmus.job.privacy import PrivacySection
 from isthmus_privacy.dp.accounting import Composition, Gaussian
 from isthmus_privacy.dp.adaptive_clipping import AdaptiveBound
 from isthmus_privacy.dp.calibration import NoisePlan
+from isthmus_privacy.dp.clipping import clip_to_norm
 
 
 @pytest.mark.parametrize("quantile", [0.1, 0.5, 0.9])
@@ -17,7 +18,7 @@ def test_the_bound_moves_to_the_quantile_of_the_norms(quantile, first):
     """Bounds of the mean: the noise of the count is 3.5 % of 1000 devices, 12 % of a step."""
     torch.manual_seed(0)
     norms = torch.rand(1000) * 2
-    bound = AdaptiveBound(quantile, multiplier=10.0, bound=first, first=first)
+    bound = AdaptiveBound(quantile, multiplier=5.0, bound=first, first=first)
     passed = []
     for _ in range(400):
         within = int((norms <= bound.bound).sum())
@@ -28,12 +29,15 @@ def test_the_bound_moves_to_the_quantile_of_the_norms(quantile, first):
 
 
 def test_the_updates_and_the_count_together_cost_what_the_round_is_charged_for():
-    """One device changes the sum by the bound, and the count, from which 1/2 is taken, by 1/2."""
+    """Zeros in place of a long update change the sum by the bound, and the count by one device."""
+    within = [not clip_to_norm(torch.full((4,), value), 1.0) for value in (0.0, 100.0)]
+    change = within[0] - within[1]
+    assert change == 1
     privacy = {"mechanism": "gaussian", "epsilon": 2, "delta": 1e-6}
     plan = NoisePlan.of(PrivacySection(**privacy, clip_quantile=0.5), rounds=10)
     bound = plan.first_bound
     updates = Gaussian(plan.deviation)
-    count = Gaussian(bound.count_deviation / 0.5)
+    count = Gaussian(bound.count_deviation / change)
     both = Composition().plus(updates, 10).plus(count, 10).epsilon(1e-6)
     assert both == pytest.approx(plan.epsilon(10), rel=1e-9)
     assert both <= 2
