@@ -68,6 +68,33 @@ async def test_devices_one_by_one_give_the_bits_of_real_devices(simulate, deploy
     assert virtual.final.model_sha256 == real["final"]["model_sha256"]
 
 
+FACTORS = """
+def adapter_rank(self, participant):
+    return 1 + int(participant.name[-1]) % 3
+"""
+
+
+@pytest.mark.parametrize("secure", ["true", "false"])
+async def test_factors_of_different_ranks_give_the_bits_of_real_devices(
+    simulate, deployment, secure
+):
+    same = (
+        "federated.local_steps=3",
+        "federated.batch_size=4",
+        "federated.cohort=4",
+        "rounds=2",
+        "strategy.policy=federated",
+        "exchange.low_rank={include=['weight'],rank=2,alpha=4}",
+        f"federated.secure_aggregation={secure}",
+    )
+    await deployment.start(FACTORS, names=[f"client-{index}" for index in range(6)])
+    real, _ = await deployment.run("real", *same)
+    virtual = await asyncio.to_thread(simulate, *same)  # stacked models cannot, and so fall back
+    assert virtual.final.model_sha256 == real["final"]["model_sha256"]
+    with pytest.raises(UserError, match=r"exchange\.low_rank has factors"):
+        await asyncio.to_thread(simulate, *same, "simulation.training=stacked", name="stacked")
+
+
 def model_of(directory):
     return torch.cat([part.flatten() for part in load_model(directory).parameters()])
 

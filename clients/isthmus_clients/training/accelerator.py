@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, cast
 from isthmus.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from torch import nn
 
@@ -151,15 +153,17 @@ class Arithmetic:
         if self._scaler is not None:
             self._scaler.unscale_(optimizers.named[name])
 
-    def step(self, optimizers: TaskOptimizers, model: nn.Module, name: str) -> None:
-        """Clip and apply the gradients of an optimizer.
+    def step(
+        self, optimizers: TaskOptimizers, parameters: Iterable[nn.Parameter], name: str
+    ) -> None:
+        """Clip the gradients of all `parameters` together, and apply those of an optimizer.
 
         A step whose gradients overflowed in fp16 is left out.
         """
         import torch
 
         if self._settings.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), self._settings.clip_norm)
+            torch.nn.utils.clip_grad_norm_(parameters, self._settings.clip_norm)
         if self._scaler is None:
             optimizers.step(only=name)
             return

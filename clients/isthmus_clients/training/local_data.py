@@ -16,6 +16,7 @@ from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
 from isthmus.task import Participant, Task, check_installed, user_code
 from isthmus.task.device_sums.statistics import StatisticsVector
+from isthmus.task.not_finite import explain_not_finite
 from isthmus.task.scoring import count_examples, training_batches
 from isthmus.task.scoring.inputs import streamed_batches
 from isthmus.task.scoring.order import EpochOrder, check_no_order
@@ -82,7 +83,7 @@ class LocalData:
         with user_code("local_data()"):
             self.dataset = task.local_data(participant)
         self._stream = self.dataset if isinstance(self.dataset, IterableDataset) else None
-        what = f"local_data() of {participant.name}"
+        self._what = what = f"local_data() of {participant.name}"
         if self._stream is not None:
             self.examples = self._streamed_examples(what)
         else:
@@ -94,6 +95,17 @@ class LocalData:
     def is_stream(self) -> bool:
         """Whether the data set is iterable."""
         return self._stream is not None
+
+    @property
+    def advice(self) -> str:
+        """What to do about a loss that is not finite.
+
+        The data are not searched where the time of that could tell a server something.
+        """
+        secure = self._settings.secure_aggregation and not self._settings.clients
+        if secure or self.is_stream:
+            return "lower the learning rate or check the data"
+        return explain_not_finite(self.dataset, range(self.examples), self._what)
 
     def step_count(self, settings: FederatedSection) -> int:
         """The number of steps that some settings ask for."""

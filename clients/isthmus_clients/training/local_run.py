@@ -24,7 +24,6 @@ from isthmus.task import Participant, load_task, user_code
 from isthmus.task.definition import Parameters, defines
 from isthmus.task.device_sums.evaluation import EvaluationVector
 from isthmus.task.made_optimizers import SEVERAL
-from isthmus.task.not_finite import explain_not_finite
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus.task.scoring import Averages, build_same_model
 from isthmus.tensors.exchange_set import TensorLayout
@@ -37,6 +36,7 @@ from isthmus_clients.training.accelerator import Arithmetic
 from isthmus_clients.training.example_order import local_seed, number
 from isthmus_clients.training.initial_buffers import InitialBuffers
 from isthmus_clients.training.local_data import LocalData, locate
+from isthmus_clients.training.low_rank import Factors, LowRank
 from isthmus_clients.training.model_scores import Candidates, score_each
 from isthmus_clients.training.personal_state import check_agreed, is_initial
 from isthmus_clients.training.step_gradient import (
@@ -110,6 +110,7 @@ class DeviceRun:
         """The model, or what was compiled of it."""
         self._buffers = InitialBuffers(self.model)
         self._frozen = fingerprint(self.model)
+        self._low_rank = LowRank(self.task, self.job.exchange.low_rank, division, participant)
         self._validation: Dataset[Any] | None = None
         """Loaded when the model is evaluated for the first time."""
         self._schedules: dict[str, ScheduleState] = {}
@@ -135,6 +136,7 @@ class DeviceRun:
         other.participant, other._schedules, other._validation = participant, {}, None
         other.data = LocalData(self.task, participant, self.job, self._arithmetic.device)
         other.dataset, other.examples = other.data.dataset, other.data.examples
+        other._low_rank = self._low_rank.for_device(participant)
         return other
 
     def seed_of(self, round_: int) -> bytes:
@@ -248,7 +250,9 @@ class DeviceRun:
         self.model.train()
         self.model.zero_grad(set_to_none=True)
         with torch.random.fork_rng(devices=[]):
-            optimizers = TaskOptimizers(self._made(round_), self.model.parameters())
+            optimizers = TaskOptimizers(
+                self._made(round_, dict(self.model.named_parameters())), self.model.parameters()
+            )
             self._arithmetic.seed(number(seed))
             for step in self.data.first_pass(seed, round_):
                 for piece in step:
@@ -262,23 +266,27 @@ class DeviceRun:
             part.zero_() if gradient is None else part.copy_(gradient)
         self.model.zero_grad(set_to_none=True)
 
-    def _made(self, round_: int) -> object:
-        """What the task's `optimizer()` returns for a round."""
+    def _made(self, round_: int, trained: Mapping[str, torch.nn.Parameter]) -> object:
+        """What the task's `optimizer()` returns for a round and parameters by name."""
         participant = dataclasses.replace(self.participant, round=round_)
         with user_code("optimizer()"):
-            made = self.task.optimizer(Parameters(self.model.named_parameters()), participant)
+            made = self.task.optimizer(Parameters(trained.items()), participant)
         if isinstance(made, Mapping) and not defines(self.task, "training_step"):
             raise TaskError(SEVERAL)
         return made
 
     def _optimizers(
-        self, round_: int, position: RoundPosition, stopped: Callable[[], bool]
+        self,
+        round_: int,
+        trained: Mapping[str, torch.nn.Parameter],
+        position: RoundPosition,
+        stopped: Callable[[], bool],
     ) -> TaskOptimizers:
         """The task's optimizers for a round, with the rates of its first step."""
         batch = position.cohort * self.job.federated.batch_size
         optimizers = TaskOptimizers(
-            self._made(round_),
-            self.model.parameters(),
+            self._made(round_, trained),
+            trained.values(),
             job_schedule(self.job, batch),
             self._schedules,
         )
@@ -301,7 +309,9 @@ class DeviceRun:
         diverged: TaskError | None = None
         with torch.random.fork_rng(devices=[]):
             self._arithmetic.seed(number(self.seed_of(round_)))
-            optimizers = self._optimizers(round_, position, stopped)
+            parts_of_start = self.layout.parts(start)
+            factors = Factors(self.model, parts_of_start, self._low_rank, self.seed_of(round_))
+            optimizers = self._optimizers(round_, factors.trained, position, stopped)
             self.model.train()
             self._arithmetic.begin()
             anchors = dict(self._on_device(start)) if settings.proximal else {}
@@ -312,16 +322,20 @@ class DeviceRun:
                 step += 1
                 for name, batch in each_optimizer(optimizers, parts):
                     loss = self._gradient.add(batch, averages, name)
+                    factors.collect()
                     self._arithmetic.unscale(optimizers, name)
                     add_proximal(self.model, anchors, settings.proximal)
                     add_gradient(self.model, added)
                     if turn := settings.personal_steps:
                         train_in_turn(self.model, self.personal.names, first=step <= turn)
-                    self._arithmetic.step(optimizers, self.model, name)
+                    if anchors or added or turn:
+                        factors.collect()
+                    self._arithmetic.step(optimizers, factors.trained.values(), name)
+                    factors.merge()
                     if not math.isfinite(value := float(loss)):
                         diverged = diverged or TaskError(
                             f"the loss of {self.participant.name} is {value} at step {step}; "
-                            f"{self._advice()}"
+                            f"{self.data.advice}"
                         )
                         if not settings.secure_aggregation:
                             raise diverged
@@ -329,17 +343,6 @@ class DeviceRun:
         if diverged is not None:
             raise diverged
         return step, averages
-
-    def _advice(self) -> str:
-        """What to do about a loss that is not finite.
-
-        The data are not searched where the time of that could tell a server something.
-        """
-        secure = self.job.federated.secure_aggregation and not self.job.federated.clients
-        if secure or self.data.is_stream:
-            return "lower the learning rate or check the data"
-        what = f"local_data() of {self.participant.name}"
-        return explain_not_finite(self.dataset, range(self.examples), what)
 
     def score(
         self, payload: Buffer, candidates: Candidates, personal: Buffer | None = None

@@ -86,13 +86,18 @@ def check_run(run: DeviceRun) -> None:
     """Refuse a task and a division of its model that stacked models cannot have.
 
     Raises:
-        TaskError: there is a loss of a batch as a whole, a personal parameter, a running statistic,
-            or an endless data set.
+        TaskError: there is a loss of a batch as a whole, a personal parameter, a matrix that is
+            changed by factors, a running statistic, or an endless data set.
     """
     if run.personal.size:
         raise TaskError(
             f"stacked models cannot keep {run.personal.entries[0].name!r} apart; remove "
             "exchange.personal and exchange.buffers = 'local', or train one by one"
+        )
+    if run.job.exchange.low_rank is not None:
+        raise TaskError(
+            "stacked models train whole matrices, and exchange.low_rank has factors, of a rank of "
+            "each device; remove it, or train one by one"
         )
     if statistics := run.layout.statistics:
         raise TaskError(

@@ -11,6 +11,17 @@ from isthmus.job.section import Section
 Pattern = Annotated[str, Field(min_length=1)]
 
 
+class LowRankSection(Section):
+    """Matrices whose change in a device's training is a product of two factors (LoRA)."""
+
+    include: Annotated[tuple[Pattern, ...], Field(min_length=1)]
+    """Patterns of these matrices, which must be exchanged."""
+    rank: Annotated[int, Field(ge=1)] = 8
+    """The rank of the product; a task may choose another for a device by `adapter_rank()`."""
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 16.0
+    """The product is multiplied by alpha / rank."""
+
+
 class ExchangeSection(Section):
     """What participants exchange, and what stays on each device.
 
@@ -32,6 +43,9 @@ class ExchangeSection(Section):
     with, by which layers normalise in training too; `local`, these layers' statistics and
     parameters are personal (FedBN); `recompute`, devices send none, and after each round in which
     they trained, a datacenter computes them on its data."""
+    low_rank: LowRankSection | None = None
+    """Devices train factors of some matrices instead of these; none by default. The products are
+    summed, so that devices may have different ranks."""
 
     @property
     def has_personal(self) -> bool:

@@ -297,6 +297,14 @@ class Task(abc.ABC):
         in optimizer steps, which continues over rounds, regimes and restarts.
         """
 
+    def adapter_rank(self, participant: Participant) -> int | None:
+        """The rank of a device's products, with ``[exchange.low_rank]`` of the job.
+
+        For example 4 on a device with little memory and 32 in a hospital; called once per run.
+        Default: None, for the rank that the job names.
+        """
+        return None
+
     def forward(self, model: nn.Module, inputs: Any) -> Any:
         """The model's output for a batch of inputs. Default: ``model(inputs)``."""
         return model(inputs)

@@ -2,7 +2,8 @@
 
 >>> from types import SimpleNamespace
 >>> from torch import nn
->>> rules = SimpleNamespace(include=(), exclude=(), personal=("1.*",), buffers="average")
+>>> rules = SimpleNamespace(include=(), exclude=(), personal=("1.*",), buffers="average",
+...                         low_rank=None)
 >>> division = divide(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), rules)
 >>> [entry.name for entry in division.exchanged.entries], division.personal.size
 (['0.bias', '0.weight'], 4)
@@ -19,6 +20,7 @@ from torch import nn
 
 from isthmus.errors import JobError, TaskError
 from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.low_rank import LowRankRules, adapted_matrices
 from isthmus.tensors.running_statistics import freeze_statistics, normalisation_layers
 
 
@@ -45,6 +47,11 @@ class ExchangeRules(Protocol):
         """What happens to running statistics."""
         ...
 
+    @property
+    def low_rank(self) -> LowRankRules | None:
+        """Which matrices devices change by products of factors."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Division:
@@ -54,6 +61,8 @@ class Division:
     """What participants exchange."""
     personal: TensorLayout
     """What each device trains for itself; often empty."""
+    adapted: tuple[str, ...] = ()
+    """The exchanged matrices that devices change by products of factors."""
 
     def check_exchanged_only(self, who: str, advice: str) -> None:
         """Refuse participants that cannot keep a personal state.
@@ -92,7 +101,8 @@ def divide(model: nn.Module, rules: ExchangeRules, *, on_device: bool = False) -
 
     Raises:
         TaskError: see `TensorLayout.of`; or nothing is left to exchange.
-        JobError: a pattern matches nothing, or divides the statistics of one layer.
+        JobError: a pattern matches nothing, or divides the statistics of one layer; or see
+            `adapted_matrices`.
     """
     whole = TensorLayout.of(model, statistics=rules.buffers != "frozen")
     names = [entry.name for entry in whole.entries]
@@ -126,6 +136,9 @@ def divide(model: nn.Module, rules: ExchangeRules, *, on_device: bool = False) -
     )
     if not divided.exchanged.trained_size:
         raise JobError("[exchange] leaves no parameter to exchange; change its patterns")
+    divided = dataclasses.replace(
+        divided, adapted=adapted_matrices(divided.exchanged, rules.low_rank)
+    )
     still = frozen if on_device else frozen | personal
     for name, parameter in model.named_parameters():
         if name in still:

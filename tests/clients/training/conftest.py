@@ -4,7 +4,7 @@ import pytest
 
 from isthmus.task import Participant, load_task
 from isthmus.task.scoring import build_model
-from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.division import divide
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
 
@@ -24,12 +24,18 @@ def open_run(write_task, make_job, tmp_path):
     def open_run(*overrides, methods="pass", name="a", layout=None):
         write_task(methods)
         job = make_job(*overrides)
+        personal = b""
         if layout is None:
-            layout = TensorLayout.of(
-                build_model(load_task(job.task.source, {}, base=tmp_path), job.seed)
-            )
+            model = build_model(load_task(job.task.source, {}, base=tmp_path), job.seed)
+            divided = divide(model, job.exchange)
+            layout = divided.exchanged
+            personal = divided.personal.header if divided.personal.size else b""
         work = link_pb2.OpenRun(
-            run_id="run", job=job.model_dump_json(), base=str(tmp_path), layout=layout.header
+            run_id="run",
+            job=job.model_dump_json(),
+            base=str(tmp_path),
+            layout=layout.header,
+            personal=personal,
         )
         return DeviceRun(work, Participant(name=name, regime="federated"), None)
 
