@@ -2,7 +2,8 @@
 
 A server and two datacenters of one rank, each a process, train the transformer of
 examples/shakespeare over mutual TLS. Both datacenters have the lines of the same 24 speakers in
-orders of their own; the last lines of four others are held out. Both jobs have the same tokens.
+orders of their own; the last lines of four others are held out. Both jobs have the same tokens,
+but for a round or two in which the job without compression has one datacenter.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from harness.processes import free_port
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "shakespeare"
 NAMES = ("east", "west")
-ROUNDS, STEPS, LAST = 60, 30, 3
+ROUNDS, STEPS, LAST, LATE = 60, 30, 3, 2
 COMPRESSED = ("datacenter.compression={keep=64}",)
 SPEAKERS = (
     "GLOUCESTER, DUKE VINCENTIO, KING RICHARD II, LEONTES, CORIOLANUS, ROMEO, PETRUCHIO, JULIET, "
@@ -129,12 +130,18 @@ def measure(folder: Path, seed: int, rounds: int, changes: tuple[str, ...]) -> O
 
 
 def outcome_of(report: dict[str, Any]) -> Outcome:
-    """Bytes and perplexity of a report, whose rounds must all have had both datacenters."""
-    bytes_in = []
+    """Bytes of rounds with both datacenters, and perplexity.
+
+    Without compression a job begins as soon as one is ready; both must be in all but `LATE` rounds.
+    """
+    bytes_in, alone = [], 0
     for row in report["rounds"]:
         accepted = [each for each in row["receipts"] if each["status"] == "accepted"]
-        assert len(accepted) == len(NAMES), row
-        bytes_in += [receipt["bytes_in"] for receipt in accepted]
+        if len(accepted) == len(NAMES):
+            bytes_in += [receipt["bytes_in"] for receipt in accepted]
+        else:
+            alone += 1
+    assert alone <= LATE, f"{alone} rounds had one datacenter"
     loss = statistics.mean(row["metrics"]["loss"] for row in report["rounds"][-LAST:])
     return Outcome(statistics.mean(bytes_in), math.exp(loss))
 

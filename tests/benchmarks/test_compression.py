@@ -23,7 +23,7 @@ def test_bytes_are_those_of_a_device_and_accuracies_those_of_the_last_rounds():
     assert outcome.up == pytest.approx((300 + 100 * compression.LAST) / (1 + compression.LAST))
 
 
-def test_every_round_of_two_datacenters_counts_and_perplexity_is_of_the_last_rounds():
+def test_rounds_of_two_datacenters_count_and_perplexity_is_of_the_last_rounds():
     def row(loss, *sizes):
         receipts = [{"status": "accepted", "bytes_in": size} for size in sizes]
         return {"metrics": {"loss": loss}, "receipts": receipts}
@@ -32,5 +32,7 @@ def test_every_round_of_two_datacenters_counts_and_perplexity_is_of_the_last_rou
     outcome = compression_datacenters.outcome_of({"rounds": rows})
     assert outcome.up == 125
     assert outcome.perplexity == pytest.approx(math.exp(2))
+    alone = [row(2.0, 0)] * compression_datacenters.LATE
+    assert compression_datacenters.outcome_of({"rounds": [*alone, *rows]}).up == 125
     with pytest.raises(AssertionError):
-        compression_datacenters.outcome_of({"rounds": [*rows, row(2.0, 100)]})
+        compression_datacenters.outcome_of({"rounds": [*alone, row(2.0, 0), *rows]})
