@@ -29,7 +29,7 @@ time.sleep(600)
     with started(python(code), tmp_path / "log") as program:
         until(lambda: "waited" in program.log.read_text())
         assert len(program.tree.pids()) == 1
-        assert 0.5 <= program.tree.cpu_seconds() < 2.0
+        assert 0.45 <= program.tree.cpu_seconds() < 2.0  # ticks are rounded down
 
 
 def test_cpu_time_of_a_zombie_is_counted_once(tmp_path):
@@ -43,7 +43,7 @@ time.sleep(600)
     with started(python(code), tmp_path / "log") as program:
         until(lambda: "dead" in program.log.read_text())
         assert len(program.tree.pids()) == 2
-        assert 0.5 <= program.tree.cpu_seconds() < 2.0
+        assert 0.45 <= program.tree.cpu_seconds() < 2.0  # ticks are rounded down
 
 
 def test_grandchildren_in_another_session_are_tracked_and_killed(tmp_path):

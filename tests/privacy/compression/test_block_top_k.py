@@ -4,7 +4,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import UpdateError
@@ -30,6 +30,7 @@ def parts_of(codec, vector):
     scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e30]),
     levels=st.sampled_from([0, 1, 2]),
 )
+@example(trained=7, statistics=0, keep=BLOCK, seed=0, scale=1e-30, levels=2)
 @settings(deadline=None, max_examples=30)
 def test_what_is_sent_and_what_is_left_add_up_to_the_update(
     trained, statistics, keep, seed, scale, levels
@@ -50,7 +51,8 @@ def test_what_is_sent_and_what_is_left_add_up_to_the_update(
         where = part != 0
         assert where.sum() <= count
         assert part[where].abs().unique().numel() <= 2
-        assert (part[where].sign() == block[where].sign()).all()
+        # Among few elements zeros are sent too, as the lower magnitude.
+        assert ((part.sign() == block.sign()) | (block == 0))[where].all()
         rest = block[~where].abs().max() if bool((~where).any()) else torch.zeros(())
         assert (block[where].abs() >= rest).all()
 

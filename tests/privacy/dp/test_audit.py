@@ -77,7 +77,12 @@ def distributed(present, weaker):
 def by_server(mechanism, present, weaker, folder, rounds=1):
     """Scores of canaries that take part in the first of so many rounds, by the server's noise."""
     section = PrivacySection(
-        mechanism=mechanism, epsilon=5, delta=DELTA, clip=CLIP, noise=1.0 / weaker, participations=1
+        mechanism=mechanism,
+        epsilon=50,
+        delta=DELTA,
+        clip=CLIP,
+        noise=1.0 / weaker,
+        participations=1,
     )
     plan = NoisePlan.of(section, rounds)
     server, released = ServerNoise(plan, folder, used=False), []
