@@ -247,6 +247,8 @@ def read_checkpoints(
         numbers: dict[int, set[float]] = {}
         for link in Path(state).glob("step-*"):
             step = int(link.name.removeprefix("step-"))
+            if not ShardedCheckpoints(Path(state)).has(step):
+                continue  # a link to one that failed on a rank, and was being removed
             _restore(engine, state, step)
             numbers[step] = {
                 float(number)
