@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from isthmus.errors import JobError, UserError
 from isthmus.job import Job
+from isthmus.system.process import keep_freed_memory
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
@@ -92,6 +94,7 @@ class Simulation:
             UserError: with the sentence to show.
         """
         torch.set_num_threads(1)  # as real devices
+        keep_freed_memory()
         store, job, link = self.store, self.store.job, InProcessLink()
         observers = observers or Observers(Console(quiet=True))
         events = SimulationEvents()
@@ -117,6 +120,8 @@ class Simulation:
             events.subscribe(population.follow)
             progress = SimulationProgress(observers.console, job, fleet, clock)
             events.subscribe(progress)
+            gc.collect()
+            gc.freeze()  # what every collection would look through for nothing
             final = await coordinator.run()
         progress.end()
         return final

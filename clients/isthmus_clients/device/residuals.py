@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from isthmus.system.private_files import make_private_directory, write_private_file
+from isthmus.tensors.finite import is_finite
 from isthmus_privacy.compression.update_codec import magnitude_of
 from isthmus_privacy.secagg import RoundConfig
 
@@ -100,7 +101,7 @@ class Residual:
         Returns:
             What is to be sent (N), and the magnitude of the elements that the codec will send.
         """
-        if not bool(torch.isfinite(update).all()):
+        if not is_finite(update):
             return update, 0.0
         update.mul_(min(examples, config.weight_max) / config.weight_max).add_(self.vector)
         self._unsent = update

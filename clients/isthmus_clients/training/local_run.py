@@ -28,6 +28,7 @@ from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus.task.scoring import Averages, build_same_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import explain_change, fingerprint
+from isthmus.tensors.finite import is_finite
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import fingerprint_of, position_of
 from isthmus.transport.worker import ReportProgress
@@ -180,7 +181,7 @@ class DeviceRun:
         start = self.layout.decode(payload)
         self._load(start, personal)
         added = {} if gradient is None else dict(self._on_device(self.layout.decode(gradient)))
-        is_finite = True
+        gradient_is_finite = True
         if work.gradient_scale:
             assert result is not None
             measured, update = self._halves(result)
@@ -188,7 +189,7 @@ class DeviceRun:
                 start = update.copy_(start)
             self._write_gradient(work.round, measured, stopped)
             self._load(start, personal)
-            is_finite = bool(torch.isfinite(measured).all())
+            gradient_is_finite = is_finite(measured)
             # A factor that a server chooses may not decide whose update is usable.
             measured.mul_(work.gradient_scale).clamp_(-_LARGEST, _LARGEST)
         position = position_of(work.position)
@@ -197,14 +198,14 @@ class DeviceRun:
         )
         self._subtract_end(start)
         personal_is_finite = self._keep(personal)
-        if not is_finite:
+        if not gradient_is_finite:
             raise TaskError(
                 f"the gradient of {self.participant.name} at the round's model is not finite; "
                 "lower the learning rates or check the data"
             )
         if change := explain_change(self.model, self._frozen):
             raise TaskError(change)
-        if steps and not (personal_is_finite and bool(torch.isfinite(start).all())):
+        if steps and not (personal_is_finite and is_finite(start)):
             raise TaskError(
                 f"the update of {self.participant.name} is not finite after {steps} steps; "
                 "lower the learning rate or check the data"
@@ -232,7 +233,7 @@ class DeviceRun:
         view = memoryview(personal)
         view[: len(self.personal.header)] = self.personal.header
         kept = self.personal.gather(self.model, self.personal.decode(view))
-        return bool(torch.isfinite(kept).all())
+        return is_finite(kept)
 
     def _halves(self, result: Buffer) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient (N) and the update (N) in the memory of a result."""

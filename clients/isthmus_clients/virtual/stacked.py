@@ -23,8 +23,7 @@ from isthmus.task.made_optimizers import SEVERAL
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus.task.scoring import batches, losses
 from isthmus_clients.training.local_run import CPU, DeviceRun
-
-aten = torch.ops.aten
+from isthmus_clients.virtual.recorded_step import simplified
 
 Stacked = dict[str, torch.Tensor]
 """Parameters by name, each (K, *shape)."""
@@ -51,7 +50,7 @@ class Gradients:
                 record = make_fx(
                     lambda *tensors: self._all(*tensors)
                 )  # make_fx counts the arguments
-                self._traced[key] = _simplified(record(parameters, inputs, target, weights))
+                self._traced[key] = simplified(record(parameters, inputs, target, weights))
         with user_code("the loss of many devices at once (torch.vmap)"), torch.no_grad():
             gradients, examples = self._traced[key](parameters, inputs, target, weights)
         return {name.removeprefix("model."): part for name, part in gradients.items()}, examples
@@ -217,35 +216,6 @@ def mean_gradients(
             for name, gradient in of_step.items():
                 means[name].add_(gradient)
     return means
-
-
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
-"""No-ops on a tensor that already has the shape."""
-_TIMES_ONE = (aten.mul.Scalar, aten.div.Scalar)
-
-
-def _simplified(recorded: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Remove operations without effect: for small models they are a third of a step.
-
-    They come from vmap (views of a batch) and from factors of 1 in addmm.
-    """
-    nodes = [node for node in recorded.graph.nodes if node.op == "call_function"]
-    if any(node.target._schema.is_mutable for node in nodes if hasattr(node.target, "_schema")):
-        return recorded  # an in-place operation may need the copy
-    for node in nodes:
-        if node.target in _RESHAPES or (node.target in _TIMES_ONE and node.args[1] == 1):
-            operand = node.args[0]
-            if _memory_format(operand) == _memory_format(node):
-                node.replace_all_uses_with(operand)
-                recorded.graph.erase_node(node)
-    recorded.recompile()
-    return recorded
-
-
-def _memory_format(node: torch.fx.Node) -> tuple[object, ...]:
-    """Shape, strides and dtype of a node's tensor."""
-    tensor = node.meta["tensor_meta"]
-    return tensor.shape, tensor.stride, tensor.dtype
 
 
 class _Scored(nn.Module):

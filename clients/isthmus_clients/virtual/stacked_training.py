@@ -22,6 +22,8 @@ from isthmus.errors import TaskError
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant
 from isthmus.task.optimizers import ScheduleState
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.finite import is_finite
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import position_of
 from isthmus.wire import link_pb2
@@ -40,6 +42,15 @@ from isthmus_clients.virtual.stacked import (
 
 STACK = 64
 """Most devices of a stack."""
+_STACK_BYTES = 4 << 20
+"""Of the parameters of a stack, unless a single model has more; its steps read them several times,
+and should find them in the processor's cache."""
+
+
+def stack_size(layout: TensorLayout) -> int:
+    """Most devices of a stack, for models of a layout."""
+    return max(1, min(STACK, _STACK_BYTES // layout.nbytes))
+
 
 TrainedOrFailed = link_pb2.Trained | TaskError
 
@@ -106,8 +117,10 @@ class StackedTraining:
         """
         order = sorted(range(len(batch)), key=lambda k: batch[k].run.data.order.length)
         results: list[TrainedOrFailed | None] = [None] * len(batch)
-        for start in range(0, len(order), STACK):
-            chosen = order[start : start + STACK]
+        stacks = -(-len(order) // stack_size(self.layout))
+        size = -(-len(order) // max(stacks, 1))
+        for start in range(0, len(order), max(size, 1)):
+            chosen = order[start : start + size]
             trained = self._train_stack(work, [batch[k] for k in chosen])
             for k, result in zip(chosen, trained, strict=True):
                 results[k] = result
@@ -155,7 +168,7 @@ class StackedTraining:
         layout = self.layout.gradient_and_update if passes else self.layout
         results: list[TrainedOrFailed] = []
         for k, training in enumerate(batch):
-            if not bool(torch.isfinite(updates[k]).all()) or not math.isfinite(mean_losses[k]):
+            if not is_finite(updates[k]) or not math.isfinite(mean_losses[k]):
                 results.append(
                     TaskError(
                         f"the update of {runs[k].participant.name} is not finite; lower the "
@@ -224,7 +237,9 @@ class StackedTraining:
             clip_each(stacked, self.job.federated.clip_norm)
             optimizers.step()
             done = [i for i, steps in enumerate(indices) if len(steps) == step + 1]
-            if done:
+            if len(done) == k:
+                ends = {name: part.detach() for name, part in stacked.items()}
+            elif done:
                 for name, part in stacked.items():
                     ends[name][done] = part.detach()[done]
         for i, steps in enumerate(indices):

@@ -1,7 +1,7 @@
 """Processes that train simulated devices: forks, which have the task and the model of the run.
 
-Each gets the devices of a batch in pieces, with the model, and returns their updates. A device's
-update is the same in whichever process it was trained.
+Each gets the devices of a batch in pieces, with the model, and returns their updates, which are the
+same in whichever process a device was trained.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from isthmus.errors import TaskError
-from isthmus.system.process import die_with_parent
+from isthmus.system.process import die_with_parent, keep_freed_memory
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.device.task_host import train_in
@@ -31,6 +31,7 @@ from isthmus_clients.virtual.stacked_training import (
     DeviceTraining,
     StackedTraining,
     TrainedOrFailed,
+    stack_size,
 )
 
 Take = Callable[[int, TrainedOrFailed], None]
@@ -38,10 +39,8 @@ Take = Callable[[int, TrainedOrFailed], None]
 
 _LOST = "a process that trains simulated devices has ended; was there enough memory?"
 _STOP_SECONDS = 5.0
-_SHARED_BYTES = 256 << 20
-"""Memory for the updates of one process, unless a single one is larger."""
-_KEPT = 4096
-"""Devices whose data a process keeps."""
+_SHARED_BYTES = 256 << 20  # for the updates of one process, unless a single one is larger
+_KEPT = 4096  # devices whose data a process keeps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +227,7 @@ class TrainingWorkers:
     def __init__(self, shared: DeviceRun, stacked: StackedTraining | None, count: int) -> None:
         """Fork `count` processes; they end with `close`, or with this process."""
         trainer = PieceTrainer(shared, stacked)
+        self._layout = shared.layout
         self._workers = [_Worker(trainer, _SharedMemory(shared)) for _ in range(count)]
         self._free = asyncio.Lock()
         """Locked while a batch is trained."""
@@ -312,15 +312,16 @@ class TrainingWorkers:
     def _pieces(self, batch: Sequence[DeviceTraining], *, is_stacked: bool) -> list[list[int]]:
         """Numbers of the devices that are trained by one process at a time.
 
-        Stacked devices have about as many steps, so that few steps are padding.
+        A process gets several: the updates of one are added up while the next one trains. Stacked
+        devices have about as many steps, so that few steps are padding.
         """
         order = list(range(len(batch)))
+        most = self._workers[0].memory.slots
         if is_stacked:
             order.sort(key=lambda k: batch[k].run.data.order.length)
-        size = -(-len(order) // len(self._workers))
-        if not is_stacked:
-            size = -(-size // 4)  # the last piece of a process is short
-        size = min(size, self._workers[0].memory.slots)
+            most = min(most, stack_size(self._layout))
+        size = -(-len(order) // (len(self._workers) * (2 if is_stacked else 4)))
+        size = -(-len(order) // -(-len(order) // min(size, most)))  # all about as long
         return [order[start : start + size] for start in range(0, len(order), size)]
 
 
@@ -339,9 +340,9 @@ def _train_alone(work: link_pb2.TrainLocal, training: DeviceTraining) -> Trained
         trained, training.result = train_in(
             training.run, work, training.memory, lambda progress: None, lambda: False
         )
+        return trained
     except TaskError as error:
         return error
-    return trained
 
 
 def _serve(
@@ -353,6 +354,7 @@ def _serve(
 ) -> None:
     """The loop of a worker process."""
     die_with_parent(parent)
+    keep_freed_memory()
     other.close()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the parent decides
@@ -367,11 +369,11 @@ def _serve(
             work = link_pb2.TrainLocal.FromString(piece.work)
             try:
                 batch = trainer.batch_of(piece, memory.received(piece.received))
-                answer: object = (
-                    trainer.measure(work, batch)
-                    if kind == "measure"
-                    else _results(trainer, memory, work, batch, is_stacked=piece.is_stacked)
-                )
+                answer: object
+                if kind == "measure":
+                    answer = trainer.measure(work, batch)
+                else:
+                    answer = _results(trainer, memory, work, batch, is_stacked=piece.is_stacked)
             except TaskError as error:
                 answer = str(error)
             connection.send(answer)

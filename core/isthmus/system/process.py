@@ -48,3 +48,14 @@ def return_freed_memory() -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, 4 << 20)
         libc.mallopt(_M_TRIM_THRESHOLD, 4 << 20)
         libc.mallopt(_M_ARENA_MAX, 2)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep large freed blocks for the next ones.
+
+    A process that computes the same tensors in each step gets no new pages for them.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)

@@ -23,6 +23,7 @@ from isthmus.task import Task
 from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.division import divide
+from isthmus.tensors.finite import is_finite
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_server.model.mmap_buffer import MmapBuffer
@@ -193,9 +194,7 @@ class GlobalModel:
         trained = self.layout.trained_size
         self.vector[trained:].sub_(pseudo_gradient[trained:])
         self.mark_changed()
-        if not bool(torch.isfinite(self.vector.sum())) and not bool(
-            torch.isfinite(self.vector).all()
-        ):
+        if not is_finite(self.vector):
             raise UpdateError(
                 "the server optimizer produced a model that is not finite; lower its lr "
                 "(strategy.server_optimizer.options)"

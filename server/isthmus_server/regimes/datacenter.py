@@ -10,6 +10,7 @@ from isthmus.errors import UpdateError
 from isthmus.job import Job
 from isthmus.printable import in_a_line
 from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.finite import is_finite
 from isthmus.transport.blobs import into
 from isthmus.wire import link_pb2
 from isthmus_privacy.compression.block_top_k import BlockTopK
@@ -180,7 +181,7 @@ class DatacenterRegime:
         payload = bytearray(blob.size)
         await self._link.fetch(name, blob, into(payload))
         vector = self._layout.decode(payload)
-        if not bool(torch.isfinite(vector).all()):
+        if not is_finite(vector):
             raise UpdateError(f"its {kind} is not finite")
         return vector
 

@@ -30,6 +30,8 @@ class DeviceAvailability:
         """`attempts` are those of the run so far, oldest first."""
         self._privacy = privacy
         self.attendance = Attendance(job.federated)
+        self.is_unlimited = privacy is None and not self.attendance.has_limits
+        """Whether a device without hours of its own may always be invited."""
         self._clock = clock
         self._round: list[AttemptRecord] = []
         for record in attempts:

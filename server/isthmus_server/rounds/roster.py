@@ -143,7 +143,12 @@ class ParticipantRoster(ParticipantListener):
 
     def available(self) -> list[str]:
         """Ready devices that may be invited now."""
-        return [name for name in self.clients if self.seconds_until_available(name) <= 0]
+        unlimited = self._availability.is_unlimited  # this is asked for thousands of devices
+        return [
+            name
+            for name, device in self.clients.items()
+            if (unlimited and not device.hours) or self.seconds_until_available(name) <= 0
+        ]
 
     def groups(self) -> dict[str, int]:
         """Ready devices that may be invited now, by group; empty for a job without groups."""

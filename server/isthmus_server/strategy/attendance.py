@@ -91,6 +91,11 @@ class Attendance:
             loss = receipt.loss
             record.loss = loss if loss is not None and math.isfinite(loss) else None
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether the job limits participations or hours."""
+        return self.settings.participation is not None or bool(self.settings.hours)
+
     def seconds_until_eligible(
         self, name: str, now: float, device_hours: Sequence[Hours] = ()
     ) -> float:
@@ -103,8 +108,8 @@ class Attendance:
                 job's.
         """
         settings = self.settings
-        if settings.participation is None and not settings.hours and not device_hours:
-            return 0.0  # the usual case; this is called for thousands of devices
+        if not self.has_limits and not device_hours:
+            return 0.0
         delay = self._seconds_until_below_cap(name, now)
         schedules = [hours for hours in (job_hours_of(settings, name), device_hours) if hours]
         # Advance to the next opening of each schedule in turn, until all are open at the same time

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from isthmus.errors import TaskError
 from isthmus.task import Participant, load_task
@@ -14,7 +13,6 @@ from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.device import VirtualDevice, devices_of
 from isthmus_clients.virtual.fleet import VirtualFleet
-from isthmus_clients.virtual.stacked import _simplified
 
 RAGGED = """
 def local_data(self, participant):
@@ -172,21 +170,3 @@ def test_a_device_has_its_shard():
     assert VirtualDevice(VirtualFleet(4), 2).participant == Participant(
         name="client-2", regime="federated", shard=(2, 4)
     )
-
-
-def test_a_recorded_step_without_idle_operations_gives_the_same_bits():
-    def step(inputs, weight):
-        wide = torch.ops.aten.expand(torch.ops.aten.mul.Scalar(inputs, 1), [3, 4])
-        return torch.ops.aten.view(wide, [3, 4]) @ weight, inputs * 2
-
-    def careful(inputs, weight):
-        return torch.ops.aten.mul.Scalar(inputs, 1).add_(1.0), inputs @ weight
-
-    given = torch.randn(3, 4), torch.randn(4, 2)
-    recorded = make_fx(step)(*given)
-    expected, before = recorded(*given), len(recorded.graph.nodes)
-    simplified = _simplified(recorded)
-    assert before - len(simplified.graph.nodes) == 3
-    assert all(torch.equal(*pair) for pair in zip(simplified(*given), expected, strict=True))
-    kept = _simplified(make_fx(careful)(*given))  # without its copy it would change its argument
-    assert torch.equal(kept(*given)[1], given[0] @ given[1])
