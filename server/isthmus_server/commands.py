@@ -1,4 +1,4 @@
-"""The commands ``isthmus run``, ``statistics``, ``compare``, ``report`` and ``why``."""
+"""The commands ``isthmus run``, ``statistics``, ``report`` and ``why``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from isthmus.identity.tls import split_address
 from isthmus.job import Job, load_job
 from isthmus.system.process import return_freed_memory
 from isthmus.task import check_named
-from isthmus_server.local.variations import combinations, parse_variation
 from isthmus_server.observability.options import LogFormat, observed
 
 if TYPE_CHECKING:
@@ -155,85 +154,6 @@ def statistics(
         run_until_stopped(local_run.run(listen_at, Console(), fork_server), local_run.leave)
     if output is not None:
         output.write_bytes((directory / STATISTICS).read_bytes())
-
-
-@click.command()
-@click.argument("job", type=click.Path(path_type=Path))
-@_SET
-@_DIRECTORY
-@click.option(
-    "--policies",
-    show_default="datacenter,federated; none with --vary",
-    help="Policies to compare with the job's own, at the same budget.",
-)
-@click.option(
-    "--vary",
-    multiple=True,
-    metavar="KEY=VALUE,...",
-    help="Values of a key of the job to compare; given several times, all combinations.",
-)
-@click.option(
-    "--seeds",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    help="Runs of each variant, with seeds 1, 2, ...",
-)
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path), help="Write the results to this file."
-)
-def compare(
-    job: Path,
-    overrides: tuple[str, ...],
-    run_dir: Path | None,
-    policies: str | None,
-    vary: tuple[str, ...],
-    seeds: int,
-    json_file: Path | None,
-) -> None:
-    """Train JOB under several policies, or with several values of its keys; print the results.
-
-    Ctrl-C or SIGTERM ends it after the running round, for which it waits up to 30 s. The same
-    command with its --run-dir continues it.
-    """
-    from isthmus_server.local.fork_server import ParticipantForkServer
-
-    loaded = loaded_job(job, overrides)
-    varied = [parse_variation(text) for text in vary]
-    if any(key == "seed" for key, _ in varied):
-        raise UserError("--vary seed has no effect: every variant is run with --seeds seeds")
-    named = "" if varied else "datacenter,federated"
-    names = [loaded.strategy.policy]
-    for name in (named if policies is None else policies).split(","):
-        if name and name not in names:
-            names.append(name)
-    if len(names) > 1 or not varied:
-        varied.insert(0, ("strategy.policy", names))
-    variants = combinations(varied)
-    directory = run_dir or fresh_directory(loaded, "compare-")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if json_file is not None:
-            json_file.touch()  # fail now, not after all runs
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be written: {error.strerror}") from None
-    # The fork must happen before this process opens files or starts threads.
-    ranks = loaded.datacenter.ranks > 0 or any("datacenter.ranks" in each for each in variants)
-    with ParticipantForkServer.fork(ranks=ranks) as fork_server:
-        prepare()
-        from isthmus_server.local.compare import JobComparison
-
-        base = job.resolve().parent
-        comparison = JobComparison(loaded, base, directory, variants, seeds)
-        try:
-            figures = run_until_stopped(comparison.run(Console(), fork_server), comparison.leave)
-        except click.Abort:
-            click.echo(
-                f"stopped; the same command with  --run-dir {directory}  continues", err=True
-            )
-            raise
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 @click.command()

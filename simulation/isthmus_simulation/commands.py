@@ -7,12 +7,21 @@ from pathlib import Path
 import click
 
 from isthmus.errors import CannotContinue, UserError
+from isthmus.job import Job
 from isthmus_server.commands import (
     fresh_directory,
     loaded_job,
     prepare,
     run_until_stopped,
 )
+from isthmus_server.comparison_commands import (
+    check_writable,
+    parse_variations,
+    results_option,
+    run_comparison,
+    vary_option,
+)
+from isthmus_server.local.variations import combinations
 from isthmus_server.observability.options import LogFormat, observed
 
 
@@ -35,6 +44,13 @@ from isthmus_server.observability.options import LogFormat, observed
     help="Directory of the run. Default: runs/simulate-NAME-TIME in the current folder.",
 )
 @click.option("--resume", is_flag=True, help="Resume the simulation in --run-dir.")
+@vary_option
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=1),
+    help="Runs of each variant, with seeds 1, 2, ... Default: one run, with the job's seed.",
+)
+@results_option
 @observed
 def simulate(
     job: Path | None,
@@ -43,6 +59,9 @@ def simulate(
     overrides: tuple[str, ...],
     run_dir: Path | None,
     resume: bool,
+    vary: tuple[str, ...],
+    seeds: int | None,
+    json_file: Path | None,
     log_format: LogFormat,
     quiet: bool,
     metrics: str | None,
@@ -54,7 +73,21 @@ def simulate(
     privacy are those of a real run; only the network and the masks are left out. The job's table
     [simulation] has the devices' speed, bandwidth and dropout. Ctrl-C or SIGTERM ends it after the
     running round.
+
+    With --vary or --seeds there is a run for each combination of values and each seed, one after
+    the other, a table of the results, and a page with their curves. The same command with its
+    --run-dir continues.
     """
+    is_sweep = bool(vary) or seeds is not None
+    if is_sweep:
+        of_one_run = {"--resume": resume, "--metrics": metrics, "--track": track}
+        for name, is_given in of_one_run.items():
+            if is_given:
+                raise UserError(f"{name} is for one run; remove it, or --vary and --seeds")
+    elif json_file is not None:
+        raise UserError(
+            "--json has the results of --vary or --seeds; `isthmus report --json` those of one run"
+        )
     if resume:
         if run_dir is None:
             raise UserError("--resume needs --run-dir, the directory of the run to resume")
@@ -72,6 +105,11 @@ def simulate(
         overrides += (f"federated.cohort={cohort}",)
     loaded = None if job is None else loaded_job(job, overrides)
     prepare()
+    if is_sweep:
+        assert loaded is not None
+        assert job is not None
+        _sweep(loaded, job.resolve().parent, run_dir, vary, seeds or 1, json_file)
+        return
     from isthmus_server.observability.observers import Observers
     from isthmus_simulation.run import Simulation
     from isthmus_simulation.virtual_time import VirtualTimeLoop
@@ -92,3 +130,23 @@ def simulate(
     except CannotContinue as error:
         raise UserError(f"{error}; `{again}` continues") from error
     observers.console.print(f"report  isthmus report {simulation.directory}", soft_wrap=True)
+
+
+def _sweep(
+    job: Job,
+    base: Path,
+    run_dir: Path | None,
+    vary: tuple[str, ...],
+    seeds: int,
+    json_file: Path | None,
+) -> None:
+    """Simulate every combination of values with each seed."""
+    from isthmus_server.local.compare import JobComparison
+    from isthmus_simulation.compared_runs import SimulatedRuns
+    from isthmus_simulation.virtual_time import VirtualTimeLoop
+
+    variants = combinations(parse_variations(vary))
+    directory = run_dir or fresh_directory(job, "simulate-")
+    check_writable(directory, json_file)
+    comparison = JobComparison(job, base, directory, variants, seeds, SimulatedRuns())
+    run_comparison(comparison, json_file, None, VirtualTimeLoop)

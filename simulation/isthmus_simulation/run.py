@@ -28,6 +28,7 @@ from isthmus_server.storage.run_description import (
     mark_simulated,
     resume_command,
 )
+from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.inprocess import InProcessLink
@@ -125,6 +126,12 @@ class Simulation:
             final = await coordinator.run()
         progress.end()
         return final
+
+    @property
+    def state(self) -> RunState:
+        """What the run has reached, once `run` has ended."""
+        assert self._coordinator is not None
+        return self._coordinator.state
 
     def leave(self) -> None:
         """End `run` after the running round, or at once if there is none."""

@@ -4,7 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from isthmus.errors import UserError
-from isthmus_server import commands
+from isthmus_server import commands, comparison_commands
 from isthmus_server.local.processes import participant_commands
 from isthmus_server.storage.store import Store
 
@@ -53,7 +53,7 @@ def test_a_comparison_needs_a_budget(tmp_path, write_task):
     job = tmp_path / "job.toml"
     job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
     with pytest.raises(UserError, match=r"^a comparison of policies needs a budget"):
-        invoke(commands.compare, job, "--run-dir", tmp_path / "runs")
+        invoke(comparison_commands.compare, job, "--run-dir", tmp_path / "runs")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_variants_that_are_no_jobs_are_refused_before_any_runs(
     job = tmp_path / "job.toml"
     job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
     with pytest.raises(UserError, match=sentence):
-        invoke(commands.compare, job, "--run-dir", tmp_path / "runs", "--vary", vary)
+        invoke(comparison_commands.compare, job, "--run-dir", tmp_path / "runs", "--vary", vary)
 
 
 @pytest.mark.parametrize("option", ["--run-dir", "--json"])
@@ -85,11 +85,11 @@ def test_a_comparison_does_not_start_if_its_results_cannot_be_written(tmp_path, 
     place = job / "below" if option == "--run-dir" else tmp_path / "nowhere" / "figures.json"
     more = () if option == "--run-dir" else ("--run-dir", tmp_path / "runs")
     with pytest.raises(UserError, match=rf"^{place} cannot be written: "):
-        invoke(commands.compare, job, option, place, *more)
+        invoke(comparison_commands.compare, job, option, place, *more)
 
 
 def test_a_comparison_of_no_seeds_is_refused(tmp_path):
-    result = invoke(commands.compare, tmp_path / "job.toml", "--seeds", 0)
+    result = invoke(comparison_commands.compare, tmp_path / "job.toml", "--seeds", 0)
     assert result.exit_code == 2
     assert "0 is not in the range" in result.output
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -15,15 +16,12 @@ from rich.table import Table
 
 from isthmus.errors import JobError, UserError
 from isthmus.job import Job, with_changes
-from isthmus.wire import link_pb2
-from isthmus_server.local.fork_server import ParticipantForkServer
-from isthmus_server.local.processes import participant_commands
-from isthmus_server.local.session import running_participants
 from isthmus_server.local.variations import in_words, value_text
-from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.storage.records import FinalModel, RoundRecord
+from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
-from isthmus_server.strategy.loading import check_participants, load_policy
-from isthmus_server.transport.link import Link
+from isthmus_server.views.html_report.comparison_page import Curve, comparison_page
+from isthmus_server.views.report import format_metrics
 
 _UNLIMITED = 1_000_000
 """Maximum number of rounds of a run under another policy, which ends when its budget is used up."""
@@ -35,15 +33,46 @@ Changes = Mapping[str, Any]
 """What a variant changes in the job, by key."""
 
 
+class ComparedRuns(Protocol):
+    """How the runs of a comparison are trained: with processes, or simulated."""
+
+    def needs(self, job: Job) -> str:
+        """What the participants of a job depend on; jobs with the same can share them."""
+        ...
+
+    def participants(self, job: Job) -> AbstractAsyncContextManager[None]:
+        """The participants of the following runs."""
+        ...
+
+    def create(self, directory: Path, job: Job, base: Path) -> Store:
+        """A new run."""
+        ...
+
+    async def train(self, store: Store) -> tuple[RunState, FinalModel]:
+        """Train a run to its end, and close it."""
+        ...
+
+    def leave(self) -> None:
+        """End `train` after the running round, or at once if there is none."""
+        ...
+
+
 class JobComparison:
     """Runs of variants of one job with several seeds, in a directory each.
 
     Every run is one that can be continued: the same comparison in the same directory skips runs
-    that are finished, and continues the one that was interrupted.
+    that are finished, and continues the one that was interrupted. `comparison.html` in it has
+    their curves.
     """
 
     def __init__(
-        self, job: Job, base: Path, directory: Path, variants: Sequence[Changes], seeds: int
+        self,
+        job: Job,
+        base: Path,
+        directory: Path,
+        variants: Sequence[Changes],
+        seeds: int,
+        runs: ComparedRuns,
     ) -> None:
         """Prepare a comparison.
 
@@ -53,6 +82,7 @@ class JobComparison:
             directory: of the comparison.
             variants: what each changes in the job; all change the same keys.
             seeds: runs of each variant.
+            runs: trains them.
 
         Raises:
             UserError: a variant is no valid job, or there is no budget to compare policies at.
@@ -64,8 +94,7 @@ class JobComparison:
         self.seeds = seeds
         self._jobs = [self._job_of(changes) for changes in variants]
         self._names = _directory_names(variants)
-        self._coordinator: Coordinator | None = None
-        self._leaving = False
+        self._runs = runs
 
     def _job_of(self, changes: Changes) -> Job:
         all_changes = dict(changes)
@@ -82,26 +111,27 @@ class JobComparison:
             )
         return job
 
-    async def run(self, console: Console, fork_server: ParticipantForkServer) -> dict[str, Any]:
+    async def run(self, console: Console) -> dict[str, Any]:
         """Run the job in each variant and with each seed; print and return the results.
 
-        Variants with the same participants use the same processes, one run after the other.
+        Variants with the same participants use the same ones, one run after the other.
 
         Raises:
             UserError: the directory has runs of another job.
         """
         torch.set_num_threads(1)
         results: list[list[Mapping[str, Any]]] = [[] for _ in self.variants]
-        for group in self._by_processes():
-            job = self._jobs[group[0]]
-            link = Link(job.time.lease_seconds)
-            async with running_participants(
-                job, link, None, self.directory, fork_server, self._decline
-            ):
+        for group in self._groups():
+            async with self._runs.participants(self._jobs[group[0]]):
                 for seed in range(1, self.seeds + 1):
                     for number in group:
-                        results[number].append(await self._run_one(number, seed, link))
+                        result = await self._run_one(number, seed)
+                        results[number].append(result)
+                        console.print(self._progress(number, seed, results), soft_wrap=True)
         console.print(self._table(results), soft_wrap=False)
+        page = self.directory / "comparison.html"
+        page.write_text(comparison_page(self.job.name, list(self._curves())), encoding="utf-8")
+        console.print(f"curves  {page}", soft_wrap=True)
         return {
             "budget": self.job.budget,
             "seeds": self.seeds,
@@ -113,34 +143,26 @@ class JobComparison:
 
     def leave(self) -> None:
         """End `run` after the running round, or at once if there is none."""
-        self._leaving = True
-        if self._coordinator is not None:
-            self._coordinator.drain.request()
+        self._runs.leave()
 
-    def _by_processes(self) -> list[list[int]]:
-        """Numbers of the variants, by the processes that their participants need."""
+    def _groups(self) -> list[list[int]]:
+        """Numbers of the variants, by the participants that they need."""
         groups: dict[str, list[int]] = {}
         for number, job in enumerate(self._jobs):
-            needed = (participant_commands(job, "", self.directory), job.time.lease_seconds)
-            groups.setdefault(repr(needed), []).append(number)
+            groups.setdefault(self._runs.needs(job), []).append(number)
         return list(groups.values())
 
-    async def _run_one(self, number: int, seed: int, link: Link) -> Mapping[str, Any]:
+    async def _run_one(self, number: int, seed: int) -> Mapping[str, Any]:
         job = with_changes(self._jobs[number], {"seed": seed})
-        with contextlib.closing(self._open(f"{self._names[number]}-{seed}", job)) as store:
-            with store.locked():
-                coordinator = self._coordinator = Coordinator(store, link)
-                check_participants(store.job, load_policy(store.job.strategy))
-                if self._leaving:
-                    coordinator.drain.request()
-                final = await coordinator.run()
-            state = coordinator.state
-            return {"rounds": state.round, "cost": state.spent, **final.metrics}
+        state, final = await self._runs.train(self._open(self._directory_of(number, seed), job))
+        return {"rounds": state.round, "cost": state.spent, **final.metrics}
 
-    def _open(self, name: str, job: Job) -> Store:
-        directory = self.directory / name
+    def _directory_of(self, number: int, seed: int) -> Path:
+        return self.directory / f"{self._names[number]}-{seed}"
+
+    def _open(self, directory: Path, job: Job) -> Store:
         if not (directory / "job.json").exists():
-            return Store.create(directory, job, self.base)
+            return self._runs.create(directory, job, self.base)
         store = Store.open_to_continue(directory)
         if store.job != job:
             store.close()
@@ -149,10 +171,27 @@ class JobComparison:
             )
         return store
 
-    def _decline(self, name: str, role: link_pb2.Role, reason: str) -> None:
-        """Report a failed process to the run in progress; processes outlive runs."""
-        if self._coordinator is not None:
-            self._coordinator.roster.decline(name, role, reason)
+    def _progress(
+        self, number: int, seed: int, results: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> str:
+        """A line about a finished run."""
+        done, result = sum(map(len, results)), results[number][-1]
+        metrics = {key: value for key, value in result.items() if key not in ("rounds", "cost")}
+        what = ", ".join(filter(None, (in_words(self.variants[number]), f"seed {seed}")))
+        runs = len(self.variants) * self.seeds
+        return f"run {done} of {runs}: {what}: {format_metrics(metrics)}"
+
+    def _curves(self) -> Iterator[Curve]:
+        """What was measured in each round of each run."""
+        for number, changes in enumerate(self.variants):
+            for seed in range(1, self.seeds + 1):
+                with contextlib.closing(Store.open(self._directory_of(number, seed))) as store:
+                    rounds = {
+                        record.round: dict(record.metrics)
+                        for record in store.attempts()
+                        if isinstance(record, RoundRecord) and record.metrics
+                    }
+                yield Curve(in_words(changes) or self.job.name, seed, changes, rounds)
 
     def _table(self, results: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
         """A row for each variant: its changes, and the means of its runs."""

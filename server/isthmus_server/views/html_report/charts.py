@@ -74,23 +74,40 @@ def ticks(low: float, high: float) -> list[float]:
     return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line through points, with a mark for each."""
+
+    points: Sequence[Point]
+    """In the order of the line."""
+    kind: str = "line"
+    """Its style class."""
+
+
 def line_chart(
     points: Sequence[Point], *, title: str, x_label: str, limit: float | None = None
 ) -> str:
-    """A line through points with a mark for each.
+    """A chart of one line; see `lines_chart`."""
+    return lines_chart([Line(points)], title=title, x_label=x_label, limit=limit)
+
+
+def lines_chart(
+    lines: Sequence[Line], *, title: str, x_label: str, limit: float | None = None
+) -> str:
+    """Lines with the same axes.
 
     Args:
-        points: in the order of the line; those with figures that are not finite are left out.
+        lines: their points with figures that are not finite are left out.
         title: what `y` is.
         x_label: what `x` is.
         limit: a value of `y` that is drawn as a dashed line.
 
     Returns the SVG; empty without points.
     """
-    points = [point for point in points if math.isfinite(point.x) and math.isfinite(point.y)]
+    drawn = [dataclasses.replace(line, points=_drawable(line.points)) for line in lines]
+    points = [point for line in drawn for point in line.points]
     if not points:
         return ""
-    points = thinned(points)
     heights = [point.y for point in points] + ([] if limit is None else [limit])
     x_low, x_high = min(point.x for point in points), max(point.x for point in points)
     y_low, y_high = min(heights), max(heights)
@@ -125,20 +142,27 @@ def line_chart(
             f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{down(limit):.1f}" '
             f'y2="{down(limit):.1f}"><title>limit {figure(limit)}</title></line>'
         )
-    path = " ".join(f"{across(point.x):.1f},{down(point.y):.1f}" for point in points)
-    parts.append(f'<polyline class="line" points="{path}"/>')
     radius = 3 if len(points) <= 100 else 1.5
-    parts += [
-        f'<circle class="{text(point.kind)}" cx="{across(point.x):.1f}" '
-        f'cy="{down(point.y):.1f}" r="{radius}"><title>{text(point.label)}</title></circle>'
-        for point in points
-    ]
+    for line in drawn:
+        path = " ".join(f"{across(point.x):.1f},{down(point.y):.1f}" for point in line.points)
+        parts.append(f'<polyline class="{text(line.kind)}" points="{path}"/>')
+        parts += [
+            f'<circle class="{text(point.kind)}" cx="{across(point.x):.1f}" '
+            f'cy="{down(point.y):.1f}" r="{radius}"><title>{text(point.label)}</title></circle>'
+            for point in line.points
+        ]
     first, last = points[0], points[-1]
     spoken = f"{title} against {x_label}: from {figure(first.y)} to {figure(last.y)}"
+    if len(drawn) > 1:
+        spoken = f"{title} against {x_label}: {len(drawn)} lines"
     return (
         f"<figure><figcaption>{text(title)} against {text(x_label)}</figcaption>"
         f"{_svg(_WIDTH, _HEIGHT, spoken, parts)}</figure>"
     )
+
+
+def _drawable(points: Sequence[Point]) -> Sequence[Point]:
+    return thinned([each for each in points if math.isfinite(each.x) and math.isfinite(each.y)])
 
 
 def timeline(spans: Sequence[Span], rounds: int) -> str:

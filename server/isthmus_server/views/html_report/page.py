@@ -57,8 +57,15 @@ def html_page(report: Report, now: float | None = None) -> str:
         ("Privacy", _privacy(report, attempts)),
         ("Datacenter", _datacenter(report.rounds)),
     ]
-    body = "".join(f"<section><h2>{title}</h2>{part}</section>" for title, part in sections if part)
-    title = f"{text(report.run_id)}: {text(report.status)}"
+    return document(f"{text(report.run_id)}: {text(report.status)}", sections, now)
+
+
+def document(title: str, sections: Sequence[tuple[str, str]], now: float | None = None) -> str:
+    """A page with a title and sections, pairs of a headline and its HTML; empty ones are left out.
+
+    `now` is when it is written, in Unix seconds; by default the clock's time.
+    """
+    body = "".join(f"<section><h2>{name}</h2>{part}</section>" for name, part in sections if part)
     written = utc(time.time() if now is None else now)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

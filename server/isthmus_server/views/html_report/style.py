@@ -36,5 +36,11 @@ svg .hybrid { fill: var(--hybrid); } .key.hybrid { background: var(--hybrid); }
 svg .rejected { fill: var(--rejected); } .key.rejected { background: var(--rejected); }
 svg .dropped, svg .failed { fill: var(--dropped); } .key.dropped { background: var(--dropped); }
 svg .late { fill: var(--late); } .key.late { background: var(--late); }
+.series0 { color: #2f81c4; } .series1 { color: #d9690f; } .series2 { color: #149a73; }
+.series3 { color: #b565a0; } .series4 { color: #a3861a; } .series5 { color: #45a6d9; }
+.series6 { color: #d64545; } .series7 { color: #76818d; }
+svg circle[class*=series] { fill: currentColor; } .key[class*=series] { background: currentColor; }
+svg polyline[class*=series] { fill: none; stroke: currentColor; stroke-width: 1.5; }
+svg polyline.again { stroke-dasharray: 6 3; }
 .failure { color: var(--dropped); } footer { margin-top: 2rem; color: var(--soft); }
 """

@@ -1,0 +1,147 @@
+"""The command ``isthmus compare``, and what it has in common with sweeps of simulations."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from isthmus.errors import UserError
+from isthmus_server.commands import (
+    GRACE_SECONDS,
+    fresh_directory,
+    loaded_job,
+    prepare,
+    run_until_stopped,
+)
+from isthmus_server.local.variations import Variation, combinations, parse_variation
+
+if TYPE_CHECKING:
+    from isthmus_server.local.compare import JobComparison
+
+vary_option = click.option(
+    "--vary",
+    multiple=True,
+    metavar="KEY=VALUE,...",
+    help="Values of a key of the job to compare; given several times, all combinations.",
+)
+results_option = click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), help="Write the results to this file."
+)
+
+
+@click.command()
+@click.argument("job", type=click.Path(path_type=Path))
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of the job."
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="Directory of the runs. Default: runs/compare-NAME-TIME in the current folder.",
+)
+@click.option(
+    "--policies",
+    show_default="datacenter,federated; none with --vary",
+    help="Policies to compare with the job's own, at the same budget.",
+)
+@vary_option
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Runs of each variant, with seeds 1, 2, ...",
+)
+@results_option
+def compare(
+    job: Path,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    policies: str | None,
+    vary: tuple[str, ...],
+    seeds: int,
+    json_file: Path | None,
+) -> None:
+    """Train JOB under several policies, or with several values of its keys; print the results.
+
+    Ctrl-C or SIGTERM ends it after the running round, for which it waits up to 30 s. The same
+    command with its --run-dir continues it.
+    """
+    from isthmus_server.local.fork_server import ParticipantForkServer
+
+    loaded = loaded_job(job, overrides)
+    varied = parse_variations(vary)
+    named = "" if varied else "datacenter,federated"
+    names = [loaded.strategy.policy]
+    for name in (named if policies is None else policies).split(","):
+        if name and name not in names:
+            names.append(name)
+    if len(names) > 1 or not varied:
+        varied.insert(0, ("strategy.policy", names))
+    variants = combinations(varied)
+    directory = run_dir or fresh_directory(loaded, "compare-")
+    check_writable(directory, json_file)
+    # The fork must happen before this process opens files or starts threads.
+    ranks = loaded.datacenter.ranks > 0 or any("datacenter.ranks" in each for each in variants)
+    with ParticipantForkServer.fork(ranks=ranks) as fork_server:
+        prepare()
+        from isthmus_server.local.compare import JobComparison
+        from isthmus_server.local.compared_runs import LocalRuns
+
+        runs = LocalRuns(directory, fork_server)
+        base = job.resolve().parent
+        run_comparison(JobComparison(loaded, base, directory, variants, seeds, runs), json_file)
+
+
+def parse_variations(texts: Sequence[str]) -> list[Variation]:
+    """Read the values of `--vary`.
+
+    Raises:
+        JobError: one is not of the form `key.sub=value,value`.
+        UserError: the seed is varied.
+    """
+    varied = [parse_variation(text) for text in texts]
+    if any(key == "seed" for key, _ in varied):
+        raise UserError("--vary seed has no effect: every variant is run with --seeds seeds")
+    return varied
+
+
+def check_writable(directory: Path, file: Path | None) -> None:
+    """Create the directory of a comparison, and the file of its results: fail now, not at the end.
+
+    Raises:
+        UserError: one of them cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if file is not None:
+            file.touch()
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be written: {error.strerror}") from None
+
+
+def run_comparison(
+    comparison: JobComparison,
+    json_file: Path | None,
+    grace: float | None = GRACE_SECONDS,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
+    """Run a comparison until it ends or is stopped; write its results to a file.
+
+    `grace` and `loop_factory` are as for `run_until_stopped`.
+    """
+    try:
+        work = comparison.run(Console())
+        figures = run_until_stopped(work, comparison.leave, grace, loop_factory)
+    except click.Abort:
+        again = f"the same command with  --run-dir {comparison.directory}  continues"
+        click.echo(f"stopped; {again}", err=True)
+        raise
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=1) + "\n")

@@ -1,0 +1,111 @@
+"""Write the runs of a comparison as one HTML page with their curves."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from isthmus_server.views.html_report.charts import Line, Point, figure, lines_chart, text
+from isthmus_server.views.html_report.page import document
+
+_COLOURS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """What was measured in the rounds of one run."""
+
+    variant: str
+    """Its variant in words."""
+    seed: int
+    changes: Mapping[str, Any]
+    """What its variant changes in the job, by key."""
+    rounds: Mapping[int, Mapping[str, float]]
+    """Metrics by round."""
+
+    def last(self, metric: str) -> float | None:
+        """The newest value of a metric."""
+        values = [metrics[metric] for metrics in self.rounds.values() if metric in metrics]
+        return values[-1] if values else None
+
+
+def comparison_page(name: str, curves: Sequence[Curve], now: float | None = None) -> str:
+    """The whole page.
+
+    Args:
+        name: of the job.
+        curves: of all runs; those of one variant follow each other.
+        now: when it is written, in Unix seconds; by default the clock's time.
+    """
+    variants: dict[str, list[Curve]] = {}
+    for curve in curves:
+        variants.setdefault(curve.variant, []).append(curve)
+    metrics = dict.fromkeys(
+        metric for curve in curves for row in curve.rounds.values() for metric in row
+    )
+    kinds = {variant: _kind(number) for number, variant in enumerate(variants)}
+    legend = "".join(
+        f'<li><span class="key {kind}"></span>{text(variant)}</li>'
+        for variant, kind in kinds.items()
+    )
+    seeds = max((len(members) for members in variants.values()), default=0)
+    mean = f"Lines are means of {seeds} seeds." if seeds > 1 else "One seed."
+    by_round = "".join(_against_rounds(metric, variants, kinds) for metric in metrics)
+    by_key = "".join(_against_key(metric, variants, kinds) for metric in metrics)
+    sections = [
+        ("Runs", f'<p>{mean}</p><ul class="legend">{legend}</ul>'),
+        ("Rounds", by_round and f'<div class="charts">{by_round}</div>'),
+        ("Ends of the runs", by_key and f'<div class="charts">{by_key}</div>'),
+    ]
+    return document(f"{text(name)}: comparison", sections, now)
+
+
+def _kind(number: int) -> str:
+    """The style of a variant; colours repeat with dashes."""
+    again = " again" if number // _COLOURS % 2 else ""
+    return f"series{number % _COLOURS}{again}"
+
+
+def _against_rounds(
+    metric: str, variants: Mapping[str, Sequence[Curve]], kinds: Mapping[str, str]
+) -> str:
+    """The mean over seeds in each round in which all seeds were measured."""
+    lines = []
+    for variant, members in variants.items():
+        common = set.intersection(
+            *({number for number, row in each.rounds.items() if metric in row} for each in members)
+        )
+        points = []
+        for number in sorted(common):
+            mean = statistics.mean(each.rounds[number][metric] for each in members)
+            label = f"{variant}, round {number}: {figure(mean)}"
+            points.append(Point(number, mean, kinds[variant], label))
+        lines.append(Line(points, kinds[variant]))
+    return lines_chart(lines, title=metric, x_label="rounds")
+
+
+def _against_key(
+    metric: str, variants: Mapping[str, Sequence[Curve]], kinds: Mapping[str, str]
+) -> str:
+    """The newest value of each run against the key that is varied, if it is a single number."""
+    changes = [members[0].changes for members in variants.values()]
+    keys = dict.fromkeys(key for each in changes for key in each)
+    if len(keys) != 1 or len(variants) < 2:
+        return ""
+    (key,) = keys
+    if not all(type(each[key]) in (int, float) for each in changes):
+        return ""
+    means, marks = [], []
+    for variant, members in sorted(variants.items(), key=lambda one: one[1][0].changes[key]):
+        x, kind = float(members[0].changes[key]), kinds[variant]
+        ends = [(each.seed, end) for each in members if (end := each.last(metric)) is not None]
+        if not ends:
+            continue
+        mean = statistics.mean(end for _, end in ends)
+        means.append(Point(x, mean, kind, f"{variant}: {figure(mean)}, the mean"))
+        for seed, end in ends:
+            mark = Point(x, end, kind, f"{variant}, seed {seed}: {figure(end)}")
+            marks.append(Line([mark], kind))
+    return lines_chart([Line(means), *marks], title=metric, x_label=key)

@@ -1,0 +1,98 @@
+"""Simulations of several values and seeds by one command."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from isthmus.errors import UserError
+from isthmus_simulation.commands import simulate
+
+JOB = """
+name = "table"
+rounds = 2
+
+[task]
+source = "task.py:Learn"
+
+[strategy]
+policy = "federated"
+
+[federated]
+local_steps = 2
+batch_size = 4
+
+[simulation]
+processes = 1
+training = "one-by-one"
+"""
+
+COMMON = ("--clients", "6", "--cohort", "4")
+
+
+@pytest.fixture
+def job(write_task, tmp_path):
+    """The file of a job of six simulated devices."""
+    write_task()
+    file = tmp_path / "job.toml"
+    file.write_text(JOB)
+    return str(file)
+
+
+@pytest.fixture
+def sweep(job):
+    """Run `isthmus simulate` as a process."""
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "isthmus", "simulate", job, *COMMON, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    return run
+
+
+def test_every_combination_and_seed_is_a_run_with_the_bits_of_a_single_one(sweep, tmp_path):
+    directory, results = tmp_path / "sweep", tmp_path / "results.json"
+    arguments = (
+        *("--run-dir", str(directory), "--json", str(results)),
+        *("--vary", "federated.proximal=0,0.5", "--seeds", "2"),
+    )
+    told = sweep(*arguments)
+    assert "run 4 of 4: federated.proximal=0.5, seed 2: " in told
+    assert "mean of 2 seeds" in told
+    found = json.loads(results.read_text())
+    assert [each["changes"] for each in found["variants"]] == [
+        {"federated.proximal": 0},
+        {"federated.proximal": 0.5},
+    ]
+    assert [len(each["runs"]) for each in found["variants"]] == [2, 2]
+    assert "federated.proximal=0.5" in (directory / "comparison.html").read_text()
+    models = {file: file.read_bytes() for file in directory.glob("*/model.safetensors")}
+    assert len(set(models.values())) == len(models) == 4
+    single = tmp_path / "single"
+    sweep("--run-dir", str(single), "--set", "federated.proximal=0.5", "--set", "seed=2")
+    assert (single / "model.safetensors").read_bytes() in models.values()
+    sweep(*arguments)  # continues, and has nothing left to do
+    assert json.loads(results.read_text()) == found
+    assert {file: file.read_bytes() for file in models} == models
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--vary", "rounds=1,2", "--resume"), "--resume is for one run"),
+        (("--seeds", "2", "--track", "tensorboard"), "--track is for one run"),
+        (("--json", "results.json"), "--json has the results of --vary or --seeds"),
+        (("--vary", "seed=1,2"), "--vary seed has no effect"),
+        (("--vary", "rounds"), "is not of the form"),
+        (("--vary", "federated.cohort=4,9"), "9"),
+    ],
+)
+def test_what_a_sweep_cannot_do_is_refused(job, tmp_path, arguments, sentence):
+    given = [job, *COMMON, "--run-dir", str(tmp_path / "sweep"), *arguments]
+    result = CliRunner().invoke(simulate, given)
+    assert isinstance(result.exception, UserError)
+    assert sentence in str(result.exception)
+    assert not list(tmp_path.glob("sweep/*/job.json"))
