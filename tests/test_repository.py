@@ -97,8 +97,8 @@ COMMANDS = [
     "isthmus server token create --expires --kind --name --uses STATE",
     "isthmus server verify STATE",
     (
-        "isthmus simulate --clients --cohort --log-format --metrics --quiet --resume --run-dir"
-        " --set --track JOB"
+        "isthmus simulate --clients --cohort --json --log-format --metrics --quiet --resume"
+        " --run-dir --seeds --set --track --vary JOB"
     ),
     "isthmus statistics --address --output --run-dir --set JOB",
     "isthmus submit --project --set --share --state JOB",
