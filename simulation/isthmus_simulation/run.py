@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -121,9 +122,8 @@ class Simulation:
             events.subscribe(population.follow)
             progress = SimulationProgress(observers.console, job, fleet, clock)
             events.subscribe(progress)
-            gc.collect()
-            gc.freeze()  # what every collection would look through for nothing
-            final = await coordinator.run()
+            with _existing_objects_kept():
+                final = await coordinator.run()
         progress.end()
         return final
 
@@ -138,6 +138,17 @@ class Simulation:
         self._leaving = True
         if self._coordinator is not None:
             self._coordinator.drain.request()
+
+
+@contextlib.contextmanager
+def _existing_objects_kept() -> Iterator[None]:
+    """Have garbage collections pass over what exists: most objects live as long as the run."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def fleet_of(job: Job, directory: Path) -> VirtualFleet:
