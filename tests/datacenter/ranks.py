@@ -324,3 +324,33 @@ def refusals(rank: int, open_commands: list[dict[str, Any]], state: str) -> list
         except ConsensusError as error:
             messages.append(str(error))
     return messages
+
+
+# -- differential privacy -------------------------------------------------------------------------
+
+
+def private_sums(
+    rank: int, operations: list[tuple[dict[str, Any], list[list[int]], str]]
+) -> list[dict[str, list[float]]]:
+    """The gradients of one step of each run, of the examples that each rank is given.
+
+    Args:
+        rank: this rank.
+        operations: the command that opens a run, the examples of each rank, a state directory.
+
+    Returns:
+        The sum over all ranks for each parameter.
+    """
+    shard_every_block()
+    sums = []
+    for open_command, draws, state in operations:
+        engine = build_engine(rank, open_command, state)
+        batch = engine.batch_source.read(draws[rank])  # type: ignore[union-attr]  # it is private
+        engine.forward_backward.run(batch, 1.0, lambda: ControlSignal.CONTINUE)
+        sums.append(
+            {
+                name: (each.full_tensor() if isinstance(each, DTensor) else each).flatten().tolist()
+                for name, each in engine.shard.gradients().items()
+            }
+        )
+    return sums

@@ -154,6 +154,9 @@ class DatacenterPrivacy(Section):
     """Number of examples that a datacenter has; it is not protected."""
     clip: Positive = 1.0
     """Bound on the 2-norm of the gradient of one example."""
+    clipping: Literal["per_example", "ghost"] = "per_example"
+    """`ghost` finds the norms of gradients without the gradients, for large models, and also with
+    zero_stage 1 to 3; not with all layers."""
     noise: Positive | None = None
     """Noise multiplier: standard deviation of the noise in the sum of a step's gradients, over
     `clip`. Default: the least with which `steps` stay within `epsilon`."""
@@ -200,8 +203,12 @@ class DatacenterPrivacy(Section):
             ValueError: with what to change.
         """
         for name, needed, why in _LAYOUT:
+            if name == "zero_stage" and self.clipping == "ghost":
+                continue
             if getattr(section, name) != needed:
                 remedy = f"set {name} = {json.dumps(needed)}"
+                if name == "zero_stage":
+                    remedy += ', or datacenter.privacy.clipping = "ghost"'
                 raise ValueError(
                     f"datacenter.privacy: {name}={getattr(section, name)!r} does not work with it, "
                     f"because {why}; {f'remove {name}' if needed is None else remedy}"
@@ -233,7 +240,11 @@ _LAYOUT: tuple[tuple[str, object, str], ...] = (
     ("zero_stage", 0, _SHARDED),
     ("tensor_parallel", 1, "no rank has the whole gradient of an example to clip"),
     ("pipeline_parallel", 1, "no rank has the whole gradient of an example to clip"),
-    ("precision", "fp32", _SHARDED),
+    (
+        "precision",
+        "fp32",
+        "the bound on the gradient of an example would not hold with its rounding",
+    ),
     ("accumulate", 1, "the examples of a step are already taken in parts"),
     ("compile", False, "torch.compile does not compile per-example gradients"),
     ("checkpoint_activations", False, "per-example gradients cannot recompute activations"),

@@ -72,7 +72,7 @@ class ParallelDims:
     compile: bool = False
     checkpoint_activations: bool = False
     private: bool = False
-    """Whether gradients of single examples are needed, which `fully_shard` does not have."""
+    """Whether a rank needs the whole model for itself, for the gradients of single examples."""
 
     @classmethod
     def from_section(cls, section: DatacenterSection, ranks: int) -> ParallelDims:
@@ -96,7 +96,7 @@ class ParallelDims:
             precision=section.precision,
             compile=section.compile,
             checkpoint_activations=section.checkpoint_activations,
-            private=section.privacy is not None,
+            private=section.privacy is not None and section.zero_stage == 0,
         )
         dims.check()
         return dims

@@ -32,6 +32,7 @@ from isthmus_datacenter.training.data import BatchSource, ExampleOrder
 from isthmus_datacenter.training.evaluation import Evaluator
 from isthmus_datacenter.training.forward_backward import ForwardBackward
 from isthmus_datacenter.training.private.examples import SampledExamples
+from isthmus_datacenter.training.private.ghost_step import GhostForwardBackward
 from isthmus_datacenter.training.private.refusals import check_layers, check_numbers, check_task
 from isthmus_datacenter.training.private.step import PrivateForwardBackward
 from isthmus_datacenter.training.rng import seed_all
@@ -237,11 +238,15 @@ class Engine:
             shard = parallelize(
                 self.task, model, self.dims, self.placement.rank, device, sample=self._sample
             )
-        forward_backward = self._make_forward_backward(shard)
-        forward_backward.model.train()
         with fail_together():
+            forward_backward = self._make_forward_backward(shard)
+            forward_backward.model.train()
             if self.private:
                 check_layers(forward_backward.model)
+            if isinstance(forward_backward, GhostForwardBackward):
+                assert isinstance(self.batch_source, SampledExamples)
+                sample = range(min(_SAMPLE_EXAMPLES, self.examples))
+                forward_backward.check(self.batch_source.read(sample)[0])
             optimizer = self._build_optimizer(shard)
         return shard, forward_backward, optimizer
 
@@ -262,9 +267,10 @@ class Engine:
 
     def _make_forward_backward(self, shard: ModelShard) -> ForwardBackward:
         rank, device = self.placement.rank, self.placement.device
-        if self.private:
-            section = self.job.datacenter
-            return PrivateForwardBackward(self.task, shard, rank, device, section)
+        section = self.job.datacenter
+        if section.privacy is not None:
+            kind = {"per_example": PrivateForwardBackward, "ghost": GhostForwardBackward}
+            return kind[section.privacy.clipping](self.task, shard, rank, device, section)
         return ForwardBackward(self.task, shard, rank, device, self.order.batch_size)
 
     def _build_optimizer(self, shard: ModelShard) -> ShardedOptimizer:

@@ -1,0 +1,322 @@
+"""Norms of the gradients of all examples of a batch, from one backward pass (ghost clipping).
+
+Hooks on the layers see each layer's input and the gradient of its output, from which the gradient
+of every example follows. That of linear layers and embeddings is never computed, only its norm
+(`outer_products`); that of other layers, which are small, is computed for one layer at a time.
+
+The backward pass computes no gradient of a parameter, so that it works with `fully_shard`: nothing
+is reduced, and the layers have their whole parameters when gradients pass them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
+from torch.func import functional_call, vjp, vmap
+
+from isthmus.errors import TaskError
+from isthmus_datacenter.training.private.outer_products import (
+    OuterProducts,
+    slices,
+    squared,
+    squared_norms,
+)
+
+PER_EXAMPLE = "set datacenter.privacy.clipping = 'per_example', with zero_stage = 0"
+"""What is possible for all models."""
+
+_Summand = OuterProducts | torch.Tensor
+"""The gradients of one parameter at one of its places: as they are, or (B, ...)."""
+
+
+class ExampleNorms:
+    """Hooks on the layers of a model that find the norms of the gradients of single examples.
+
+    Hooks do nothing but between `begin` and `end`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Register the hooks, after `fully_shard` has registered its own.
+
+        Raises:
+            TaskError: there is a layer whose norms cannot be found.
+        """
+        self._batch: _Batch | None = None
+        first_names = {id(each): name for name, each in model.named_parameters()}
+        for name, module in model.named_modules():
+            trained = {
+                attribute: first_names[id(each)]
+                for attribute, each in module._parameters.items()
+                if each is not None and each.requires_grad
+            }
+            if trained:
+                _check(name, module)
+                layer = _Layer(name, module, trained)
+                module.register_forward_pre_hook(self._before(layer), with_kwargs=True)
+                module.register_forward_hook(self._after(layer), with_kwargs=True)
+
+    def begin(self, alive: torch.Tensor) -> None:
+        """Begin a batch, before its forward pass.
+
+        Args:
+            alive: (B) bool; the layers replace the inputs of other examples by zeros, and do not
+                pass their gradients on, so that nothing of them is in a sum, even if not finite.
+        """
+        self._batch = _Batch(alive)
+
+    def end(self) -> None:
+        """End the batch."""
+        self._batch = None
+
+    def squares(self, losses: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Squared norms of the gradients of each parameter, after the forward pass of a batch.
+
+        Args:
+            losses: (B) of each example; their graph is kept.
+
+        Returns:
+            (B) float64 for each parameter by its first name; not finite for gradients that are not.
+        """
+        batch = self._batch
+        assert batch is not None
+        batch.measures = True
+        torch.autograd.grad(losses.sum(), batch.lowest, retain_graph=True, allow_unused=True)
+        batch.measures = False
+        for name, summands in batch.several.items():
+            batch.squares[name] = _squares_of_sum(summands)
+        batch.several.clear()
+        return batch.squares
+
+    # -- hooks ----------------------------------------------------------------------------------
+
+    def _before(self, layer: _Layer) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            batch = self._batch
+            if batch is None:
+                return None
+            given = layer.input_of(args, kwargs)
+            prepared = layer.one_for_each(given, batch)
+            if prepared.is_floating_point():
+                prepared = batch.without_dead(prepared)
+            if prepared is given:
+                return None
+            if args:
+                return (prepared,), kwargs
+            return args, dict.fromkeys(kwargs, prepared)
+
+        return hook
+
+    def _after(self, layer: _Layer) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            batch = self._batch
+            if batch is None:
+                return
+            given = layer.input_of(args, kwargs)
+            layer.check_output(output, batch.size)
+            if not output.requires_grad:
+                return
+            batch.uses.update(layer.trained.values())
+            if not given.requires_grad:
+                # Every path of the backward pass ends at one of these. An edge, since a later
+                # operation may change the output in place.
+                batch.lowest.append(get_gradient_edge(output))
+            given = given.detach()
+
+            def receive(gradient: torch.Tensor) -> torch.Tensor:
+                gradient = batch.without_dead(gradient)
+                if batch.measures:
+                    with torch.no_grad():
+                        batch.add(layer, given, gradient)
+                return gradient
+
+            output.register_hook(receive)
+
+        return hook
+
+
+class _Layer:
+    """A layer with parameters that are trained."""
+
+    def __init__(self, name: str, module: nn.Module, trained: Mapping[str, str]) -> None:
+        self.name, self.module = name, module
+        self.trained = trained
+        """First names of its parameters in the model, by attribute."""
+        self._without_examples: bool | None = None
+        """Whether the inputs are the same for all examples, such as positions; None if unknown."""
+
+    def input_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """The one tensor that the layer is called with."""
+        values = [*args, *kwargs.values()]
+        if len(values) != 1 or not isinstance(values[0], torch.Tensor):
+            raise self._refused("is not called with one tensor alone")
+        return values[0]
+
+    def one_for_each(self, given: torch.Tensor, batch: _Batch) -> torch.Tensor:
+        """The input with one row for each example; an embedding may have the same for all."""
+        without = given.ndim == 0 or len(given) != batch.size
+        if self._without_examples is None:
+            self._without_examples = without
+        if not self._without_examples and not without:
+            return given
+        if not isinstance(self.module, nn.Embedding) or not self._without_examples:
+            raise self._refused(
+                f"gets a tensor of shape {tuple(given.shape)} for {batch.size} examples, and needs "
+                "one row for each"
+            )
+        rows = given if given.ndim > 1 and len(given) == 1 else given.unsqueeze(0)
+        return rows.expand(batch.size, *rows.shape[1:])
+
+    def check_output(self, output: Any, examples: int) -> None:
+        """Refuse an output that is not one tensor with a row for each example."""
+        if not isinstance(output, torch.Tensor) or len(output) != examples:
+            raise self._refused("does not return one tensor with a row for each example")
+
+    def gradients(self, given: torch.Tensor, gradient: torch.Tensor) -> dict[str, _Summand]:
+        """The gradients of the parameters for all examples, by attribute."""
+        module = self.module
+        if isinstance(module, nn.Linear):
+            gradient = gradient.flatten(1, -2) if gradient.ndim > 2 else gradient.unsqueeze(1)
+            given = given.flatten(1, -2) if given.ndim > 2 else given.unsqueeze(1)
+            shape = torch.Size((module.out_features, module.in_features))
+            weight = OuterProducts(gradient, given, shape)
+            return {name: weight if name == "weight" else gradient.sum(1) for name in self.trained}
+        assert isinstance(module, nn.Embedding)
+        gradient = gradient.flatten(1, -2) if gradient.ndim > 2 else gradient.unsqueeze(1)
+        rows = given.flatten(1) if given.ndim > 1 else given.unsqueeze(1)
+        if module.padding_idx is not None:  # its row is not trained
+            gradient = gradient.masked_fill((rows == module.padding_idx).unsqueeze(-1), 0)
+        shape = torch.Size((module.num_embeddings, module.embedding_dim))
+        return {"weight": OuterProducts(rows, gradient, shape)}
+
+    def computed(self, given: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The gradients (B, ...) of the parameters of any layer."""
+        called = _Forward(_kind(self.module), self.module)
+        parameters = {name: each.detach() for name, each in self.parameters().items()}
+
+        def of_one(row: torch.Tensor, output_gradient: torch.Tensor) -> Any:
+            def forward(values: Mapping[str, torch.Tensor]) -> Any:
+                named = {f"module.{name}": each for name, each in values.items()}
+                return functional_call(called, named, (row.unsqueeze(0),)).squeeze(0)
+
+            return vjp(forward, parameters)[1](output_gradient)[0]
+
+        gradients: dict[str, torch.Tensor] = vmap(of_one)(given, gradient)
+        return gradients
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that are trained, by attribute; whole while gradients pass the layer."""
+        own = self.module.named_parameters(recurse=False)
+        return {name: each for name, each in own if name in self.trained}
+
+    def _refused(self, why: str) -> TaskError:
+        return refused(self.name, self.module, why)
+
+
+@dataclasses.dataclass
+class _Batch:
+    """What the hooks find for one batch."""
+
+    alive: torch.Tensor
+    measures: bool = False
+    """Whether gradients that pass are those whose norms are wanted."""
+    lowest: list[GradientEdge] = dataclasses.field(default_factory=list)
+    """Outputs of layers whose inputs do not depend on other layers."""
+    uses: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Places of each parameter: layers that share it, and calls of them."""
+    squares: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    several: defaultdict[str, list[_Summand]] = dataclasses.field(
+        default_factory=lambda: defaultdict(list)
+    )
+    """Gradients of parameters with several places: the norm of their sum is wanted."""
+
+    def __post_init__(self) -> None:
+        self.size = len(self.alive)
+        self._has_dead = not bool(self.alive.all())
+
+    def without_dead(self, rows: torch.Tensor) -> torch.Tensor:
+        """Zeros in place of the rows of examples that are not alive."""
+        if not self._has_dead:
+            return rows
+        return torch.where(self.alive.view(-1, *[1] * (rows.ndim - 1)), rows, 0)
+
+    def add(self, layer: _Layer, given: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add the gradients of a layer's parameters at one place."""
+        if isinstance(layer.module, nn.Linear | nn.Embedding):
+            for attribute, summand in layer.gradients(given, gradient).items():
+                name = layer.trained[attribute]
+                if self.uses[name] > 1:
+                    self.several[name].append(summand)
+                else:
+                    self.squares[name] = _squares_of_sum([summand])
+            return
+        elements = sum(each.numel() for each in layer.parameters().values())
+        parts: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+        for some in slices(self.size, elements):
+            for attribute, each in layer.computed(given[some], gradient[some]).items():
+                name = layer.trained[attribute]
+                parts[name].append(each if self.uses[name] > 1 else squared(each))
+        for name, pieces in parts.items():
+            if self.uses[name] > 1:
+                self.several[name].append(torch.cat(pieces))
+            else:
+                self.squares[name] = torch.cat(pieces)
+
+
+def refused(name: str, module: nn.Module, why: str) -> TaskError:
+    """The error for a layer whose norms cannot be found."""
+    return TaskError(
+        f"layer {name!r} ({_kind(module).__name__}) {why}, so that ghost clipping cannot find the "
+        f"norm of an example's gradient; {PER_EXAMPLE}"
+    )
+
+
+def _squares_of_sum(summands: Sequence[_Summand]) -> torch.Tensor:
+    """Squared norms (B) of the sum of gradients of one parameter at its places."""
+    products = [each for each in summands if isinstance(each, OuterProducts)]
+    if len(products) == len(summands):
+        return squared_norms(products)
+    dense = [each.dense() if isinstance(each, OuterProducts) else each for each in summands]
+    return squared(sum(dense[1:], start=dense[0]))
+
+
+def _check(name: str, module: nn.Module) -> None:
+    """Refuse layers whose gradients do not follow from their input and output."""
+    kind = _kind(module)
+    if isinstance(module, nn.Linear | nn.Embedding):
+        known: type[nn.Module] = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
+        if kind.forward is not known.forward:
+            raise refused(name, module, f"changes forward() of {known.__name__}")
+    if isinstance(module, nn.Embedding):
+        if module.scale_grad_by_freq:
+            raise refused(name, module, "has scale_grad_by_freq=True, which mixes examples")
+        if module.max_norm is not None:
+            raise refused(name, module, "has max_norm, which changes weights without noise")
+    elif next(module.children(), None) is not None:
+        raise refused(name, module, "has parameters of its own besides those of its layers")
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before `fully_shard` gave it another."""
+    if not isinstance(module, FSDPModule):
+        return type(module)
+    kinds = (each for each in type(module).__mro__ if issubclass(each, nn.Module))
+    return next(each for each in kinds if not issubclass(each, FSDPModule))
+
+
+class _Forward(nn.Module):
+    """Calls the forward() of a module's class, without its hooks."""
+
+    def __init__(self, kind: type[nn.Module], module: nn.Module) -> None:
+        super().__init__()
+        self.kind, self.module = kind, module
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.kind.forward(self.module, given)
+        return output

@@ -1,0 +1,277 @@
+"""One step of DP-SGD with ghost clipping: no gradient of a single example exists.
+
+A batch goes forward once and backward twice: first for the norm of each example's gradient
+(`example_norms`), then for the sum of the losses, each times the factor that clips its gradient.
+The second pass is an ordinary one, whose gradients `fully_shard` reduces to each rank's shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from isthmus.errors import TaskError
+from isthmus.job.datacenter import DatacenterSection
+from isthmus.task import Task, user_code
+from isthmus.task.scoring import Averages, losses_of, map_tensors, pair_of
+from isthmus_datacenter.messages import ReadSignal
+from isthmus_datacenter.parallel.model_shard import GradientAllReduce, ModelShard, local
+from isthmus_datacenter.training.consensus import start_units_all_reduce
+from isthmus_datacenter.training.forward_backward import ForwardBackward, StepResult
+from isthmus_datacenter.training.private.example_norms import PER_EXAMPLE, ExampleNorms
+from isthmus_datacenter.training.private.examples import ExampleGroup
+from isthmus_privacy.dp.gaussian import KEY_BYTES, GaussianDraws
+
+_ROUNDING = 1 - 2.0**-16
+"""Factor of the clipping bound: the second pass rounds otherwise than the first, in float32."""
+_TOLERANCE = 1e-3
+"""Of squared norms, relative to those that `check` computes otherwise."""
+
+
+class GhostForwardBackward(ForwardBackward):
+    """Computes gradients with differential privacy in place of those of a batch.
+
+    Guarantees:
+      * one example changes the sum of a step by a 2-norm of at most the clipping bound;
+      * every element of a trained parameter gets noise once in every step, on the rank that has it;
+      * all ranks run the same number of passes, whatever they have drawn;
+      * nothing else of a step that depends on data leaves this class: neither losses nor counts.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        shard: ModelShard,
+        rank: int,
+        device: torch.device,
+        section: DatacenterSection,
+    ) -> None:
+        """`section` has `privacy`, with its noise.
+
+        Raises:
+            TaskError: the norms of a layer cannot be found.
+        """
+        super().__init__(task, shard, rank, device, section.batch_size)
+        privacy = section.privacy
+        assert privacy is not None
+        assert privacy.noise is not None
+        assert shard.all_reduce is None
+        self._clip = privacy.clip
+        self._deviation = privacy.noise * privacy.clip
+        self._expected = section.private_batch
+        self._sharded = isinstance(self.model, FSDPModule)
+        self._adds_noise = self._sharded or rank == 0
+        self._norms = ExampleNorms(self.model)
+        # A step has more than the expected number of examples half of the time, and a second pass
+        # for a few of them would take nearly as long as the first.
+        self._at_once = math.ceil(section.batch_size + 2 * math.sqrt(section.batch_size))
+        self._spare: ExampleGroup | None = None
+        """What a rank without examples passes through the model, with nothing of it in the sum."""
+
+    def check(self, group: ExampleGroup) -> None:
+        """Compare norms with those of the gradient of one example alone. All ranks call this.
+
+        A parameter that is used outside of its layer, and a model in which examples change each
+        other, would have other norms than those that are clipped.
+
+        Args:
+            group: at least one example, the same on all ranks.
+
+        Raises:
+            TaskError: they differ, or are not finite.
+        """
+        self._spare = ExampleGroup(group.one, [each[:1] for each in group.tensors])
+        two = [
+            each[:2] if len(group) > 1 else each.repeat_interleave(2, 0) for each in group.tensors
+        ]
+        with _without_dropout(self.model):
+            self._norms.begin(torch.ones(2, dtype=torch.bool, device=self.device))
+            losses = self._losses(group.one, two)
+            with user_code("the backward pass"):
+                squares = self._norms.squares(losses)
+            self._norms.end()
+            del losses  # with its graph
+            loss = self._losses(group.one, self._spare.tensors).sum()
+            with user_code("the backward pass"):
+                torch.autograd.backward(loss)
+        expected = self._squared_gradients()
+        found = {name: float(squares[name][0]) if name in squares else 0.0 for name in expected}
+        total = sum(expected.values())
+        if not math.isfinite(total + sum(found.values())):
+            raise TaskError(
+                "the gradient of the first example is not finite, so that ghost clipping cannot be "
+                f"checked; remove it, or {PER_EXAMPLE}"
+            )
+        for name, square in expected.items():
+            if abs(found[name] - square) > _TOLERANCE * square + _TOLERANCE**2 * total:
+                raise TaskError(
+                    f"the gradient of parameter {name!r} does not follow from its layers: it is "
+                    "used outside of them, or an example changes the outputs of others; "
+                    f"{PER_EXAMPLE}"
+                )
+
+    def run(
+        self,
+        batch: Any,
+        loss_scale: float,
+        read_signal: ReadSignal,
+        averages: Averages | None = None,
+        optimizer: str = "",
+    ) -> StepResult:
+        """Compute the gradient of one step.
+
+        Args:
+            batch: groups of examples that this rank has drawn.
+            loss_scale: not used, as the precision is float32.
+            read_signal: called once.
+            averages: not used.
+            optimizer: not used.
+
+        Returns:
+            A result without losses, whose units are the expected number of examples.
+
+        Raises:
+            TaskError: the task's code failed.
+        """
+        wait = start_units_all_reduce(0.0, read_signal(), self.dims.ranks)
+        parts = [(group.one, rows) for group in batch for rows in group.parts(self._at_once)]
+        for index in range(self._largest(len(parts)) if self._sharded else len(parts)):
+            if index < len(parts):
+                self._add(*parts[index], alive=True)
+            else:
+                assert self._spare is not None
+                self._add(self._spare.one, self._spare.tensors, alive=False)
+        self._finish_gradients()
+        _, signal = wait()
+        nothing = torch.zeros((), device=self.device)
+        return StepResult(nothing, 0.0, float(self._expected), signal, 1 / self._expected)
+
+    def step_flops(self, batch: Any, samples: float) -> float:
+        """Not counted."""
+        return 0
+
+    # -- passes ---------------------------------------------------------------------------------
+
+    def _add(self, one: Any, rows: Sequence[torch.Tensor], *, alive: bool) -> None:
+        """Add the clipped gradients of some examples to the parameters' `grad`.
+
+        Examples whose gradients are not finite are found by the first backward pass; all passes are
+        then repeated without them, on all ranks, as zero times infinity is not zero.
+        """
+        living = torch.full((len(rows[0]),), alive, dtype=torch.bool, device=self.device)
+        while True:
+            self._norms.begin(living)
+            losses = self._losses(one, rows)
+            self._reshard_after_backward(self.dims.reshard_after_forward)
+            with user_code("the backward pass"):
+                squares = self._norms.squares(losses)
+            squared = torch.stack(list(squares.values())).sum(0)
+            failed = living & ~squared.isfinite()
+            if not self._largest(int(failed.any())):
+                break
+            living = living & ~failed
+            del losses  # with its graph
+            self.shard.reshard()
+        factor = (self._clip * _ROUNDING / squared.sqrt().clamp(min=1e-300)).clamp(max=1.0)
+        factor = torch.where(living, factor, 0.0).to(losses.dtype)
+        self._reshard_after_backward(True)
+        with user_code("the backward pass"):
+            torch.autograd.backward((losses * factor).sum())
+        self._norms.end()
+
+    def _losses(self, one: Any, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The loss (B) of each example, as if it were alone; the model computes all together."""
+        following = iter(rows)
+        inputs, target = pair_of(self.task, map_tensors(lambda _: next(following), one))
+        with user_code("forward()"):
+            output = self.task.forward(self.model, inputs)
+        losses = []
+        for index in range(len(rows[0])):
+            alone = [_row(each, index) for each in (output, target)]
+            losses.append(losses_of(self.task, *alone).mean())
+        together = torch.stack(losses)
+        if not together.requires_grad:
+            raise TaskError(
+                "loss() does not depend on what is trained; is something detached, or in NumPy?"
+            )
+        return together
+
+    def _reshard_after_backward(self, whether: bool) -> None:
+        """Keep what was gathered for the first backward pass, where memory is not scarce."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_reshard_after_backward(whether)
+
+    def _largest(self, number: int) -> int:
+        """The largest of the numbers of all ranks."""
+        if self.dims.ranks == 1 or not self._sharded:
+            return number
+        numbers = torch.tensor([number])  # between processors
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        return int(numbers)
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        named = self.model.named_parameters()
+        return {name: each for name, each in named if each.requires_grad}
+
+    def _finish_gradients(self) -> None:
+        """Turn the parameters' `grad` into the sum over all ranks with noise."""
+        gradients = []
+        for parameter in self._trained().values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(gradient := local(parameter.grad))
+            if isinstance(parameter, DTensor):
+                # Each element is on one rank, and has its noise once.
+                assert all(each.is_shard() for each in parameter.placements)
+                gradient *= self.dims.data  # fully_shard has averaged
+            if self._adds_noise:
+                noise = GaussianDraws(os.urandom(KEY_BYTES), gradient.numel()).row(0)
+                gradient += noise.mul_(self._deviation).view(gradient.shape).to(gradient)
+        if self.dims.ranks > 1 and not self._sharded:
+            group = dist.group.WORLD
+            assert group is not None
+            GradientAllReduce(group).sum(gradients)
+
+    def _squared_gradients(self) -> dict[str, float]:
+        """Squared norms of the parameters' `grad`, which is deleted, over all ranks."""
+        trained = self._trained()
+        squares = torch.zeros(len(trained), dtype=torch.float64)
+        for index, parameter in enumerate(trained.values()):
+            if parameter.grad is not None:
+                squares[index] = local(parameter.grad).double().square().sum()
+                parameter.grad = None
+        if self._sharded:
+            dist.all_reduce(squares)
+        return dict(zip(trained, squares.tolist(), strict=True))
+
+
+def _row(value: Any, index: int) -> Any:
+    """One row of every tensor of a nested structure."""
+
+    def row(each: torch.Tensor) -> torch.Tensor:
+        return each if each.ndim == 0 else each[index : index + 1]
+
+    return map_tensors(row, value)
+
+
+@contextlib.contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode: two passes compute the same."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

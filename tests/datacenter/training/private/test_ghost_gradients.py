@@ -1,0 +1,234 @@
+"""Ghost clipping sums the same clipped gradients as batches of one, or refuses the model."""
+
+import pytest
+import torch
+from tests.datacenter.task_models import Decoder
+from tests.datacenter.tasks import Gpt, Masked, Pictures, Table, cross_entropy
+from tests.datacenter.training.private.test_private_gradients import Tied, one_by_one
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from isthmus.errors import TaskError
+from isthmus.job.datacenter import DatacenterSection
+from isthmus_datacenter.messages import ControlSignal
+from isthmus_datacenter.parallel.model_shard import ModelShard
+from isthmus_datacenter.parallel.parallel_dims import ParallelDims
+from isthmus_datacenter.training.private.examples import SampledExamples
+from isthmus_datacenter.training.private.ghost_step import GhostForwardBackward
+
+CPU = torch.device("cpu")
+
+
+class Words(Table):
+    """Sequences of words; `parts` makes the model of an embedding of width 8 and its rest."""
+
+    def __init__(self, parts):
+        super().__init__({})
+        self.parts = parts
+
+    def model(self):
+        return self.parts()
+
+    def loss(self, output, target):
+        return cross_entropy(output.transpose(1, 2), target)
+
+    def rows(self, count, seed):
+        words = torch.randint(12, (count, 6), generator=torch.Generator().manual_seed(seed))
+        return TensorDataset(words, words.roll(-1, 1))
+
+
+class Images(Pictures):
+    """Convolutions of every kind of padding, stride and group; activations change in place."""
+
+    def model(self):
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1, padding_mode="circular"),
+            nn.ReLU(inplace=True),
+            nn.InstanceNorm2d(4, affine=True),
+            nn.Conv2d(4, 8, (3, 2), stride=2, groups=2, bias=False),
+            nn.GroupNorm(2, 8),
+            nn.PReLU(8),
+            nn.ConvTranspose2d(8, 2, 2),
+            nn.Flatten(2),
+            nn.Conv1d(2, 3, 3, dilation=2, padding="same"),
+            nn.Flatten(),
+            nn.LazyLinear(3),
+        )
+
+
+class Scale(nn.Module):
+    """A layer that PyTorch does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.full((8,), 1.5))
+
+    def forward(self, hidden):
+        return self.factor.sin() * hidden / hidden.square().mean(-1, keepdim=True).sqrt()
+
+
+class Functional(nn.Module):
+    """Its head uses the weight of the embedding without the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(12, 8)
+
+    def forward(self, words):
+        return self.words(words) @ self.words.weight.T
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+        self.places = nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, words):
+        return self.head(self.words(words) + self.places)
+
+
+class Looped(nn.Module):
+    """The same layers twice, and a weight in three places."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+        self.inner, self.norm = nn.Linear(8, 8), nn.LayerNorm(8, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words):
+        hidden = self.words(words) + self.words(words.flip(1))
+        for _ in range(2):
+            hidden = hidden + self.norm(self.inner(hidden)).tanh()
+        return self.head(hidden)
+
+
+def embedded(*layers, **options):
+    return lambda: nn.Sequential(nn.Embedding(12, 8, **options), *layers, nn.Linear(8, 12))
+
+
+def mixing(hidden):
+    return hidden - 0.5 * hidden.mean(0)
+
+
+class Hook(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, hidden):
+        return self.function(hidden)
+
+
+def forward_backward(task, model, clip=0.3, batch_size=9):
+    section = DatacenterSection(
+        ranks=1,
+        zero_stage=0,
+        batch_size=batch_size,
+        privacy={
+            "epsilon": 1.0,
+            "delta": 1e-6,
+            "examples": 100,
+            "clip": clip,
+            "noise": 1e-12,
+            "clipping": "ghost",
+        },
+    )
+    dims = ParallelDims(ranks=1, zero_stage=0, private=True)
+    names = {name: name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return GhostForwardBackward(task, ModelShard(dims, {0: model}, {0: names}), 0, CPU, section)
+
+
+def groups_of(task, data):
+    return SampledExamples(task, data, range(len(data)), 1.0, CPU).read(range(len(data)))
+
+
+def ghost_sum(task, model, data, clip):
+    steps = forward_backward(task, model, clip)
+    groups = groups_of(task, data)
+    steps.check(groups[0])
+    assert all(each.grad is None for each in model.parameters())
+    steps.run(groups, 1.0, lambda: ControlSignal.CONTINUE)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return torch.cat([each.grad.flatten() for each in trained])
+
+
+TASKS = {
+    "table": lambda: Table({}),
+    "masked": lambda: Masked({}),
+    "tied": lambda: Tied({}),
+    "pictures": lambda: Pictures({}),
+    "images": lambda: Images({}),
+    "gpt": lambda: Gpt({}),
+    "gpt, called by keyword": lambda: Gpt({"together": True}),
+    "padding": lambda: Words(embedded(padding_idx=3)),
+    "norms": lambda: Words(embedded(Scale(), nn.RMSNorm(8), nn.LayerNorm(8, bias=False))),
+    "frozen": lambda: Words(embedded(nn.Linear(8, 8).requires_grad_(False))),
+    "four dimensions": lambda: Words(
+        embedded(nn.Unflatten(2, (2, 4)), nn.Linear(4, 4), nn.Flatten(2))
+    ),
+    "looped": lambda: Words(Looped),
+}
+
+
+@pytest.mark.parametrize("clip", [0.05, 1e6])
+@pytest.mark.parametrize("name", TASKS)
+def test_the_sum_is_that_of_batches_of_one(name, clip):
+    torch.manual_seed(1)
+    task = TASKS[name]()
+    model, data = task.model(), task.rows(9, seed=3)
+    task.forward(model, data[:1][0])  # of the lazy layer
+    expected = one_by_one(task, model, data, clip)
+    torch.testing.assert_close(
+        ghost_sum(task, model, data, clip), expected, rtol=3e-4, atol=1e-6 * float(expected.norm())
+    )
+
+
+@pytest.mark.parametrize("kind", [embedded(), lambda: Decoder(1, tied=True), Looped])
+def test_no_example_is_longer_than_the_bound(kind):
+    torch.manual_seed(2)
+    task = Words(kind)
+    model = task.model()
+    for index in range(20):
+        data = TensorDataset(*task.rows(20, seed=4)[index : index + 1])
+        for clip in (1e-4, 0.01, 0.1):
+            clipped = ghost_sum(task, model, data, clip).double().norm()
+            assert float(clipped) <= clip
+            assert float(clipped) == pytest.approx(clip, rel=1e-4)
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["table", "pictures"])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_adds_nothing(name, bad):
+    torch.manual_seed(1)
+    task = TASKS[name]()
+    model, data = task.model(), task.rows(9, seed=3)
+    inputs, target = data.tensors
+    inputs[4].view(-1)[2], inputs[7].view(-1)[5] = bad, -bad
+    keep = [index for index in range(9) if index not in (4, 7)]
+    rest = TensorDataset(inputs[keep], target[keep])
+    expected = one_by_one(task, model, rest, 0.3)
+    found = ghost_sum(task, model, data, 0.3)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Functional, r"parameter 'words.weight' .* used outside of them"),
+        (embedded(Hook(mixing)), r"or an example changes the outputs of others; set datacenter"),
+        (Positions, r"layer '' \(Positions\) has parameters of its own.*clipping = 'per_example'"),
+        (embedded(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)), r"MultiheadAttention"),
+        (embedded(nn.LSTM(8, 8), Hook(lambda pair: pair[0])), r"\(LSTM\) does not return one"),
+        (embedded(Hook(lambda h: h.transpose(0, 1)), nn.Linear(8, 8)), r"'2' \(Linear\) gets .*6"),
+        (embedded(scale_grad_by_freq=True), r"scale_grad_by_freq=True, which mixes examples"),
+        (embedded(max_norm=1.0), r"max_norm, which changes weights without noise"),
+    ],
+)
+def test_models_whose_norms_cannot_be_found_are_refused(kind, reason):
+    torch.manual_seed(1)
+    task = Words(kind)
+    with pytest.raises(TaskError, match=reason):
+        ghost_sum(task, task.model(), task.rows(3, seed=1), 1.0)
