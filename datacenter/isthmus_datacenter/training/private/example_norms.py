@@ -89,6 +89,7 @@ class ExampleNorms:
         batch.measures = True
         torch.autograd.grad(losses.sum(), batch.lowest, retain_graph=True, allow_unused=True)
         batch.measures = False
+        batch.lowest.clear()  # their hooks refer to the batch, and Python does not see such a cycle
         for name, summands in batch.several.items():
             batch.squares[name] = _squares_of_sum(summands)
         batch.several.clear()

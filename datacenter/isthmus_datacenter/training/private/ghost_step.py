@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from isthmus.errors import TaskError
 from isthmus.job.datacenter import DatacenterSection
 from isthmus.task import Task, user_code
 from isthmus.task.scoring import Averages, losses_of, map_tensors, pair_of
+from isthmus.task.scoring.inputs import tensors_of
 from isthmus_datacenter.messages import ReadSignal
-from isthmus_datacenter.parallel.model_shard import GradientAllReduce, ModelShard, local
+from isthmus_datacenter.parallel.model_shard import ModelShard, local
 from isthmus_datacenter.training.consensus import start_units_all_reduce
 from isthmus_datacenter.training.forward_backward import ForwardBackward, StepResult
 from isthmus_datacenter.training.private.example_norms import PER_EXAMPLE, ExampleNorms
@@ -190,15 +191,12 @@ class GhostForwardBackward(ForwardBackward):
 
     def _losses(self, one: Any, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss (B) of each example, as if it were alone; the model computes all together."""
-        following = iter(rows)
-        inputs, target = pair_of(self.task, map_tensors(lambda _: next(following), one))
+        inputs, target = pair_of(self.task, _with_tensors(one, rows))
         with user_code("forward()"):
             output = self.task.forward(self.model, inputs)
-        losses = []
-        for index in range(len(rows[0])):
-            alone = [_row(each, index) for each in (output, target)]
-            losses.append(losses_of(self.task, *alone).mean())
-        together = torch.stack(losses)
+        count = len(rows[0])
+        pairs = zip(_alone(output, count), _alone(target, count), strict=True)
+        together = torch.stack([losses_of(self.task, *pair).mean() for pair in pairs])
         if not together.requires_grad:
             raise TaskError(
                 "loss() does not depend on what is trained; is something detached, or in NumPy?"
@@ -239,9 +237,11 @@ class GhostForwardBackward(ForwardBackward):
                 noise = GaussianDraws(os.urandom(KEY_BYTES), gradient.numel()).row(0)
                 gradient += noise.mul_(self._deviation).view(gradient.shape).to(gradient)
         if self.dims.ranks > 1 and not self._sharded:
-            group = dist.group.WORLD
-            assert group is not None
-            GradientAllReduce(group).sum(gradients)
+            total = torch.cat([each.flatten() for each in gradients])
+            dist.all_reduce(total)
+            parts = torch.split(total, [each.numel() for each in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
 
     def _squared_gradients(self) -> dict[str, float]:
         """Squared norms of the parameters' `grad`, which is deleted, over all ranks."""
@@ -256,13 +256,29 @@ class GhostForwardBackward(ForwardBackward):
         return dict(zip(trained, squares.tolist(), strict=True))
 
 
-def _row(value: Any, index: int) -> Any:
-    """One row of every tensor of a nested structure."""
+def _alone(value: Any, count: int) -> list[Any]:
+    """A nested structure for each example, with one row of every tensor.
 
-    def row(each: torch.Tensor) -> torch.Tensor:
-        return each if each.ndim == 0 else each[index : index + 1]
+    Raises:
+        TaskError: a tensor has another number of rows.
+    """
+    columns = []
+    for each in tensors_of(value):
+        if each.ndim == 0 or len(each) != count:
+            raise TaskError(
+                f"the model's output or the target has a tensor of shape {tuple(each.shape)} for "
+                f"{count} examples, and ghost clipping needs one row for each; {PER_EXAMPLE}"
+            )
+        columns.append(torch.split(each, 1))  # one operation backward, which slices are not
+    if not columns:
+        return [value] * count
+    return [_with_tensors(value, row) for row in zip(*columns, strict=True)]
 
-    return map_tensors(row, value)
+
+def _with_tensors(value: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """A nested structure with other tensors in place of its own, in order."""
+    following = iter(tensors)
+    return map_tensors(lambda _: next(following), value)
 
 
 @contextlib.contextmanager

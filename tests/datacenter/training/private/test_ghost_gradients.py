@@ -13,6 +13,7 @@ from isthmus.job.datacenter import DatacenterSection
 from isthmus_datacenter.messages import ControlSignal
 from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
+from isthmus_datacenter.training.private.example_norms import ExampleNorms
 from isthmus_datacenter.training.private.examples import SampledExamples
 from isthmus_datacenter.training.private.ghost_step import GhostForwardBackward
 
@@ -197,6 +198,24 @@ def test_no_example_is_longer_than_the_bound(kind):
             assert float(clipped) <= clip
             assert float(clipped) == pytest.approx(clip, rel=1e-4)
             model.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_norms_are_those_of_opacus_where_it_has_them():
+    """Its norms are float32, and not for tied weights, or positions that examples share."""
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+    torch.manual_seed(1)
+    task = Words(embedded(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8), nn.LayerNorm(8)))
+    model, (words, target) = task.model(), task.rows(9, seed=3).tensors
+    norms = ExampleNorms(model)
+    norms.begin(torch.ones(9, dtype=torch.bool))
+    squares = norms.squares(task.loss(model(words), target).mean(1))
+    norms.end()
+    peer = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+    task.loss(peer(words), target).mean(1).sum().backward()
+    expected = peer.get_norm_sample().double()
+    torch.testing.assert_close(sum(squares.values()).sqrt(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", ["table", "pictures"])
