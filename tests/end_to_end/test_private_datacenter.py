@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
 from isthmus_server.privacy_commands import privacy
@@ -21,7 +22,7 @@ policy = "datacenter"
 
 [datacenter]
 ranks = 2
-zero_stage = 0
+zero_stage = STAGE
 batch_size = 8
 steps = 10
 
@@ -31,11 +32,16 @@ delta = 1e-3
 examples = 64
 clip = 1.0
 noise = 2.0
+clipping = "CLIPPING"
 """
 
 
-def test_it_stops_at_its_budget_and_has_learned(folder: Path, start: Any, report_of: Any) -> None:
-    (folder / "private.toml").write_text(JOB)
+@pytest.mark.parametrize(("clipping", "stage"), [("per_example", 0), ("ghost", 3)])
+def test_it_stops_at_its_budget_and_has_learned(
+    clipping: str, stage: int, folder: Path, start: Any, report_of: Any
+) -> None:
+    job = JOB.replace("CLIPPING", clipping).replace("STAGE", str(stage))
+    (folder / "private.toml").write_text(job)
     run = start("private.toml", "--run-dir", "private")
     assert run.finish() == 0, run.output
     report = report_of("private")

@@ -128,13 +128,13 @@ class ExampleNorms:
                 # Every path of the backward pass ends at one of these. An edge, since a later
                 # operation may change the output in place.
                 batch.lowest.append(get_gradient_edge(output))
-            given = given.detach()
+            kept = [given.detach()]
 
             def receive(gradient: torch.Tensor) -> torch.Tensor:
                 gradient = batch.without_dead(gradient)
                 if batch.measures:
-                    with torch.no_grad():
-                        batch.add(layer, given, gradient)
+                    with torch.no_grad():  # then the second pass frees inputs as it goes
+                        batch.add(layer, kept.pop(), gradient)
                 return gradient
 
             output.register_hook(receive)

@@ -79,28 +79,25 @@ class GhostForwardBackward(ForwardBackward):
         """What a rank without examples passes through the model, with nothing of it in the sum."""
 
     def check(self, group: ExampleGroup) -> None:
-        """Compare norms with those of the gradient of one example alone. All ranks call this.
+        """Refuse models whose norms would be other than those of the gradients that are clipped.
 
-        A parameter that is used outside of its layer, and a model in which examples change each
-        other, would have other norms than those that are clipped.
+        In evaluation mode, without dropout, the norms for one of two examples are compared with
+        those of the gradient of this example alone: they differ if a parameter is used outside of
+        its layer. In training mode the loss of one example must not depend on the other at all.
+        All ranks call this together.
 
         Args:
             group: at least one example, the same on all ranks.
 
         Raises:
-            TaskError: they differ, or are not finite.
+            TaskError: they would be, or are not finite.
         """
         self._spare = ExampleGroup(group.one, [each[:1] for each in group.tensors])
         two = [
             each[:2] if len(group) > 1 else each.repeat_interleave(2, 0) for each in group.tensors
         ]
         with _without_dropout(self.model):
-            self._norms.begin(torch.ones(2, dtype=torch.bool, device=self.device))
-            losses = self._losses(group.one, two)
-            with user_code("the backward pass"):
-                squares = self._norms.squares(losses)
-            self._norms.end()
-            del losses  # with its graph
+            squares = self._squares_of_two(group.one, two, slice(None))
             loss = self._losses(group.one, self._spare.tensors).sum()
             with user_code("the backward pass"):
                 torch.autograd.backward(loss)
@@ -118,6 +115,12 @@ class GhostForwardBackward(ForwardBackward):
                     f"the gradient of parameter {name!r} does not follow from its layers: it is "
                     "used outside of them, or an example changes the outputs of others; "
                     f"{PER_EXAMPLE}"
+                )
+        for name, of_both in self._squares_of_two(group.one, two, slice(1)).items():
+            if of_both[1]:
+                raise TaskError(
+                    f"an example changes the outputs of others in training, as parameter {name!r} "
+                    f"shows, which ghost clipping does not bound; {PER_EXAMPLE}"
                 )
 
     def run(
@@ -159,6 +162,17 @@ class GhostForwardBackward(ForwardBackward):
     def step_flops(self, batch: Any, samples: float) -> float:
         """Not counted."""
         return 0
+
+    def _squares_of_two(
+        self, one: Any, rows: Sequence[torch.Tensor], chosen: slice
+    ) -> dict[str, torch.Tensor]:
+        """Squared norms (2) by parameter of what the chosen of two losses pass to both examples."""
+        self._norms.begin(torch.ones(2, dtype=torch.bool, device=self.device))
+        losses = self._losses(one, rows)
+        with user_code("the backward pass"):
+            squares = self._norms.squares(losses[chosen])
+        self._norms.end()
+        return squares
 
     # -- passes ---------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-MEMORY_ELEMENTS = 1 << 24
+MEMORY_ELEMENTS = 1 << 22
 """Elements of all matrices that exist at a time."""
 
 

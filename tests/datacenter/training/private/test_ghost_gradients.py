@@ -113,6 +113,11 @@ def mixing(hidden):
     return hidden - 0.5 * hidden.mean(0)
 
 
+class MixingInTraining(nn.Module):
+    def forward(self, hidden):
+        return mixing(hidden) if self.training else hidden
+
+
 class Hook(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -238,6 +243,7 @@ def test_a_gradient_that_is_not_finite_adds_nothing(name, bad):
     [
         (Functional, r"parameter 'words.weight' .* used outside of them"),
         (embedded(Hook(mixing)), r"or an example changes the outputs of others; set datacenter"),
+        (embedded(MixingInTraining()), r"changes the outputs of others in training, .* '0.weight'"),
         (Positions, r"layer '' \(Positions\) has parameters of its own.*clipping = 'per_example'"),
         (embedded(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)), r"MultiheadAttention"),
         (embedded(nn.LSTM(8, 8), Hook(lambda pair: pair[0])), r"\(LSTM\) does not return one"),
