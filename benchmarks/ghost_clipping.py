@@ -74,30 +74,49 @@ class PositionsOfExamples(nn.Module):
         return output
 
 
-def measure(
+def seconds(
     rank: int, variant: str, ranks: int, stage: int, shape: dict[str, int]
-) -> tuple[float, float, int, int]:
-    """Medians of a step's seconds and CPU seconds, peak bytes, and the number of parameters."""
-    task = load_task("task.py:Shakespeare", {"context": CONTEXT, "model": shape}, base=SHAKESPEARE)
-    torch.set_num_threads(1)  # threads that wait for each other count as CPU time
-    torch.manual_seed(0)
-    model = PositionsOfExamples(task.model())
-    size = sum(each.numel() for each in model.parameters())
-    step = _step(task, model, rank, variant, ranks, stage)
+) -> tuple[float, float]:
+    """Medians of a step's seconds and CPU seconds."""
+    step, _ = _prepared(rank, variant, ranks, stage, shape)
     durations, cpu = [], []
     for _ in range(STEPS + 1):
         start, cpu_start = time.perf_counter(), time.process_time()
         step()
         durations.append(time.perf_counter() - start)
         cpu.append(time.process_time() - cpu_start)
-        model.zero_grad()
-    # From here on, tensors that are freed return their memory at once: glibc would keep it.
+    return statistics.median(durations[1:]), statistics.median(cpu[1:])
+
+
+def memory(
+    rank: int, variant: str, ranks: int, stage: int, shape: dict[str, int]
+) -> tuple[int, int]:
+    """Peak bytes of a step, and the number of parameters."""
+    # Tensors that are freed return their memory at once: glibc would keep it, and use it in parts.
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)
-    ctypes.CDLL(None).malloc_trim(0)
+    step, size = _prepared(rank, variant, ranks, stage, shape)
+    step()
     before = _reset_peak()
     step()
-    seconds, cpu_seconds = (statistics.median(each[1:]) for each in (durations, cpu))
-    return seconds, cpu_seconds, _memory("VmHWM") - before, size
+    return _memory("VmHWM") - before, size
+
+
+def _prepared(
+    rank: int, variant: str, ranks: int, stage: int, shape: dict[str, int]
+) -> tuple[Callable[[], object], int]:
+    """Computes the gradients of this rank's examples once; and the number of parameters."""
+    task = load_task("task.py:Shakespeare", {"context": CONTEXT, "model": shape}, base=SHAKESPEARE)
+    torch.set_num_threads(1)  # threads that wait for each other count as CPU time
+    torch.manual_seed(0)
+    model = PositionsOfExamples(task.model())
+    size = sum(each.numel() for each in model.parameters())
+    compute = _step(task, model, rank, variant, ranks, stage)
+
+    def step() -> None:
+        compute()
+        model.zero_grad()
+
+    return step, size
 
 
 def _step(
@@ -177,13 +196,15 @@ def main() -> None:
     shape = QUICK if options.quick else FULL
     rows, measured, size = [], {}, 0
     for variant, ranks, stage in VARIANTS:
-        by_rank = on_ranks(ranks, measure, variant, ranks, stage, shape)
-        seconds, _, peak, size = (max(values) for values in zip(*by_rank, strict=True))
-        cpu = sum(each[1] for each in by_rank)
+        durations, cpu_seconds = zip(
+            *on_ranks(ranks, seconds, variant, ranks, stage, shape), strict=True
+        )
+        peaks, (size, *_) = zip(*on_ranks(ranks, memory, variant, ranks, stage, shape), strict=True)
+        duration, cpu, peak = max(durations), sum(cpu_seconds), max(peaks)
         name = variant if ranks == 1 else f"{variant}-zero{stage}-ranks{ranks}"
-        measured |= {f"seconds/{name}": seconds, f"cpu_seconds/{name}": cpu}
+        measured |= {f"seconds/{name}": duration, f"cpu_seconds/{name}": cpu}
         measured[f"peak_bytes/{name}"] = float(peak)
-        rows.append((name, f"{seconds:.2f} s", f"{cpu:.2f} s", f"{peak / 2**20:.0f} MiB"))
+        rows.append((name, f"{duration:.2f} s", f"{cpu:.2f} s", f"{peak / 2**20:.0f} MiB"))
     print(f"{size:,} parameters, {EXAMPLES} examples of {CONTEXT} characters\n")
     print(figures.table(("variant", "step", "CPU", "peak"), rows))
     figures.write(options.json, "ghost_clipping", figures.machine("opacus"), measured)
