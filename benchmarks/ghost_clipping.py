@@ -39,9 +39,9 @@ from isthmus_datacenter.messages import ControlSignal
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 from isthmus_datacenter.training.forward_backward import ForwardBackward
-from isthmus_datacenter.training.private.examples import SampledExamples
 from isthmus_datacenter.training.private.ghost_step import GhostForwardBackward
 from isthmus_datacenter.training.private.step import PrivateForwardBackward
+from isthmus_privacy.dp_sgd.examples import SampledExamples
 
 EXAMPLES, CONTEXT = 32, 64
 STEPS = 3

@@ -31,13 +31,15 @@ from isthmus_datacenter.training.consensus import fail_together
 from isthmus_datacenter.training.data import BatchSource, ExampleOrder
 from isthmus_datacenter.training.evaluation import Evaluator
 from isthmus_datacenter.training.forward_backward import ForwardBackward
-from isthmus_datacenter.training.private.examples import SampledExamples
 from isthmus_datacenter.training.private.ghost_step import GhostForwardBackward
-from isthmus_datacenter.training.private.refusals import check_layers, check_numbers, check_task
+from isthmus_datacenter.training.private.refusals import check_numbers
 from isthmus_datacenter.training.private.step import PrivateForwardBackward
 from isthmus_datacenter.training.rng import seed_all
 from isthmus_datacenter.training.whole_batches import check_layout, check_optimizers
+from isthmus_privacy.dp_sgd.examples import SampledExamples
+from isthmus_privacy.dp_sgd.refusals import check_layers, check_task
 
+_TABLE = "datacenter.privacy"
 _SAMPLE_EXAMPLES = 2
 """Size of the sample on which a sharded model is compared with the whole one."""
 
@@ -89,7 +91,7 @@ class Engine:
             self.private = self.job.datacenter.privacy is not None
             """Whether examples are protected by differential privacy."""
             if self.private:
-                check_task(self.task, self.data)
+                check_task(self.task, self.data, _TABLE)
                 check_numbers(self.job.datacenter, self.examples, self.dims.data)
             self.order = ExampleOrder.of(
                 self.task, self.data, self.examples, self.dims.data, self.job
@@ -242,7 +244,7 @@ class Engine:
             forward_backward = self._make_forward_backward(shard)
             forward_backward.model.train()
             if self.private:
-                check_layers(forward_backward.model)
+                check_layers(forward_backward.model, _TABLE)
             if isinstance(forward_backward, GhostForwardBackward):
                 assert isinstance(self.batch_source, SampledExamples)
                 sample = range(min(_SAMPLE_EXAMPLES, self.examples))

@@ -29,8 +29,8 @@ from isthmus_datacenter.parallel.model_shard import ModelShard, local
 from isthmus_datacenter.training.consensus import start_units_all_reduce
 from isthmus_datacenter.training.forward_backward import ForwardBackward, StepResult
 from isthmus_datacenter.training.private.example_norms import PER_EXAMPLE, ExampleNorms
-from isthmus_datacenter.training.private.examples import ExampleGroup
 from isthmus_privacy.dp.gaussian import KEY_BYTES, GaussianDraws
+from isthmus_privacy.dp_sgd.examples import ExampleGroup
 
 _ROUNDING = {"cpu": 2.0**-16}
 """By how much of it the bound is lowered: the second pass rounds otherwise than the first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from isthmus_datacenter.messages import ReadSignal
 from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.training.consensus import start_units_all_reduce
 from isthmus_datacenter.training.forward_backward import ForwardBackward, StepResult
-from isthmus_datacenter.training.private.gradients import ExampleGradients
-from isthmus_privacy.dp.gaussian import KEY_BYTES, GaussianDraws
+from isthmus_privacy.dp_sgd.gradients import ExampleGradients, add_noise
 
 
 class PrivateForwardBackward(ForwardBackward):
@@ -75,14 +73,10 @@ class PrivateForwardBackward(ForwardBackward):
         for group in batch:
             self._gradients.add_to(total, group)
         if self._adds_noise:
-            noise = GaussianDraws(os.urandom(KEY_BYTES), len(total)).row(0)
-            total += noise.mul_(self._deviation).to(total)
+            add_noise(total, self._deviation)
         if self.dims.ranks > 1:
             dist.all_reduce(total)
-        trained = self._gradients.trained().values()
-        parts = torch.split(total, [each.numel() for each in trained])
-        for parameter, part in zip(trained, parts, strict=True):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+        self._gradients.put(total)
         _, signal = wait()
         nothing = torch.zeros((), device=self.device)
         return StepResult(nothing, 0.0, float(self._expected), signal, 1 / self._expected)

@@ -14,8 +14,8 @@ from isthmus_datacenter.messages import ControlSignal
 from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.training.private.example_norms import ExampleNorms
-from isthmus_datacenter.training.private.examples import SampledExamples
 from isthmus_datacenter.training.private.ghost_step import GhostForwardBackward
+from isthmus_privacy.dp_sgd.examples import SampledExamples
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ from torch.nn.utils import parameters_to_vector
 
 from isthmus.errors import TaskError
 from isthmus.task.scoring import losses
-from isthmus_datacenter.training.private.examples import SampledExamples
-from isthmus_datacenter.training.private.gradients import ExampleGradients, clipped_sum
+from isthmus_privacy.dp_sgd.examples import SampledExamples
+from isthmus_privacy.dp_sgd.gradients import ExampleGradients, clipped_sum
 
 
 class Tied(Table):

@@ -1,4 +1,4 @@
-"""The gradient of every single example, clipped to a norm, and their sum.
+"""The gradient of every single example, clipped to a norm, and their sum with noise.
 
 The gradients are those that a batch of this one example would have, computed for several at a time
 by `torch.func`: nothing that the model does can mix examples.
@@ -6,6 +6,7 @@ by `torch.func`: nothing that the model does can mix examples.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch.func import functional_call, grad, vmap
 
 from isthmus.task import Task, user_code
 from isthmus.task.scoring import losses_of, pair_of
-from isthmus_datacenter.training.private.examples import ExampleGroup
+from isthmus_privacy.dp.gaussian import KEY_BYTES, GaussianDraws
+from isthmus_privacy.dp_sgd.examples import ExampleGroup
 
 MEMORY_ELEMENTS = 1 << 26
 """Elements of all gradients that exist at a time."""
@@ -64,6 +66,19 @@ class ExampleGradients:
             with user_code("the gradient of single examples (torch.func.vmap)"):
                 parts = list(gradients(trained, *rows).values())
             total += clipped_sum(parts, self._clip)
+
+    def put(self, total: torch.Tensor) -> None:
+        """Make a vector (N) the gradients of the trained parameters, which share its memory."""
+        trained = self.trained().values()
+        parts = torch.split(total, [each.numel() for each in trained])
+        for parameter, part in zip(trained, parts, strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+
+
+def add_noise(total: torch.Tensor, deviation: float) -> None:
+    """Add Gaussian noise to a sum (N), in place, from new randomness of the operating system."""
+    noise = GaussianDraws(os.urandom(KEY_BYTES), len(total)).row(0)
+    total += noise.mul_(deviation).to(total)
 
 
 def clipped_sum(parts: list[torch.Tensor], clip: float) -> torch.Tensor:

@@ -1,14 +1,8 @@
-"""The examples of each step: every one independently, with the same probability (Poisson sampling).
-
->>> sample = poisson_sample(range(1, 1000, 2), 0.1, key=bytes(32))
->>> len(sample), sample[:3]
-(52, [3, 17, 37])
-"""
+"""The examples of each step, read in groups whose tensors have the same shapes."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,29 +14,7 @@ from isthmus.task import Task, user_code
 from isthmus.task.definition import defines
 from isthmus.task.scoring import map_tensors
 from isthmus.task.scoring.inputs import move, tensors_of
-from isthmus_privacy.crypto.masking import TILE, cipher, ring_vector
-
-_KEY_BYTES = 32
-_BITS = 53
-"""Of a uniform number; a float64 has as many."""
-
-
-def poisson_sample(examples: range, probability: float, key: bytes | None = None) -> list[int]:
-    """Choose each example independently with a probability, to 2^-53.
-
-    Args:
-        examples: to choose among.
-        probability: above 0, at most 1.
-        key: 32 random bytes, to be used once; None for new ones.
-    """
-    stream = cipher(key or os.urandom(_KEY_BYTES))
-    limit, chosen = int(probability * 2**_BITS), []
-    for start in range(0, len(examples), TILE):
-        part = examples[start : start + TILE]
-        words = bytearray(stream.update(bytes(8 * len(part))))
-        uniform = ring_vector(words, 64) & ((1 << _BITS) - 1)
-        chosen += [part[index] for index in (uniform < limit).nonzero().flatten().tolist()]
-    return chosen
+from isthmus_privacy.dp_sgd.sampling import poisson_sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +41,17 @@ class ExampleGroup:
 
 
 class SampledExamples:
-    """The examples of one rank in each step, drawn anew whenever they are asked for.
+    """The examples of each step, drawn anew whenever they are asked for.
 
-    Ranks divide the examples among them and each draws among its own, so that together they have
-    drawn among all. An example is collated alone, so that nothing of it depends on others.
+    Ranks of a datacenter divide the examples among them and each draws among its own, so that
+    together they have drawn among all; a device draws among all that it has. An example is collated
+    alone, so that nothing of it depends on others.
     """
 
     def __init__(
         self, task: Task, dataset: Dataset[Any], own: range, probability: float, device: Any
     ) -> None:
-        """`own` are the indices of this rank's examples."""
+        """`own` are the indices of the examples that are drawn among."""
         self._task, self._dataset, self._device = task, dataset, device
         self._own, self._probability = own, probability
 
@@ -124,7 +97,7 @@ def _shapes(one: Any) -> str:
         if each.ndim == 0 or len(each) != 1:
             raise TaskError(
                 f"a batch of one example has a tensor of shape {tuple(each.shape)}; with "
-                "datacenter.privacy every tensor must have one row for each example"
+                "differential privacy of examples every tensor must have one row for each"
             )
         tensors.append(f"{tuple(each.shape)} {each.dtype}")
 

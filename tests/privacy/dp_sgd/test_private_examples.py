@@ -7,7 +7,8 @@ import torch
 from tests.datacenter.tasks import Table
 from torch.utils.data import Dataset, TensorDataset
 
-from isthmus_datacenter.training.private.examples import SampledExamples, poisson_sample
+from isthmus_privacy.dp_sgd.examples import SampledExamples
+from isthmus_privacy.dp_sgd.sampling import poisson_sample
 
 STEPS, EXAMPLES, PROBABILITY = 4000, 30, 0.2
 

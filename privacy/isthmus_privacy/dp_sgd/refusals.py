@@ -1,0 +1,58 @@
+"""Refuse tasks in which an example's share of a step cannot be bounded, before anything trains."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils.data import Dataset, IterableDataset
+
+from isthmus.errors import TaskError
+from isthmus.task import Task
+from isthmus.task.definition import defines
+
+
+def check_task(task: Task, dataset: Dataset[object], table: str) -> None:
+    """Refuse tasks that decide themselves what is in a batch, or score it as a whole.
+
+    `table` is the one of the job, for the sentence.
+
+    Raises:
+        TaskError: with what to change.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise TaskError(
+            f"local_data() is an iterable dataset, and differential privacy ({table}) chooses the "
+            "examples of a step at random among all; return one with a length and indices"
+        )
+    if defines(task, "training_step"):
+        raise TaskError(
+            "training_step() gives the loss of a batch as a whole, and differential privacy "
+            f"({table}) bounds the gradient of each example; define loss() instead"
+        )
+    if defines(task, "order"):
+        raise TaskError(
+            f"order() chooses the examples of a batch, and differential privacy ({table}) has to "
+            "choose them at random; remove it"
+        )
+
+
+def check_layers(model: nn.Module, table: str) -> None:
+    """Refuse layers whose output for an example depends on other examples.
+
+    Args:
+        model: in training.
+        table: of the job, for the sentence.
+
+    Raises:
+        TaskError: with the layer and what replaces it.
+    """
+    for name, module in model.named_modules():
+        tracks = isinstance(module, _InstanceNorm) and module.track_running_stats
+        if module.training and (tracks or isinstance(module, _BatchNorm)):
+            remedy = "track_running_stats=False" if tracks else "nn.GroupNorm or nn.LayerNorm"
+            raise TaskError(
+                f"layer {name!r} ({type(module).__name__}) keeps statistics over the examples of "
+                f"a batch, which differential privacy ({table}) does not bound; use {remedy}, or "
+                "exchange.buffers = 'frozen'"
+            )
