@@ -23,6 +23,7 @@ from isthmus_clients.device.owner_limits import LimitsGuard, load
 from isthmus_clients.device.sandbox.process_host import ProcessHost
 from isthmus_clients.device.systemd import GRACE_SECONDS, unit
 from isthmus_clients.training.accelerator import check_choice
+from isthmus_clients.training.examples_account import ExamplesAccount
 from isthmus_clients.training.history_files import begin_history, replace_history
 from isthmus_clients.training.personal_state import PersonalStates
 
@@ -187,6 +188,7 @@ def start(
             device=device,
             states=states,
             residuals=state / "residuals",
+            account=ExamplesAccount(state / "examples" / name),
             shares=die_with_parent,
         )
         asyncio.run(_serve_until_stopped(server, agent, None))
@@ -219,6 +221,7 @@ def start(
             signing_key=member.identity,
             history_file=begin_history(member),
             residuals=state / "residuals",
+            account=ExamplesAccount(state, limits.privacy.examples_epsilon, limits.privacy.delta),
             tasks=tasks,
             guard=guard,
             host=host,

@@ -15,6 +15,7 @@ from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.division import divide
 from isthmus_privacy.dp.calibration import NoisePlan
+from isthmus_privacy.dp_sgd.device_examples import check_device_examples
 from isthmus_server.model.optimizers import check_round_length, make_optimizer
 from isthmus_server.regimes.base import load_extension
 from isthmus_server.strategy.loading import check_participants, load_policy
@@ -45,6 +46,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     load_extension(job.federated, division.exchanged)
     if job.privacy is not None:
         NoisePlan.of(job.privacy, job.rounds)
+    check_device_examples(job)
     batch = job.evaluation.batch_size
     metrics = HeldOut(task).measure(
         lambda data, count: evaluate(

@@ -12,6 +12,7 @@ from isthmus.task import check_installed, check_named
 from isthmus.task.code_digest import code_digest
 from isthmus.task.device_sums.metrics import MAX_COUNTS
 from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import fingerprint_of
 from isthmus.wire import link_pb2
 from isthmus_privacy.crypto import refusal
@@ -19,6 +20,7 @@ from isthmus_privacy.crypto import refusal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from isthmus_clients.training.examples_account import ExamplesAccount, RunAccount
     from isthmus_privacy.compression.model_change import ChangeCodec
     from isthmus_privacy.purpose import RunPurpose
     from isthmus_privacy.secagg import RoundConfig, Slot
@@ -48,6 +50,8 @@ class ActiveRun:
     """The group that the device has declared; empty for none."""
     personal: TensorLayout = _NOTHING
     """Of what stays on the device, which the task's must equal."""
+    account: RunAccount | None = None
+    """Of this device's examples, for a job that protects them."""
 
     @classmethod
     def of(cls, work: link_pb2.OpenRun, tasks: Path | None = None) -> ActiveRun:
@@ -159,6 +163,8 @@ class ActiveRun:
         if self.job.federated.compression is not None:
             return slots.COMPRESSED_SLOTS
         privacy = self.job.privacy
+        if privacy is None and self.job.federated.privacy is not None:
+            return slots.SCORING_SLOTS
         if privacy is None or privacy.mechanism == "distributed":
             return slots.TRAINING_SLOTS
         return slots.SCORING_SLOTS if privacy.clip_quantile is None else slots.CLIPPING_SLOTS
@@ -232,12 +238,55 @@ class ActiveRun:
         Raises:
             PeerMisbehaved: it does, and they would have no noise.
         """
-        if self.job.privacy is not None:
+        if self.job.privacy is not None or self.job.federated.privacy is not None:
+            table = "federated.privacy" if self.job.privacy is None else "privacy"
             refusal.refuse(
                 "measurement-without-noise",
-                f"{self.job.name!r} was opened with [privacy], and this request is for figures of "
+                f"{self.job.name!r} was opened with [{table}], and this request is for figures of "
                 "this device's data, which get no noise",
             )
+
+    def with_account(self, account: ExamplesAccount, examples: int) -> ActiveRun:
+        """The same with the account of this device's examples, if the job protects them.
+
+        Raises:
+            JobError: the job's budget does not fit so many examples.
+        """
+        from isthmus_clients.training.examples_account import RunAccount
+        from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
+
+        if self.job.federated.privacy is None:
+            return self
+        plan = DeviceExamplesPlan.of(self.job.federated, self.job.rounds, examples)
+        return dataclasses.replace(self, account=RunAccount(account, plan, self.run_id))
+
+    def charge(self, work: link_pb2.TrainLocal) -> None:
+        """Charge the examples of this device for a training that is about to begin.
+
+        Raises:
+            PeerMisbehaved: a budget does not allow it, or more is wanted than an update.
+            UpdateError: the charge cannot be recorded.
+        """
+        if self.job.federated.privacy is None:
+            return
+        if work.gradient_scale:
+            self.check_measured()
+        assert self.account is not None
+        self.account.charge(work.round, work.attempt)
+
+    @property
+    def reports(self) -> bool:
+        """Whether losses and progress of the training may be sent: they have no noise."""
+        return self.job.privacy is None and self.job.federated.privacy is None
+
+    def protect(self, trained: link_pb2.Trained, update: Buffer) -> None:
+        """Take from a plain result what the job's privacy does not let the server know."""
+        from isthmus_privacy.dp.clipping import clip_to_norm
+
+        if not self.reports:
+            trained.training.clear()
+        if self.job.privacy is not None:
+            clip_to_norm(self.layout.decode(update), self.job.privacy.clip)
 
     def check_group(self, group: str, clients_min: int) -> None:
         """Refuse a sum of a group, unless it is the device's own and large enough.

@@ -24,6 +24,7 @@ from isthmus_clients.device.resource_limits import CpuThrottle
 from isthmus_clients.device.secure_measurements import evaluate, score
 from isthmus_clients.device.secure_sessions import SecureSessions
 from isthmus_clients.device.task_host import InProcessHost, TaskHost
+from isthmus_clients.training.examples_account import ExamplesAccount
 from isthmus_clients.training.personal_state import PersonalStates
 from isthmus_clients.training.withholding import constant_failures
 from isthmus_privacy.purpose import check_gradient_scale
@@ -63,6 +64,7 @@ class Agent:
         device: str = "cpu",
         states: PersonalStates | None = None,
         residuals: Path | None = None,
+        account: ExamplesAccount | None = None,
     ) -> None:
         """Create a device.
 
@@ -85,12 +87,12 @@ class Agent:
             states: keeps what stays on the device between rounds, without a `host`; None keeps it
                 as long as this process runs.
             residuals: directory for what compressed updates leave to be sent later; None keeps
-                that as long as this process runs.
+                that as long as this process runs, as it does the `account`.
+            account: what training has cost the examples of this device.
         """
-        self._shares = shares
-        self.participant = participant
-        self.hours, self.tasks = hours, tasks
-        self._group = group
+        self._shares, self.participant = shares, participant
+        self.hours, self.tasks, self._group = hours, tasks, group
+        self._account = account or ExamplesAccount(None)
         self._active: ActiveRun | None = None
         self._guard = guard
         self._log_file = log_file
@@ -301,14 +303,10 @@ class Agent:
         if work.secure:
             wanted = self._wanted(run, request)
             return self._secure.train(self.host, run, request, payload, wanted), None
-        if (privacy := run.job.privacy) is None:
-            trained, update = self.host.train(request.id, work, payload, progress)
-        else:
-            from isthmus_privacy.dp.clipping import clip_to_norm
-
-            trained, update = self.host.train(request.id, work, payload, lambda progress: None)
-            trained.training.clear()  # a loss has no noise
-            clip_to_norm(run.layout.decode(update), privacy.clip)
+        run.charge(work)
+        report = progress if run.reports else lambda _: None
+        trained, update = self.host.train(request.id, work, payload, report)
+        run.protect(trained, update)
         trained.result.CopyFrom(self._named(update))
         return link_pb2.Reply(trained=trained), update
 
@@ -372,10 +370,12 @@ class Agent:
         secure = run.job.federated.secure_aggregation
         with constant_failures(secure, self._log_file, on_data=True):
             examples = self.host.open(work)
+            run = run.with_account(self._account, examples)
         self._active = run
         if run.has_app:
             return link_pb2.Reply(opened=link_pb2.Opened())
-        opened = link_pb2.Opened(examples=0 if secure else examples, hours=self.hours)
+        sent = 0 if secure else run.job.federated.weight(examples)
+        opened = link_pb2.Opened(examples=sent, hours=self.hours)
         if run.job.federated.groups is not None:
             opened.group = run.group
         return link_pb2.Reply(opened=opened)

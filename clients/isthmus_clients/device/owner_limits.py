@@ -24,8 +24,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from isthmus.errors import AdmissionRefused, DamagedError, JobError, UserError
 from isthmus.job import Job
-from isthmus.job.federated import GroupName
-from isthmus.job.section import DAYS, Hours, Section, sentences
+from isthmus.job.section import DAYS, GroupName, Hours, Section, sentences
 from isthmus.system.sealed_files import read_sealed, write_sealed
 from isthmus_clients.device.package_versions import PackageVersions
 
@@ -67,8 +66,11 @@ class PrivacyLimits(Section):
     epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Most epsilon that the secure sums of all runs since this device joined may imply together;
     those without noise are refused then. This device counts by itself, whatever the server says."""
+    examples_epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Take part only in jobs that protect the examples of this device (`[federated.privacy]`), and
+    train no more than this epsilon allows for one of them, all runs together."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-6
-    """Delta of `epsilon`."""
+    """Delta of `epsilon` and of `examples_epsilon`."""
 
 
 class SandboxLimits(Section):
@@ -201,6 +203,12 @@ class LimitsGuard:
             raise AdmissionRefused(
                 "its owner does not let jobs keep a part of the model on it between rounds "
                 "(personal_mb in policy.toml)"
+            )
+        if self.limits.privacy.examples_epsilon is not None and job.federated.privacy is None:
+            raise AdmissionRefused(
+                "its owner lets it train only in jobs that protect its examples by noise "
+                f"([privacy] examples_epsilon in policy.toml), and {job.name!r} has no table "
+                "[federated.privacy]"
             )
         if not job.federated.secure_aggregation:
             self.check_plain()

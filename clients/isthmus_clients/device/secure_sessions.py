@@ -17,8 +17,7 @@ from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import position_of
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
-from isthmus_clients.device.task_host import TaskHost
-from isthmus_clients.training.withholding import attempted
+from isthmus_clients.device.task_host import TaskHost, TrainingResult, train_silently
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from isthmus_privacy.secagg import Slot, StartModel
 
 log = logging.getLogger(__name__)
-
-_Result = tuple[link_pb2.Trained, Buffer]
-"""Figures of a training, and its encoded update."""
 
 
 class SecureSessions:
@@ -78,7 +74,7 @@ class SecureSessions:
         self._welcome: link_pb2.Welcome | None = None
         self._credentials: Credentials | None = None
         self._current: SecureParticipation | None = None
-        self._kept: tuple[link_pb2.Request, ActiveRun, _Result | None] | None = None
+        self._kept: tuple[link_pb2.Request, ActiveRun, TrainingResult | None] | None = None
         """What waits for a buffered sum: the request, the run as it was open then, and the result
         unless it is unusable."""
 
@@ -120,7 +116,7 @@ class SecureSessions:
         """Train, and join the sum of the updates, if it is still `wanted` then.
 
         Raises:
-            PeerMisbehaved: the configuration is refused, before anything is trained.
+            PeerMisbehaved: the configuration is refused, or a budget, before anything is trained.
             UpdateError: this device is not enrolled, cannot record the attempt, or the server has
                 cancelled it.
         """
@@ -128,9 +124,9 @@ class SecureSessions:
         from isthmus_privacy.secagg import MEASURING_SLOTS, RoundConfig
 
         work = request.train_local
-        about = (work.run_id, work.round, work.attempt)
-        run.check_group(work.group, RoundConfig.from_bytes(work.secure).clients_min)
-        scale, group = work.gradient_scale, work.group
+        about, scale = (work.run_id, work.round, work.attempt), work.gradient_scale
+        group = work.group
+        run.check_group(group, RoundConfig.from_bytes(work.secure).clients_min)
         purpose = TrainingPurpose(
             run.secure_purpose, work.with_gradient, scale, group, position_of(work.position)
         )
@@ -138,7 +134,8 @@ class SecureSessions:
         attempt = self.propose(about, work.secure, work.model, purpose.hash, slots)
         run.check_privacy(attempt.config, self._enrolled().history.rho(work.run_id))
         run.check_codec(attempt.config)
-        result = _train_silently(host, request, payload)
+        run.charge(work)
+        result = train_silently(host, request, payload)
         check_wanted(wanted)
         layout = run.layout.gradient_and_update if scale else run.layout
         if attempt.config.codec is None:
@@ -170,7 +167,8 @@ class SecureSessions:
         Raises:
             UpdateError: the server has cancelled it.
         """
-        result = _train_silently(host, request, payload)
+        run.charge(request.train_local)
+        result = train_silently(host, request, payload)
         check_wanted(wanted)
         self._kept = request, run, result
 
@@ -183,7 +181,7 @@ class SecureSessions:
         """
         from isthmus.job.federated import buffer_name
         from isthmus_privacy.purpose import BufferedPurpose
-        from isthmus_privacy.secagg import TRAINING_SLOTS, StartModel
+        from isthmus_privacy.secagg import StartModel
 
         if self._kept is None or self._kept[0].train_local.run_id != work.run_id:
             raise UpdateError("this device keeps no update of that run")
@@ -196,8 +194,7 @@ class SecureSessions:
             (s.round, s.model, s.with_gradient, position_of(s.position)) for s in work.starts
         )
         purpose = BufferedPurpose(run.secure_purpose, starts)
-        position = position_of(start.position)
-        own = (start.round, start.model.sha256, start.with_gradient, position)
+        own = (start.round, start.model.sha256, start.with_gradient, position_of(start.position))
         buffer = run.job.federated.buffer
         staleness = purpose.check_start(own, work.round, buffer.max_staleness)
         about = (work.run_id, work.round, work.attempt)
@@ -207,13 +204,13 @@ class SecureSessions:
             work.secure,
             blob,
             purpose.hash,
-            TRAINING_SLOTS,
+            run.training_slots,
             selected=False,
             start=StartModel(start.round, start.model.sha256, shared=len(starts) == 1),
         )
         self._kept = None
-        discount = buffer.discount(staleness)
-        reply = self._join_with_update(attempt, run, run.layout, result, discount)
+        scale = buffer.discount(staleness)
+        reply = self._join_with_update(attempt, run, run.layout, result, scale)
         host.release(request.id)
         return reply
 
@@ -268,7 +265,7 @@ class SecureSessions:
         attempt: SecureParticipation,
         run: ActiveRun,
         layout: TensorLayout,
-        result: _Result | None,
+        result: TrainingResult | None,
         scale: float = 1.0,
         residual: Residual | None = None,
     ) -> link_pb2.Reply:
@@ -282,8 +279,8 @@ class SecureSessions:
         from isthmus_privacy.secagg import GRADIENT_LOST, MAGNITUDE, WITHIN_CLIP
         from isthmus_privacy.secagg.encoding import lost_in_clipping
 
-        seed = self.seed(run, attempt.config.round)
         config, privacy = attempt.config, run.job.privacy
+        seed = self.seed(run, config.round)
         figures = dict.fromkeys((slot.name for slot in config.slots), 0.0)
         if result is None:
             zeros = torch.zeros(1).expand(layout.size)  # takes no memory
@@ -297,7 +294,8 @@ class SecureSessions:
                 if moves:
                     figures[WITHIN_CLIP.name] = float(not longer)
             return self.join(attempt, vector, 1, figures, seed)
-        figures["loss"] = trained.training.get("loss", 0.0)
+        if "loss" in figures:
+            figures["loss"] = trained.training.get("loss", 0.0)
         if residual is not None:
             vector, magnitude = residual.add_to(vector, trained.examples, config)
             figures[MAGNITUDE.name] = magnitude
@@ -389,12 +387,3 @@ def check_wanted(wanted: Callable[[], bool]) -> None:
     """
     if not wanted():
         raise UpdateError("the server has cancelled this request, or closed its run")
-
-
-def _train_silently(host: TaskHost, request: link_pb2.Request, payload: Buffer) -> _Result | None:
-    """Train without reports of progress; None without a usable update, which only the log tells."""
-    work = request.train_local
-    return attempted(
-        f"training in round {work.round} of {work.run_id}",
-        lambda: host.train(request.id, work, payload, lambda progress: None),
-    )

@@ -17,12 +17,16 @@ from isthmus.transport.shared_memory import SharedBuffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.training.personal_state import PersonalState, PersonalStates
+from isthmus_clients.training.withholding import attempted
 
 if TYPE_CHECKING:
     from isthmus_clients.flower.client_app import FlowerRun
     from isthmus_clients.training.local_run import DeviceRun
 
 log = logging.getLogger(__name__)
+
+TrainingResult = tuple[link_pb2.Trained, Buffer]
+"""Figures of a training, and its encoded update."""
 
 
 class TaskHost(Protocol):
@@ -134,6 +138,17 @@ def train_in(
     added = gradient[0] if gradient else None
     out = result if room else None
     return run.train(work, model, progress, stopped, added, out, personal), result
+
+
+def train_silently(
+    host: TaskHost, request: link_pb2.Request, payload: Buffer
+) -> TrainingResult | None:
+    """Train without reports of progress; None without a usable update, which only the log tells."""
+    work = request.train_local
+    return attempted(
+        f"training in round {work.round} of {work.run_id}",
+        lambda: host.train(request.id, work, payload, lambda progress: None),
+    )
 
 
 def states_key(work: link_pb2.OpenRun, participant: Participant) -> str:

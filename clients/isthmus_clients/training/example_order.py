@@ -33,17 +33,6 @@ def step_indices(seed: bytes, order: EpochOrder, settings: FederatedSection) -> 
             steps_left = None if steps_left is None else steps_left - 1
 
 
-def step_count(examples: int, settings: FederatedSection) -> int:
-    """The number of local steps, with that many examples in an epoch.
-
-    >>> step_count(3, FederatedSection(local_epochs=2, batch_size=2))
-    4
-    """
-    if settings.local_steps is not None:
-        return settings.local_steps
-    return (settings.local_epochs or 1) * -(-examples // settings.batch_size)
-
-
 def first_pass(seed: bytes, order: EpochOrder, settings: FederatedSection) -> list[list[int]]:
     """The steps of `step_indices` in the first epoch."""
     steps = -(-order.length // settings.batch_size)

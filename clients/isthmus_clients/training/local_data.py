@@ -20,7 +20,7 @@ from isthmus.task.not_finite import explain_not_finite
 from isthmus.task.scoring import count_examples, training_batches
 from isthmus.task.scoring.inputs import streamed_batches
 from isthmus.task.scoring.order import EpochOrder, check_no_order
-from isthmus_clients.training.example_order import first_pass, step_count, step_indices
+from isthmus_clients.training.example_order import first_pass, step_indices
 
 
 def locate(
@@ -111,7 +111,7 @@ class LocalData:
         """The number of steps that some settings ask for."""
         if settings.local_steps is not None:
             return settings.local_steps
-        return step_count(self.order.length, settings)
+        return settings.steps(self.order.length)
 
     @property
     def first_pass_examples(self) -> int:

@@ -6,7 +6,6 @@ Shape legend: N = float32 elements of the exchange set.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,9 +20,7 @@ from isthmus.job import read_job
 from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, load_task, user_code
-from isthmus.task.definition import Parameters, defines
 from isthmus.task.device_sums.evaluation import EvaluationVector
-from isthmus.task.made_optimizers import SEVERAL
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus.task.scoring import Averages, build_same_model
 from isthmus.tensors.exchange_set import TensorLayout
@@ -40,7 +37,9 @@ from isthmus_clients.training.local_data import LocalData, locate
 from isthmus_clients.training.low_rank import Factors, LowRank
 from isthmus_clients.training.model_scores import Candidates, score_each
 from isthmus_clients.training.personal_state import check_agreed, is_initial
-from isthmus_clients.training.step_gradient import (
+from isthmus_clients.training.steps.made_optimizer import make_optimizer
+from isthmus_clients.training.steps.private_steps import PrivateSteps, check_measured
+from isthmus_clients.training.steps.step_gradient import (
     StepGradient,
     add_gradient,
     add_proximal,
@@ -116,14 +115,18 @@ class DeviceRun:
         """Loaded when the model is evaluated for the first time."""
         self._schedules: dict[str, ScheduleState] = {}
         """Those of the last round, from which the next one's continue."""
-        self.data = LocalData(self.task, participant, self.job, self._arithmetic.device)
+        parts = self.job.federated.accumulate > 1
+        self._gradient = StepGradient(self.task, self._trained, self._arithmetic, accumulates=parts)
+        self._open_data()
+
+    def _open_data(self) -> None:
+        device = self._arithmetic.device
+        self.data = LocalData(self.task, self.participant, self.job, device)
         self.dataset, self.examples = self.data.dataset, self.data.examples
-        self._gradient = StepGradient(
-            self.task,
-            self._trained,
-            self._arithmetic,
-            accumulates=self.job.federated.accumulate > 1,
-        )
+        self._private: PrivateSteps | None = None
+        """In place of the data's batches and their gradients, with `[federated.privacy]`."""
+        if self.job.federated.privacy is not None:
+            self._private = PrivateSteps(self.task, self.model, self.data, self.job, device)
 
     def for_device(self, participant: Participant) -> DeviceRun:
         """The same run on another device that is simulated in this process.
@@ -135,8 +138,7 @@ class DeviceRun:
         """
         other = copy.copy(self)
         other.participant, other._schedules, other._validation = participant, {}, None
-        other.data = LocalData(self.task, participant, self.job, self._arithmetic.device)
-        other.dataset, other.examples = other.data.dataset, other.data.examples
+        other._open_data()
         other._low_rank = self._low_rank.for_device(participant)
         return other
 
@@ -211,7 +213,7 @@ class DeviceRun:
                 "lower the learning rate or check the data"
             )
         return link_pb2.Trained(
-            examples=self.examples,
+            examples=self.job.federated.weight(self.examples),
             steps=steps,
             seconds=time.monotonic() - started,
             training=averages.result(),
@@ -247,13 +249,14 @@ class DeviceRun:
 
         The random state of the training that follows does not depend on it.
         """
+        check_measured(self.job, "a mean gradient")
         seed, total = self.seed_of(round_), self.data.first_pass_examples
         self.model.train()
         self.model.zero_grad(set_to_none=True)
         with torch.random.fork_rng(devices=[]):
-            optimizers = TaskOptimizers(
-                self._made(round_, dict(self.model.named_parameters())), self.model.parameters()
-            )
+            named = dict(self.model.named_parameters())
+            made = make_optimizer(self.task, self.participant, round_, named)
+            optimizers = TaskOptimizers(made, self.model.parameters())
             self._arithmetic.seed(number(seed))
             for step in self.data.first_pass(seed, round_):
                 for piece in step:
@@ -267,15 +270,6 @@ class DeviceRun:
             part.zero_() if gradient is None else part.copy_(gradient)
         self.model.zero_grad(set_to_none=True)
 
-    def _made(self, round_: int, trained: Mapping[str, torch.nn.Parameter]) -> object:
-        """What the task's `optimizer()` returns for a round and parameters by name."""
-        participant = dataclasses.replace(self.participant, round=round_)
-        with user_code("optimizer()"):
-            made = self.task.optimizer(Parameters(trained.items()), participant)
-        if isinstance(made, Mapping) and not defines(self.task, "training_step"):
-            raise TaskError(SEVERAL)
-        return made
-
     def _optimizers(
         self,
         round_: int,
@@ -286,7 +280,7 @@ class DeviceRun:
         """The task's optimizers for a round, with the rates of its first step."""
         batch = position.cohort * self.job.federated.batch_size
         optimizers = TaskOptimizers(
-            self._made(round_, trained),
+            make_optimizer(self.task, self.participant, round_, trained),
             trained.values(),
             job_schedule(self.job, batch),
             self._schedules,
@@ -317,12 +311,14 @@ class DeviceRun:
             self._arithmetic.begin()
             anchors = dict(self._on_device(start)) if settings.proximal else {}
             step, count = 0, self.data.step_count(settings)
-            for parts in self.data.steps(self.seed_of(round_), round_, settings):
+            source: Any = self._private or self.data
+            gradient: Any = self._private or self._gradient
+            for parts in source.steps(self.seed_of(round_), round_, settings):
                 _check_wanted(stopped)
                 optimizers.go_to(position.of_step(step, count), lambda: _check_wanted(stopped))
                 step += 1
                 for name, batch in each_optimizer(optimizers, parts):
-                    loss = self._gradient.add(batch, averages, name)
+                    loss = gradient.add(batch, averages, name)
                     factors.collect()
                     self._arithmetic.unscale(optimizers, name)
                     add_proximal(self.model, anchors, settings.proximal)
@@ -340,7 +336,8 @@ class DeviceRun:
                         )
                         if not settings.secure_aggregation:
                             raise diverged
-                progress(link_pb2.Progress(steps=step, loss=value))
+                if self._private is None:
+                    progress(link_pb2.Progress(steps=step, loss=value))
         if diverged is not None:
             raise diverged
         return step, averages
@@ -349,6 +346,7 @@ class DeviceRun:
         self, payload: Buffer, candidates: Candidates, personal: Buffer | None = None
     ) -> list[float]:
         """Score candidates, means of the encoded models in `payload`, on this device's data."""
+        check_measured(self.job, "scores of models")
         size, models = self.job.evaluation.batch_size, pieces(self.layout, payload)
         self._load(self.layout.decode(models[0]), personal)
         return score_each(
@@ -363,6 +361,7 @@ class DeviceRun:
         Raises:
             TaskError: the task's code raised, or this device has no validation data.
         """
+        check_measured(self.job, "counts of an evaluation")
         if self.job.statistics.collect:
             return self.data.statistics(self.participant)
         if self._validation is None:

@@ -183,9 +183,13 @@ class VirtualDevice(Agent):
         active = self._fleet.open(work, self.participant).active
         active = dataclasses.replace(active, group=self._group_in(active.job))
         examples = self.host.open(work)
-        self._active = active
-        job = active.job
-        opened = link_pb2.Opened(examples=0 if job.federated.secure_aggregation else examples)
+        if active.job.federated.privacy is not None:
+            name = self.participant.name
+            self._account = self._fleet.accounts.setdefault(name, self._account)
+        self._active = active = active.with_account(self._account, examples)
+        federated = (job := active.job).federated
+        sent = 0 if federated.secure_aggregation else federated.weight(examples)
+        opened = link_pb2.Opened(examples=sent)
         if job.federated.groups is not None:
             opened.group = active.group
         return link_pb2.Reply(opened=opened)

@@ -15,6 +15,7 @@ from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.residuals import Residuals
+from isthmus_clients.training.examples_account import ExamplesAccount
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.profiles import DeviceProfile
 from isthmus_clients.virtual.stacked_training import (
@@ -177,6 +178,8 @@ class VirtualFleet:
         self.profile = profile
         self.folder = folder
         self.residuals = Residuals(None if folder is None else folder / "residuals")
+        self.accounts: dict[str, ExamplesAccount] = {}
+        """What training has cost the examples of devices, by name, in jobs that protect them."""
         self.processes = processes
         self.lock = threading.RLock()
         """Held while the model that all devices share is used."""

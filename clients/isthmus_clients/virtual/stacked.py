@@ -121,6 +121,11 @@ def check_settings(settings: FederatedSection) -> None:
     Raises:
         JobError: there is one.
     """
+    if settings.privacy is not None:
+        raise JobError(
+            "stacked models train on batches, and federated.privacy bounds the gradient of each "
+            "example of each device; train one by one"
+        )
     if settings.precision != "fp32" or settings.compile:
         raise JobError(
             "stacked models train together in float32, without federated.precision and "

@@ -10,14 +10,8 @@ from pydantic import Field, model_validator
 
 from isthmus.errors import JobError
 from isthmus.job.flower import FlowerSection
-from isthmus.job.section import Hours, PositiveSeconds, Section
-
-
-class DeviceHours(Hours):
-    """Hours in which some devices may be invited; several entries for one device add up."""
-
-    devices: Annotated[str, Field(min_length=1)]
-    """Their names: `tablet-7`, or a pattern with `*`, `?` and `[...]` such as `tablet-*`."""
+from isthmus.job.privacy import FederatedPrivacy
+from isthmus.job.section import DeviceHours, GroupName, PositiveSeconds, Section
 
 
 class Participation(Section):
@@ -69,10 +63,6 @@ class Buffer(Section):
         0.5
         """
         return float((1.0 + stale) ** -self.staleness_exponent)
-
-
-GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
-"""Name of a group of devices, with the characters of a participant's name."""
 
 
 class Groups(Section):
@@ -191,6 +181,8 @@ class FederatedSection(Section):
     for each parameter. Default: every device receives the whole model, 32 bits for each."""
     compression: Compression | None = None
     """Send fewer bytes from devices. Default: 32 bits for every element."""
+    privacy: FederatedPrivacy | None = None
+    """Differential privacy of each device's own examples; none by default."""
 
     @model_validator(mode="after")
     def _work_and_quorum_fit(self) -> FederatedSection:
@@ -309,6 +301,20 @@ class FederatedSection(Section):
                 "download_bits needs mode = 'rounds' and no flower; remove it, or change these"
             )
         return self
+
+    def steps(self, examples: int) -> int:
+        """The number of local steps of a round, with that many examples in an epoch.
+
+        >>> FederatedSection(local_epochs=2, batch_size=2).steps(3)
+        4
+        """
+        if self.local_steps is not None:
+            return self.local_steps
+        return (self.local_epochs or 1) * -(-examples // self.batch_size)
+
+    def weight(self, examples: int) -> int:
+        """What an update counts: the device's examples, or 1 if these are protected."""
+        return examples if self.privacy is None else 1
 
     @property
     def concurrency(self) -> int:

@@ -1,4 +1,8 @@
-"""The tables `[privacy]` and `[datacenter.privacy]`: what devices send, and a datacenter's data."""
+"""The tables of differential privacy.
+
+`[privacy]` is for what devices send; `[datacenter.privacy]` and `[federated.privacy]` are for the
+examples of a datacenter and of each device.
+"""
 
 from __future__ import annotations
 
@@ -252,3 +256,106 @@ _LAYOUT: tuple[tuple[str, object, str], ...] = (
     ("readers", 0, "they read batches of equal size, and here the size of a step is random"),
 )
 """Keys of `[datacenter]`, the one value that is possible, and why others are not."""
+
+
+class FederatedPrivacy(Section):
+    """Differential privacy of a device's examples by DP-SGD on the device (Abadi et al. 2016).
+
+    Neighbouring data sets of a device differ in one example, whose gradients are zeros in one of
+    them: the number of examples is not protected, as the probability with which each is in a step
+    (batch_size / examples) and the noise follow from it. Each device finds its noise from its own
+    number, counts what it has spent, and refuses more, whatever the server asks for.
+    """
+
+    epsilon: Positive
+    """The budget of a run: a device refuses to train where its epsilon would exceed this."""
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    """Delta of the guarantee; below 1 / examples of a device."""
+    clip: Positive = 1.0
+    """Bound on the 2-norm of the gradient of one example."""
+    participations: Annotated[int, Field(ge=1)] | None = None
+    """Times that a device may train in the run, failed attempts included: the noise is made for so
+    many. Default: the rounds of the job."""
+    noise: Positive | None = None
+    """Noise multiplier: standard deviation of the noise in the sum of a step's gradients, over
+    `clip`. Default: the least with which `participations` stay within `epsilon`, which each device
+    finds for itself."""
+    examples: Annotated[int, Field(ge=1)] | None = None
+    """Number of examples for which `isthmus privacy plan` and `isthmus job check` compute the
+    noise; devices use their own. Default: only devices know."""
+
+    def most_participations(self, rounds: int) -> int:
+        """Participations that the noise is made for, in a job of so many rounds."""
+        return self.participations or rounds
+
+    def check(self, job: Job) -> None:
+        """Refuse a job in which the guarantee would not hold, or a device could not train so.
+
+        Raises:
+            ValueError: with what to change.
+        """
+        federated = job.federated
+        for reason in (
+            "federated.flower runs code of its own on devices, without clipping and noise; remove "
+            "one of them"
+            if federated.flower is not None
+            and (federated.flower.app is not None or federated.flower.server_app is not None)
+            else "",
+            f"federated.precision={federated.precision!r} does not work with it, because each "
+            "example's gradient is computed in float32; remove precision"
+            if federated.precision != "fp32"
+            else "",
+            "federated.compile=true does not work with it, because torch.compile does not compile "
+            "per-example gradients; remove compile"
+            if federated.compile
+            else "",
+            f"federated.accumulate={federated.accumulate} does not work with it, because the "
+            "examples of a step are already taken in parts; remove accumulate"
+            if federated.accumulate != 1
+            else "",
+            "federated.clip_norm does not work with it, because federated.privacy.clip already "
+            "bounds every example's gradient; remove clip_norm"
+            if federated.clip_norm is not None
+            else "",
+            "federated.compression sums the devices' losses with their updates, and these have no "
+            "noise; remove one of them"
+            if federated.compression is not None
+            else "",
+            "federated.local_steps=0 trains nothing; set at least 1"
+            if federated.local_steps == 0
+            else "",
+            "exchange.low_rank trains factors, and the noise would be that of whole matrices; "
+            "remove one of them"
+            if job.exchange.low_rank is not None
+            else "",
+            f"evaluation.devices={job.evaluation.devices} would count on devices without noise; "
+            "evaluate on eval_data()"
+            if job.evaluation.devices
+            else "",
+            "statistics.collect sums counts without noise; remove one of them"
+            if job.statistics.collect
+            else "",
+            self._about_examples(federated.batch_size),
+        ):
+            if reason:
+                raise ValueError(f"federated.privacy: {reason}")
+
+    def _about_examples(self, batch_size: int) -> str:
+        return "" if self.examples is None else self.refusal(self.examples, batch_size, "examples=")
+
+    def refusal(self, examples: int, batch_size: int, whose: str) -> str:
+        """Why the guarantee makes no sense for a device with so many examples; empty if it does.
+
+        `whose` is what the number stands behind in the sentence.
+        """
+        if batch_size > examples:
+            return (
+                f"federated.batch_size={batch_size} is more than {whose}{examples}, and each is in "
+                "a step with the probability batch_size / examples; lower batch_size"
+            )
+        if self.delta >= 1 / examples:
+            return (
+                f"delta={self.delta:g} is not below 1 / examples, with {whose}{examples}: it would "
+                f"allow to publish one of them; use {0.1 / examples:.1g}"
+            )
+        return ""

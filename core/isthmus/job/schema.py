@@ -261,7 +261,12 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _promises_hold(self) -> Job:
-        for part in (self.privacy, self.datacenter.privacy, self.datacenter.compression):
+        for part in (
+            self.privacy,
+            self.federated.privacy,
+            self.datacenter.privacy,
+            self.datacenter.compression,
+        ):
             if part is not None:
                 part.check(self)
         return self

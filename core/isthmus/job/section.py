@@ -13,6 +13,8 @@ PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+"""Name of a group of devices, with the characters of a participant's name."""
 TimeOfDay = Annotated[str, Field(pattern=r"^([01]\d|2[0-3]):[0-5]\d$")]
 
 
@@ -59,6 +61,13 @@ class Hours(Section):
             raise JobError(
                 f"the hours {text!r} are not of the form 22:00-06:00 or sat,sun 22:00-06:00"
             ) from None
+
+
+class DeviceHours(Hours):
+    """Hours in which some devices may be invited; several entries for one device add up."""
+
+    devices: Annotated[str, Field(min_length=1)]
+    """Their names: `tablet-7`, or a pattern with `*`, `?` and `[...]` such as `tablet-*`."""
 
 
 def sentences(error: ValidationError, kind: type[Section], prefix: str = "") -> list[str]:

@@ -65,6 +65,9 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "participation-limit-of-run",
     "participation-limit",
     "epsilon-limit",
+    # client: what training costs its own examples
+    "examples-beyond-the-jobs-budget",
+    "examples-beyond-the-owners-limit",
     # client: the roster
     "roster-too-small",
     "roster-too-large",

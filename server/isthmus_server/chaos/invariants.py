@@ -95,7 +95,8 @@ class InvariantChecker:
     def repeatable(self) -> bool:
         """Whether two runs of the job have the same model; noise differs in every run."""
         job = self.deployment.job
-        return job.privacy is None and job.datacenter.privacy is None
+        tables = (job.privacy, job.datacenter.privacy, job.federated.privacy)
+        return all(table is None for table in tables)
 
     def differing_round(self, id_: str, other: str) -> int | None:
         """The first round of a job that another did not have with the same participants."""

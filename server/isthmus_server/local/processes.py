@@ -41,7 +41,7 @@ def participant_commands(job: Job, server: str, directory: Path) -> dict[str, li
         name = f"client-{index}"
         commands[name] = ["client", "start", "--name", name, "--shard", f"{index}/{count}", *tail]
         commands[name] += ["--log-file", str(log_file(directory, name))]
-        if job.exchange.has_personal:
+        if job.exchange.has_personal or job.federated.privacy is not None:
             commands[name] += ["--state", str(directory / "devices" / name)]
         if job.federated.device != "cpu":
             commands[name] += ["--device", job.federated.device]

@@ -13,6 +13,7 @@ from rich.console import Console
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus_privacy.dp.calibration import NoisePlan, SampledNoisePlan
+from isthmus_privacy.dp_sgd.device_examples import check_device_examples
 from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.private_socket import private_socket
 from isthmus_server.local.processes import LocalProcesses, OnFailure, started_roles
@@ -48,6 +49,7 @@ class LocalRun:
         if job.privacy is not None:
             NoisePlan.of(job.privacy, job.rounds)
         SampledNoisePlan.of(job)
+        check_device_examples(job)
         return cls(Store.create(directory, job, base))
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Iterable
 
@@ -29,6 +30,13 @@ class DeviceAvailability:
     ) -> None:
         """`attempts` are those of the run so far, oldest first."""
         self._privacy = privacy
+        self._asked = collections.Counter[str]()
+        """Attempts that each device was asked to train in."""
+        examples = job.federated.privacy
+        self._most_asked: int | None = None
+        """After which a device would refuse to train; None if only devices know."""
+        if examples is not None and examples.noise is None:
+            self._most_asked = examples.most_participations(job.rounds)
         self.attendance = Attendance(job.federated)
         self.is_unlimited = privacy is None and not self.attendance.has_limits
         """Whether a device without hours of its own may always be invited."""
@@ -40,6 +48,11 @@ class DeviceAvailability:
     def add(self, record: AttemptRecord) -> None:
         """Count an ended attempt; a committed one ends its round."""
         self._round.append(record)
+        self._asked.update(
+            each.participant
+            for each in record.receipts
+            if each.regime == "federated" and each.started
+        )
         if not isinstance(record, RoundRecord):
             return
         for attempt in self._round:
@@ -54,5 +67,7 @@ class DeviceAvailability:
     def seconds_until(self, name: str, hours: tuple[Hours, ...]) -> float:
         """Seconds until a device with its own `hours` may be invited: 0 now, infinity never."""
         if self._privacy is not None and not self._privacy.allows(name):
+            return math.inf
+        if self._most_asked is not None and self._asked[name] >= self._most_asked:
             return math.inf
         return self.attendance.seconds_until_eligible(name, self._clock.utc(), hours)

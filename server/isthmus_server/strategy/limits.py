@@ -220,7 +220,8 @@ def _wait_for_quorum(observation: Observation) -> ConstrainedAnswer | None:
         return None
     reason = (
         f"{ready} devices may be invited and the quorum is {observation.quorum}; {ineligible} are "
-        "outside of their hours or at their limit (federated.hours, federated.participation)"
+        "outside of their hours or at their limit (federated.hours, federated.participation, "
+        "federated.privacy)"
     )
     if observation.epsilon is not None:
         reason += (

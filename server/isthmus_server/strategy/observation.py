@@ -87,7 +87,8 @@ def observe(
         merge=job.strategy.merge,
         can_measure_gradients=job.federated.mode == "rounds"
         and job.federated.flower is None
-        and job.privacy is None,
+        and job.privacy is None
+        and job.federated.privacy is None,
         can_sum_by_group=job.federated.groups is not None,
         groups=dict(groups or {}),
         client_price=job.prices.client_update,

@@ -225,3 +225,12 @@ def test_a_device_that_has_not_joined_has_no_limits(tmp_path):
     arguments = ["start", "--server", "127.0.0.1:1", "--name", "a", "--policy"]
     result = CliRunner().invoke(client, [*arguments, str(tmp_path / "policy.toml")])
     assert isinstance(result.exception, UserError)
+
+
+def test_an_owner_can_require_noise_for_the_examples(guard, make_job):
+    limits = guard("[privacy]\nsecure_aggregation = false\nexamples_epsilon = 4.0")
+    with pytest.raises(
+        AdmissionRefused, match=r"examples_epsilon .*'table' has no table \[federated"
+    ):
+        limits.check_job(make_job())
+    limits.check_job(make_job("federated.privacy.epsilon=9", "federated.privacy.delta=1e-5"))

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from isthmus.errors import TaskError
+from isthmus.errors import JobError, TaskError
 from isthmus.task import Participant, load_task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
@@ -170,3 +170,13 @@ def test_a_device_has_its_shard():
     assert VirtualDevice(VirtualFleet(4), 2).participant == Participant(
         name="client-2", regime="federated", shard=(2, 4)
     )
+
+
+def test_private_devices_are_not_stacked(opening):
+    keys = ("federated.privacy.epsilon=5", "federated.privacy.delta=1e-3")
+    request = opening(*keys, "federated.local_steps=2")
+    with pytest.raises(JobError, match=r"federated.privacy bounds the gradient of each example"):
+        VirtualFleet(3, mode="stacked").open(request, VirtualDevice(VirtualFleet(3), 0).participant)
+    run = VirtualFleet(3, mode="auto").open(request, VirtualDevice(VirtualFleet(3), 0).participant)
+    assert run.mode == "one-by-one"
+    assert "federated.privacy" in run.in_words

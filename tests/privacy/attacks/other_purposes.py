@@ -8,9 +8,13 @@ from tests.privacy.attacks.unsafe_configurations import NOISE
 from tests.privacy.protocol import make_client, make_config
 
 from isthmus.job import Job
+from isthmus.job.federated import FederatedSection
+from isthmus.job.privacy import FederatedPrivacy
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_clients.device.active_run import ActiveRun
+from isthmus_clients.training.examples_account import ExamplesAccount
 from isthmus_privacy.compression.update_codec import UpdateCodec
+from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 from isthmus_privacy.purpose import (
     BufferedPurpose,
     ComparisonPurpose,
@@ -188,6 +192,26 @@ def more_rounds_than_the_noise_of_the_job_was_made_for():
 @expect_refusal("private-sum-of-another-vector")
 def a_gradient_next_to_a_private_update():
     private_run("gaussian").check_privacy(make_config(size=8), 0.0)
+
+
+def train_twice(**owner):
+    """Rounds of a job whose noise is made for one participation of each device."""
+    privacy = FederatedPrivacy(epsilon=5, delta=1e-3, participations=1)
+    settings = FederatedSection(batch_size=16, local_steps=10, privacy=privacy)
+    plan = DeviceExamplesPlan.of(settings, rounds=9, examples=64)
+    account = ExamplesAccount(None, **owner)
+    for number in (1, 2):
+        account.charge(plan, f"run {number}" if owner else "run", number, 1)
+
+
+@expect_refusal("examples-beyond-the-jobs-budget")
+def more_training_than_the_noise_of_a_device_was_made_for():
+    train_twice()
+
+
+@expect_refusal("examples-beyond-the-owners-limit")
+def more_runs_than_the_owner_allows_the_examples():
+    train_twice(epsilon=6.0, delta=1e-3)
 
 
 @expect_refusal("codec-differs")

@@ -5,8 +5,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.job.federated import DeviceHours, FederatedSection, Participation
-from isthmus.job.section import Hours
+from isthmus.job.federated import FederatedSection, Participation
+from isthmus.job.section import DeviceHours, Hours
 from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.attendance import Attendance
 

@@ -203,10 +203,14 @@ class ProcessHost:
         figures = {name: trained.training[name] for name in ("loss",) if name in trained.training}
         if not all(map(math.isfinite, figures.values())):
             raise TaskError(f"the task's process reported a loss of {figures['loss']}")
+        assert opened.examples is not None
         seconds = time.monotonic() - started
         return (
             link_pb2.Trained(
-                examples=opened.examples, steps=trained.steps, seconds=seconds, training=figures
+                examples=opened.run.job.federated.weight(opened.examples),
+                steps=trained.steps,
+                seconds=seconds,
+                training=figures,
             ),
             update,
         )

@@ -81,6 +81,8 @@ def training_config(
     )
     if settings.compression is not None and not spec.gradient_scale:
         return _compressed(config, settings.compression, context.sums.magnitude, context.job.seed)
+    if context.job.federated.privacy is not None:  # devices send no loss and count the same
+        config = dataclasses.replace(config, slots=SCORING_SLOTS, weight_max=1)
     privacy = context.privacy
     return config if privacy is None else _with_privacy(config, privacy.plan, privacy.clip)
 

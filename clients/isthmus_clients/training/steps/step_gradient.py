@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from isthmus.task.scoring.steps import training_step
 from isthmus_clients.training.accelerator import Arithmetic
 from isthmus_clients.training.local_data import StepPart
 
+_Part = TypeVar("_Part")
 Backward = Callable[[torch.Tensor], None]
 
 
@@ -134,8 +135,8 @@ def add_gradient(model: nn.Module, added: Mapping[str, torch.Tensor]) -> None:
 
 
 def each_optimizer(
-    optimizers: TaskOptimizers, parts: Iterable[StepPart]
-) -> Iterator[tuple[str, Iterable[StepPart]]]:
+    optimizers: TaskOptimizers, parts: Iterable[_Part]
+) -> Iterator[tuple[str, Iterable[_Part]]]:
     """The optimizers of one step in turn, each with the parts of the batch.
 
     Until the next, there are no gradients yet, and only its parameters require them.

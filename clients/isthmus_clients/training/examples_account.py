@@ -1,0 +1,188 @@
+"""What training has cost the examples of this device: charged before it trains, never taken back.
+
+    {directory}/examples.ledger    see `isthmus_privacy.dp.ledger`
+    {directory}/examples.head      its last line, so that a ledger that was cut is noticed
+
+The account is the device's own: no server can lower it, and none reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from isthmus.errors import UpdateError, UserError
+from isthmus.system.private_files import make_private_directory, write_private_file
+from isthmus_privacy.crypto import refusal
+from isthmus_privacy.dp.accounting import SampledGaussian
+from isthmus_privacy.dp.ledger import Charge, Ledger, LedgerDamaged, LedgerHead
+from isthmus_privacy.dp.renyi import epsilon_of_steps
+from isthmus_privacy.dp_sgd.device_examples import EXAMPLE, ZERO_OUT, DeviceExamplesPlan
+
+log = logging.getLogger(__name__)
+
+LEDGER_NAME = "examples.ledger"
+_HEAD_NAME = "examples.head"
+_POPULATION = "this-device"
+
+
+class ExamplesAccount:
+    """The charges of one device, of all runs.
+
+    Guarantees:
+      * a charge is on disk before `charge` returns: a kill at any moment loses none;
+      * no participation begins with which a job's budget, or the owner's, would be exceeded;
+      * a ledger that was edited, cut or lost without its head is refused, and nothing is trained.
+    """
+
+    def __init__(
+        self, directory: Path | None, epsilon: float | None = None, delta: float = 1e-6
+    ) -> None:
+        """Set up; the ledger is opened with the first charge.
+
+        Args:
+            directory: of the ledger; None keeps the charges as long as this process runs.
+            epsilon: the owner's limit for all runs together; None for no limit.
+            delta: of that limit.
+        """
+        self._directory = directory
+        self._epsilon, self._delta = epsilon, delta
+        self._ledger: Ledger | None = None
+        self._in_memory: list[Charge] = []
+
+    def charge(self, plan: DeviceExamplesPlan, run: str, round_: int, attempt: int) -> None:
+        """Charge one participation, before it is trained.
+
+        Args:
+            plan: the noise of the participation, from the job and the examples of this device.
+            run: id of the run.
+            round_: of the run.
+            attempt: of the round; one that is trained again is charged again.
+
+        Raises:
+            PeerMisbehaved: the job's budget or the owner's would be exceeded.
+            UpdateError: the charge cannot be recorded, or earlier ones cannot be read.
+        """
+        charge = Charge(
+            population=_POPULATION,
+            unit=EXAMPLE,
+            adjacency=ZERO_OUT,
+            mechanism="dp-sgd",
+            event=plan.event,
+            run=run,
+            round=round_,
+            attempt=attempt,
+            what="training",
+        )
+        try:
+            charges = list(self._charges())
+            self._check(plan, run, charges)
+            if self._ledger is None:
+                self._in_memory.append(charge)
+            else:
+                self._ledger.reserve(charge)
+        except (OSError, UserError) as error:
+            log.error("%s", error)  # its paths are not the server's business
+            raise UpdateError(
+                "this device cannot record what training costs its examples, and does not train "
+                "without that record; its own log says why"
+            ) from None
+        of_run = [each for each in charges if each.run == run]
+        log.log(
+            logging.DEBUG if self._directory is None else logging.INFO,
+            "participation %d in %s: one example has an epsilon of %.4g of %g at delta %g",
+            len(of_run) + 1,
+            run,
+            _epsilon([*of_run, charge], plan.privacy.delta),
+            plan.privacy.epsilon,
+            plan.privacy.delta,
+        )
+
+    def _check(self, plan: DeviceExamplesPlan, run: str, charges: list[Charge]) -> None:
+        """Refuse a participation that would exceed a budget, in sentences without its numbers."""
+        privacy, after = plan.privacy, [plan.event]
+        of_run = [_event(each) for each in charges if each.run == run]
+        if epsilon_of_steps(of_run + after, privacy.delta) > privacy.epsilon:
+            refusal.refuse(
+                "examples-beyond-the-jobs-budget",
+                f"this device has trained {len(of_run)} times in this run, and once more would "
+                f"exceed an epsilon of {privacy.epsilon:g} at delta {privacy.delta:g} for one of "
+                "its examples (federated.privacy)",
+            )
+        if self._epsilon is None:
+            return
+        if epsilon_of_steps([*map(_event, charges), *after], self._delta) > self._epsilon:
+            refusal.refuse(
+                "examples-beyond-the-owners-limit",
+                "with this round the training of all runs would exceed an epsilon of "
+                f"{self._epsilon:g} at delta {self._delta:g} for one example of this device, its "
+                "owner's limit ([privacy] examples_epsilon in policy.toml)",
+            )
+
+    def _charges(self) -> Iterator[Charge]:
+        if self._directory is None:
+            return iter(self._in_memory)
+        if self._ledger is None:
+            self._ledger = _open(self._directory)
+        return (entry.charge for entry in self._ledger.entries.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class RunAccount:
+    """The account of a device, for one run."""
+
+    account: ExamplesAccount
+    plan: DeviceExamplesPlan
+    run: str
+
+    def charge(self, round_: int, attempt: int) -> None:
+        """See `ExamplesAccount.charge`."""
+        self.account.charge(self.plan, self.run, round_, attempt)
+
+
+def spent_by_run(directory: Path, delta: float) -> dict[str, tuple[int, float]]:
+    """Participations and epsilon at `delta` of each run in the ledger of a device.
+
+    Raises:
+        LedgerDamaged: there is no ledger, or it is not the one that was written.
+    """
+    ledger = Ledger.read(directory / LEDGER_NAME, _head(directory))
+    charges: dict[str, list[Charge]] = {}
+    for entry in ledger.entries.values():
+        charges.setdefault(entry.charge.run, []).append(entry.charge)
+    return {run: (len(each), _epsilon(each, delta)) for run, each in charges.items()}
+
+
+def _event(charge: Charge) -> SampledGaussian:
+    assert isinstance(charge.event, SampledGaussian)
+    return charge.event
+
+
+def _epsilon(charges: list[Charge], delta: float) -> float:
+    return epsilon_of_steps(map(_event, charges), delta)
+
+
+def _head(directory: Path) -> LedgerHead | None:
+    path, head = directory / LEDGER_NAME, directory / _HEAD_NAME
+    known = LedgerHead.of(head.read_text(errors="replace")) if head.exists() else None
+    if known is None and (head.exists() or (path.exists() and path.stat().st_size)):
+        raise LedgerDamaged(
+            f"{head} is missing or damaged: what training has cost the examples of this device is "
+            "not known; restore it from a backup"
+        )
+    return known
+
+
+def _open(directory: Path) -> Ledger:
+    make_private_directory(directory)
+    ledger = Ledger.open(directory / LEDGER_NAME, _head(directory))
+    try:
+        head = directory / _HEAD_NAME
+        ledger.remember = lambda last: write_private_file(head, str(last).encode())
+        ledger.remember(ledger.head)
+    except BaseException:
+        ledger.close()
+        raise
+    return ledger

@@ -1,0 +1,29 @@
+"""What a task makes as the optimizer of a device's round."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from torch import nn
+
+from isthmus.errors import TaskError
+from isthmus.task import Participant, Task, user_code
+from isthmus.task.definition import Parameters, defines
+from isthmus.task.made_optimizers import SEVERAL
+
+
+def make_optimizer(
+    task: Task, participant: Participant, round_: int, trained: Mapping[str, nn.Parameter]
+) -> object:
+    """What the task's `optimizer()` returns for a round and parameters by name.
+
+    Raises:
+        TaskError: it failed, or returned several for steps that only know one.
+    """
+    participant = dataclasses.replace(participant, round=round_)
+    with user_code("optimizer()"):
+        made = task.optimizer(Parameters(trained.items()), participant)
+    if isinstance(made, Mapping) and not defines(task, "training_step"):
+        raise TaskError(SEVERAL)
+    return made

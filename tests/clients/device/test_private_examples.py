@@ -1,0 +1,110 @@
+"""A device that protects its examples: charged before it trains, and silent about everything."""
+
+import pytest
+import torch
+
+from isthmus.errors import PeerMisbehaved
+from isthmus.task import Participant
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.wire import link_pb2
+from isthmus_clients.device.agent import Agent
+from isthmus_clients.training.examples_account import ExamplesAccount, spent_by_run
+
+LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
+KEYS = (
+    "federated.privacy.epsilon=5",
+    "federated.privacy.delta=1e-3",
+    "federated.privacy.participations=2",
+    "federated.local_steps=3",
+    "federated.batch_size=5",
+)
+
+
+@pytest.fixture
+def device(tmp_path):
+    return Agent(
+        Participant(name="a", regime="federated"), None, account=ExamplesAccount(tmp_path / "state")
+    )
+
+
+@pytest.fixture
+def opening(write_task, make_job, tmp_path):
+    def opening(*overrides):
+        write_task()
+        job = make_job(*KEYS, *overrides).model_dump_json()
+        work = link_pb2.OpenRun(run_id="run", job=job, base=str(tmp_path), layout=LAYOUT.header)
+        return link_pb2.Request(id="open", open=work)
+
+    return opening
+
+
+async def train(device, progress=None, **fields):
+    work = link_pb2.TrainLocal(run_id="run", round=1, attempt=1, **fields)
+    request = link_pb2.Request(id="train", train_local=work)
+    model = device.buffer(request, LAYOUT.nbytes)
+    model[:] = LAYOUT.encode(torch.zeros(LAYOUT.size))
+    return await device.work(request, model, progress or (lambda _: None))
+
+
+async def test_a_plain_round_sends_an_update_and_nothing_else(device, opening):
+    reply, _ = await device.work(opening(), None, None)
+    assert reply.opened.examples == 1  # as all devices say
+    reported = []
+    reply, update = await train(device, reported.append)
+    assert LAYOUT.decode(update).all()
+    assert reply.trained.examples == 1
+    assert dict(reply.trained.training) == {}
+    assert reported == []
+
+
+async def test_a_repeated_attempt_is_new_noise_and_a_new_charge(device, opening, tmp_path):
+    await device.work(opening(), None, None)
+    updates = [LAYOUT.decode((await train(device))[1]).clone() for _ in range(2)]
+    assert not torch.equal(*updates)
+    count, epsilon = spent_by_run(tmp_path / "state", 1e-3)["run"]
+    assert (count, epsilon <= 5) == (2, True)
+    with pytest.raises(PeerMisbehaved, match="trained 2 times in this run, and once more would"):
+        await train(device)
+
+
+async def test_a_charge_is_there_before_the_training_and_after_its_failure(
+    device, opening, tmp_path, monkeypatch
+):
+    await device.work(opening(), None, None)
+
+    def fail(*_):
+        assert spent_by_run(tmp_path / "state", 1e-3)["run"][0] == 1
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(device.host, "train", fail)
+    with pytest.raises(RuntimeError):
+        await train(device)
+    assert spent_by_run(tmp_path / "state", 1e-3)["run"][0] == 1
+
+
+async def test_a_kept_update_is_charged_once(device, opening, tmp_path):
+    buffered = ('federated.mode="buffered"', "federated.secure_aggregation=true")
+    await device.work(opening(*buffered), None, None)
+    await train(device, keep=True)
+    assert spent_by_run(tmp_path / "state", 1e-3)["run"][0] == 1
+
+
+async def test_figures_without_noise_are_refused_and_cost_nothing(device, opening, tmp_path):
+    await device.work(opening(), None, None)
+    listed = [link_pb2.Candidate(of=[0])]
+    score = link_pb2.Score(run_id="run", comparison=1, attempt=1, candidates=listed)
+    evaluate = link_pb2.Evaluate(run_id="run", round=1, attempt=1)
+    for request in (link_pb2.Request(score=score), link_pb2.Request(evaluate=evaluate)):
+        model = device.buffer(request, LAYOUT.nbytes)
+        with pytest.raises(PeerMisbehaved, match=r"with \[federated.privacy\], and .* no noise"):
+            await device.work(request, model, None)
+    with pytest.raises(PeerMisbehaved, match=r"with \[federated.privacy\], and .* no noise"):
+        await train(device, gradient_scale=1.0)
+    assert not (tmp_path / "state").exists()
+
+
+async def test_both_kinds_of_privacy_hold_together(device, opening):
+    both = ("privacy.mechanism=gaussian", "privacy.epsilon=8", "privacy.delta=1e-5")
+    await device.work(opening(*both, "privacy.clip=0.01", "task.settings.lr=9.0"), None, None)
+    update = LAYOUT.decode((await train(device))[1])
+    assert 0.0099 < float(update.norm()) <= 0.01
