@@ -20,29 +20,33 @@ def privacy() -> None:
 def plan(job: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Print the noise of JOB, what it costs and what a larger cohort would buy.
 
-    For devices, and for the examples of a datacenter. Nothing is trained and nobody is asked.
+    For devices, for the examples of a datacenter, and for those of devices. Nothing is trained and
+    nobody is asked.
     """
     from isthmus.errors import JobError
     from isthmus.job import load_job
+    from isthmus_server.views.device_examples import DeviceExamplesForecast
     from isthmus_server.views.examples_forecast import ExamplesForecast
     from isthmus_server.views.privacy_forecast import PrivacyForecast
 
     loaded = load_job(job, overrides)
     devices = PrivacyForecast.of(loaded, job.parent)
     datacenter = ExamplesForecast.of(loaded)
-    if devices is None and datacenter is None:
+    on_devices = DeviceExamplesForecast.of(loaded)
+    if devices is None and datacenter is None and on_devices is None:
         raise JobError(
-            f"{loaded.name!r} has no differential privacy; add a table [privacy] or "
-            "[datacenter.privacy] with epsilon and delta"
+            f"{loaded.name!r} has no differential privacy; add a table [privacy], "
+            "[datacenter.privacy] or [federated.privacy] with epsilon and delta"
         )
     if as_json:
         tables = {
             "devices": devices and devices.to_json(),
             "datacenter": datacenter and datacenter.to_json(),
+            "device_examples": on_devices and on_devices.to_json(),
         }
         click.echo(json.dumps(tables, indent=2))
         return
-    for forecast in (devices, datacenter):
+    for forecast in (devices, datacenter, on_devices):
         for name, text in [] if forecast is None else forecast.lines():
             click.echo(f"{name:<12} {text}")
 

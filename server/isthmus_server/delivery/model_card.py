@@ -86,9 +86,11 @@ def _data_statement(report: Report, job: Job) -> Iterator[str]:
 
 
 def _noise_statement(report: Report) -> str:
-    if report.privacy is None:
+    given = [each for each in (report.privacy, report.device_examples_privacy) if each is not None]
+    if not given:
         return (
             "No noise was added (differential privacy): the model may reveal something about the "
             "data that it was trained on."
         )
-    return f"Noise was added, with differential privacy: {report.privacy.sentence}."
+    sentences = "; ".join(each.sentence for each in given)
+    return f"Noise was added, with differential privacy: {sentences}."

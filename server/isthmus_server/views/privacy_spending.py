@@ -14,6 +14,7 @@ from isthmus_privacy.dp.accounting import SampledGaussian
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerEntry, LedgerHead
 from isthmus_server.privacy.budget import UNIT
 from isthmus_server.storage.store import Store
+from isthmus_server.views.device_examples import PromisedToExamples
 from isthmus_server.views.examples_spending import SpentOnExamples
 
 
@@ -21,7 +22,8 @@ from isthmus_server.views.examples_spending import SpentOnExamples
 class Spending:
     """The charges of a run."""
 
-    path: Path
+    path: Path | None
+    """None if only devices have accounts, with `[federated.privacy]` alone."""
     lines_read: int
     epsilon: float
     """Of the device that was asked most; 0 if only the datacenter's examples are protected."""
@@ -32,17 +34,20 @@ class Spending:
     """Sums that this device was asked for."""
     examples: SpentOnExamples | None = None
     """What was spent of the datacenter's examples, apart; None without `[datacenter.privacy]`."""
+    promised: PromisedToExamples | None = None
+    """To the examples of devices; None without `[federated.privacy]`."""
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the names of the devices, of which there may be many."""
         return {
-            "ledger": str(self.path),
+            "ledger": None if self.path is None else str(self.path),
             "lines": self.lines_read,
             "epsilon": self.epsilon,
             "budget": self.budget,
             "delta": self.delta,
             "most_asked": self.most_asked,
             "examples": None if self.examples is None else dataclasses.asdict(self.examples),
+            "device_examples": None if self.promised is None else dataclasses.asdict(self.promised),
             "charges": [
                 {
                     "number": entry.number,
@@ -62,7 +67,11 @@ class Spending:
 
     def lines(self) -> list[str]:
         """Lines for a terminal."""
-        lines = [f"{self.path}: {self.lines_read} lines, the chain is intact"]
+        lines = []
+        if self.path is not None:
+            lines.append(f"{self.path}: {self.lines_read} lines, the chain is intact")
+        if self.promised is not None:
+            lines.append(self.promised.sentence)
         if self.examples is not None:
             lines.append(self.examples.sentence)
         by_devices = [entry.charge for entry in self.entries if entry.charge.unit == UNIT]
@@ -93,6 +102,9 @@ def read_spending(run_dir: Path) -> Spending:
     path = run_dir / LEDGER_FILE
     with contextlib.closing(Store.open(run_dir)) as store:
         privacy, state = store.job.privacy, store.run_state()
+        promised = PromisedToExamples.of(store.job)
+        if privacy is None and store.job.datacenter.privacy is None and promised is not None:
+            return _of_devices_alone(promised)
         if privacy is None and store.job.datacenter.privacy is None:
             raise UserError(f"{run_dir} is a run without differential privacy ([privacy])")
         if not path.exists():
@@ -112,4 +124,19 @@ def read_spending(run_dir: Path) -> Spending:
         entries=entries,
         most_asked=max(asked.values(), default=0),
         examples=examples,
+        promised=promised,
+    )
+
+
+def _of_devices_alone(promised: PromisedToExamples) -> Spending:
+    """Nothing is charged on the server."""
+    return Spending(
+        path=None,
+        lines_read=0,
+        epsilon=0.0,
+        budget=None,
+        delta=None,
+        entries=(),
+        most_asked=0,
+        promised=promised,
     )

@@ -25,6 +25,7 @@ from isthmus_server.storage.records import (
     adapter,
 )
 from isthmus_server.storage.store import Store
+from isthmus_server.views.device_examples import PromisedToExamples
 from isthmus_server.views.examples_spending import SpentOnExamples
 
 _DETAILS = (*(f"_{suffix}" for suffix in SPREAD), "_error")
@@ -75,6 +76,8 @@ class Report(Record):
     """None without `[privacy]`."""
     examples_privacy: SpentOnExamples | None = None
     """None without `[datacenter.privacy]`."""
+    device_examples_privacy: PromisedToExamples | None = None
+    """None without `[federated.privacy]`."""
 
 
 def read_report(store: Store) -> Report:
@@ -92,6 +95,7 @@ def read_report(store: Store) -> Report:
         final=final,
         privacy=_spent_privacy(store.job, attempts),
         examples_privacy=SpentOnExamples.of(store),
+        device_examples_privacy=PromisedToExamples.of(store.job),
     )
 
 
@@ -128,6 +132,8 @@ def page(report: Report) -> RenderableType:
         parts.append(Text(f"privacy: {report.privacy.sentence}"))
     if report.examples_privacy is not None:
         parts.append(Text(f"privacy: {report.examples_privacy.sentence}"))
+    if report.device_examples_privacy is not None:
+        parts.append(Text(f"privacy: {report.device_examples_privacy.sentence}"))
     if report.final is not None:
         total = sum(record.cost.price for record in attempts)
         figures = format_metrics(report.final.metrics)

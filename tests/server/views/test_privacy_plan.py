@@ -59,4 +59,32 @@ def test_the_plan_of_one_unit_is_a_few_lines(invoke):
 
 def test_a_job_without_a_budget_has_no_plan(invoke):
     assert isinstance(error := invoke().exception, JobError)
-    assert "has no differential privacy; add a table [privacy] or" in str(error)
+    assert "has no differential privacy; add a table [privacy], " in str(error)
+
+
+ON_DEVICES = ("federated.privacy.epsilon=4", "federated.privacy.delta=1e-6")
+
+
+def test_the_plan_of_devices_examples_is_for_the_number_that_the_job_says(invoke):
+    changes = (*ON_DEVICES, "federated.privacy.examples=320", "federated.local_steps=5")
+    table = json.loads(invoke("--json", changes=changes).output)["device_examples"]
+    assert (table["unit"], table["adjacency"]) == ("example", "zero-out")
+    assert (table["budget"], table["participations"]) == (4.0, 20)
+    (device,) = table["devices"]
+    assert (device["examples"], device["steps"], device["sampling_probability"]) == (320, 5, 0.1)
+    assert 3.99 < device["epsilon_after"]["20"] <= 4
+    assert device["epsilon_after"]["2"] < 1.9
+
+
+def test_without_a_number_it_is_for_devices_of_several_sizes(invoke):
+    lines = invoke(changes=ON_DEVICES).output.splitlines()
+    assert lines[0].split(maxsplit=1) == ["mechanism", "DP-SGD on each device"]
+    assert "one example of one device (zero-out)" in lines[1]
+    sizes = [line.split()[-2] for line in lines if line.startswith("noise")]
+    assert sizes == ["320", "3200", "32000"]
+
+
+def test_a_budget_that_no_noise_meets_is_refused_before_anything_runs(invoke):
+    changes = (*ON_DEVICES, "federated.privacy.examples=320", "federated.privacy.epsilon=1e-3")
+    assert isinstance(error := invoke(changes=changes).exception, JobError)
+    assert "would need noise of more than 10000 times" in str(error)

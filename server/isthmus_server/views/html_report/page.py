@@ -230,6 +230,8 @@ def _privacy(report: Report, attempts: Sequence[EndedAttempt]) -> str:
         parts.append(line_chart(points, title="epsilon", x_label="rounds", limit=spent.budget))
     if report.examples_privacy is not None:
         parts.append(f"<p>{text(report.examples_privacy.sentence)}</p>")
+    if report.device_examples_privacy is not None:
+        parts.append(f"<p>{text(report.device_examples_privacy.sentence)}</p>")
     return "".join(parts)
 
 
