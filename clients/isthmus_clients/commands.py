@@ -23,9 +23,10 @@ from isthmus_clients.device.owner_limits import LimitsGuard, load
 from isthmus_clients.device.sandbox.process_host import ProcessHost
 from isthmus_clients.device.systemd import GRACE_SECONDS, unit
 from isthmus_clients.training.accelerator import check_choice
-from isthmus_clients.training.examples_account import ExamplesAccount
+from isthmus_clients.training.examples_account import LEDGER_NAME, ExamplesAccount, spent_of
 from isthmus_clients.training.history_files import begin_history, replace_history
 from isthmus_clients.training.personal_state import PersonalStates
+from isthmus_privacy.dp_sgd.device_examples import EXAMPLE, ZERO_OUT
 
 
 @click.group()
@@ -82,6 +83,35 @@ def new_history(state: Path) -> None:
             )
     where = "" if moved is None else f"; the files of the old one are in {moved}"
     click.echo(f"{member.name} has a new, empty record of its sums{where}")
+
+
+@client.command()
+@_STATE
+@click.option(
+    "--delta",
+    type=click.FloatRange(min=0, max=1, min_open=True, max_open=True),
+    default=1e-6,
+    show_default=True,
+    help="Delta at which epsilon is computed.",
+)
+def spent(state: Path, delta: float) -> None:
+    """Verify this device's account of its examples, and print what each run has spent.
+
+    It has the participations in jobs that protect the examples of devices ([federated.privacy]).
+    """
+    accounts = sorted(state.rglob(LEDGER_NAME))
+    if not accounts:
+        raise UserError(
+            f"{state} has no account: this device was in no run with a table [federated.privacy]"
+        )
+    for account in accounts:
+        together, runs = spent_of(account.parent, delta)
+        for run, (count, epsilon) in runs.items():
+            click.echo(f"{run}: {count} participations, epsilon {epsilon:.4g}")
+        click.echo(
+            f"together: epsilon {together:.4g} at delta {delta:g} for one {EXAMPLE} of this device "
+            f"({ZERO_OUT}); the chain of {account} is intact"
+        )
 
 
 @client.command()

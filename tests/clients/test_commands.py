@@ -15,10 +15,14 @@ from tests.server.rounds.results import LAYOUT
 from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, ParticipantLost, UserError
+from isthmus.job.federated import FederatedSection
+from isthmus.job.privacy import FederatedPrivacy
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.commands import client
 from isthmus_clients.device.agent import Agent, serve
+from isthmus_clients.training.examples_account import ExamplesAccount
+from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 
 
 @pytest.mark.parametrize(
@@ -167,3 +171,21 @@ def test_a_device_needs_less_than_60_mb_of_packages_besides_pytorch():
         if file.suffix != ".pyc" and Path(str(found.locate_file(file))).is_file()
     )
     assert size < 60e6
+
+
+def test_the_owner_sees_what_the_examples_have_spent(tmp_path):
+    privacy = FederatedPrivacy(epsilon=5, delta=1e-3, participations=2)
+    settings = FederatedSection(batch_size=16, local_steps=10, privacy=privacy)
+    plan = DeviceExamplesPlan.of(settings, rounds=9, examples=64)
+    account = ExamplesAccount(tmp_path / "examples" / "a")
+    for round_ in (1, 2):
+        account.charge(plan, "demo", round_, 1)
+    arguments = ["spent", "--state", str(tmp_path), "--delta", "1e-3"]
+    shown = CliRunner().invoke(client, arguments, catch_exceptions=False).output
+    assert shown.startswith("demo: 2 participations, epsilon 4.99")
+    assert "for one example of this device (zero-out); the chain of" in shown
+
+
+def test_a_device_without_an_account_says_so(tmp_path):
+    result = CliRunner().invoke(client, ["spent", "--state", str(tmp_path)])
+    assert "has no account: this device was in no run with" in str(result.exception)

@@ -9,7 +9,7 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from isthmus_clients.training.examples_account import spent_by_run
+from isthmus_clients.training.examples_account import spent_of
 from isthmus_server.privacy_commands import privacy
 
 JOB = """
@@ -44,7 +44,7 @@ lease_seconds = 60
 
 def spent(run: Path, name: str) -> tuple[int, float]:
     """Participations of a device in its only run, and their epsilon."""
-    ((_, found),) = spent_by_run(run / "devices" / name / "examples" / name, 1e-3).items()
+    ((_, found),) = spent_of(run / "devices" / name / "examples" / name, 1e-3)[1].items()
     return found
 
 

@@ -142,8 +142,11 @@ class RunAccount:
         self.account.charge(self.plan, self.run, round_, attempt)
 
 
-def spent_by_run(directory: Path, delta: float) -> dict[str, tuple[int, float]]:
-    """Participations and epsilon at `delta` of each run in the ledger of a device.
+def spent_of(directory: Path, delta: float) -> tuple[float, dict[str, tuple[int, float]]]:
+    """What is in the ledger of a device: epsilon of all runs together, and of each one.
+
+    Returns:
+        Epsilon at `delta` together, and the participations and epsilon by the id of a run.
 
     Raises:
         LedgerDamaged: there is no ledger, or it is not the one that was written.
@@ -152,7 +155,8 @@ def spent_by_run(directory: Path, delta: float) -> dict[str, tuple[int, float]]:
     charges: dict[str, list[Charge]] = {}
     for entry in ledger.entries.values():
         charges.setdefault(entry.charge.run, []).append(entry.charge)
-    return {run: (len(each), _epsilon(each, delta)) for run, each in charges.items()}
+    runs = {run: (len(each), _epsilon(each, delta)) for run, each in charges.items()}
+    return _epsilon([charge for each in charges.values() for charge in each], delta), runs
 
 
 def _event(charge: Charge) -> SampledGaussian:

@@ -8,7 +8,7 @@ from isthmus.task import Participant
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
-from isthmus_clients.training.examples_account import ExamplesAccount, spent_by_run
+from isthmus_clients.training.examples_account import ExamplesAccount, spent_of
 
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 KEYS = (
@@ -61,7 +61,7 @@ async def test_a_repeated_attempt_is_new_noise_and_a_new_charge(device, opening,
     await device.work(opening(), None, None)
     updates = [LAYOUT.decode((await train(device))[1]).clone() for _ in range(2)]
     assert not torch.equal(*updates)
-    count, epsilon = spent_by_run(tmp_path / "state", 1e-3)["run"]
+    count, epsilon = spent_of(tmp_path / "state", 1e-3)[1]["run"]
     assert (count, epsilon <= 5) == (2, True)
     with pytest.raises(PeerMisbehaved, match="trained 2 times in this run, and once more would"):
         await train(device)
@@ -73,20 +73,20 @@ async def test_a_charge_is_there_before_the_training_and_after_its_failure(
     await device.work(opening(), None, None)
 
     def fail(*_):
-        assert spent_by_run(tmp_path / "state", 1e-3)["run"][0] == 1
+        assert spent_of(tmp_path / "state", 1e-3)[1]["run"][0] == 1
         raise RuntimeError("killed")
 
     monkeypatch.setattr(device.host, "train", fail)
     with pytest.raises(RuntimeError):
         await train(device)
-    assert spent_by_run(tmp_path / "state", 1e-3)["run"][0] == 1
+    assert spent_of(tmp_path / "state", 1e-3)[1]["run"][0] == 1
 
 
 async def test_a_kept_update_is_charged_once(device, opening, tmp_path):
     buffered = ('federated.mode="buffered"', "federated.secure_aggregation=true")
     await device.work(opening(*buffered), None, None)
     await train(device, keep=True)
-    assert spent_by_run(tmp_path / "state", 1e-3)["run"][0] == 1
+    assert spent_of(tmp_path / "state", 1e-3)[1]["run"][0] == 1
 
 
 async def test_figures_without_noise_are_refused_and_cost_nothing(device, opening, tmp_path):
