@@ -44,6 +44,7 @@ COMMANDS = [
     ),
     "isthmus client join --state --token-file TOKEN URL",
     "isthmus client new-history --state",
+    "isthmus client spent --delta --state",
     (
         "isthmus client start --data --device --die-with-parent --hours --log-file --name --policy "
         "--print-systemd --server --shard --state --tasks --threads"

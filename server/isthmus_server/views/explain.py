@@ -22,6 +22,7 @@ from isthmus_server.storage.store import Store
 from isthmus_server.strategy.decision import Decision
 from isthmus_server.strategy.gradients import GradientMeasurement, GroupSum
 from isthmus_server.strategy.policy import Kind
+from isthmus_server.views.device_examples import PromisedToExamples
 
 RECENT = 5
 """Committed rounds before a decision that are shown with it."""
@@ -74,6 +75,8 @@ class Explanation(Record):
     reason: str
     """Why the run has ended; empty while it runs."""
     decisions: Sequence[ExplainedDecision]
+    device_examples_privacy: PromisedToExamples | None = None
+    """None without `[federated.privacy]`."""
 
 
 def explain(store: Store, round_: int | None = None) -> Explanation:
@@ -97,6 +100,7 @@ def explain(store: Store, round_: int | None = None) -> Explanation:
         status=status,
         reason=reason,
         decisions=decisions,
+        device_examples_privacy=PromisedToExamples.of(store.job),
     )
 
 

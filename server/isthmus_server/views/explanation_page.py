@@ -47,6 +47,8 @@ def show(explanation: Explanation, console: Console) -> None:
         console.print("no round has been decided on so far")
     if explanation.reason:
         console.print(Text(f"it ended because: {explanation.reason}"))
+    if explanation.device_examples_privacy is not None:
+        console.print(Text(f"privacy: {explanation.device_examples_privacy.sentence}"))
     if len(decisions) > 1:
         console.print("add a round's number to print everything that its decision was based on")
 
