@@ -21,7 +21,7 @@ from isthmus.task.code_digest import code_digest
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_clients.device import agent as agent_module
-from isthmus_clients.device import secure_measurements, secure_sessions
+from isthmus_clients.device import secure_measurements, task_host
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.training.withholding import WITHHELD
 from isthmus_privacy.purpose import BufferedPurpose, ComparisonPurpose, TrainingPurpose
@@ -199,7 +199,7 @@ async def test_bisecting_a_feature_with_crafted_models_gives_no_bit(attacker):
 
 async def test_without_the_zero_update_the_bisection_succeeds(attacker, monkeypatch):
     """A mutation of the protection: the attack above is a real one, and detects its absence."""
-    monkeypatch.setattr(secure_sessions, "attempted", lambda what, work: work())
+    monkeypatch.setattr(task_host, "attempted", lambda what, work: work())
     assert len(await bisect(attacker, largest_feature(attacker))) == 2
 
 
@@ -235,7 +235,7 @@ async def test_the_text_of_an_exception_never_reaches_the_server(
     """
     write_task(WHERE[where])
     if not protected:
-        for module in (secure_sessions, secure_measurements):
+        for module in (task_host, secure_measurements):
             monkeypatch.setattr(module, "attempted", lambda what, work: work())
         monkeypatch.setattr(
             agent_module, "constant_failures", lambda *_, **__: contextlib.nullcontext()
