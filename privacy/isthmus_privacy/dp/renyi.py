@@ -3,7 +3,7 @@
 The Rényi divergence of a Poisson-sampled Gaussian mechanism at whole orders, by the closed form of
 Mironov, Talwar and Zhang (2019, section 3.3), and epsilon by Canonne, Kamath and Steinke (2020,
 proposition 12). dp-accounting and Opacus compute the same where they use the same orders; privacy
-loss distributions, which the server's ledgers use, give 5 to 35 % less.
+loss distributions, which the server's ledgers use, usually give 5 to 35 % less.
 
 >>> step = SampledGaussian(noise_multiplier=1.1, sampling_probability=0.01, steps=1000)
 >>> round(epsilon_of_steps([step], delta=1e-5), 4)
