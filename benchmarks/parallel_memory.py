@@ -111,14 +111,14 @@ def _measure(rank: int, degrees: tuple[int, int, int, int], width: int, file: Pa
         False,
     )
     forward_backward = ForwardBackward(task, shard, rank, device, len(batch))
-    forward_backward.run(batch, batch, 1.0, lambda: ControlSignal.CONTINUE)
+    forward_backward.run((batch, batch), 1.0, lambda: ControlSignal.CONTINUE)
     gradients = sum(local(each).nbytes for each in shard.gradients().values())
     optimizer.step(1.0)
     parameters = sum(local(each).nbytes for each in shard.parameters().values())
     moments = sum(
         local(value).nbytes
-        for state in optimizer.inner.state.values()
-        for value in state.values()
+        for _, parameter in optimizer.named_parameters()
+        for value in optimizer.state_of(parameter).values()
         if value.ndim
     )
     if rank == 0:
