@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from isthmus_server.views.privacy_search import Sought
 
 
 @click.group()
@@ -16,20 +20,53 @@ def privacy() -> None:
 @privacy.command()
 @click.argument("job", metavar="JOB", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key.")
+@click.option(
+    "--find",
+    type=click.Choice(["rounds", "participations", "cohort", "epsilon"]),
+    help="Find this value of the job from a wanted noise, and plan the job with it.",
+)
+@click.option("--noise", type=float, metavar="Z", help="With --find: the noise multiplier.")
+@click.option(
+    "--signal-to-noise",
+    type=float,
+    metavar="S",
+    help="With --find: how many times longer than its noise the sum of equal updates is.",
+)
+@click.option(
+    "--unit",
+    type=click.Choice(["device", "example"]),
+    help="With --find: whose budget it is about, in a job with both.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def plan(job: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+def plan(
+    job: Path,
+    overrides: tuple[str, ...],
+    find: Sought | None,
+    noise: float | None,
+    signal_to_noise: float | None,
+    unit: str | None,
+    as_json: bool,
+) -> None:
     """Print the noise of JOB, what it costs and what a larger cohort would buy.
 
     For devices, for the examples of a datacenter, and for those of devices. Nothing is trained and
     nobody is asked.
+
+    With --find, one value of the job is found from the others and a wanted noise: the most rounds
+    or participations of a device, or the least cohort or epsilon. The plan is that of the job with
+    the options that are printed.
     """
     from isthmus.errors import JobError
-    from isthmus.job import load_job
+    from isthmus.job import load_job, with_changes
     from isthmus_server.views.device_examples import DeviceExamplesForecast
     from isthmus_server.views.examples_forecast import ExamplesForecast
     from isthmus_server.views.privacy_forecast import PrivacyForecast
+    from isthmus_server.views.privacy_search import found_in
 
     loaded = load_job(job, overrides)
+    found = found_in(loaded, job.parent, find, noise, signal_to_noise, unit)
+    if found is not None:
+        loaded = with_changes(loaded, found.changes)
     devices = PrivacyForecast.of(loaded, job.parent)
     datacenter = ExamplesForecast.of(loaded)
     on_devices = DeviceExamplesForecast.of(loaded)
@@ -44,9 +81,11 @@ def plan(job: Path, overrides: tuple[str, ...], as_json: bool) -> None:
             "datacenter": datacenter and datacenter.to_json(),
             "device_examples": on_devices and on_devices.to_json(),
         }
+        if found is not None:
+            tables["found"] = found.to_json()
         click.echo(json.dumps(tables, indent=2))
         return
-    for forecast in (devices, datacenter, on_devices):
+    for forecast in (found, devices, datacenter, on_devices):
         for name, text in [] if forecast is None else forecast.lines():
             click.echo(f"{name:<12} {text}")
 

@@ -46,6 +46,8 @@ _FIRST_POWER = 1.5
 _TRIES = 8
 _MARGIN = 1.0005
 """The accountant rounds up: by less than this in the noise."""
+_PRECISE_EPSILON, _PRECISE_DELTA = 150.0, 1e-14
+"""Up to and from here privacy loss distributions are within `_MARGIN` of the exact epsilon."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +125,16 @@ class NoisePlan:
             return self.first_bound.update_multiplier
         return self.multiplier * (1 if self.correlated is None else self.correlated.sensitivity)
 
-    def noise_to_signal(self, size: int, clients: int) -> float:
+    def noise_to_signal(self, size: int, clients: int, honest: int | None = None) -> float:
         """2-norm of a round's noise over that of the sum, if all updates are equal and clipped.
 
         Args:
             size: N, elements of an update.
             clients: devices in the sum.
+            honest: those whose noise is counted on, if devices add it: the others add as much.
         """
-        return self.deviation * math.sqrt(size) / clients
+        uncounted = 1.0 if honest is None else math.sqrt(clients / honest)
+        return self.deviation * uncounted * math.sqrt(size) / clients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +179,10 @@ class SampledNoisePlan:
         """Epsilon of an example after so many steps."""
         return Composition().plus(self.event(steps)).epsilon(self.privacy.delta) if steps else 0.0
 
+    def epsilon_bound(self, steps: int) -> float:
+        """A bound on `epsilon`, in milliseconds: by Rényi differential privacy of few orders."""
+        return _bound(self.multiplier, self.probability, steps, self.privacy.delta)
+
 
 @functools.lru_cache(maxsize=64)  # it takes seconds
 def _of_sampled(epsilon: float, delta: float, probability: float, steps: int) -> float | None:
@@ -186,19 +194,12 @@ def _of_sampled(epsilon: float, delta: float, probability: float, steps: int) ->
     """
     import dp_accounting
 
-    def accounted(accountant: Any, multiplier: float) -> float:
-        gaussian = dp_accounting.GaussianDpEvent(multiplier)
-        step = dp_accounting.PoissonSampledDpEvent(probability, gaussian)
-        accountant.compose(dp_accounting.SelfComposedDpEvent(step, steps))
-        return float(accountant.get_epsilon(delta))
-
     def bound(multiplier: float) -> float:
-        return accounted(dp_accounting.rdp.RdpAccountant(orders=FEW_ORDERS), multiplier)
+        return _bound(multiplier, probability, steps, delta)
 
     def coarse(multiplier: float) -> float:
-        return accounted(
-            dp_accounting.pld.PLDAccountant(value_discretization_interval=_COARSE), multiplier
-        )
+        accountant = dp_accounting.pld.PLDAccountant(value_discretization_interval=_COARSE)
+        return _accounted(accountant, multiplier, probability, steps, delta)
 
     def of_ledger(multiplier: float) -> float:
         event = SampledGaussian(multiplier, probability, steps)
@@ -217,6 +218,25 @@ def _of_sampled(epsilon: float, delta: float, probability: float, steps: int) ->
         low = _SMALLEST_SAMPLED
         return _between(low, high, 1.005, lambda each: of_ledger(each) <= epsilon)
     return found
+
+
+def _bound(multiplier: float, probability: float, steps: int, delta: float) -> float:
+    from dp_accounting import rdp
+
+    accountant = rdp.RdpAccountant(orders=FEW_ORDERS)
+    return _accounted(accountant, multiplier, probability, steps, delta)
+
+
+def _accounted(
+    accountant: Any, multiplier: float, probability: float, steps: int, delta: float
+) -> float:
+    """Epsilon of so many steps of DP-SGD by an accountant of the library that has no event yet."""
+    import dp_accounting
+
+    gaussian = dp_accounting.GaussianDpEvent(multiplier)
+    step = dp_accounting.PoissonSampledDpEvent(probability, gaussian)
+    accountant.compose(dp_accounting.SelfComposedDpEvent(step, steps))
+    return float(accountant.get_epsilon(delta))
 
 
 def _near(epsilon: float, multiplier: float, epsilon_of: Callable[[float], float]) -> float:
@@ -246,15 +266,30 @@ def _between(low: float, high: float, precision: float, fits: Callable[[float], 
     return high
 
 
+@functools.lru_cache(maxsize=64)
 def _of_gaussian(epsilon: float, delta: float) -> float:
-    """The least noise multiplier of one Gaussian (Balle and Wang 2018, theorem 8)."""
+    """The least noise multiplier of one Gaussian (Balle and Wang 2018, theorem 8).
+
+    Where the accountant of the ledger is not as precise, the least with which it agrees: with less
+    the last rounds of a run would not be within the budget.
+    """
 
     def fits(multiplier: float) -> bool:
         mean = 1 / multiplier
         below = _normal(mean / 2 - epsilon / mean)
         return below - math.exp(epsilon + _log_normal(-mean / 2 - epsilon / mean)) <= delta
 
-    return _least(fits) * _MARGIN
+    found = _least(fits) * _MARGIN
+    if epsilon <= _PRECISE_EPSILON and delta >= _PRECISE_DELTA:
+        return found
+
+    def fits_ledger(multiplier: float) -> bool:
+        return Composition().plus(Gaussian(multiplier)).epsilon(delta) <= epsilon
+
+    high = found
+    while not fits_ledger(high) and high < LARGEST_NOISE:
+        high *= 2
+    return _between(found, high, _MARGIN, fits_ledger)
 
 
 def _of_distributed(epsilon: float, delta: float) -> float:
@@ -279,4 +314,4 @@ def _log_normal(x: float) -> float:
     """Its logarithm; far below zero by the first terms of the asymptotic series."""
     if x > -30:
         return math.log(_normal(x))
-    return -(x**2) / 2 - math.log(-x * math.sqrt(2 * math.pi)) + math.log1p(-1 / x**2)
+    return -(x * x) / 2 - math.log(-x * math.sqrt(2 * math.pi)) + math.log1p(-1 / (x * x))

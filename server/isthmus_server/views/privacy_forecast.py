@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any, Self
 
 from isthmus.errors import JobError
 from isthmus.job import Job
-from isthmus.task import load_task
 from isthmus_privacy.dp.calibration import NoisePlan
-from isthmus_privacy.dp.distributed import fit_ring
-from isthmus_privacy.secagg.graph import corrupt_clients
-from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.privacy.budget import ADJACENCY, UNIT
-from isthmus_server.regimes.secure_sums.round_configs import CORRUPT_PERMILLE
+from isthmus_server.views.update_noise import noise_to_signal, update_bytes, update_size
 
 LARGER_COHORTS = (2, 10)
 
@@ -57,14 +54,12 @@ class PrivacyForecast:
         if job.privacy is None:
             return None
         plan = NoisePlan.of(job.privacy, job.rounds)
-        task = load_task(job.task.source, job.task.settings, base=base, data=job.task.data_in(base))
-        strategy = job.strategy
-        model = GlobalModel(
-            task, job.seed, strategy.server_optimizer, strategy.served_average, job.exchange
-        )
-        size, cohort = model.layout.size, job.federated.cohort
+        size, cohort = update_size(job, base), job.federated.cohort
         rounds = tenths(job.rounds)
-        sums = [cohort, *(cohort * factor for factor in LARGER_COHORTS)]
+        ratios = {cohort: noise_to_signal(job, plan, size, cohort)}
+        for larger in (cohort * factor for factor in LARGER_COHORTS):
+            with contextlib.suppress(JobError):  # above the most devices of a secure sum
+                ratios[larger] = noise_to_signal(job, plan, size, larger)
         return cls(
             mechanism=job.privacy.mechanism,
             epsilon=job.privacy.epsilon,
@@ -77,11 +72,11 @@ class PrivacyForecast:
             clip_quantile=job.privacy.clip_quantile,
             cohort=cohort,
             size=size,
-            noise_to_signal={each: plan.noise_to_signal(size, each) for each in sums},
+            noise_to_signal=ratios,
             epsilon_after={
                 each: plan.epsilon(-(-each // job.privacy.separation)) for each in rounds
             },
-            update_bytes=_update_bytes(job, plan, size),
+            update_bytes=update_bytes(job, plan, size),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -105,10 +100,10 @@ class PrivacyForecast:
             (
                 "signal",
                 f"the noise is {first[1]:.2g} times as long as the sum of {first[0]} equal updates "
-                f"of {self.size:,} elements",
+                f"of {self.size:,} elements: a signal-to-noise ratio of {1 / first[1]:.3g}",
             ),
             ("clipping", self._clipping()),
-            ("cohort", f"a larger one buys: {buys} devices"),
+            *([("cohort", f"a larger one buys: {buys} devices")] if larger else []),
             ("epsilon", f"{after} rounds"),
             ("bytes", f"{self.update_bytes:,} for each update"),
         ]
@@ -134,21 +129,3 @@ class PrivacyForecast:
 def tenths(count: int) -> list[int]:
     """A tenth of a number, two tenths, and so on up to the number; 1 or more."""
     return sorted({max(1, count * tenth // 10) for tenth in range(1, 11)})
-
-
-def _update_bytes(job: Job, plan: NoisePlan, size: int) -> int:
-    if plan.privacy.mechanism != "distributed":
-        return 4 * size
-    federated = job.federated
-    corrupt = 0 if federated.clients else CORRUPT_PERMILLE
-    try:
-        _, bits = fit_ring(
-            clip=plan.privacy.clip,
-            multiplier=plan.multiplier,
-            honest=federated.needed - corrupt_clients(federated.cohort, corrupt),
-            clients=federated.cohort,
-            size=size,
-        )
-    except ValueError as error:
-        raise JobError(f"privacy: {error}; invite more devices, or lower the noise") from None
-    return bits // 8 * size

@@ -1,6 +1,7 @@
 """`isthmus privacy plan`: what a budget means, before anything runs."""
 
 import json
+import shlex
 
 import pytest
 from click.testing import CliRunner
@@ -42,7 +43,9 @@ def test_the_plan_has_both_units_apart(invoke):
     assert len(devices["epsilon_after"]) == 10
     assert devices["update_bytes"] == 2 * devices["size"] == 30
     cohorts = list(devices["noise_to_signal"].values())
-    assert cohorts == pytest.approx([cohorts[0], cohorts[0] / 2, cohorts[0] / 10])
+    # Of 8, 16 and 80 devices the noise of 5, 10 and 52 is counted on, and all of them add it.
+    ratios = [(5 / 8) ** 0.5 * 8, (10 / 16) ** 0.5 * 16, (52 / 80) ** 0.5 * 80]
+    assert cohorts == pytest.approx([cohorts[0] * ratios[0] / each for each in ratios])
     assert (datacenter["unit"], datacenter["adjacency"]) == ("example", "add-or-remove")
     assert datacenter["sampling_probability"] == pytest.approx(0.01)
     assert sorted(datacenter["epsilon_after"].values()) == list(
@@ -88,3 +91,43 @@ def test_a_budget_that_no_noise_meets_is_refused_before_anything_runs(invoke):
     changes = (*ON_DEVICES, "federated.privacy.examples=320", "federated.privacy.epsilon=1e-3")
     assert isinstance(error := invoke(changes=changes).exception, JobError)
     assert "would need noise of more than 10000 times" in str(error)
+
+
+def test_the_printed_options_give_the_plan_that_was_found(invoke):
+    wanted = ("--find", "rounds", "--noise", "6.5")
+    lines = invoke(*wanted, changes=DEVICES).output.splitlines()
+    assert lines[0].split(maxsplit=1) == [
+        "found",
+        "rounds = 103, the most with noise of 6.5 times the clipping bound",
+    ]
+    name, *options = shlex.split(lines[1])
+    assert name == "options"
+    assert invoke(*options, changes=DEVICES).output.splitlines() == lines[2:]
+    found = json.loads(invoke(*wanted, "--json", changes=DEVICES).output)["found"]
+    assert found["changes"] == {"rounds": 103, "privacy.noise": 6.5}
+
+
+def test_a_cohort_is_found_for_the_size_of_the_tasks_model(invoke):
+    wanted = ("--find", "cohort", "--signal-to-noise", "3", "--json")
+    tables = json.loads(invoke(*wanted, changes=DEVICES).output)
+    cohort = tables["found"]["changes"]["federated.cohort"]
+    assert tables["devices"]["cohort"] == cohort
+    assert 0.9 * 3 < 1 / tables["devices"]["noise_to_signal"][str(cohort)] * 0.97 <= 3.1
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "sentence"),
+    [
+        (["--noise", "3"], DEVICES, "are for --find"),
+        (["--find", "rounds", "--noise", "3"], (*DEVICES, *EXAMPLES), "say with --unit"),
+        (["--find", "rounds", "--unit", "example"], DEVICES, "which the job does not have"),
+        (
+            ["--find", "rounds", "--signal-to-noise", "3"],
+            EXAMPLES,
+            "is about the updates of devices",
+        ),
+        (["--find", "rounds", "--noise", "3"], (), "has no differential privacy"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(invoke, options, changes, sentence):
+    assert sentence in str(invoke(*options, changes=changes).exception)

@@ -1,0 +1,52 @@
+"""Searches for the whole number at which a monotone condition changes.
+
+>>> largest(lambda rounds: rounds**2 <= 50, most=1000), least(lambda n: n**2 > 50, most=1000)
+(7, 8)
+>>> largest(lambda rounds: False, most=1000), least(lambda n: False, most=1000)
+(0, None)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_FIRST_STEP = 16
+"""The first step away from a start is this part of it: a start within a few per cent is then worth
+most of the evaluations of a search from 1."""
+
+
+def largest(fits: Callable[[int], bool], *, most: int, start: int = 1) -> int:
+    """The largest number that fits, if all smaller ones fit too.
+
+    Where the condition is not monotone, a number that fits before one that does not.
+
+    Args:
+        fits: the condition, of 1 .. `most`.
+        most: largest number that is looked at.
+        start: where to begin; the closer to the result, the fewer evaluations.
+
+    Returns:
+        1 .. `most`; 0 if not even 1 fits.
+    """
+    low, high = 0, most + 1
+    at = min(max(start, 1), most)
+    step = max(1, at // _FIRST_STEP)
+    while low < at < high:
+        if fits(at):
+            low, at = at, at + step
+        else:
+            high, at = at, at - step
+        step *= 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def least(fits: Callable[[int], bool], *, most: int, start: int = 1) -> int | None:
+    """The least number that fits, if all larger ones fit too; None if `most` does not.
+
+    See `largest` for the arguments.
+    """
+    found = largest(lambda number: not fits(number), most=most, start=start) + 1
+    return found if found <= most else None
