@@ -14,9 +14,8 @@ from isthmus.task.device_sums.evaluation import EvaluationVector, check_evaluate
 from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.division import divide
-from isthmus_privacy.dp.calibration import NoisePlan
-from isthmus_privacy.dp_sgd.device_examples import check_device_examples
 from isthmus_server.model.optimizers import check_round_length, make_optimizer
+from isthmus_server.privacy.run_budgets import check_budgets
 from isthmus_server.regimes.base import load_extension
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.strategy.observation import unknown_metric
@@ -44,9 +43,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
     check_round_length(job, task, model)
     load_extension(job.federated, division.exchanged)
-    if job.privacy is not None:
-        NoisePlan.of(job.privacy, job.rounds)
-    check_device_examples(job)
+    check_budgets(job)
     batch = job.evaluation.batch_size
     metrics = HeldOut(task).measure(
         lambda data, count: evaluate(

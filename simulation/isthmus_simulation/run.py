@@ -22,6 +22,7 @@ from isthmus_clients.virtual.fleet import VirtualFleet
 from isthmus_clients.virtual.profiles import DeviceProfile
 from isthmus_datacenter.virtual import VirtualDatacenter
 from isthmus_server.observability.observers import Observers
+from isthmus_server.privacy.run_budgets import check_budgets
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.run_description import (
@@ -64,9 +65,10 @@ class Simulation:
         """Create a run; the job's relative paths start at `base`.
 
         Raises:
-            JobError: the job cannot be simulated.
+            JobError: the job cannot be simulated, or no noise meets a privacy budget of it.
         """
         check(job)
+        check_budgets(job)
         mark_simulated(directory)
         return cls(Store.create(directory, job, base))
 

@@ -284,6 +284,13 @@ def test_a_simulation_goes_on_after_an_interruption_with_the_same_bits(
             ["simulation.clients=9", "federated.flower.app=client_app:app"],
             "federated.flower names an app",
         ),
+        (
+            [
+                "simulation.clients=9",
+                "privacy={mechanism='gaussian',epsilon=8,delta=1e-5,noise=0.1}",
+            ],
+            "privacy.noise=0.1 is too little",
+        ),
     ],
 )
 def test_a_job_that_cannot_be_simulated_is_refused(make_job, tmp_path, overrides, sentence):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from isthmus.job.section import Section
 
@@ -17,7 +17,27 @@ if TYPE_CHECKING:
     from isthmus.job.datacenter import DatacenterSection
     from isthmus.job.schema import Job
 
+LARGEST_NOISE = 1e4
+"""Largest noise multiplier: with more, nothing can be learned."""
+MAX_CORRELATED_ROUNDS = 100_000
+"""Most rounds of correlated noise: the search for its bands takes time in proportion."""
+SMALLEST_CLIP, LARGEST_CLIP = 1e-9, 1e9
+"""Clipping bounds with which updates and their noise are numbers of float32, and of any ring of
+secure aggregation."""
+
+
+def _clip_in_range(clip: float) -> float:
+    if not SMALLEST_CLIP <= clip <= LARGEST_CLIP:
+        raise ValueError(
+            f"{clip:g} is not in the range of clipping bounds, {SMALLEST_CLIP:g} to "
+            f"{LARGEST_CLIP:g}; scale what is trained, or use another bound"
+        )
+    return clip
+
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NoiseMultiplier = Annotated[float, Field(gt=0, le=LARGEST_NOISE, allow_inf_nan=False)]
+ClippingBound = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_clip_in_range)]
 PopulationName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
@@ -36,14 +56,14 @@ class PrivacySection(Section):
     """The budget: no device is asked for a round with which its epsilon would exceed this."""
     delta: Annotated[float, Field(gt=0, lt=1)]
     """Delta of the guarantee; below 1 / number of devices."""
-    clip: Positive = 1.0
-    """Bound on the 2-norm of one device's update (its model after training minus the start). The
-    update of every device counts the same, whatever its number of examples."""
+    clip: ClippingBound = 1.0
+    """Bound on the 2-norm of one device's update (its model after training minus the start), 1e-9
+    to 1e9. The update of every device counts the same, whatever its number of examples."""
     clip_quantile: Annotated[float, Field(gt=0, lt=1)] | None = None
     """With `gaussian`: `clip` is the bound of the first round only, and then moves towards this
     quantile of the norms of the updates, such as 0.5 for their median (Andrew et al. 2021).
     Default: `clip` stays."""
-    noise: Positive | None = None
+    noise: NoiseMultiplier | None = None
     """Noise multiplier: standard deviation of the noise in a round's sum, over `clip`. With
     `correlated` it is over what one device changes in all rounds. Default: the least with which
     `participations` rounds stay within `epsilon`."""
@@ -134,10 +154,16 @@ def _about_devices(privacy: PrivacySection, job: Job) -> str:
             f"{apart * federated.needed} for a quorum of {federated.needed}, and there are "
             f"{federated.clients}; lower it or federated.cohort, or raise federated.clients"
         )
-    if federated.clients and privacy.delta >= 1 / federated.clients:
+    devices = max(federated.clients, federated.invited)
+    if privacy.delta >= 1 / devices:
         return (
-            f"delta={privacy.delta:g} is not below 1 / {federated.clients} devices: it would allow "
-            "to publish one of them; use 1e-5 or less"
+            f"delta={privacy.delta:g} is not below 1 / {devices} devices: it would allow to "
+            "publish one of them; use 1e-5 or less"
+        )
+    if privacy.mechanism == "correlated" and job.rounds > MAX_CORRELATED_ROUNDS:
+        return (
+            f"mechanism='correlated' is for up to {MAX_CORRELATED_ROUNDS} rounds, and rounds="
+            f"{job.rounds}; lower rounds, or use mechanism='gaussian'"
         )
     return ""
 
@@ -156,12 +182,12 @@ class DatacenterPrivacy(Section):
     """Delta of the guarantee; below 1 / examples."""
     examples: Annotated[int, Field(ge=1)]
     """Number of examples that a datacenter has; it is not protected."""
-    clip: Positive = 1.0
-    """Bound on the 2-norm of the gradient of one example."""
+    clip: ClippingBound = 1.0
+    """Bound on the 2-norm of the gradient of one example, 1e-9 to 1e9."""
     clipping: Literal["per_example", "ghost"] = "per_example"
     """`ghost` finds the norms of gradients without the gradients, for large models, and also with
     zero_stage 1 to 3; not with all layers."""
-    noise: Positive | None = None
+    noise: NoiseMultiplier | None = None
     """Noise multiplier: standard deviation of the noise in the sum of a step's gradients, over
     `clip`. Default: the least with which `steps` stay within `epsilon`."""
     steps: Annotated[int, Field(ge=1)] | None = None
@@ -181,7 +207,12 @@ class DatacenterPrivacy(Section):
             ValueError: with what to change.
         """
         devices = None if job.privacy is None else job.privacy.population
+        steps = job.datacenter.steps
         for reason in (
+            f"steps={self.steps} is below datacenter.steps={steps}, those of one round, for which "
+            "the budget would be too small; raise it, or remove it"
+            if self.steps is not None and self.noise is None and self.steps < steps
+            else "",
             "strategy.merge='transfer' gives devices the mean gradient without noise; use "
             "'weighted' or 'projected'"
             if job.strategy.merge == "transfer"
@@ -271,12 +302,12 @@ class FederatedPrivacy(Section):
     """The budget of a run: a device refuses to train where its epsilon would exceed this."""
     delta: Annotated[float, Field(gt=0, lt=1)]
     """Delta of the guarantee; below 1 / examples of a device."""
-    clip: Positive = 1.0
-    """Bound on the 2-norm of the gradient of one example."""
+    clip: ClippingBound = 1.0
+    """Bound on the 2-norm of the gradient of one example, 1e-9 to 1e9."""
     participations: Annotated[int, Field(ge=1)] | None = None
     """Times that a device may train in the run, failed attempts included: the noise is made for so
     many. Default: the rounds of the job."""
-    noise: Positive | None = None
+    noise: NoiseMultiplier | None = None
     """Noise multiplier: standard deviation of the noise in the sum of a step's gradients, over
     `clip`. Default: the least with which `participations` stay within `epsilon`, which each device
     finds for itself."""

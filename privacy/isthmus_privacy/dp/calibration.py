@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from isthmus.errors import JobError
-from isthmus.job.privacy import DatacenterPrivacy, PrivacySection
+from isthmus.job.privacy import LARGEST_NOISE, DatacenterPrivacy, PrivacySection
 from isthmus_privacy.dp.accounting import (
     FEW_ORDERS,
     Composition,
@@ -30,9 +30,6 @@ from isthmus_privacy.dp.correlated import CorrelatedNoise
 
 if TYPE_CHECKING:
     from isthmus.job import Job
-
-LARGEST_NOISE = 1e4
-"""Largest noise multiplier that is looked for: with more, nothing can be learned."""
 
 _CLOSE = 1e-9
 _SMALLEST_SAMPLED = 2.0**-7
@@ -152,7 +149,7 @@ class SampledNoisePlan:
         """The plan of a job; None without `[datacenter.privacy]`.
 
         Raises:
-            JobError: no noise meets the budget.
+            JobError: no noise meets the budget, or the job's noise does not.
         """
         section = job.datacenter
         privacy = section.privacy
@@ -160,7 +157,9 @@ class SampledNoisePlan:
             return None
         probability = section.private_batch / privacy.examples
         if privacy.noise is not None:
-            return cls(privacy, privacy.noise, probability)
+            plan = cls(privacy, privacy.noise, probability)
+            plan._check_one_step()
+            return plan
         steps = privacy.steps or job.rounds * section.steps
         multiplier = _of_sampled(privacy.epsilon, privacy.delta, probability, steps)
         if multiplier is None:
@@ -170,6 +169,21 @@ class SampledNoisePlan:
                 "bound; raise epsilon, or lower batch_size, steps or rounds"
             )
         return cls(privacy, multiplier, probability)
+
+    def _check_one_step(self) -> None:
+        """Refuse noise with which not even one step is possible.
+
+        Raises:
+            JobError: with what to change.
+        """
+        privacy = self.privacy
+        # The accountant takes a second, and the bound is enough for all but the least noise.
+        if self.epsilon_bound(1) > privacy.epsilon < (spent := self.epsilon(1)):
+            raise JobError(
+                f"datacenter.privacy.noise={self.multiplier:g} is too little: a single step has "
+                f"an epsilon of {spent:.4g} at delta={privacy.delta:g}, above epsilon="
+                f"{privacy.epsilon:g}; raise noise or epsilon, or remove noise"
+            )
 
     def event(self, steps: int) -> SampledGaussian:
         """What so many steps are charged as."""

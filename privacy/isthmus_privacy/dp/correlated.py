@@ -27,11 +27,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
+from isthmus.job.privacy import MAX_CORRELATED_ROUNDS
+
 if TYPE_CHECKING:
     import torch
-
-MAX_ROWS = 100_000
-"""Most rounds of one mechanism: the search for its bands takes time in proportion."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +64,10 @@ class CorrelatedNoise:
         Raises:
             ValueError: a number is not in its range.
         """
-        if not 1 <= rows <= MAX_ROWS or separation < 1:
+        if not 1 <= rows <= MAX_CORRELATED_ROUNDS or separation < 1:
             raise ValueError(
                 f"{rows} rounds with a separation of {separation} are not possible: use 1 to "
-                f"{MAX_ROWS} rounds and a separation of at least 1"
+                f"{MAX_CORRELATED_ROUNDS} rounds and a separation of at least 1"
             )
         most = math.ceil(rows / separation)
         taken = most if participations is None else min(participations, most)

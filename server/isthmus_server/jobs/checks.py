@@ -9,6 +9,7 @@ from pathlib import Path
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.task import check_installed
+from isthmus_server.privacy.run_budgets import check_budgets
 from isthmus_server.strategy import load_policy
 
 
@@ -45,6 +46,7 @@ def check_job(job: Job, tasks: Path, lease: float) -> None:
         _check_module(job, tasks, key, name)
     if ":" not in job.strategy.policy:  # an external module is in the folder of the task
         load_policy(job.strategy)
+    check_budgets(job)
     if job.task.data is not None:
         path = (tasks / job.task.data).resolve()
         if not path.is_relative_to(tasks.resolve()):

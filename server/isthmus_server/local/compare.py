@@ -17,6 +17,7 @@ from rich.table import Table
 from isthmus.errors import JobError, UserError
 from isthmus.job import Job, with_changes
 from isthmus_server.local.variations import in_words, value_text
+from isthmus_server.privacy.run_budgets import check_budgets
 from isthmus_server.storage.records import FinalModel, RoundRecord
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
@@ -103,6 +104,7 @@ class JobComparison:
             all_changes.setdefault("rounds", _UNLIMITED)
         try:
             job = with_changes(self.job, all_changes)
+            check_budgets(job)
         except JobError as error:
             raise JobError(f"with {in_words(changes)}: {error}") from None
         if job.budget is None and "strategy.policy" in changes:

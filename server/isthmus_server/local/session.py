@@ -12,12 +12,11 @@ from rich.console import Console
 
 from isthmus.errors import UserError
 from isthmus.job import Job
-from isthmus_privacy.dp.calibration import NoisePlan, SampledNoisePlan
-from isthmus_privacy.dp_sgd.device_examples import check_device_examples
 from isthmus_server.local.fork_server import ParticipantForkServer
 from isthmus_server.local.private_socket import private_socket
 from isthmus_server.local.processes import LocalProcesses, OnFailure, started_roles
 from isthmus_server.observability.observers import Observers
+from isthmus_server.privacy.run_budgets import check_budgets
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.server_apps.loop import RunLoop, run_loop
 from isthmus_server.storage.events import EventStream
@@ -46,10 +45,7 @@ class LocalRun:
             UserError: the directory has a run, or no noise meets a privacy budget of the job: then
                 there is no directory yet, so that the corrected job can have it.
         """
-        if job.privacy is not None:
-            NoisePlan.of(job.privacy, job.rounds)
-        SampledNoisePlan.of(job)
-        check_device_examples(job)
+        check_budgets(job)
         return cls(Store.create(directory, job, base))
 
     @classmethod

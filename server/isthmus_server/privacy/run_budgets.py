@@ -7,8 +7,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-from isthmus_privacy.dp.calibration import SampledNoisePlan
+from isthmus.job import Job
+from isthmus_privacy.dp.calibration import NoisePlan, SampledNoisePlan
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged, LedgerHead
+from isthmus_privacy.dp_sgd.device_examples import check_device_examples
 from isthmus_server.privacy.budget import PrivacyBudget
 from isthmus_server.privacy.examples_budget import EXAMPLE, ExamplesBudget
 from isthmus_server.privacy.populations import Populations
@@ -16,6 +18,20 @@ from isthmus_server.privacy.run_ledgers import RunLedgers
 from isthmus_server.storage.records import CommittedState
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.round_spec import RoundSpec
+
+
+def check_budgets(job: Job) -> None:
+    """Refuse a job whose privacy budgets no noise meets, or not its own.
+
+    Finding the noise of a datacenter's examples takes seconds the first time.
+
+    Raises:
+        JobError: with what to change.
+    """
+    if job.privacy is not None:
+        NoisePlan.of(job.privacy, job.rounds)
+    SampledNoisePlan.of(job)
+    check_device_examples(job)
 
 
 @dataclasses.dataclass(frozen=True)

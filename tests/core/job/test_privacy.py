@@ -23,6 +23,12 @@ def load(tmp_path):
         (["privacy.delta=1"], "less than 1"),
         (["federated.clients=20", "privacy.delta=0.05"], "not below 1 / 20 devices"),
         (["privacy.noise=nan"], "finite number"),
+        (["privacy.noise=1e5"], "privacy.noise=100000.0: input should be less than or equal"),
+        (["privacy.clip=1e30"], "privacy.clip: 1e+30 is not in the range"),
+        (["privacy.clip=1e-10"], "clipping bounds, 1e-09 to 1e+09"),
+        (["privacy.delta=0.125"], "not below 1 / 8 devices"),
+        (["privacy.delta=0.1", "federated.over_selection=1.5"], "not below 1 / 12 devices"),
+        (["privacy.mechanism=correlated", "rounds=100001"], "is for up to 100000 rounds"),
         (["privacy.separation=2"], "is for mechanism='correlated'"),
         (
             ["privacy.mechanism=correlated", "privacy.separation=4", "federated.clients=20"],
@@ -55,5 +61,24 @@ def test_a_table_whose_guarantee_would_not_hold_is_refused(load, changes, senten
     load(*DEVICES)
     with pytest.raises(JobError, match="privacy") as refused:
         load(*DEVICES, *changes)
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("steps=9", "datacenter.privacy: steps=9 is below datacenter.steps=10, those of one"),
+        ("clip=1e30", "datacenter.privacy.clip: 1e+30 is not in the range of clipping bounds"),
+        ("noise=1e5", "datacenter.privacy.noise=100000.0: input should be less than or equal"),
+    ],
+)
+def test_dp_sgd_with_values_that_would_fail_later_is_refused(load, change, sentence):
+    privacy = ("epsilon=4", "delta=1e-5", "examples=1000", "steps=10", "clip=1e9", "noise=1e4")
+    layout = ("data_parallel=1", "batch_size=5", "steps=10", "zero_stage=0")
+    changes = (*layout, *(f"privacy.{each}" for each in privacy[: 4 if "steps" in change else 6]))
+    load(*(f"datacenter.{each}" for each in changes))
+    with pytest.raises(JobError) as refused:
+        load(*(f"datacenter.{each}" for each in (*changes, f"privacy.{change}")))
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)

@@ -56,6 +56,19 @@ def test_a_budget_that_no_noise_meets_is_refused():
         NoisePlan.of(section(epsilon=1e-3), 100_000)
 
 
+@pytest.mark.parametrize(("epsilon", "delta"), [(1000.0, 0.01), (1.0, 1e-16)])
+def test_extreme_budgets_last_for_all_rounds(epsilon, delta):
+    """There the accountant of the ledger says more than the exact epsilon of Gaussian noise."""
+    plan = NoisePlan.of(section(mechanism="gaussian", epsilon=epsilon, delta=delta), 20)
+    assert 0.97 * epsilon <= plan.epsilon(20) <= epsilon
+
+
+@pytest.mark.parametrize("mechanism", ["distributed", "gaussian", "correlated"])
+def test_no_budget_overflows(mechanism):
+    plan = NoisePlan.of(section(mechanism=mechanism, epsilon=1e300), 2)
+    assert 0 < plan.multiplier < 1e-5
+
+
 @pytest.mark.parametrize("mechanism", ["distributed", "gaussian", "correlated"])
 def test_noise_with_which_one_round_overspends_is_refused(mechanism):
     least = NoisePlan.of(section(mechanism=mechanism), 1).multiplier

@@ -5,6 +5,8 @@ import math
 import pytest
 from tests.privacy.protocol import make_config
 
+from isthmus.job.federated import MAX_SECURE_COHORT
+from isthmus.job.privacy import LARGEST_CLIP, LARGEST_NOISE, SMALLEST_CLIP
 from isthmus_privacy.dp import discrete_gaussian
 from isthmus_privacy.dp.distributed import WRAP, DistributedNoise, fit_ring
 from isthmus_privacy.secagg import RoundConfig
@@ -154,3 +156,13 @@ def test_a_configuration_without_noise_is_encoded_as_before_but_for_one_byte():
     assert noisy.length == 4
     assert RoundConfig.from_bytes(noisy.to_bytes()) == noisy
     assert RoundConfig.from_bytes(plain.to_bytes()).noise is None
+
+
+@pytest.mark.parametrize("clip", [SMALLEST_CLIP, 1.0, LARGEST_CLIP])
+@pytest.mark.parametrize("multiplier", [0.01, LARGEST_NOISE])
+@pytest.mark.parametrize("size", [1, MILLION, 100 * MILLION])
+@pytest.mark.parametrize("clients", [3, MAX_SECURE_COHORT])
+def test_every_clipping_bound_that_a_job_may_have_fits_a_ring(clip, multiplier, size, clients):
+    honest = clients // 2 + 1
+    noise, _ = fit_ring(clip=clip, multiplier=multiplier, honest=honest, clients=clients, size=size)
+    noise.check(size, clients=clients, honest=honest, bits=32, alone=True)

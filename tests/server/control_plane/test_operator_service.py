@@ -240,6 +240,10 @@ async def test_a_submission_without_a_reply_may_have_been_queued(operated, monke
             "federated.flower.strategy.inner.name='antigravity:Fly' is not in the task's",
         ),
         ("time.lease_seconds=30", "one lease for all jobs: add --set time.lease_seconds=10"),
+        (
+            "privacy={mechanism='gaussian',epsilon=8,delta=1e-5,noise=0.1}",
+            "privacy.noise=0.1 is too little",
+        ),
     ],
 )
 async def test_a_job_that_cannot_run_on_the_server_is_refused_at_submission(

@@ -3,11 +3,12 @@
 import pytest
 from tests.privacy.dp.charges import charge
 
-from isthmus.errors import UserError
+from isthmus.errors import JobError, UserError
 from isthmus.job import read_job
 from isthmus_privacy.dp.accounting import Composition, SampledGaussian
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged
 from isthmus_server.delivery.model_card import model_card
+from isthmus_server.local.session import LocalRun
 from isthmus_server.privacy.populations import Populations
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundPlanned
@@ -157,3 +158,12 @@ async def test_a_budget_that_no_noise_meets_is_refused(run_with_datacenter):
     keys = ("datacenter.privacy.epsilon=1e-9", "datacenter.batch_size=200")
     with pytest.raises(UserError, match=r"epsilon=1e-09 .* would need noise of more than 10000"):
         await run_with_datacenter(*PRIVATE[:-1], *keys)
+
+
+async def test_noise_with_which_one_step_overspends_is_refused_before_there_is_a_run(
+    make_job, tmp_path
+):
+    job = make_job(*PRIVATE, "datacenter.ranks=1", "datacenter.privacy.noise=0.1")
+    with pytest.raises(JobError, match=r"^datacenter\.privacy\.noise=0\.1 is too little: a single"):
+        LocalRun.new(job, tmp_path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
