@@ -74,7 +74,7 @@ COMMANDS = [
     "isthmus operator join --state --token-file TOKEN URL",
     "isthmus pause --state JOB",
     "isthmus privacy ledger --json RUN_DIR",
-    "isthmus privacy plan --json --set JOB",
+    "isthmus privacy plan --find --json --noise --set --signal-to-noise --unit JOB",
     "isthmus report --html --json --schema RUN_DIR",
     "isthmus resume --state JOB",
     ("isthmus run --address --log-format --metrics --quiet --resume --run-dir --set --track JOB"),

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from tests.privacy.dp.charges import charge
@@ -14,7 +15,9 @@ from tests.server.rounds.results import LAYOUT
 from isthmus.errors import UserError
 from isthmus_privacy.dp.accounting import Composition, ZeroConcentrated
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged, LedgerHead
+from isthmus_server.privacy.budget import PrivacyBudget
 from isthmus_server.privacy.populations import Populations
+from isthmus_server.privacy.run_ledgers import RunLedgers
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted, RoundPlanned
 from isthmus_server.storage.recovery import verify
@@ -317,11 +320,19 @@ async def test_plain_rounds_have_no_loss_of_a_device_either(deployment):
 
 
 async def test_a_delta_that_would_publish_a_device_is_refused_before_anybody_is_asked(deployment):
+    """A job with such a cohort is no job, but a policy may plan a larger one."""
     await deployment.start()
-    overrides = ("privacy.delta=0.4", "federated.clients=0", "rounds=1")
+    overrides = ("privacy.delta=0.3", "federated.clients=0", "rounds=1")
     store = deployment.create_run("run", *DISTRIBUTED, *overrides)
-    with pytest.raises(UserError, match=r"privacy\.delta=0\.4 is not below 1 / 3 devices"):
-        await Coordinator(store, deployment.link).run()
+    with Ledger.open(store.directory / LEDGER_FILE) as own:
+        ledgers = RunLedgers(store.run_id, "devices", own)
+        budget = PrivacyBudget(store, store.job.privacy, ledgers)
+        larger = SimpleNamespace(cohort=["a", "b", "c", "d"], round=1, attempt=1)
+        with (
+            pytest.raises(UserError, match=r"privacy\.delta=0\.3 is not below 1 / 4 devices"),
+            budget.charged(larger),
+        ):
+            pytest.fail("nobody may be asked")
     assert charges(store) == []
 
 

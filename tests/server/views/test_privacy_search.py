@@ -192,8 +192,9 @@ def test_the_epsilon_of_a_datacenter_is_found_for_noise():
     [
         ("cohort", 1.0, "is about devices"),
         ("rounds", None, "needs --noise for"),
-        ("rounds", 0.2, "not even one round of 10 steps"),
-        ("epsilon", 0.02, "ask for more noise"),
+        ("rounds", 0.2, "a single step has an epsilon of"),
+        ("rounds", 0.52, "not even one round of 10 steps"),
+        ("epsilon", 0.12, "ask for more noise"),
     ],
 )
 def test_what_a_datacenter_has_no_answer_for(sought, noise, sentence):
