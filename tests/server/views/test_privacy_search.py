@@ -67,7 +67,7 @@ def test_the_noise_of_some_rounds_gives_these_rounds(mechanism, rounds):
 
 
 @settings(max_examples=8)
-@given(mechanism=st.sampled_from(MECHANISMS), noise=st.floats(0.5, 50), rounds=st.integers(1, 100))
+@given(mechanism=st.sampled_from(MECHANISMS), noise=st.floats(5, 50), rounds=st.integers(1, 100))
 def test_a_smaller_epsilon_would_need_more_noise(mechanism, noise, rounds):
     job = job_of(mechanism, rounds=rounds)
     found = DevicesTarget(noise=noise).find("epsilon", job, SIZE).changes
