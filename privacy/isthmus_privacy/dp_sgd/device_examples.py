@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 from isthmus.errors import JobError
 from isthmus.job.federated import FederatedSection
-from isthmus.job.privacy import FederatedPrivacy
+from isthmus.job.privacy import LARGEST_NOISE, FederatedPrivacy
 from isthmus_privacy.dp.accounting import SampledGaussian
 from isthmus_privacy.dp.renyi import epsilon_of_steps
 
@@ -29,8 +29,6 @@ EXAMPLE = "example"
 ZERO_OUT = "zero-out"
 """How neighbouring data sets differ: the example's gradients are zeros in one of them."""
 
-LARGEST_NOISE = 1e4
-"""Largest noise multiplier that is looked for: with more, nothing can be learned."""
 _SMALLEST_NOISE = 2.0**-7
 _PRECISION = 1.0005
 """Factor by which the noise may be above the least."""
