@@ -17,13 +17,15 @@ from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.residuals import Residuals
 from isthmus_clients.training.examples_account import ExamplesAccount
 from isthmus_clients.training.local_run import DeviceRun
+from isthmus_clients.virtual.forked_crew import ForkedCrew
+from isthmus_clients.virtual.piece_trainer import PieceTrainer
 from isthmus_clients.virtual.profiles import DeviceProfile
 from isthmus_clients.virtual.stacked_training import (
     DeviceTraining,
     StackedTraining,
     TrainedOrFailed,
 )
-from isthmus_clients.virtual.workers import PieceTrainer, Take, TrainingWorkers
+from isthmus_clients.virtual.workers import Crew, Take, TrainingWorkers
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ class FleetRun:
         participant: Participant,
         data: Path | None,
         mode: TrainingMode,
-        processes: int,
+        crew: Crew | None,
         previous: FleetRun | None,
     ) -> None:
         """Load the task with a device's data, or reuse that of `previous` for the same job.
@@ -57,6 +59,7 @@ class FleetRun:
         self.run_id = work.run_id
         self.active = ActiveRun.of(work)
         self.mode = mode
+        self._suffix = "" if crew is None or crew.device == "cpu" else " with the same GPU"
         self.reason = "as the job says"
         """Why the mode is what it is."""
         self._source = _source(self.active.job, work)
@@ -72,8 +75,8 @@ class FleetRun:
             previous.trainer.close()
         self.shared = DeviceRun(work, participant, data)
         stacked = self._stacked()
-        if processes > 1 and not self.shared.personal.size:
-            self.trainer = TrainingWorkers(self.shared, stacked, processes)
+        if crew is not None and not self.shared.personal.size:
+            self.trainer = TrainingWorkers(crew, work, self.shared, stacked)
         else:
             self.trainer = PieceTrainer(self.shared, stacked)
 
@@ -102,7 +105,7 @@ class FleetRun:
     def in_words(self) -> str:
         """How devices train, and what that means for the result."""
         if self.mode == "one-by-one":
-            return f"one by one ({self.reason}): the same bits as on real devices"
+            return f"one by one ({self.reason}): the same bits as on real devices{self._suffix}"
         return f"in stacked models ({self.reason}): as on real devices up to rounding"
 
     async def train(
@@ -161,6 +164,7 @@ class VirtualFleet:
         profile: Callable[[int], DeviceProfile] = lambda index: DeviceProfile(),
         folder: Path | None = None,
         processes: int = 1,
+        crew: Crew | None = None,
     ) -> None:
         """Set up; devices are made by `VirtualDevice`.
 
@@ -171,6 +175,7 @@ class VirtualFleet:
             profile: speed and reliability of each device.
             folder: for what devices keep between rounds; None for a temporary one.
             processes: that train devices; 1 for this one.
+            crew: other processes that train devices; None for `processes` forks.
         """
         self.count = count
         self.data = data
@@ -180,7 +185,7 @@ class VirtualFleet:
         self.residuals = Residuals(None if folder is None else folder / "residuals")
         self.accounts: dict[str, ExamplesAccount] = {}
         """What training has cost the examples of devices, by name, in jobs that protect them."""
-        self.processes = processes
+        self.crew = crew if crew is not None or processes == 1 else ForkedCrew(processes)
         self.lock = threading.RLock()
         """Held while the model that all devices share is used."""
         self.run: FleetRun | None = None
@@ -196,9 +201,7 @@ class VirtualFleet:
         """
         with self.lock:
             if self.run is None or self.run.run_id != work.run_id:
-                self.run = FleetRun(
-                    work, participant, self.data, self.mode, self.processes, self.run
-                )
+                self.run = FleetRun(work, participant, self.data, self.mode, self.crew, self.run)
             return self.run
 
     async def train(self, training: DeviceTraining, work: link_pb2.TrainLocal) -> TrainedOrFailed:

@@ -97,6 +97,7 @@ class StackedTraining:
         check_settings(run.job.federated)
         check_run(run)
         self.job, self.task, self.layout = run.job, run.task, run.layout
+        self.device = next(run.model.parameters()).device
         self.gradients = Gradients(run.task, run.model)
         self._schedules: dict[str, ScheduleState] = {}
 
@@ -130,10 +131,11 @@ class StackedTraining:
         self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]
     ) -> list[TrainedOrFailed]:
         model, *gradients = batch[0].vectors
-        start = self.layout.decode(bytearray(model))
+        start = self.layout.decode(bytearray(model)).to(self.device)
         added = {}
         if gradients:
-            added = dict(self.layout.parts(self.layout.decode(bytearray(gradients[0]))))
+            decoded = self.layout.decode(bytearray(gradients[0])).to(self.device)
+            added = dict(self.layout.parts(decoded))
         runs = [training.run for training in batch]
         datasets = [run.dataset for run in runs]
         seeds = [run.seed_of(work.round) for run in runs]
@@ -151,6 +153,8 @@ class StackedTraining:
             ]
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(number(seeds[0]))
+            if self.device.type == "cuda":
+                torch.cuda.manual_seed(number(seeds[0]))
             ends, mean_losses, means = self._steps(
                 start,
                 added,
@@ -164,7 +168,7 @@ class StackedTraining:
             means[name].mul_(work.gradient_scale) for name, _ in self.layout.parts(start) if means
         ]
         parts = [*own, *(part - ends[name] for name, part in self.layout.parts(start))]
-        updates = torch.cat([part.reshape(len(batch), -1) for part in parts], dim=1)  # (K, N or 2N)
+        updates = torch.cat([part.reshape(len(batch), -1) for part in parts], dim=1).cpu()
         layout = self.layout.gradient_and_update if passes else self.layout
         results: list[TrainedOrFailed] = []
         for k, training in enumerate(batch):
@@ -209,8 +213,11 @@ class StackedTraining:
         if not steps_max:
             means = {name: torch.zeros_like(part) for name, part in stacked.items()}
             return stacked, [0.0] * k, means if passes else {}
-        inputs, targets, present = stacked_batches(
-            self.task, datasets, indices, steps_max, self.job.federated.batch_size
+        inputs, targets, present = (
+            each.to(self.device)
+            for each in stacked_batches(
+                self.task, datasets, indices, steps_max, self.job.federated.batch_size
+            )
         )
         means = {}
         if passes:
@@ -221,7 +228,7 @@ class StackedTraining:
         )
         self._schedules = optimizers.schedules
         ends = {name: torch.empty_like(part) for name, part in stacked.items()}
-        total = torch.zeros(k, dtype=torch.float64)
+        total = torch.zeros(k, dtype=torch.float64, device=self.device)
         mu = self.job.federated.proximal
         for step in range(steps_max):
             optimizers.go_to(position.of_step(step, steps_max))

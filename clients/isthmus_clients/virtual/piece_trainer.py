@@ -1,0 +1,130 @@
+"""Trains some devices of a batch in one process, which may get them from another one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from isthmus.errors import TaskError
+from isthmus.task import Participant
+from isthmus.transport.blobs import Buffer
+from isthmus.wire import link_pb2
+from isthmus_clients.device.task_host import train_in
+from isthmus_clients.training.local_run import DeviceRun
+from isthmus_clients.virtual.messages import DeviceResult, Measured, PieceAnswer, PieceRequest
+from isthmus_clients.virtual.stacked_training import (
+    DeviceTraining,
+    StackedTraining,
+    TrainedOrFailed,
+)
+
+_KEPT = 4096  # devices whose data a process keeps
+
+
+class PieceTrainer:
+    """Trains the devices of a piece, in the process that it is called in."""
+
+    def __init__(self, shared: DeviceRun, stacked: StackedTraining | None) -> None:
+        """Use the task and the model of `shared`."""
+        self._shared, self._stacked = shared, stacked
+        self._runs: dict[str, DeviceRun] = {shared.participant.name: shared}
+
+    def train(
+        self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining], *, is_stacked: bool
+    ) -> list[TrainedOrFailed]:
+        """Train devices; their `result` is set.
+
+        Raises:
+            TaskError: the task's code raised, in stacked models.
+        """
+        if not is_stacked:
+            return [_train_alone(work, training) for training in batch]
+        assert self._stacked is not None
+        return self._stacked.train(work, batch)
+
+    def measure(self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]) -> Measured:
+        """Time both ways of training; nothing of it is kept."""
+
+        def seconds(*, is_stacked: bool) -> float:
+            copies = [training.copy() for training in batch]
+            start = time.perf_counter()
+            self.train(work, copies, is_stacked=is_stacked)
+            return time.perf_counter() - start
+
+        single = min(seconds(is_stacked=False) for _ in range(2))
+        assert self._stacked is not None
+        try:
+            seconds(is_stacked=True)  # records the computation
+            return Measured(seconds(is_stacked=True), single)
+        except TaskError as error:
+            return Measured(float("inf"), single, str(error))
+        finally:
+            self._stacked.forget_schedules()
+
+    def answer(
+        self, request: PieceRequest, received: Buffer
+    ) -> tuple[PieceAnswer, Sequence[Buffer]]:
+        """Do what another process asks.
+
+        Args:
+            request: `train`, `measure` or `forget`.
+            received: what each device has received.
+
+        Returns:
+            The answer, and the encoded update of each device, empty after an error.
+        """
+        if request.kind == "forget":
+            self.forget_schedules()
+            return PieceAnswer(), ()
+        work = link_pb2.TrainLocal.FromString(request.work)
+        batch = []
+        for participant in request.participants:
+            own = bytearray(request.room + len(received))
+            own[request.room :] = received
+            batch.append(DeviceTraining(self._run_of(participant), own, request.room))
+        try:
+            if request.kind == "measure":
+                return PieceAnswer(measured=self.measure(work, batch)), ()
+            trained = self.train(work, batch, is_stacked=request.is_stacked)
+        except TaskError as error:
+            return PieceAnswer(str(error)), ()
+        results: list[DeviceResult] = []
+        updates: list[Buffer] = []
+        for figures, training in zip(trained, batch, strict=True):
+            if isinstance(figures, TaskError):
+                training.result = bytearray()
+                results.append(DeviceResult(b"", 0, str(figures)))
+            else:
+                encoded = figures.SerializeToString()
+                results.append(DeviceResult(encoded, len(training.result)))
+            updates.append(training.result)
+        return PieceAnswer(results=results), updates
+
+    def _run_of(self, participant: Participant) -> DeviceRun:
+        """A device, with its data."""
+        run = self._runs.get(participant.name)
+        if run is None:
+            run = self._runs[participant.name] = self._shared.for_device(participant)
+            if len(self._runs) > _KEPT:
+                del self._runs[next(iter(self._runs))]
+        return run
+
+    def forget_schedules(self) -> None:
+        """Begin a new run: schedules of the learning rate start anew."""
+        if self._stacked is not None:
+            self._stacked.forget_schedules()
+        self._runs = {self._shared.participant.name: self._shared}
+
+    def close(self) -> None:
+        """Do nothing: there is no other process."""
+
+
+def _train_alone(work: link_pb2.TrainLocal, training: DeviceTraining) -> TrainedOrFailed:
+    """Train one device as a real one; its result replaces the payload."""
+    try:
+        trained, training.result = train_in(
+            training.run, work, training.memory, lambda progress: None, lambda: False
+        )
+        return trained
+    except TaskError as error:
+        return error
