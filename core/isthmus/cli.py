@@ -70,8 +70,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except IsthmusError as error:
-        click.echo(f"isthmus: {in_lines(str(error))}", err=True)
-        sys.exit(_exit_code(error))
+        sys.exit(show(error))
     except BrokenPipeError:  # the reader of the output closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
@@ -81,6 +80,12 @@ def main() -> None:
         message = error.strerror or str(error) or type(error).__name__
         click.echo(f"isthmus: {where}{message}", err=True)
         sys.exit(_exit_code(error))
+
+
+def show(error: IsthmusError, then: str = "") -> int:
+    """Print an error as one sentence, which ends with `then`; returns the exit code."""
+    click.echo(f"isthmus: {in_lines(str(error) + then)}", err=True)
+    return _exit_code(error)
 
 
 def _exit_code(error: Exception) -> int:

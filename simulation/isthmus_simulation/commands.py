@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import click
 
+from isthmus.cli import show
 from isthmus.errors import CannotContinue, UserError
 from isthmus.job import Job
+from isthmus.system.process import die_with_parent
 from isthmus_server.commands import (
     fresh_directory,
     loaded_job,
@@ -23,6 +26,7 @@ from isthmus_server.comparison_commands import (
 )
 from isthmus_server.local.variations import combinations
 from isthmus_server.observability.options import LogFormat, observed
+from isthmus_simulation.rank_place import RankPlace
 
 
 @click.command()
@@ -72,7 +76,7 @@ def simulate(
     The coordinator, the policy, the task and the arithmetic of secure sums and of differential
     privacy are those of a real run; only the network and the masks are left out. The job's table
     [simulation] has the devices' speed, bandwidth and dropout. Ctrl-C or SIGTERM ends it after the
-    running round.
+    running round. Under torchrun each rank trains a part of the devices.
 
     With --vary or --seeds there is a run for each combination of values and each seed, one after
     the other, a table of the results, and a page with their curves. The same command with its
@@ -103,6 +107,11 @@ def simulate(
         overrides += (f"simulation.clients={clients}",)
     if cohort is not None:
         overrides += (f"federated.cohort={cohort}",)
+    place = RankPlace.of()
+    if place is not None:
+        if is_sweep:
+            raise UserError("ranks simulate one run; remove --vary and --seeds, or torchrun")
+        die_with_parent()  # torchrun
     loaded = None if job is None else loaded_job(job, overrides)
     prepare()
     if is_sweep:
@@ -114,21 +123,38 @@ def simulate(
     from isthmus_simulation.run import Simulation
     from isthmus_simulation.virtual_time import VirtualTimeLoop
 
-    observers = Observers.of_options(log_format, quiet, metrics, track)
-    if loaded is None or job is None:
-        assert run_dir is not None
-        simulation = Simulation.resumed(run_dir)
-    else:
-        directory = run_dir or fresh_directory(loaded, "simulate-")
-        simulation = Simulation.new(loaded, job.resolve().parent, directory)
-    again = f"isthmus simulate --resume --run-dir {simulation.directory}"
-    try:
-        run_until_stopped(simulation.run(observers), simulation.leave, None, VirtualTimeLoop)
-    except click.Abort:
-        click.echo(f"stopped; continue with  {again}", err=True)
-        raise
-    except CannotContinue as error:
-        raise UserError(f"{error}; `{again}` continues") from error
+    with contextlib.ExitStack() as stack:
+        crew = None
+        if place is not None:
+            from isthmus_simulation.rank_crew import crew_or_train
+
+            crew = crew_or_train(place, loaded, job, run_dir)
+            stack.callback(crew.close)
+        observers = Observers.of_options(log_format, quiet, metrics, track)
+        if loaded is None or job is None:
+            assert run_dir is not None
+            simulation = Simulation.resumed(run_dir, crew)
+        else:
+            directory = run_dir or fresh_directory(loaded, "simulate-")
+            simulation = Simulation.new(loaded, job.resolve().parent, directory, crew)
+        again = f"isthmus simulate --resume --run-dir {simulation.directory}"
+
+        async def simulated() -> int:
+            try:
+                await simulation.run(observers)
+            except CannotContinue as error:
+                # While the loop handles signals: torchrun ends all ranks when one has ended, and
+                # the default action would end this process before it has said which.
+                return show(error, f"; `{again}` continues")
+            return 0
+
+        try:
+            code = run_until_stopped(simulated(), simulation.leave, None, VirtualTimeLoop)
+        except click.Abort:
+            click.echo(f"stopped; continue with  {again}", err=True)
+            raise
+    if code:
+        raise click.exceptions.Exit(code)
     observers.console.print(f"report  isthmus report {simulation.directory}", soft_wrap=True)
 
 

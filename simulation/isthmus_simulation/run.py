@@ -36,6 +36,7 @@ from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.inprocess import InProcessLink
 from isthmus_simulation.population import Population, SimulationEvents
 from isthmus_simulation.progress import SimulationProgress
+from isthmus_simulation.rank_crew import RankCrew
 from isthmus_simulation.virtual_time import VirtualClock
 
 
@@ -49,19 +50,20 @@ class Simulation:
         job says how devices train (`simulation.training`).
     """
 
-    def __init__(self, store: Store) -> None:
-        """Simulate the run of a store.
+    def __init__(self, store: Store, crew: RankCrew | None = None) -> None:
+        """Simulate the run of a store; `crew` trains its devices, None for this machine.
 
         Raises:
             JobError: the job cannot be simulated.
         """
         self.store = store
+        self._crew = crew
         check(store.job)
         self._coordinator: Coordinator | None = None
         self._leaving = False
 
     @classmethod
-    def new(cls, job: Job, base: Path, directory: Path) -> Simulation:
+    def new(cls, job: Job, base: Path, directory: Path, crew: RankCrew | None = None) -> Simulation:
         """Create a run; the job's relative paths start at `base`.
 
         Raises:
@@ -70,10 +72,10 @@ class Simulation:
         check(job)
         check_budgets(job)
         mark_simulated(directory)
-        return cls(Store.create(directory, job, base))
+        return cls(Store.create(directory, job, base), crew)
 
     @classmethod
-    def resumed(cls, directory: Path) -> Simulation:
+    def resumed(cls, directory: Path, crew: RankCrew | None = None) -> Simulation:
         """Open an existing run to continue it.
 
         Raises:
@@ -84,7 +86,7 @@ class Simulation:
                 f"{directory} has a run with real participants; continue it with "
                 f"`{resume_command(directory)}`"
             )
-        return cls(Store.open_to_continue(directory))
+        return cls(Store.open_to_continue(directory), crew)
 
     @property
     def directory(self) -> Path:
@@ -107,7 +109,9 @@ class Simulation:
             stack.enter_context(store.locked())
             await stack.enter_async_context(observers.serving())
             await stack.enter_async_context(observers.watching(store, events, job.name))
-            fleet = stack.enter_context(contextlib.closing(fleet_of(job, store.directory)))
+            fleet = stack.enter_context(
+                contextlib.closing(fleet_of(job, store.directory, self._crew))
+            )
             population = Population(job, link, fleet)
             events.whole_population = population.is_whole
             check_participants(job, load_policy(job.strategy), population.count)
@@ -122,12 +126,26 @@ class Simulation:
                 link.join("datacenter-0", link_pb2.DATACENTER, TimedDatacenter(seconds))
             population.connect(coordinator.state.round + 1)
             events.subscribe(population.follow)
+            if self._crew is not None:
+                observers.console.print(self._crew.in_words, soft_wrap=True)
             progress = SimulationProgress(observers.console, job, fleet, clock)
             events.subscribe(progress)
             with _existing_objects_kept():
-                final = await coordinator.run()
+                final = await self._end_of(coordinator)
         progress.end()
         return final
+
+    async def _end_of(self, coordinator: Coordinator) -> FinalModel:
+        """Run the coordinator; it is cancelled if a rank is lost."""
+        running = asyncio.ensure_future(coordinator.run())
+        if self._crew is not None:
+            self._crew.on_failure = running.cancel
+        try:
+            return await running
+        except BaseException:
+            if self._crew is not None and self._crew.failure is not None:
+                raise self._crew.failure from None
+            raise
 
     @property
     def state(self) -> RunState:
@@ -153,7 +171,7 @@ def _existing_objects_kept() -> Iterator[None]:
         gc.unfreeze()
 
 
-def fleet_of(job: Job, directory: Path) -> VirtualFleet:
+def fleet_of(job: Job, directory: Path, crew: RankCrew | None = None) -> VirtualFleet:
     """The simulated devices of a job; `directory` is the run's."""
     section = job.simulation
     return VirtualFleet(
@@ -162,6 +180,7 @@ def fleet_of(job: Job, directory: Path) -> VirtualFleet:
         profile=lambda index: DeviceProfile.drawn(section, job.seed, index),
         folder=directory / "devices",
         processes=section.processes or len(os.sched_getaffinity(0)),
+        crew=crew,
     )
 
 

@@ -1,0 +1,215 @@
+"""The ranks of a simulation as its coordinator sees them: a crew that trains devices."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import selectors
+import socket
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+
+from isthmus.errors import CannotContinue, JobError, TaskError, UserError
+from isthmus.job import Job
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.transport.blobs import Buffer
+from isthmus.wire import link_pb2
+from isthmus_clients.training.local_run import DeviceRun
+from isthmus_clients.virtual.channel import Channel
+from isthmus_clients.virtual.messages import PieceRequest
+from isthmus_clients.virtual.stacked_training import StackedTraining
+from isthmus_clients.virtual.workers import PieceWorker
+from isthmus_server.storage.run_description import RunDescription
+from isthmus_simulation.rank_description import RankDescription
+from isthmus_simulation.rank_place import START_SECONDS, RankPlace, channel_of
+from isthmus_simulation.rank_trainer import fork_trainer, train_for
+
+_HELLO_BYTES = 1 << 16
+_HELLO_SECONDS = 10.0
+"""For the rest of a message whose first bytes have arrived."""
+_STOP_SECONDS = 5.0
+
+
+def crew_or_train(
+    place: RankPlace, loaded: Job | None, file: Path | None, run_dir: Path | None
+) -> RankCrew:
+    """The crew of all ranks in rank 0; another rank trains, and its process ends with the crew.
+
+    Args:
+        place: of this rank.
+        loaded: the job of a new run; None to resume one.
+        file: its file.
+        run_dir: the directory of the run to resume.
+
+    Raises:
+        UserError: the job cannot be simulated with ranks, the code of its task cannot be read, or
+            the ranks differ.
+    """
+    if loaded is None or file is None:
+        assert run_dir is not None
+        description = RunDescription.read(run_dir)
+        job, base = description.job, description.base
+    else:
+        job, base = loaded, file.resolve().parent
+    if job.exchange.has_personal:
+        raise JobError(
+            "the ranks of a simulation keep no personal parameters of devices "
+            "(exchange.personal, exchange.buffers = 'local'); start it without torchrun"
+        )
+    about = RankDescription.of(job, base)
+    if place.rank:
+        train_for(place, about, base)
+    return RankCrew(place, fork_trainer(place, about, base))
+
+
+class RankCrew:
+    """The ranks that train (an `isthmus_clients.virtual.workers.Crew`).
+
+    Guarantees:
+      * all have loaded the same job and the same code of the task, in the same version;
+      * each has one connection with this process, whose end tells either that the other has ended;
+        nothing else does, and nobody waits for a rank that has ended.
+    """
+
+    def __init__(self, place: RankPlace, trainer: ForkProcess) -> None:
+        """Wait for all ranks; `trainer` is the process that trains for rank 0.
+
+        Raises:
+            UserError: a rank differs from rank 0, or did not start.
+        """
+        self._trainer = trainer
+        self.failure: CannotContinue | None = None
+        """Why the simulation ends, once a rank has ended."""
+        self.on_failure: Callable[[], object] = lambda: None
+        """Called once a rank has ended."""
+        self._channels: dict[int, Channel] = {}
+        self._described: dict[int, RankDescription] = {}
+        try:
+            self._meet(place)
+            for rank, described in sorted(self._described.items()):
+                described.check(rank, self._described[0])
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def device(self) -> str:
+        """What the ranks train on, `cpu` or `cuda`."""
+        return self._described[0].device
+
+    @property
+    def in_words(self) -> str:
+        """How many ranks there are, and what they train on."""
+        ranks, machines = (
+            len(self._described),
+            len({each.host for each in self._described.values()}),
+        )
+        on = "core" if self.device == "cpu" else "GPU"
+        return f"devices train in ranks: {ranks}, each on a {on}; machines: {machines}"
+
+    def open(
+        self, work: link_pb2.OpenRun, shared: DeviceRun, stacked: StackedTraining | None
+    ) -> Sequence[PieceWorker]:
+        """See `Crew.open`."""
+        workers = [
+            _RankWorker(
+                self, f"rank {rank} on {self._described[rank].host}", channel, shared.layout
+            )
+            for rank, channel in sorted(self._channels.items())
+        ]
+        request = PieceRequest(
+            "open",
+            work.SerializeToString(),
+            (shared.participant,),
+            is_stacked=stacked is not None,
+        )
+        worker = workers[0]
+        try:
+            for worker in workers:
+                worker.send(request)
+            for worker in workers:
+                if error := worker.wait().error:
+                    raise self.failed(f"{worker.name}: {error}")
+        except (EOFError, OSError):
+            raise worker.lost() from None
+        return workers
+
+    def leave(self) -> None:
+        """See `Crew.leave`: the ranks stay until `close`."""
+
+    def failed(self, reason: str) -> TaskError:
+        """Have the simulation end; returns the error for the devices of a rank."""
+        if self.failure is None:
+            self.failure = CannotContinue(reason)
+            self.on_failure()
+        return TaskError(reason)
+
+    def close(self) -> None:
+        """End the processes of all ranks."""
+        for channel in self._channels.values():
+            channel.close()
+        self._trainer.join(_STOP_SECONDS)
+        self._trainer.kill()
+        self._trainer.join()
+
+    def _meet(self, place: RankPlace) -> None:
+        """Wait until each rank has connected and described itself."""
+        listener, token, _store = place.listen()
+        until = time.monotonic() + START_SECONDS
+        with contextlib.ExitStack() as accepted, selectors.DefaultSelector() as selector:
+            accepted.enter_context(listener)
+            selector.register(listener, selectors.EVENT_READ)
+            selector.register(self._trainer.sentinel, selectors.EVENT_READ)
+            while missing := set(range(place.ranks)) - set(self._described):
+                ready = [key.fileobj for key, _ in selector.select(until - time.monotonic())]
+                if not ready:
+                    raise UserError(f"rank {min(missing)} did not start in {START_SECONDS:g} s")
+                if self._trainer.sentinel in ready:
+                    raise UserError("the process that trains for rank 0 has ended")
+                for found in ready:
+                    if found is listener:
+                        connected = accepted.enter_context(listener.accept()[0])
+                        selector.register(connected, selectors.EVENT_READ)
+                    elif isinstance(found, socket.socket):
+                        selector.unregister(found)
+                        greeted = _greeted(found, token)
+                        if greeted is not None and greeted[0] in missing - set(self._described):
+                            rank, about = greeted
+                            self._channels[rank] = channel_of(found.dup())
+                            self._described[rank] = RankDescription.read(about)
+
+
+def _greeted(connected: socket.socket, token: str) -> tuple[int, dict[str, object]] | None:
+    """The number and the description of a rank that has connected; None if it is something else."""
+    connected.settimeout(_HELLO_SECONDS)
+    with contextlib.suppress(EOFError, OSError, ValueError, KeyError, TypeError):
+        hello = json.loads(Channel(connected).receive(_HELLO_BYTES))
+        if hmac.compare_digest(str(hello["token"]), token):
+            return int(hello["rank"]), dict(hello["about"])
+    return None
+
+
+class _RankWorker(PieceWorker):
+    """One rank."""
+
+    def __init__(self, crew: RankCrew, name: str, channel: Channel, layout: TensorLayout) -> None:
+        super().__init__(channel, layout)
+        self._crew, self.name = crew, name
+
+    def send_model(self, received: Buffer) -> None:
+        """See `PieceWorker`."""
+        self.send(PieceRequest("model", received=len(received)))
+        self.channel.send_vector(received)
+
+    def take_update(self, number: int, place: Buffer) -> None:
+        """See `PieceWorker`."""
+        self.channel.receive_into(place)
+
+    def lost(self) -> TaskError:
+        """See `PieceWorker`."""
+        return self._crew.failed(
+            f"{self.name} of the simulation has ended (was there enough memory?)"
+        )

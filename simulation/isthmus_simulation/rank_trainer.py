@@ -1,0 +1,127 @@
+"""The process of a rank that trains simulated devices; rank 0 has one besides the coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import threading
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from isthmus.errors import IsthmusError, UserError
+from isthmus.system.process import die_with_parent, keep_freed_memory
+from isthmus.wire import link_pb2
+from isthmus_clients.training.local_run import DeviceRun
+from isthmus_clients.virtual.channel import Channel
+from isthmus_clients.virtual.messages import PieceAnswer, PieceRequest
+from isthmus_clients.virtual.piece_trainer import PieceTrainer
+from isthmus_clients.virtual.stacked_training import StackedTraining
+from isthmus_simulation.rank_description import RankDescription
+from isthmus_simulation.rank_place import RankPlace
+
+
+def fork_trainer(place: RankPlace, about: RankDescription, base: Path) -> ForkProcess:
+    """Start the process that trains for rank 0, before this one has threads or uses a GPU."""
+    parent = os.getpid()
+
+    def train() -> None:
+        die_with_parent(parent)
+        with contextlib.suppress(UserError):  # the coordinator says that this process has ended
+            train_for(place, about, base)
+
+    process = multiprocessing.get_context("fork").Process(target=train, daemon=True)
+    process.start()
+    return process
+
+
+def train_for(place: RankPlace, about: RankDescription, base: Path) -> NoReturn:
+    """Train devices until the coordinator ends.
+
+    Args:
+        place: of this rank.
+        about: what it has loaded.
+        base: directory of the job's relative paths.
+
+    Raises:
+        UserError: the coordinator cannot be reached.
+    """
+    torch.set_num_threads(1)  # as real devices
+    keep_freed_memory()
+    device = _device(place)
+    about = dataclasses.replace(about, device=torch.device(device).type)
+    channel, token = place.connect()
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides; see `_end_with`
+        signal.signal(number, signal.SIG_IGN)
+    _end_with(channel)
+    try:
+        hello = {"token": token, "rank": place.rank, "about": vars(about)}
+        channel.send(json.dumps(hello).encode())
+        _serve(channel, base, device)
+    except (EOFError, OSError):
+        _end()
+
+
+def _end_with(channel: Channel) -> None:
+    """Have this process end with the coordinator, whatever it does then."""
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(channel.fileno(), select.POLLRDHUP)
+        poll.poll()
+        _end()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _end() -> NoReturn:
+    """End without a word: the coordinator says what has happened."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _serve(channel: Channel, base: Path, device: str) -> NoReturn:
+    trainer, received, most = None, bytearray(), 0
+    while True:
+        request = PieceRequest.decode(channel.receive())
+        if request.kind == "model":
+            if request.received > most:
+                raise OSError(f"a model of {request.received} bytes")
+            received = bytearray(request.received)
+            channel.receive_into(received)
+            continue
+        if request.kind == "open":
+            try:
+                run = _opened(request, base, device)
+                trainer = PieceTrainer(run, StackedTraining(run) if request.is_stacked else None)
+                most = 2 * run.layout.nbytes  # a model, and a gradient with some jobs
+                channel.send(PieceAnswer().encode())
+            except IsthmusError as error:
+                channel.send(PieceAnswer(str(error)).encode())
+            continue
+        assert trainer is not None
+        answer, updates = trainer.answer(request, received)
+        channel.send(answer.encode())
+        for update in updates:
+            channel.send_vector(update)
+
+
+def _opened(request: PieceRequest, base: Path, device: str) -> DeviceRun:
+    work = link_pb2.OpenRun.FromString(request.work)
+    work.base = str(base)
+    return DeviceRun(work, request.participants[0], None, device=device)
+
+
+def _device(place: RankPlace) -> str:
+    """The GPU of this rank, if the machine has that many."""
+    has_gpu = place.local_rank < torch.cuda.device_count()
+    return f"cuda:{place.local_rank}" if has_gpu else "cpu"
