@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from isthmus_server.views.privacy_search import Sought
+    from isthmus_server.views.privacy.search import Sought
 
 
 @click.group()
@@ -58,10 +58,10 @@ def plan(
     """
     from isthmus.errors import JobError
     from isthmus.job import load_job, with_changes
-    from isthmus_server.views.device_examples import DeviceExamplesForecast
-    from isthmus_server.views.examples_forecast import ExamplesForecast
-    from isthmus_server.views.privacy_forecast import PrivacyForecast
-    from isthmus_server.views.privacy_search import found_in
+    from isthmus_server.views.privacy.device_examples import DeviceExamplesForecast
+    from isthmus_server.views.privacy.device_forecast import PrivacyForecast
+    from isthmus_server.views.privacy.examples_forecast import ExamplesForecast
+    from isthmus_server.views.privacy.search import found_in
 
     loaded = load_job(job, overrides)
     found = found_in(loaded, job.parent, find, noise, signal_to_noise, unit)
@@ -95,7 +95,7 @@ def plan(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def ledger(run_dir: Path, as_json: bool) -> None:
     """Verify the privacy ledger of RUN, and print what was spent, by which rounds."""
-    from isthmus_server.views.privacy_spending import read_spending
+    from isthmus_server.views.privacy.spending import read_spending
 
     spending = read_spending(run_dir)
     if as_json:

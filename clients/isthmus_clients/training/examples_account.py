@@ -18,8 +18,8 @@ from isthmus.system.private_files import make_private_directory, write_private_f
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.dp.accounting import SampledGaussian
 from isthmus_privacy.dp.ledger import Charge, Ledger, LedgerDamaged, LedgerHead
-from isthmus_privacy.dp.renyi import epsilon_of_steps
 from isthmus_privacy.dp_sgd.device_examples import EXAMPLE, ZERO_OUT, DeviceExamplesPlan
+from isthmus_privacy.dp_sgd.renyi import epsilon_of_steps
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from isthmus.errors import JobError
 from isthmus.job.federated import FederatedSection
 from isthmus.job.privacy import LARGEST_NOISE, FederatedPrivacy
 from isthmus_privacy.dp.accounting import SampledGaussian
-from isthmus_privacy.dp.renyi import epsilon_of_steps
+from isthmus_privacy.dp_sgd.renyi import epsilon_of_steps
 
 if TYPE_CHECKING:
     from isthmus.job import Job

@@ -22,7 +22,7 @@ from isthmus_server.storage.store import Store
 from isthmus_server.strategy.decision import Decision
 from isthmus_server.strategy.gradients import GradientMeasurement, GroupSum
 from isthmus_server.strategy.policy import Kind
-from isthmus_server.views.device_examples import PromisedToExamples
+from isthmus_server.views.privacy.device_examples import PromisedToExamples
 
 RECENT = 5
 """Committed rounds before a decision that are shown with it."""

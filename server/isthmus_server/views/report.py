@@ -25,8 +25,8 @@ from isthmus_server.storage.records import (
     adapter,
 )
 from isthmus_server.storage.store import Store
-from isthmus_server.views.device_examples import PromisedToExamples
-from isthmus_server.views.examples_spending import SpentOnExamples
+from isthmus_server.views.privacy.device_examples import PromisedToExamples
+from isthmus_server.views.privacy.examples_spending import SpentOnExamples
 
 _DETAILS = (*(f"_{suffix}" for suffix in SPREAD), "_error")
 """Ends of the names of devices' metrics that only the JSON report has."""

@@ -13,7 +13,7 @@ from isthmus_server.privacy.populations import Populations
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundPlanned
 from isthmus_server.storage.recovery import verify
-from isthmus_server.views.privacy_spending import read_spending
+from isthmus_server.views.privacy.spending import read_spending
 from isthmus_server.views.report import read_report
 
 PRIVATE = (

@@ -22,7 +22,7 @@ from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted, RoundPlanned
 from isthmus_server.storage.recovery import verify
 from isthmus_server.storage.store import Store
-from isthmus_server.views.privacy_spending import read_spending
+from isthmus_server.views.privacy.spending import read_spending
 from isthmus_server.views.report import read_report
 
 DISTRIBUTED = ("privacy.mechanism=distributed", "privacy.epsilon=30", "privacy.delta=0.01")

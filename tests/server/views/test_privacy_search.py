@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from isthmus.errors import JobError
 from isthmus.job import parse_job, with_changes
 from isthmus_privacy.dp.calibration import NoisePlan, SampledNoisePlan
-from isthmus_server.views.privacy_search import DevicesTarget, find_for_examples
-from isthmus_server.views.update_noise import noise_to_signal
+from isthmus_server.views.privacy.search import DevicesTarget, find_for_examples
+from isthmus_server.views.privacy.update_noise import noise_to_signal
 
 SIZE = 1000
 MECHANISMS = ["distributed", "gaussian", "correlated"]

@@ -16,7 +16,7 @@ from isthmus.job import Job, with_changes
 from isthmus.job.federated import MAX_SECURE_COHORT
 from isthmus_privacy.dp.calibration import NoisePlan, SampledNoisePlan
 from isthmus_privacy.dp.searching import largest, least
-from isthmus_server.views.update_noise import noise_to_signal, update_size
+from isthmus_server.views.privacy.update_noise import noise_to_signal, update_size
 
 Sought = Literal["rounds", "participations", "cohort", "epsilon"]
 

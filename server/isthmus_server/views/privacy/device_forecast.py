@@ -11,7 +11,7 @@ from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_server.privacy.budget import ADJACENCY, UNIT
-from isthmus_server.views.update_noise import noise_to_signal, update_bytes, update_size
+from isthmus_server.views.privacy.update_noise import noise_to_signal, update_bytes, update_size
 
 LARGER_COHORTS = (2, 10)
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 from isthmus.job import Job
 from isthmus_privacy.dp.calibration import SampledNoisePlan
 from isthmus_server.privacy.examples_budget import ADD_OR_REMOVE, EXAMPLE
-from isthmus_server.views.privacy_forecast import tenths
+from isthmus_server.views.privacy.device_forecast import tenths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any, Self
 from isthmus.job import Job
 from isthmus_privacy.dp_sgd.device_examples import EXAMPLE, ZERO_OUT, DeviceExamplesPlan
 from isthmus_server.storage.records import Record
-from isthmus_server.views.privacy_forecast import tenths
+from isthmus_server.views.privacy.device_forecast import tenths
 
 _BATCHES = (10, 100, 1000)
 """Sizes of devices that are shown if the job gives none, in batches."""

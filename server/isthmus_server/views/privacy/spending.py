@@ -14,8 +14,8 @@ from isthmus_privacy.dp.accounting import SampledGaussian
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerEntry, LedgerHead
 from isthmus_server.privacy.budget import UNIT
 from isthmus_server.storage.store import Store
-from isthmus_server.views.device_examples import PromisedToExamples
-from isthmus_server.views.examples_spending import SpentOnExamples
+from isthmus_server.views.privacy.device_examples import PromisedToExamples
+from isthmus_server.views.privacy.examples_spending import SpentOnExamples
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

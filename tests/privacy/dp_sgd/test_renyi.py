@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus_privacy.dp.accounting import Composition, SampledGaussian
-from isthmus_privacy.dp.renyi import ORDERS, epsilon_of_steps
+from isthmus_privacy.dp_sgd.renyi import ORDERS, epsilon_of_steps
 
 # Noise multiplier, sampling probability, steps and delta: usual ones, a certain sample, very little
 # of everything, and so much that exp() of the terms is no float64.

@@ -1,0 +1,1 @@
+"""What differential privacy will cost a job, and what it has cost a run."""
