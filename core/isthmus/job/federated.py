@@ -205,10 +205,11 @@ class FederatedSection(Section):
         if self.secure_aggregation and self.cohort > MAX_SECURE_COHORT:
             raise ValueError(_too_large(self.cohort))
         minimum = self._min_secure_quorum(self.cohort)
+        low = "cohort" if self.cohort < minimum else "it"
         if self.secure_aggregation and self.needed < minimum:
             raise ValueError(
                 f"secure_aggregation needs a quorum of at least {minimum} with cohort="
-                f"{self.cohort}, not {self.needed}; raise it, or set secure_aggregation = false"
+                f"{self.cohort}, not {self.needed}; raise {low}, or set secure_aggregation = false"
             )
         return self
 

@@ -148,11 +148,12 @@ def _about_devices(privacy: PrivacySection, job: Job) -> str:
             "federated.secure_aggregation = true"
         )
     apart = min(privacy.separation, job.rounds)
-    if 0 < federated.clients < apart * federated.needed:
+    devices = max(federated.clients, job.simulation.clients or 0)  # enough for one of the two
+    if apart > 1 and federated.clients and devices < apart * federated.needed:
         return (
             f"separation={privacy.separation} needs other devices in each of {apart} rounds, "
             f"{apart * federated.needed} for a quorum of {federated.needed}, and there are "
-            f"{federated.clients}; lower it or federated.cohort, or raise federated.clients"
+            f"{devices}; lower it or federated.cohort, or raise federated.clients"
         )
     devices = max(federated.clients, federated.invited)
     if privacy.delta >= 1 / devices:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -88,7 +88,9 @@ def sentences(error: ValidationError, kind: type[Section], prefix: str = "") -> 
             messages.append(f"{key} is missing")
         elif item["type"] == "value_error":
             where = key if place else prefix.removesuffix(".")
-            messages.append((f"{where}: " if where else "") + str(item["ctx"]["error"]))
+            reason = str(item["ctx"]["error"])
+            known = not where or reason.startswith(f"{where}.")  # it says itself where
+            messages.append(reason if known else f"{where}: {reason}")
         elif item["type"] in _SHAPES:
             messages.append(f"{_shown(key, item['input'])}: must be a {_SHAPES[item['type']]}")
         else:
@@ -113,10 +115,11 @@ def _suggestion(section: type[BaseModel], location: tuple[int | str, ...]) -> st
     """The closest known key of the same table, or all of its keys."""
     for part in location[:-1]:
         field = section.model_fields.get(str(part))
-        inner = field.annotation if field is not None else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
+        inner = [each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)]
+        if not inner:
             return ""
-        section = inner
+        section = inner[0]  # of `Table | None`, the table
     known = list(section.model_fields)
     close = difflib.get_close_matches(str(location[-1]), known, n=1)
     if close:

@@ -15,6 +15,11 @@ def load(tmp_path):
     return lambda *changes: load_job(path, changes)
 
 
+def test_a_simulated_population_is_not_what_a_run_starts(load):
+    settings = ("federated.clients=6", "federated.cohort=100", "simulation.clients=200")
+    assert load(*DEVICES, *settings).simulation.clients == 200
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -246,6 +246,24 @@ def test_a_secure_sum_needs_a_sufficient_quorum(cohort, quorum, least):
     assert parse_job(SMALLEST, [settings[0], f"federated.quorum={least}"])
 
 
+def test_a_cohort_that_is_too_small_for_a_secure_sum_is_to_be_raised():
+    with pytest.raises(JobError, match="at least 3 with cohort=2, not 2; raise cohort, or set"):
+        parse_job(SMALLEST, ["federated.cohort=2"])
+
+
+@pytest.mark.parametrize("table", ["privacy", "federated.privacy", "datacenter.privacy"])
+def test_a_table_that_a_job_may_lack_knows_its_keys(table):
+    with pytest.raises(JobError, match=f"unknown key {table}.epsilom; did you mean epsilon"):
+        parse_job(SMALLEST, [f"{table}.epsilom=4"])
+
+
+def test_a_sentence_that_says_where_does_not_say_it_twice():
+    settings = [f"datacenter.privacy.{key}" for key in ("epsilon=4", "delta=0.1", "examples=100")]
+    parallel = ["datacenter.data_parallel=1", "datacenter.zero_stage=0"]
+    with pytest.raises(JobError, match=r"^job: datacenter\.privacy: delta=0\.1 is not below"):
+        parse_job(SMALLEST, [*settings, *parallel])
+
+
 def test_a_secure_cohort_that_no_message_holds_is_refused_when_the_job_is_loaded():
     limit = MAX_SECURE_COHORT
     refused = f"federated: cohort={limit + 1} is above {limit}, the most devices of a secure sum; "
