@@ -92,7 +92,7 @@ def new_history(state: Path) -> None:
     type=click.FloatRange(min=0, max=1, min_open=True, max_open=True),
     default=1e-6,
     show_default=True,
-    help="Delta at which epsilon is computed.",
+    help="Delta at which epsilon is computed: the job's, to compare it with the job's budget.",
 )
 def spent(state: Path, delta: float) -> None:
     """Verify this device's account of its examples, and print what each run has spent.

@@ -87,6 +87,25 @@ def test_without_a_number_it_is_for_devices_of_several_sizes(invoke):
     assert sizes == ["320", "3200", "32000"]
 
 
+def test_with_a_large_delta_it_is_for_the_largest_device_that_it_allows(invoke):
+    lines = invoke(changes=(*ON_DEVICES[:1], "federated.privacy.delta=0.01")).output.splitlines()
+    assert [line.split()[-2] for line in lines if line.startswith("noise")] == ["99"]
+    assert lines[-1].split(maxsplit=1) == ["refused", "by devices with 100 or more examples"]
+
+
+def test_a_delta_that_leaves_no_device_is_refused(invoke):
+    error = invoke(changes=(*ON_DEVICES[:1], "federated.privacy.delta=0.1")).exception
+    assert isinstance(error, JobError)
+    assert "of at most 9 examples, and federated.batch_size=32 for devices of at" in str(error)
+
+
+def test_a_small_epsilon_is_not_shown_as_zero(invoke):
+    changes = (*ON_DEVICES, "federated.privacy.examples=320", "federated.privacy.epsilon=0.01")
+    lines = invoke(changes=changes).output.splitlines()
+    (line,) = [each for each in lines if each.startswith("epsilon")]
+    assert "0.00 " not in line
+
+
 def test_a_budget_that_no_noise_meets_is_refused_before_anything_runs(invoke):
     changes = (*ON_DEVICES, "federated.privacy.examples=320", "federated.privacy.epsilon=1e-3")
     assert isinstance(error := invoke(changes=changes).exception, JobError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Self
 
+from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus_privacy.dp_sgd.device_examples import EXAMPLE, ZERO_OUT, DeviceExamplesPlan
 from isthmus_server.storage.records import Record
@@ -64,7 +65,7 @@ class DeviceExamplesForecast:
         """Compute it; None for a job without `[federated.privacy]`.
 
         Raises:
-            JobError: no noise meets the budget.
+            JobError: no noise meets the budget, or no number of examples the delta.
         """
         promise, privacy = PromisedToExamples.of(job), job.federated.privacy
         if promise is None or privacy is None:
@@ -72,7 +73,7 @@ class DeviceExamplesForecast:
         sizes = [times * job.federated.batch_size for times in _BATCHES]
         if privacy.examples is not None:
             sizes = [privacy.examples]
-        fitting = [each for each in sizes if privacy.delta < 1 / each]
+        fitting = [each for each in sizes if privacy.delta < 1 / each] or [_largest(job)]
         return cls(promise=promise, devices=[_of_size(job, each) for each in fitting])
 
     def to_json(self) -> dict[str, Any]:
@@ -93,17 +94,38 @@ class DeviceExamplesForecast:
         ]
         for each in self.devices:
             after = ", ".join(
-                f"{spent:.2f} after {n}" for n, spent in each["epsilon_after"].items()
+                f"{spent:.4g} after {n}" for n, spent in each["epsilon_after"].items()
             )
             lines.append(
                 (
                     "noise",
                     f"{each['noise_multiplier']:.4g} times the clipping bound in each of "
-                    f"{each['steps']} steps, on a device with {each['examples']} examples",
+                    f"the {each['steps']} steps of a participation, on a device with "
+                    f"{each['examples']} examples",
                 )
             )
             lines.append(("epsilon", f"{after} participations"))
+        lines.append(("refused", f"by devices with {_most(promise.delta) + 1} or more examples"))
         return lines
+
+
+def _most(delta: float) -> int:
+    """The largest number of examples of which delta is below the inverse."""
+    most = int(1 / delta)
+    return most if delta < 1 / most else most - 1
+
+
+def _largest(job: Job) -> int:
+    """The number of examples to show where delta is too large for ten batches."""
+    privacy, batch = job.federated.privacy, job.federated.batch_size
+    assert privacy is not None
+    if (most := _most(privacy.delta)) < batch:
+        raise JobError(
+            f"federated.privacy: delta={privacy.delta:g} is for devices of at most {most} "
+            f"examples, and federated.batch_size={batch} for devices of at least {batch}; "
+            "lower one of them"
+        )
+    return most
 
 
 def _of_size(job: Job, examples: int) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class PrivacyForecast:
     def lines(self) -> list[tuple[str, str]]:
         """Names and sentences for a terminal."""
         first, *larger = self.noise_to_signal.items()
-        after = ", ".join(f"{epsilon:.2f} after {n}" for n, epsilon in self.epsilon_after.items())
+        after = ", ".join(f"{epsilon:.4g} after {n}" for n, epsilon in self.epsilon_after.items())
         buys = ", ".join(f"{ratio:.2g} with {n}" for n, ratio in larger)
         return [
             ("mechanism", f"{self.mechanism} noise"),

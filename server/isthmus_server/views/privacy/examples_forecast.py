@@ -53,7 +53,7 @@ class ExamplesForecast:
 
     def lines(self) -> list[tuple[str, str]]:
         """Names and sentences for a terminal."""
-        after = ", ".join(f"{epsilon:.2f} after {n}" for n, epsilon in self.epsilon_after.items())
+        after = ", ".join(f"{epsilon:.4g} after {n}" for n, epsilon in self.epsilon_after.items())
         expected = self.sampling_probability * self.examples
         return [
             ("mechanism", "DP-SGD in the datacenter"),
