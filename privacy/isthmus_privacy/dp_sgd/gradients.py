@@ -23,6 +23,8 @@ MEMORY_ELEMENTS = 1 << 26
 """Elements of all gradients that exist at a time."""
 _ROUNDING = 1 - 2.0**-20
 """Factor of the clipping bound, so that rounding the products does not exceed it."""
+_CONVERTED_ELEMENTS = 1 << 22
+"""Elements that exist in float64 at a time."""
 
 
 class ExampleGradients:
@@ -44,7 +46,7 @@ class ExampleGradients:
         return {name: each for name, each in named if each.requires_grad}
 
     def add_to(self, total: torch.Tensor, group: ExampleGroup) -> None:
-        """Add the clipped gradients of all examples of a group to a vector (N).
+        """Add the clipped gradients of all examples of a group to a vector (N) of `zeros`.
 
         An example whose gradient is not finite adds nothing.
 
@@ -67,8 +69,12 @@ class ExampleGradients:
                 parts = list(gradients(trained, *rows).values())
             total += clipped_sum(parts, self._clip)
 
+    def zeros(self, device: Any) -> torch.Tensor:
+        """A sum (N) of nothing, in float64: see `clipped_sum`."""
+        return torch.zeros(self.size, dtype=torch.float64, device=device)
+
     def put(self, total: torch.Tensor) -> None:
-        """Make a vector (N) the gradients of the trained parameters, which share its memory."""
+        """Make a vector (N) the gradients of the trained parameters."""
         trained = self.trained().values()
         parts = torch.split(total, [each.numel() for each in trained])
         for parameter, part in zip(trained, parts, strict=True):
@@ -84,12 +90,16 @@ def add_noise(total: torch.Tensor, deviation: float) -> None:
 def clipped_sum(parts: list[torch.Tensor], clip: float) -> torch.Tensor:
     """The sum of vectors, each scaled down to a 2-norm of at most `clip`.
 
+    It is in float64. How a float32 sum rounds depends on what is in it already, so that one vector
+    changed a sum of 65,536 by up to 65 times the bound, and whether it overflows told whether a
+    vector was in it. Small factors would be rounded up to the least float32.
+
     Args:
         parts: of the vectors, (B, ...) each; those of vectors that are not finite become zeros.
         clip: the bound.
 
     Returns:
-        The sum (N) of B vectors, of which those that are not finite are left out.
+        The sum (N, float64) of B vectors, of which those that are not finite are left out.
     """
     norms = [
         torch.linalg.vector_norm(each.flatten(1), dim=1, dtype=torch.float64) for each in parts
@@ -101,8 +111,16 @@ def clipped_sum(parts: list[torch.Tensor], clip: float) -> torch.Tensor:
         factor = torch.where(finite, factor, 0.0)
         for each in parts:
             each[~finite] = 0
-    sums = [torch.tensordot(factor.to(each.dtype), each, dims=1).flatten() for each in parts]
-    return torch.cat(sums)
+    return torch.cat([_weighted_sum(factor, each.flatten(1)) for each in parts])
+
+
+def _weighted_sum(factors: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The sum of rows (B, N), each times a factor, in float64."""
+    total = factors.new_zeros(rows.shape[1])
+    at_once = max(1, _CONVERTED_ELEMENTS // max(rows.shape[1], 1))
+    for some, each in zip(torch.split(factors, at_once), torch.split(rows, at_once), strict=True):
+        total += some @ each.double()
+    return total
 
 
 def _places(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:

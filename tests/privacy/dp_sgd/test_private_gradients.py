@@ -65,6 +65,33 @@ def test_no_example_is_longer_than_the_bound(scale):
         assert clipped == pytest.approx(min(norm, 0.7), rel=1e-5)
 
 
+@pytest.mark.parametrize(("norm", "clip"), [(1.4e38, 1e-7), (3e38, 1e-6), (3e38, 1e36)])
+def test_extreme_numbers_are_not_rounded_above_the_bound(norm, clip):
+    total = clipped_sum([torch.full((1, 1), norm)], clip)
+    assert clip * (1 - 1e-5) <= float(total) <= clip
+
+
+@pytest.mark.parametrize("columns", [1, 2, 8])
+def test_an_example_changes_a_long_sum_by_no_more_than_the_bound(columns):
+    """In float32, small gradients vanish in a sum of 32,768, and do not in one of 32,767."""
+    half = 1 << 15
+    gradients = torch.zeros(1 + 2 * half, columns)
+    gradients[0], gradients[1 : 1 + half] = 0.25, 1.0
+    gradients[1 + half :] = -0.49 * torch.finfo(torch.float32).eps * half
+    gradients /= columns**0.5
+    totals = []
+    for scale in (1.0, 0.0):  # zero-out
+        gradients[1] *= scale
+        totals.append(clipped_sum([gradients], 1.0 + 1e-5))
+    assert float((totals[0] - totals[1]).norm()) <= 1.0 + 1e-5
+
+
+def test_a_long_sum_does_not_overflow():
+    """Whether it did would tell whether an example is in it, whatever the noise."""
+    total = clipped_sum([torch.full((1000, 1), 3e38)], 1e36)
+    assert float(total) == pytest.approx(1e39, rel=1e-5)
+
+
 def test_a_gradient_that_is_not_finite_adds_nothing():
     parts = [torch.tensor([[1.0, 2.0], [float("inf"), 1.0], [float("nan"), 0.0], [0.0, 0.0]])]
     assert clipped_sum(parts, 10.0).tolist() == [1.0, 2.0]

@@ -75,7 +75,7 @@ class PrivateSteps:
         Raises:
             TaskError: the task's code failed.
         """
-        total = torch.zeros(self._gradients.size, device=self._device)
+        total = self._gradients.zeros(self._device)
         for group in groups:
             self._gradients.add_to(total, group)
         add_noise(total, self._deviation)

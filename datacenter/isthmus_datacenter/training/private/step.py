@@ -69,7 +69,7 @@ class PrivateForwardBackward(ForwardBackward):
             TaskError: the task's code failed.
         """
         wait = start_units_all_reduce(0.0, read_signal(), self.dims.ranks)
-        total = torch.zeros(self._gradients.size, device=self.device)
+        total = self._gradients.zeros(self.device)
         for group in batch:
             self._gradients.add_to(total, group)
         if self._adds_noise:
