@@ -41,6 +41,7 @@ class Agent:
 
     Guarantees:
       * its data never leaves this device: only an update, its weight and average figures do;
+      * where a job protects examples, a failed training tells nothing but that it failed;
       * in a run with secure aggregation nothing is sent in clear, for any request of the server,
         and a failure tells nothing about the data (`isthmus_clients.training.withholding`);
       * requests run one at a time and off the event loop, so that the link stays alive.
@@ -305,7 +306,9 @@ class Agent:
             return self._secure.train(self.host, run, request, payload, wanted), None
         run.charge(work)
         report = progress if run.reports else lambda _: None
-        trained, update = self.host.train(request.id, work, payload, report)
+        protects = run.job.federated.privacy is not None
+        with constant_failures(protects, self._log_file, on_data=True):
+            trained, update = self.host.train(request.id, work, payload, report)
         run.protect(trained, update)
         trained.result.CopyFrom(self._named(update))
         return link_pb2.Reply(trained=trained), update

@@ -9,6 +9,7 @@ from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.training.examples_account import ExamplesAccount, spent_of
+from isthmus_clients.training.withholding import DetailsWithheld
 
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 KEYS = (
@@ -77,9 +78,20 @@ async def test_a_charge_is_there_before_the_training_and_after_its_failure(
         raise RuntimeError("killed")
 
     monkeypatch.setattr(device.host, "train", fail)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(DetailsWithheld):
         await train(device)
     assert spent_of(tmp_path / "state", 1e-3)[1]["run"][0] == 1
+
+
+async def test_the_text_of_an_exception_is_not_sent(device, opening, write_task, caplog):
+    """The server chooses the model, and so perhaps which example an exception quotes."""
+    request = opening()
+    write_task("def loss(self, output, target):\n    raise ValueError('the patient is Ann')")
+    await device.work(request, None, None)
+    with pytest.raises(DetailsWithheld) as raised:
+        await train(device)
+    assert str(raised.value) == "the device could not do this; its own log says why"
+    assert "the patient is Ann" in caplog.text
 
 
 async def test_a_kept_update_is_charged_once(device, opening, tmp_path):
