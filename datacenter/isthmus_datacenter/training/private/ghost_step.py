@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ _TOLERANCE = 4e-3
 """Of squared norms, relative to those that `check` computes otherwise."""
 _NEGLIGIBLE = 1e-6
 """Share of the squared norm of all parameters."""
+_IN_PLACE_OF_ZERO = 0.02
+"""Standard deviation of the numbers that `check` has in place of zeros."""
 
 
 class GhostForwardBackward(ForwardBackward):
@@ -88,8 +90,10 @@ class GhostForwardBackward(ForwardBackward):
 
         In evaluation mode, without dropout, the norms for one of two examples are compared with
         those of the gradient of this example alone: they differ if a parameter is used outside of
-        its layer. In training mode the loss of one example must not depend on the other at all.
-        All ranks call this together.
+        its layer. In training mode they are compared with the gradient of the same pass, and the
+        loss of one example must not depend on the other at all. Each of the two is first once, as
+        a model may change their order. Zeros among the parameters are replaced meanwhile: they stop
+        gradients, but only until the first step of training. All ranks call this together.
 
         Args:
             group: at least one example, the same on all ranks.
@@ -101,18 +105,52 @@ class GhostForwardBackward(ForwardBackward):
         two = [
             each[:2] if len(group) > 1 else each.repeat_interleave(2, 0) for each in group.tensors
         ]
+        with self._without_zeros():
+            for rows in [two, [each.flip(0) for each in two]][: len(group)]:
+                self._check_evaluation(group.one, rows)
+                self._check_training(group.one, rows)
+
+    def _check_evaluation(self, one: Any, two: Sequence[torch.Tensor]) -> None:
         with _without_dropout(self.model):
-            squares = self._squares_of_two(group.one, two, slice(None))
-            loss = self._losses(group.one, self._spare.tensors).sum()
+            self._norms.begin(torch.ones(2, dtype=torch.bool, device=self.device))
+            losses = self._losses(one, two)
+            with user_code("the backward pass"):
+                squares = self._norms.squares(losses)
+            self._norms.end()
+            loss = self._losses(one, [each[:1] for each in two]).sum()
             with user_code("the backward pass"):
                 torch.autograd.backward(loss)
+        self._compare(squares)
+
+    def _check_training(self, one: Any, two: Sequence[torch.Tensor]) -> None:
+        self._norms.begin(torch.ones(2, dtype=torch.bool, device=self.device))
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(0)  # fully_shard averages over the ranks, which must drop out alike
+            losses = self._losses(one, two)
+        self._reshard_after_backward(self.dims.reshard_after_forward)
+        with user_code("the backward pass"):
+            squares = self._norms.squares(losses[:1])
+        self._reshard_after_backward(True)
+        with user_code("the backward pass"):
+            torch.autograd.backward(losses[0])
+        self._norms.end()
+        for name, of_both in squares.items():
+            if of_both[1]:
+                raise TaskError(
+                    f"an example changes the outputs of others in training, as parameter {name!r} "
+                    f"shows, which ghost clipping does not bound; {PER_EXAMPLE}"
+                )
+        self._compare(squares)
+
+    def _compare(self, squares: Mapping[str, torch.Tensor]) -> None:
+        """Compare the squared norms of the first example with the parameters' `grad`."""
         expected = self._squared_gradients()
         found = {name: float(squares[name][0]) if name in squares else 0.0 for name in expected}
         total = sum(expected.values())
         if not math.isfinite(total + sum(found.values())):
             raise TaskError(
-                "the gradient of the first example is not finite, so that ghost clipping cannot be "
-                f"checked; remove it, or {PER_EXAMPLE}"
+                "the gradient of one of the first examples is not finite, so that ghost clipping "
+                f"cannot be checked; remove it, or {PER_EXAMPLE}"
             )
         for name, square in expected.items():
             if abs(found[name] - square) > _TOLERANCE * square + _NEGLIGIBLE * total:
@@ -121,12 +159,23 @@ class GhostForwardBackward(ForwardBackward):
                     "used outside of them, or an example changes the outputs of others; "
                     f"{PER_EXAMPLE}"
                 )
-        for name, of_both in self._squares_of_two(group.one, two, slice(1)).items():
-            if of_both[1]:
-                raise TaskError(
-                    f"an example changes the outputs of others in training, as parameter {name!r} "
-                    f"shows, which ghost clipping does not bound; {PER_EXAMPLE}"
-                )
+
+    @contextlib.contextmanager
+    def _without_zeros(self) -> Iterator[None]:
+        """Small random numbers in place of the zeros among the trained parameters."""
+        generator, changed = torch.Generator().manual_seed(0), []
+        for parameter in self._trained().values():
+            part = local(parameter)
+            zeros = part == 0
+            numbers = torch.randn(part.shape, generator=generator).to(part)
+            part.copy_(torch.where(zeros, _IN_PLACE_OF_ZERO * numbers, part))
+            changed.append((part, zeros))
+        try:
+            yield
+        finally:
+            self.shard.reshard()  # what was gathered has these numbers
+            for part, zeros in changed:
+                part.masked_fill_(zeros, 0)
 
     def run(
         self,
@@ -168,17 +217,6 @@ class GhostForwardBackward(ForwardBackward):
         """Not counted."""
         return 0
 
-    def _squares_of_two(
-        self, one: Any, rows: Sequence[torch.Tensor], chosen: slice
-    ) -> dict[str, torch.Tensor]:
-        """Squared norms (2) by parameter of what the chosen of two losses pass to both examples."""
-        self._norms.begin(torch.ones(2, dtype=torch.bool, device=self.device))
-        losses = self._losses(one, rows)
-        with user_code("the backward pass"):
-            squares = self._norms.squares(losses[chosen])
-        self._norms.end()
-        return squares
-
     # -- passes ---------------------------------------------------------------------------------
 
     def _add(self, one: Any, rows: Sequence[torch.Tensor], *, alive: bool) -> None:
@@ -202,7 +240,9 @@ class GhostForwardBackward(ForwardBackward):
             del losses  # with its graph
             self.shard.reshard()
         factor = (self._bound / squared.sqrt().clamp(min=1e-300)).clamp(max=1.0)
-        factor = torch.where(living, factor, 0.0).to(losses.dtype)
+        # A factor below the least normal number would be rounded by up to a half, also upwards.
+        kept = living & (factor >= torch.finfo(losses.dtype).tiny)
+        factor = torch.where(kept, factor, 0.0).to(losses.dtype)
         self._reshard_after_backward(True)
         with user_code("the backward pass"):
             torch.autograd.backward((losses * factor).sum())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.datacenter.training.private.test_private_gradients import one_by_one
+from tests.privacy.dp_sgd.test_private_gradients import one_by_one
 
 from isthmus.job import Job, with_changes
 from isthmus.task import Participant, load_task

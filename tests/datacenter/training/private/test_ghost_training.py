@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from tests.datacenter.training.private.test_private_gradients import one_by_one
+from tests.privacy.dp_sgd.test_private_gradients import one_by_one
 
 from isthmus.errors import JobError, UserError
 from isthmus.job import with_changes
