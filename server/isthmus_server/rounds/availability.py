@@ -38,7 +38,8 @@ class DeviceAvailability:
         if examples is not None and examples.noise is None:
             self._most_asked = examples.most_participations(job.rounds)
         self.attendance = Attendance(job.federated)
-        self.is_unlimited = privacy is None and not self.attendance.has_limits
+        unlimited = privacy is None and self._most_asked is None
+        self.is_unlimited = unlimited and not self.attendance.has_limits
         """Whether a device without hours of its own may always be invited."""
         self._clock = clock
         self._round: list[AttemptRecord] = []
