@@ -16,6 +16,9 @@ from isthmus.task.scoring import map_tensors
 from isthmus.task.scoring.inputs import move, tensors_of
 from isthmus_privacy.dp_sgd.sampling import poisson_sample
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+"""Types whose values are equal if they look the same."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ExampleGroup:
@@ -101,5 +104,9 @@ def _shapes(one: Any) -> str:
             )
         tensors.append(f"{tuple(each.shape)} {each.dtype}")
 
-    map_tensors(note, one, lambda each: others.append(repr(each)))
+    def note_other(each: object) -> None:
+        # Others may look the same: NumPy leaves out most of a long array.
+        others.append(repr(each) if isinstance(each, _PLAIN) else f"object {id(each)}")
+
+    map_tensors(note, one, note_other)
     return f"{tensors} {others}"

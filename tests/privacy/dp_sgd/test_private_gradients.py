@@ -1,5 +1,6 @@
 """Gradients of single examples: those of batches of one, clipped, whatever the model does."""
 
+import numpy as np
 import pytest
 import torch
 from tests.datacenter.tasks import Masked, Table
@@ -103,3 +104,20 @@ def test_a_model_that_looks_at_values_is_refused():
     source = SampledExamples(task, task.rows(3, seed=1), range(3), 1.0, torch.device("cpu"))
     with pytest.raises(TaskError, match=r"single examples \(torch.func.vmap\).*tasks|vmap"):
         gradients.add_to(torch.zeros(gradients.size), source.read([0, 1])[0])
+
+
+class Arrays(Table):
+    """Its batches have arrays of NumPy beside tensors."""
+
+    def collate(self, rows):
+        array = np.zeros(2000)
+        array[1000] = float(rows[0][0].sum())  # where repr() has dots
+        return (rows[0][0][None], array), rows[0][1][None]
+
+
+def test_no_example_is_computed_with_what_is_not_a_tensor_of_another():
+    task = Arrays({})
+    data = task.rows(3, seed=1)
+    source = SampledExamples(task, data, range(3), 1.0, torch.device("cpu"))
+    groups = source.read(range(3))
+    assert [float(each.one[0][1][1000]) for each in groups] == [float(x.sum()) for x, _ in data]
