@@ -91,9 +91,8 @@ class Agent:
                 that as long as this process runs, as it does the `account`.
             account: what training has cost the examples of this device.
         """
-        self._shares, self.participant = shares, participant
-        self.hours, self.tasks, self._group = hours, tasks, group
-        self._account = account or ExamplesAccount(None)
+        self._shares, self.participant, self._group = shares, participant, group
+        self.hours, self.tasks, self._account = hours, tasks, account or ExamplesAccount(None)
         self._active: ActiveRun | None = None
         self._guard = guard
         self._log_file = log_file
@@ -289,8 +288,7 @@ class Agent:
     ) -> tuple[link_pb2.Reply, Buffer | None]:
         """Train; send the update, or keep it and send the keys it will be masked with.
 
-        With secure aggregation nothing about this device is sent in clear: no loss, no progress,
-        no number of examples.
+        With secure aggregation no loss, no progress and no number of examples is sent in clear.
         """
         work = request.train_local
         run = self._run(work.run_id)
@@ -302,12 +300,11 @@ class Agent:
             self._secure.keep(self.host, run, request, payload, self._wanted(run, request))
             return link_pb2.Reply(trained=link_pb2.Trained()), None
         if work.secure:
-            wanted = self._wanted(run, request)
-            return self._secure.train(self.host, run, request, payload, wanted), None
+            check = self._wanted(run, request)
+            return self._secure.train(self.host, run, request, payload, check), None
         run.charge(work)
         report = progress if run.reports else lambda _: None
-        protects = run.job.federated.privacy is not None
-        with constant_failures(protects, self._log_file, on_data=True):
+        with constant_failures(run.account is not None, self._log_file, on_data=True):
             trained, update = self.host.train(request.id, work, payload, report)
         run.protect(trained, update)
         trained.result.CopyFrom(self._named(update))
