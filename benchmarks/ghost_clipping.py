@@ -40,7 +40,7 @@ from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 from isthmus_datacenter.training.forward_backward import ForwardBackward
 from isthmus_datacenter.training.private.ghost_step import GhostForwardBackward
-from isthmus_datacenter.training.private.step import PrivateForwardBackward
+from isthmus_datacenter.training.private.step import PerExampleForwardBackward
 from isthmus_privacy.dp_sgd.examples import SampledExamples
 
 EXAMPLES, CONTEXT = 32, 64
@@ -148,7 +148,7 @@ def _step(
             "clipping": variant,
         },
     )
-    kind = {"per_example": PrivateForwardBackward, "ghost": GhostForwardBackward}[variant]
+    kind = {"per_example": PerExampleForwardBackward, "ghost": GhostForwardBackward}[variant]
     steps = kind(task, shard, rank, device, section)
     steps._adds_noise = False
     source = SampledExamples(task, data, own, 1.0, device)

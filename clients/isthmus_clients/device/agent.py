@@ -300,8 +300,8 @@ class Agent:
             self._secure.keep(self.host, run, request, payload, self._wanted(run, request))
             return link_pb2.Reply(trained=link_pb2.Trained()), None
         if work.secure:
-            check = self._wanted(run, request)
-            return self._secure.train(self.host, run, request, payload, check), None
+            wanted = self._wanted(run, request)
+            return self._secure.train(self.host, run, request, payload, wanted), None
         run.charge(work)
         report = progress if run.reports else lambda _: None
         with constant_failures(run.account is not None, self._log_file, on_data=True):

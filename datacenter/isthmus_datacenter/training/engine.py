@@ -33,7 +33,7 @@ from isthmus_datacenter.training.evaluation import Evaluator
 from isthmus_datacenter.training.forward_backward import ForwardBackward
 from isthmus_datacenter.training.private.ghost_step import GhostForwardBackward
 from isthmus_datacenter.training.private.refusals import check_numbers
-from isthmus_datacenter.training.private.step import PrivateForwardBackward
+from isthmus_datacenter.training.private.step import PerExampleForwardBackward
 from isthmus_datacenter.training.rng import seed_all
 from isthmus_datacenter.training.whole_batches import check_layout, check_optimizers
 from isthmus_privacy.dp_sgd.examples import SampledExamples
@@ -271,7 +271,7 @@ class Engine:
         rank, device = self.placement.rank, self.placement.device
         section = self.job.datacenter
         if section.privacy is not None:
-            kind = {"per_example": PrivateForwardBackward, "ghost": GhostForwardBackward}
+            kind = {"per_example": PerExampleForwardBackward, "ghost": GhostForwardBackward}
             return kind[section.privacy.clipping](self.task, shard, rank, device, section)
         return ForwardBackward(self.task, shard, rank, device, self.order.batch_size)
 

@@ -27,6 +27,7 @@ from isthmus_privacy.dp.accounting import (
 )
 from isthmus_privacy.dp.adaptive_clipping import AdaptiveBound
 from isthmus_privacy.dp.correlated import CorrelatedNoise
+from isthmus_privacy.dp.searching import least_between
 
 if TYPE_CHECKING:
     from isthmus.job import Job
@@ -224,13 +225,13 @@ def _of_sampled(epsilon: float, delta: float, probability: float, steps: int) ->
         high *= 2
         if high > LARGEST_NOISE:
             return None
-    high = _between(high / 2, high, 1.01, lambda each: bound(each) <= epsilon)
+    high = least_between(high / 2, high, 1.01, lambda each: bound(each) <= epsilon)
     start = _near(epsilon, high / _FEWER_ORDERS_EXCESS, coarse)
     found = _near(epsilon, start, of_ledger)
     if not _CLOSE_EPSILON * epsilon <= of_ledger(found) <= epsilon:
         # Where epsilon is no smooth function of the noise to the accountant's precision.
         low = _SMALLEST_SAMPLED
-        return _between(low, high, 1.005, lambda each: of_ledger(each) <= epsilon)
+        return least_between(low, high, 1.005, lambda each: of_ledger(each) <= epsilon)
     return found
 
 
@@ -272,14 +273,6 @@ def _near(epsilon: float, multiplier: float, epsilon_of: Callable[[float], float
     return multiplier
 
 
-def _between(low: float, high: float, precision: float, fits: Callable[[float], bool]) -> float:
-    """The least number that fits, by a factor of at most `precision` above it; `high` fits."""
-    while high / low > precision:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
-
-
 @functools.lru_cache(maxsize=64)
 def _of_gaussian(epsilon: float, delta: float) -> float:
     """The least noise multiplier of one Gaussian (Balle and Wang 2018, theorem 8).
@@ -303,7 +296,7 @@ def _of_gaussian(epsilon: float, delta: float) -> float:
     high = found
     while not fits_ledger(high) and high < LARGEST_NOISE:
         high *= 2
-    return _between(found, high, _MARGIN, fits_ledger)
+    return least_between(found, high, _MARGIN, fits_ledger)
 
 
 def _of_distributed(epsilon: float, delta: float) -> float:

@@ -1,4 +1,4 @@
-"""Searches for the whole number at which a monotone condition changes.
+"""Searches for the number at which a monotone condition changes.
 
 >>> largest(lambda rounds: rounds**2 <= 50, most=1000), least(lambda n: n**2 > 50, most=1000)
 (7, 8)
@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 _FIRST_STEP = 16
@@ -50,3 +51,20 @@ def least(fits: Callable[[int], bool], *, most: int, start: int = 1) -> int | No
     """
     found = largest(lambda number: not fits(number), most=most, start=start) + 1
     return found if found <= most else None
+
+
+def least_between(
+    low: float, high: float, precision: float, fits: Callable[[float], bool]
+) -> float:
+    """The least real number that fits, by a factor of at most `precision` above it.
+
+    Args:
+        low: above 0, and not looked at.
+        high: fits.
+        precision: above 1.
+        fits: holds for all larger numbers too.
+    """
+    while high / low > precision:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import TYPE_CHECKING, Self
 
 from isthmus.errors import JobError
 from isthmus.job.federated import FederatedSection
 from isthmus.job.privacy import LARGEST_NOISE, FederatedPrivacy
 from isthmus_privacy.dp.accounting import SampledGaussian
+from isthmus_privacy.dp.searching import least_between
 from isthmus_privacy.dp_sgd.renyi import epsilon_of_steps
 
 if TYPE_CHECKING:
@@ -119,8 +119,4 @@ def _least_noise(epsilon: float, delta: float, probability: float, steps: int) -
 
     if not fits(LARGEST_NOISE):
         return None
-    low, high = _SMALLEST_NOISE, LARGEST_NOISE
-    while high / low > _PRECISION:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    return least_between(_SMALLEST_NOISE, LARGEST_NOISE, _PRECISION, fits)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_structure
 from torch.utils.data import Dataset, TensorDataset
 
 from isthmus.errors import TaskError
@@ -109,4 +110,4 @@ def _shapes(one: Any) -> str:
         others.append(repr(each) if isinstance(each, _PLAIN) else f"object {id(each)}")
 
     map_tensors(note, one, note_other)
-    return f"{tensors} {others}"
+    return f"{tree_structure(one)} {tensors} {others}"

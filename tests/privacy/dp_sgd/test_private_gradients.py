@@ -107,7 +107,7 @@ def test_a_model_that_looks_at_values_is_refused():
 
 
 class Arrays(Table):
-    """Its batches have arrays of NumPy beside tensors."""
+    """Its batches have tensors and arrays of NumPy."""
 
     def collate(self, rows):
         array = np.zeros(2000)
@@ -121,3 +121,18 @@ def test_no_example_is_computed_with_what_is_not_a_tensor_of_another():
     source = SampledExamples(task, data, range(3), 1.0, torch.device("cpu"))
     groups = source.read(range(3))
     assert [float(each.one[0][1][1000]) for each in groups] == [float(x.sum()) for x, _ in data]
+
+
+class Keyed(Table):
+    """Its examples have their numbers under different keys."""
+
+    def collate(self, rows):
+        return {"even" if float(rows[0][1]) > 0 else "odd": rows[0][0][None]}, rows[0][1][None]
+
+
+def test_examples_with_other_keys_are_not_one_group():
+    task = Keyed({})
+    inputs, signs = torch.ones(4, 3), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    data = torch.utils.data.TensorDataset(inputs, signs)
+    groups = SampledExamples(task, data, range(4), 1.0, torch.device("cpu")).read(range(4))
+    assert [(list(each.one[0]), len(each)) for each in groups] == [(["even"], 2), (["odd"], 2)]

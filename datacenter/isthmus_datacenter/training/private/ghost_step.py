@@ -22,13 +22,11 @@ from torch.distributed.tensor import DTensor
 from isthmus.errors import TaskError
 from isthmus.job.datacenter import DatacenterSection
 from isthmus.task import Task, user_code
-from isthmus.task.scoring import Averages, losses_of, map_tensors, pair_of
+from isthmus.task.scoring import losses_of, map_tensors, pair_of
 from isthmus.task.scoring.inputs import tensors_of
-from isthmus_datacenter.messages import ReadSignal
 from isthmus_datacenter.parallel.model_shard import ModelShard, local
-from isthmus_datacenter.training.consensus import start_units_all_reduce
-from isthmus_datacenter.training.forward_backward import ForwardBackward, StepResult
 from isthmus_datacenter.training.private.example_norms import PER_EXAMPLE, ExampleNorms
+from isthmus_datacenter.training.private.step import PrivateForwardBackward
 from isthmus_privacy.dp.gaussian import KEY_BYTES, GaussianDraws
 from isthmus_privacy.dp_sgd.examples import ExampleGroup
 
@@ -44,14 +42,12 @@ _IN_PLACE_OF_ZERO = 0.02
 """Standard deviation of the numbers that `check` has in place of zeros."""
 
 
-class GhostForwardBackward(ForwardBackward):
-    """Computes gradients with differential privacy in place of those of a batch.
+class GhostForwardBackward(PrivateForwardBackward):
+    """Finds the norms of gradients without the gradients, also on ranks with a part of the model.
 
     Guarantees:
-      * one example changes the sum of a step by a 2-norm of at most the clipping bound;
-      * every element of a trained parameter gets noise once in every step, on the rank that has it;
-      * all ranks run the same number of passes, whatever they have drawn;
-      * nothing else of a step that depends on data leaves this class: neither losses nor counts.
+      * those of `PrivateForwardBackward`, up to how float32 rounds the sum of a rank's examples;
+      * all ranks run the same number of passes, whatever they have drawn.
     """
 
     def __init__(
@@ -62,20 +58,14 @@ class GhostForwardBackward(ForwardBackward):
         device: torch.device,
         section: DatacenterSection,
     ) -> None:
-        """`section` has `privacy`, with its noise.
+        """See `PrivateForwardBackward`.
 
         Raises:
             TaskError: the norms of a layer cannot be found.
         """
-        super().__init__(task, shard, rank, device, section.batch_size)
-        privacy = section.privacy
-        assert privacy is not None
-        assert privacy.noise is not None
-        assert shard.all_reduce is None
+        super().__init__(task, shard, rank, device, section)
         rounding = _ROUNDING.get(device.type, _ROUNDING_ELSEWHERE)
-        self._bound = privacy.clip * (1 - rounding)
-        self._deviation = privacy.noise * privacy.clip
-        self._expected = section.private_batch
+        self._bound = self._clip * (1 - rounding)
         self._sharded = isinstance(self.model, FSDPModule)
         self._adds_noise = self._sharded or rank == 0
         self._norms = ExampleNorms(self.model)
@@ -177,30 +167,7 @@ class GhostForwardBackward(ForwardBackward):
             for part, zeros in changed:
                 part.masked_fill_(zeros, 0)
 
-    def run(
-        self,
-        batch: Any,
-        loss_scale: float,
-        read_signal: ReadSignal,
-        averages: Averages | None = None,
-        optimizer: str = "",
-    ) -> StepResult:
-        """Compute the gradient of one step.
-
-        Args:
-            batch: groups of examples that this rank has drawn.
-            loss_scale: not used, as the precision is float32.
-            read_signal: called once.
-            averages: not used.
-            optimizer: not used.
-
-        Returns:
-            A result without losses, whose units are the expected number of examples.
-
-        Raises:
-            TaskError: the task's code failed.
-        """
-        wait = start_units_all_reduce(0.0, read_signal(), self.dims.ranks)
+    def _set_gradients(self, batch: Any) -> None:
         parts = [(group.one, rows) for group in batch for rows in group.parts(self._at_once)]
         for index in range(self._largest(len(parts)) if self._sharded else len(parts)):
             if index < len(parts):
@@ -209,13 +176,6 @@ class GhostForwardBackward(ForwardBackward):
                 assert self._spare is not None
                 self._add(self._spare.one, self._spare.tensors, alive=False)
         self._finish_gradients()
-        _, signal = wait()
-        nothing = torch.zeros((), device=self.device)
-        return StepResult(nothing, 0.0, float(self._expected), signal, 1 / self._expected)
-
-    def step_flops(self, batch: Any, samples: float) -> float:
-        """Not counted."""
-        return 0
 
     # -- passes ---------------------------------------------------------------------------------
 

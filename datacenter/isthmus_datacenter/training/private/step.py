@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from isthmus_datacenter.training.forward_backward import ForwardBackward, StepRe
 from isthmus_privacy.dp_sgd.gradients import ExampleGradients, add_noise
 
 
-class PrivateForwardBackward(ForwardBackward):
+class PrivateForwardBackward(ForwardBackward, abc.ABC):
     """Computes gradients with differential privacy in place of those of a batch.
 
     Guarantees:
       * one example changes the sum of a step by a 2-norm of at most the clipping bound;
-      * every trained parameter gets noise in every step, also if no example was drawn;
+      * every element of a trained parameter gets noise once in every step, also if no example was
+        drawn;
       * nothing else of a step that depends on data leaves this class: neither losses nor counts.
     """
 
@@ -40,10 +42,9 @@ class PrivateForwardBackward(ForwardBackward):
         assert privacy is not None
         assert privacy.noise is not None
         assert shard.all_reduce is None
+        self._clip = privacy.clip
         self._deviation = privacy.noise * privacy.clip
         self._expected = section.private_batch
-        self._adds_noise = rank == 0
-        self._gradients = ExampleGradients(task, self.model, privacy.clip, section.batch_size)
 
     def run(
         self,
@@ -69,6 +70,40 @@ class PrivateForwardBackward(ForwardBackward):
             TaskError: the task's code failed.
         """
         wait = start_units_all_reduce(0.0, read_signal(), self.dims.ranks)
+        self._set_gradients(batch)
+        _, signal = wait()
+        nothing = torch.zeros((), device=self.device)
+        return StepResult(nothing, 0.0, float(self._expected), signal, 1 / self._expected)
+
+    def step_flops(self, batch: Any, samples: float) -> float:
+        """Not counted."""
+        return 0
+
+    @abc.abstractmethod
+    def _set_gradients(self, batch: Any) -> None:
+        """Set the parameters' `grad` to the sum of the clipped gradients over all ranks, and noise.
+
+        `batch` has the groups of examples that this rank has drawn.
+        """
+
+
+class PerExampleForwardBackward(PrivateForwardBackward):
+    """Computes the gradient of every single example, on ranks with the whole model."""
+
+    def __init__(
+        self,
+        task: Task,
+        shard: ModelShard,
+        rank: int,
+        device: torch.device,
+        section: DatacenterSection,
+    ) -> None:
+        """See `PrivateForwardBackward`."""
+        super().__init__(task, shard, rank, device, section)
+        self._adds_noise = rank == 0
+        self._gradients = ExampleGradients(task, self.model, self._clip, section.batch_size)
+
+    def _set_gradients(self, batch: Any) -> None:
         total = self._gradients.zeros(self.device)
         for group in batch:
             self._gradients.add_to(total, group)
@@ -77,10 +112,3 @@ class PrivateForwardBackward(ForwardBackward):
         if self.dims.ranks > 1:
             dist.all_reduce(total)
         self._gradients.put(total)
-        _, signal = wait()
-        nothing = torch.zeros((), device=self.device)
-        return StepResult(nothing, 0.0, float(self._expected), signal, 1 / self._expected)
-
-    def step_flops(self, batch: Any, samples: float) -> float:
-        """Not counted."""
-        return 0
