@@ -185,7 +185,7 @@ class RankCrew:
 def _greeted(connected: socket.socket, token: str) -> tuple[int, dict[str, object]] | None:
     """The number and the description of a rank that has connected; None if it is something else."""
     connected.settimeout(_HELLO_SECONDS)
-    with contextlib.suppress(EOFError, OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(EOFError, OSError, ValueError, KeyError, TypeError, RecursionError):
         hello = json.loads(Channel(connected).receive(_HELLO_BYTES))
         if hmac.compare_digest(str(hello["token"]), token):
             return int(hello["rank"]), dict(hello["about"])

@@ -270,6 +270,13 @@ def test_only_ranks_of_this_start_are_greeted(sent, greeted):
         assert rank_crew._greeted(own, "right") == greeted
 
 
+def test_a_deeply_nested_message_is_not_greeted():
+    own, other = socket.socketpair()
+    with own, other:
+        Channel(other).send(b"[" * 60_000)
+        assert rank_crew._greeted(own, "right") is None
+
+
 def test_jobs_and_variables_that_ranks_cannot_use_are_refused(written, tmp_path, monkeypatch):
     written()
     environment = {"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "a", "MASTER_PORT": "1"}

@@ -220,6 +220,34 @@ def test_lost_devices_have_receipts_and_come_back(simulate, secure):
     assert report.status == "finished"
 
 
+@pytest.mark.parametrize("mode", ["rounds", "buffered"])
+def test_the_same_devices_are_lost_in_every_run_with_a_seed(simulate, mode):
+    def lost(name, seed):
+        report = simulate(
+            "federated.secure_aggregation=false",
+            f"federated.mode={mode}",
+            "simulation.dropout=0.4",
+            "simulation.training=one-by-one",
+            "federated.quorum=2",
+            "attempts=20",
+            "rounds=5",
+            f"seed={seed}",
+            name=name,
+            devices=8,
+        )
+        return report.final.model_sha256, [
+            (record.round, receipt.participant)
+            for record in report.rounds
+            for receipt in record.receipts
+            if receipt.status == "dropped"
+        ]
+
+    first = lost("first", 1)
+    assert first[1]
+    assert lost("second", 1) == first
+    assert lost("third", 2)[1] != first[1]
+
+
 def test_a_large_population_has_other_devices_in_each_round(simulate):
     report = simulate("simulation.connected=8", devices=1_000_000, cohort=6)
     first, second = (

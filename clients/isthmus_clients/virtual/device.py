@@ -126,8 +126,8 @@ class VirtualDevice(Agent):
         seconds = self._seconds(request, 0 if model is None else len(model))
         name = self.participant.name
         if self._lost is not None:
-            of = f"{kind}/{request.id}"
-            lost_after = self.profile.lost_after(name, of, seconds)
+            asked = self._fleet.nth_request(name, _purpose(request))
+            lost_after = self.profile.lost_after(name, asked, seconds)
             if lost_after is not None:
                 await asyncio.sleep(lost_after)
                 self._lost(name)
@@ -193,6 +193,14 @@ class VirtualDevice(Agent):
         if job.federated.groups is not None:
             opened.group = active.group
         return link_pb2.Reply(opened=opened)
+
+
+def _purpose(request: link_pb2.Request) -> str:
+    """What a request is for, the same in every simulation; its id is of this process."""
+    kind = str(request.WhichOneof("work"))
+    work = getattr(request, kind)
+    number = work.comparison if kind == "score" else work.round
+    return f"{kind}/{number}/{work.attempt}"
 
 
 def devices_of(fleet: VirtualFleet) -> list[VirtualDevice]:

@@ -185,6 +185,8 @@ class VirtualFleet:
         self.residuals = Residuals(None if folder is None else folder / "residuals")
         self.accounts: dict[str, ExamplesAccount] = {}
         """What training has cost the examples of devices, by name, in jobs that protect them."""
+        self._asked: dict[str, tuple[str, int]] = {}
+        """The last request of each device: its purpose, and how often it came in a row."""
         self.crew = crew if crew is not None or processes == 1 else ForkedCrew(processes)
         self.lock = threading.RLock()
         """Held while the model that all devices share is used."""
@@ -203,6 +205,16 @@ class VirtualFleet:
             if self.run is None or self.run.run_id != work.run_id:
                 self.run = FleetRun(work, participant, self.data, self.mode, self.crew, self.run)
             return self.run
+
+    def nth_request(self, name: str, purpose: str) -> str:
+        """A name of a device's request; a device that comes back may get one for the same purpose.
+
+        A buffer's rounds ask it again at once, and the same name would be the same loss for ever.
+        """
+        before, times = self._asked.get(name, ("", 0))
+        times = times + 1 if before == purpose else 1
+        self._asked[name] = purpose, times
+        return f"{purpose}/{times}"
 
     async def train(self, training: DeviceTraining, work: link_pb2.TrainLocal) -> TrainedOrFailed:
         """Train a device in the batch of its round; the update replaces the model."""

@@ -21,6 +21,8 @@ class DeviceProfile:
     up_bits_per_second: float = math.inf
     dropout: float = 0.0
     """Probability that the device is lost during a request."""
+    seed: int = dataclasses.field(default=0, compare=False)
+    """Of the job: devices are lost during other requests with another one."""
 
     @classmethod
     def drawn(cls, section: SimulationSection, seed: int, index: int) -> DeviceProfile:
@@ -36,6 +38,7 @@ class DeviceProfile:
             down_bits_per_second=_bits(section.down_mbit, width),
             up_bits_per_second=_bits(section.up_mbit, width),
             dropout=section.dropout,
+            seed=seed,
         )
 
     @property
@@ -60,9 +63,10 @@ class DeviceProfile:
     def lost_after(self, name: str, request: str, seconds: float) -> float | None:
         """When the device is lost during a request, in seconds from its start; None if it is not.
 
-        `request` says which: the same one is lost in every simulation.
+        `request` says which: the same one is lost in every simulation with the same seed.
         """
-        draw = random.Random(f"isthmus/dropout/{name}/{request}")  # noqa: S311 - not a secret
+        of = f"isthmus/dropout/{self.seed}/{name}/{request}"
+        draw = random.Random(of)  # noqa: S311 - not a secret
         return draw.random() * seconds if draw.random() < self.dropout else None
 
 
