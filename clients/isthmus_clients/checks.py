@@ -8,7 +8,7 @@ from isthmus.errors import TaskError
 from isthmus.job import Job, with_changes, write_job
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, Task
-from isthmus.task.device_sums.evaluation import EvaluationVector
+from isthmus.task.device_sums.bounded_means import evaluation_vector
 from isthmus.task.loading import user_code
 from isthmus.task.scoring import build_model
 from isthmus.tensors.division import divide
@@ -58,5 +58,5 @@ def check(job: Job, task: Task, base: Path) -> str:
         validation = task.validation_data(participant)
     if validation is None:
         raise TaskError(f"validation_data() of {name} returned None; evaluation.devices needs data")
-    EvaluationVector(task).measure(model, validation, job.evaluation.batch_size, first=1)
+    evaluation_vector(job, task).measure(model, validation, job.evaluation.batch_size, first=1)
     return f"one training batch and one validation batch of {name}"

@@ -10,7 +10,8 @@ import torch
 from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus.task import Task
-from isthmus.task.device_sums.evaluation import EvaluationVector, check_evaluates_on_devices
+from isthmus.task.device_sums.bounded_means import evaluation_vector
+from isthmus.task.device_sums.evaluation import check_evaluates_on_devices
 from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.division import divide
@@ -50,27 +51,30 @@ def check(job: Job, task: Task, base: Path) -> str:
             task, model, data, range(min(count, batch)), batch, torch.device("cpu")
         ).result()
     )
-    on_devices = _device_metrics(job, task)
+    on_devices, left_out = _device_metrics(job, task)
     _check_metrics(job, policy, [*metrics, *on_devices])
     tried = f"one batch of held-out data ({', '.join(sorted(metrics))})" if metrics else ""
     if metrics and division.personal.size:
         tried += ", with the initial values of what is personal"
     if on_devices:
         asked = f"{job.evaluation.devices} devices will evaluate ({', '.join(on_devices)})"
+        if left_out:
+            asked += f", and with [privacy] not {', '.join(left_out)}: only means with bounds"
         return f"{tried}; {asked}" if tried else asked
     return tried or "no evaluation: eval_data() returns None and evaluation.devices is 0"
 
 
-def _device_metrics(job: Job, task: Task) -> list[str]:
-    """The metrics that devices will measure.
+def _device_metrics(job: Job, task: Task) -> tuple[list[str], list[str]]:
+    """The metrics that devices will measure, and those that they will not.
 
     Raises:
         UserError: the task has no validation data, or its `device_metrics` cannot be used.
     """
     if not job.evaluation.devices:
-        return []
+        return [], []
     check_evaluates_on_devices(job, task)
-    return EvaluationVector(task).figure_names
+    vector = evaluation_vector(job, task)
+    return vector.figure_names, vector.left_out
 
 
 def _check_metrics(job: Job, policy: Policy, known: Collection[str]) -> None:

@@ -20,6 +20,7 @@ from isthmus_privacy.crypto import refusal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from isthmus.job.privacy import PrivacySection
     from isthmus_clients.training.examples_account import ExamplesAccount, RunAccount
     from isthmus_privacy.compression.model_change import ChangeCodec
     from isthmus_privacy.purpose import RunPurpose
@@ -180,7 +181,6 @@ class ActiveRun:
             PeerMisbehaved: the configuration differs from the job, or the budget of the job is used
                 up: a server may have announced fewer rounds than it asks for.
         """
-        from isthmus_privacy.dp.accounting import epsilon_of_rho
         from isthmus_privacy.dp.calibration import NoisePlan
 
         privacy = self.job.privacy
@@ -192,23 +192,77 @@ class ActiveRun:
                 f"{self.job.name!r} was opened with [privacy], and this request is for more than "
                 "the update, whose norm is not clipped",
             )
-        if privacy.mechanism != "distributed":
+        if privacy.mechanism == "distributed":
+            self._check_noise(
+                config, NoisePlan.of_job(self.job).multiplier, privacy.clip, privacy, rho
+            )
+
+    def check_measured(self) -> None:
+        """Refuse to send scores or counts in a run that promises differential privacy without them.
+
+        Raises:
+            PeerMisbehaved: it does, and they would have no noise.
+        """
+        privacy = self.job.privacy
+        if self.job.federated.privacy is not None:
+            reason = "[federated.privacy]"
+        elif privacy is not None and not privacy.most_measurements(self.job):
+            reason = "[privacy] and no measurements"
+        else:
             return
-        promised = NoisePlan.of(privacy, self.job.rounds).multiplier
+        refusal.refuse(
+            "measurement-without-noise",
+            f"{self.job.name!r} was opened with {reason}, and this request is for figures of this "
+            "device's data, which get no noise",
+        )
+
+    def check_measuring_noise(self, config: RoundConfig, norm: float, rho: float) -> None:
+        """Refuse a sum of scores or metrics without the noise that the job promises.
+
+        Args:
+            config: of the sum.
+            norm: bound on the 2-norm of what a device sends.
+            rho: see `check_privacy`.
+
+        Raises:
+            PeerMisbehaved: see `check_privacy`.
+        """
+        from isthmus_privacy.dp.calibration import NoisePlan
+
+        privacy = self.job.privacy
+        if privacy is not None and privacy.mechanism == "distributed":
+            promised = NoisePlan.of_job(self.job).measuring_multiplier
+            self._check_noise(config, promised, norm, privacy, rho)
+
+    def _check_noise(
+        self,
+        config: RoundConfig,
+        promised: float,
+        clip: float,
+        privacy: PrivacySection,
+        rho: float,
+    ) -> None:
+        from isthmus_privacy.dp.accounting import epsilon_of_rho
+
         noise = config.noise
-        if noise is None or noise.clip != privacy.clip or noise.multiplier < promised * _ROUNDED:
+        if noise is None or noise.clip != clip or noise.multiplier < promised * _ROUNDED:
             refusal.refuse(
                 "noise-below-the-jobs",
                 f"{self.job.name!r} was opened with noise of {promised:.6g} times a clipping bound "
-                f"of {privacy.clip:g} ([privacy]), and this sum has "
+                f"of {clip:g} ([privacy]), and this sum has "
                 + ("none" if noise is None else f"{noise.multiplier:.6g} times {noise.clip:g}"),
             )
         if (epsilon := epsilon_of_rho(rho, privacy.delta)) * _ROUNDED > privacy.epsilon:
             refusal.refuse(
                 "sums-beyond-the-jobs-budget",
                 f"{self.job.name!r} was opened with an epsilon of {privacy.epsilon:g} ([privacy]), "
-                f"and with this sum its rounds on this device would have one of {epsilon:.4g}",
+                f"and with this sum its sums on this device would have one of {epsilon:.4g}",
             )
+
+    @property
+    def adds_noise(self) -> bool:
+        """Whether this device adds noise to what it sends, so that no figures go with it."""
+        return self.job.privacy is not None and self.job.privacy.mechanism == "distributed"
 
     def check_codec(self, config: RoundConfig) -> None:
         """Refuse a sum of updates that are compressed in another way than the job says.
@@ -230,20 +284,6 @@ class ActiveRun:
                 "codec-differs",
                 f"{self.job.name!r} was opened with seed={self.job.seed} and federated.compression="
                 f"{compression}, and this sum has {codec}",
-            )
-
-    def check_measured(self) -> None:
-        """Refuse to send scores or counts in a run that promises differential privacy.
-
-        Raises:
-            PeerMisbehaved: it does, and they would have no noise.
-        """
-        if self.job.privacy is not None or self.job.federated.privacy is not None:
-            table = "federated.privacy" if self.job.privacy is None else "privacy"
-            refusal.refuse(
-                "measurement-without-noise",
-                f"{self.job.name!r} was opened with [{table}], and this request is for figures of "
-                "this device's data, which get no noise",
             )
 
     def with_account(self, account: ExamplesAccount, examples: int) -> ActiveRun:

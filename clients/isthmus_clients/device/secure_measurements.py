@@ -21,6 +21,8 @@ from isthmus_clients.training.withholding import attempted
 if TYPE_CHECKING:
     import torch
 
+    from isthmus_clients.training.secure import SecureParticipation
+
 
 def score(
     sessions: SecureSessions,
@@ -47,7 +49,10 @@ def score(
     about = (paired_scores.comparisons_run_id(work.run_id), work.comparison, work.attempt)
     candidates = tuple(tuple(mean.of) for mean in work.candidates)
     purpose = ComparisonPurpose(run.secure_purpose, candidates)
-    attempt = sessions.propose(about, work.secure, work.models, purpose.hash, SCORING_SLOTS)
+    slots = () if run.adds_noise else SCORING_SLOTS
+    attempt = sessions.propose(about, work.secure, work.models, purpose.hash, slots)
+    norm = paired_scores.centred_norm(len(work.candidates))
+    run.check_measuring_noise(attempt.config, norm, sessions.rho(work.run_id))
     vector = attempted(
         f"comparison {work.comparison} of {work.run_id}",
         lambda: paired_scores.score_vector(host.score(request.id, work, payload)),
@@ -56,8 +61,10 @@ def score(
     usable = vector is not None
     if vector is None:
         vector = torch.zeros(paired_scores.vector_size(len(work.candidates)))
+    elif run.job.privacy is not None:
+        vector = paired_scores.centred(vector)
     seed = sessions.seed(run, -work.comparison)
-    return sessions.join(attempt, vector, int(usable), {"unusable": not usable}, seed)
+    return sessions.join(attempt, vector, int(usable), _figures(attempt, usable), seed)
 
 
 def evaluate(
@@ -77,6 +84,7 @@ def evaluate(
     """
     import torch
 
+    from isthmus.task.device_sums.bounded_means import measured_norm, numbers_of
     from isthmus_privacy.purpose import EvaluationPurpose, evaluated_model, statistics_of
     from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
 
@@ -87,14 +95,16 @@ def evaluate(
     name = evaluated_model(work.model.sha256)
     if run.job.statistics.collect:
         name = statistics_of(run.secure_purpose.task)
+    private = run.job.privacy is not None
     attempt = sessions.propose(
         (evaluations_run_id(work.run_id), work.round, work.attempt),
         work.secure,
         link_pb2.Blob(sha256=name),
         EvaluationPurpose(run.secure_purpose, work.group).hash,
-        SCORING_SLOTS,
-        whole=True,
+        () if run.adds_noise else SCORING_SLOTS,
+        whole=not private,
     )
+    run.check_measuring_noise(attempt.config, measured_norm(config.size), sessions.rho(work.run_id))
     counts = attempted(
         f"evaluation in round {work.round} of {work.run_id}",
         lambda: _counts(host.evaluate(request.id, work, payload), config.size),
@@ -103,8 +113,14 @@ def evaluate(
     usable = counts is not None
     if counts is None:
         counts = torch.zeros(config.size, dtype=torch.int64)
-    # The seed is that of rounding, of which whole numbers need none.
-    return sessions.join(attempt, counts, int(usable), {"unusable": not usable}, b"")
+    vector = numbers_of(counts) if private else counts
+    # Whole numbers need no seed, which is that of rounding.
+    seed = sessions.seed(run, -work.round) if private else b""
+    return sessions.join(attempt, vector, int(usable), _figures(attempt, usable), seed)
+
+
+def _figures(attempt: SecureParticipation, usable: bool) -> dict[str, float]:
+    return {slot.name: float(not usable) for slot in attempt.config.slots}
 
 
 def _counts(counts: list[int], size: int) -> torch.Tensor:

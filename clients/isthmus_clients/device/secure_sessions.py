@@ -132,7 +132,7 @@ class SecureSessions:
         )
         slots = MEASURING_SLOTS if scale else run.training_slots
         attempt = self.propose(about, work.secure, work.model, purpose.hash, slots)
-        run.check_privacy(attempt.config, self._enrolled().history.rho(work.run_id))
+        run.check_privacy(attempt.config, self.rho(work.run_id))
         run.check_codec(attempt.config)
         run.charge(work)
         result = train_silently(host, request, payload)
@@ -303,6 +303,15 @@ class SecureSessions:
             gradient = vector[: run.layout.size]
             figures[GRADIENT_LOST.name] = lost_in_clipping(gradient, config.clip)
         return self.join(attempt, vector, trained.examples, figures, seed)
+
+    def rho(self, run_id: str) -> float:
+        """See `History.rho`, of all sums of a run: of updates, evaluations and comparisons."""
+        from isthmus.job.measurements import evaluations_run_id
+        from isthmus.task.paired_scores import comparisons_run_id
+
+        history = self._enrolled().history
+        names = (run_id, evaluations_run_id(run_id), comparisons_run_id(run_id))
+        return sum(map(history.rho, names))
 
     def seed(self, run: ActiveRun, round_: int) -> bytes:
         """Seed of this device in a round; equal in all attempts, so that they are repeatable."""

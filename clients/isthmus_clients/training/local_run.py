@@ -20,7 +20,7 @@ from isthmus.job import read_job
 from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, load_task, user_code
-from isthmus.task.device_sums.evaluation import EvaluationVector
+from isthmus.task.device_sums.bounded_means import evaluation_vector
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus.task.scoring import Averages, build_same_model
 from isthmus.tensors.exchange_set import TensorLayout
@@ -372,7 +372,7 @@ class DeviceRun:
         start = self.layout.decode(payload)
         self._load(start, personal)
         self._fine_tune(round_, start)
-        vector = EvaluationVector(self.task)
+        vector = evaluation_vector(self.job, self.task)
         return vector.measure(self.model, self._validation, self.job.evaluation.batch_size).tolist()
 
     def _fine_tune(self, round_: int, start: torch.Tensor) -> None:

@@ -35,19 +35,52 @@ def score_vector(scores: Sequence[float]) -> torch.Tensor:
     return torch.cat([values, differences, differences.square()])
 
 
+def centred(vector: torch.Tensor) -> torch.Tensor:
+    """A score vector with the middle of each element's range subtracted, float64 (3k - 2).
+
+    Its 2-norm is at most `centred_norm`, about half of that of the vector itself.
+    """
+    return vector - _middles(len(vector))
+
+
+def restored(mean: torch.Tensor) -> torch.Tensor:
+    """The mean of score vectors, float64 (3k - 2), from that of centred ones."""
+    return mean.double() + _middles(len(mean))
+
+
+def centred_norm(models: int) -> float:
+    """Largest 2-norm of a centred score vector of k models.
+
+    Scores and squares are within 1/2 of their middles, differences within 1.
+    """
+    return math.sqrt(models / 4 + (models - 1) * 5 / 4)
+
+
+def _middles(size: int) -> torch.Tensor:
+    """Of scores and squares, from 0 to 1; differences have 0."""
+    models = (size + 2) // 3
+    middles = torch.full((size,), 0.5, dtype=torch.float64)
+    middles[models : 2 * models - 1] = 0
+    return middles
+
+
 def comparison(
-    mean: Sequence[float], *, devices: int
+    mean: Sequence[float], *, devices: int, noise: float = 0.0
 ) -> tuple[list[float], list[float], list[float]]:
     """Mean score, mean difference to the first model and its standard error, for each model.
 
     Args:
         mean: of the devices' score vectors (3k - 2).
         devices: number of vectors in the mean, at least two.
+        noise: standard deviation of the noise of an element of the mean. It adds to the error of a
+            difference, and the variance of the differences is taken to be larger by as much as the
+            noise may have lowered it.
     """
     models = (len(mean) + 2) // 3
     differences = [0.0, *mean[models : 2 * models - 1]]
     squares = [0.0, *mean[2 * models - 1 :]]
     # Rounding of the sums may leave a variance just below zero.
     variances = [max(s - d * d, 0.0) for d, s in zip(differences, squares, strict=True)]
-    errors = [math.sqrt(variance / (devices - 1)) for variance in variances]
+    squared = ((variance + noise) / (devices - 1) + noise**2 for variance in variances[1:])
+    errors = [0.0, *map(math.sqrt, squared)]
     return list(mean[:models]), differences, errors

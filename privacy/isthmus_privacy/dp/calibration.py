@@ -58,13 +58,27 @@ class NoisePlan:
     multiplier: float
     """Noise multiplier; see `PrivacySection.noise`."""
     correlated: CorrelatedNoise | None = None
+    measurements: int = 0
+    """Most evaluations and comparisons that one device is asked for."""
+    measuring_multiplier: float = 0.0
+    """Noise multiplier of the sum of such a measurement, over its clipping bound."""
 
     @classmethod
-    def of(cls, privacy: PrivacySection, rounds: int) -> Self:
-        """The plan of a job.
+    def of_job(cls, job: Job) -> Self:
+        """The plan of a job with `[privacy]`.
 
         Raises:
             JobError: no noise meets the budget, or the job's noise does not.
+        """
+        assert job.privacy is not None
+        return cls.of(job.privacy, job.rounds, job.privacy.most_measurements(job))
+
+    @classmethod
+    def of(cls, privacy: PrivacySection, rounds: int, measurements: int = 0) -> Self:
+        """The plan of so many rounds, and measurements of one device.
+
+        Raises:
+            JobError: no noise meets the budget, or that of the section does not.
         """
         participations = privacy.most_rounds(rounds)
         matrix = None
@@ -74,6 +88,7 @@ class NoisePlan:
             )
         find = _of_distributed if privacy.mechanism == "distributed" else _of_gaussian
         least = find(privacy.epsilon, privacy.delta)
+        share = privacy.measurement_share if measurements else 0.0
         if privacy.noise is not None:
             if privacy.noise * _MARGIN**2 < least:  # with room for the end of the search
                 raise JobError(
@@ -81,16 +96,19 @@ class NoisePlan:
                     f"single round exceeds epsilon={privacy.epsilon:g} at delta="
                     f"{privacy.delta:g}; raise noise or epsilon, or remove noise"
                 )
-            return cls(privacy, participations, privacy.noise, matrix)
-        times = 1 if matrix is not None else participations
-        multiplier = least * math.sqrt(times)
-        if not multiplier <= LARGEST_NOISE:
+            multiplier = privacy.noise
+        else:
+            times = 1 if matrix is not None else participations
+            multiplier = least * math.sqrt(times / (1 - share))
+        measuring = least * math.sqrt(measurements / share) if share else 0.0
+        if not max(multiplier, measuring) <= LARGEST_NOISE:
             raise JobError(
                 f"privacy.epsilon={privacy.epsilon:g} at delta={privacy.delta:g} in "
-                f"{participations} rounds of a device would need noise of {multiplier:.3g} times "
-                "the clipping bound; raise epsilon, or lower participations or rounds"
+                f"{participations} rounds and {measurements} measurements of a device would need "
+                f"noise of {max(multiplier, measuring):.3g} times the clipping bound; raise "
+                "epsilon, or lower participations, measurements or rounds"
             )
-        return cls(privacy, participations, multiplier, matrix)
+        return cls(privacy, participations, multiplier, matrix, measurements, measuring)
 
     def event(self, run: str) -> Event:
         """What one round of a run is charged as."""
@@ -100,10 +118,22 @@ class NoisePlan:
             return ZeroConcentrated(1 / (2 * self.multiplier**2))
         return Gaussian(self.multiplier)
 
-    def epsilon(self, rounds: int) -> float:
-        """Epsilon of a device after so many of its rounds."""
-        times = min(rounds, self.participations)
-        return Composition().plus(self.event(""), times).epsilon(self.privacy.delta) if times else 0
+    @property
+    def measuring_event(self) -> Event:
+        """What one evaluation or comparison is charged as."""
+        assert self.measurements
+        if self.privacy.mechanism == "distributed":
+            return ZeroConcentrated(1 / (2 * self.measuring_multiplier**2))
+        return Gaussian(self.measuring_multiplier)
+
+    def epsilon(self, rounds: int, measurements: int = 0) -> float:
+        """Epsilon of a device after so many of its rounds and measurements."""
+        spent = Composition()
+        if times := min(rounds, self.participations):
+            spent = spent.plus(self.event(""), times)
+        if times := min(measurements, self.measurements):
+            spent = spent.plus(self.measuring_event, times)
+        return spent.epsilon(self.privacy.delta)
 
     @property
     def first_bound(self) -> AdaptiveBound | None:

@@ -253,8 +253,9 @@ class RoundConfig(Message):
                 "without federated.compression",
             )
         if self.noise is not None:
-            # The norm that is clipped has to be that of an update alone, see TRAINING_SLOTS.
-            if tuple(expected) != TRAINING_SLOTS:
+            # The norm that is clipped has to be that of an update alone, see TRAINING_SLOTS, or of
+            # another vector that goes without figures.
+            if tuple(expected) not in (TRAINING_SLOTS, ()):
                 refusal.refuse(
                     "noise-for-other-vector",
                     f"noise is for updates alone, and this device gives the figures "

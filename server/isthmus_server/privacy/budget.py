@@ -6,10 +6,11 @@ A charge is in the ledgers before any device is asked, those of attempts that fa
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from isthmus.errors import JobError, RoundFailed
 from isthmus_privacy.dp.calibration import NoisePlan
@@ -22,10 +23,15 @@ if TYPE_CHECKING:
     import torch
 
     from isthmus.job.privacy import PrivacySection
+    from isthmus_privacy.dp.accounting import Event
     from isthmus_server.storage.store import Store
     from isthmus_server.strategy.round_spec import RoundSpec
 
 UNIT, ADJACENCY = "device", "zero-out"
+ROUND = "round"
+"""What the charge of an attempt at a round says it is for."""
+
+Measurement = Literal["evaluation", "comparison"]
 
 
 class PrivacyBudget:
@@ -52,7 +58,7 @@ class PrivacyBudget:
             UserError: no noise meets the budget, or the key of the noise is lost.
         """
         self.privacy = privacy
-        self.plan = NoisePlan.of(privacy, store.job.rounds)
+        self.plan = NoisePlan.of_job(store.job)
         self._ledgers = ledgers
         self._rounds = store.job.rounds
         self._event = self.plan.event(store.run_id)
@@ -60,14 +66,18 @@ class PrivacyBudget:
         """Attempts of this run with devices."""
         self._last: dict[str, list[int]] = {}
         """The attempts that each device was asked for, counted from 0."""
+        self._measured = collections.Counter[str]()
+        """Evaluations and comparisons that each device was asked for."""
         bound = self.plan.first_bound
         if bound is not None and clip:
             bound = dataclasses.replace(bound, bound=clip)
         self._bound = self._moved = bound
         """The clipping bound of the next round, and that after the running one."""
         for entry in ledgers.of_run():
-            if entry.charge.unit == UNIT:
+            if entry.charge.unit == UNIT and entry.charge.what == ROUND:
                 self._count(entry.charge.devices)
+            elif entry.charge.unit == UNIT:
+                self._measured.update(entry.charge.devices)
         self._noise = None
         if privacy.mechanism != "distributed":
             self._noise = ServerNoise(self.plan, store.directory, used=self._charged > 0)
@@ -85,8 +95,17 @@ class PrivacyBudget:
                 return False
             if rows and self._charged - rows[-1] < self.privacy.separation:
                 return False
+        return self._affords(device, self._event)
+
+    def allows_measurement(self, device: str) -> bool:
+        """Whether a device may be asked for one more evaluation or comparison."""
+        if self._measured[device] >= self.plan.measurements:
+            return False
+        return self._affords(device, self.plan.measuring_event)
+
+    def _affords(self, device: str, event: Event) -> bool:
         return all(
-            spent.plus(self._event).epsilon(self.privacy.delta) <= self.privacy.epsilon
+            spent.plus(event).epsilon(self.privacy.delta) <= self.privacy.epsilon
             for spent in self._ledgers.spent_by(device)
         )
 
@@ -117,23 +136,49 @@ class PrivacyBudget:
                 f"{len(used_up)} devices of the round have no privacy budget left since another "
                 f"job of the population {self.privacy.population!r} was charged"
             )
-        charge = Charge(
-            population=self.privacy.population,
-            unit=UNIT,
-            adjacency=ADJACENCY,
-            mechanism=self.privacy.mechanism,
-            event=self._event,
-            run=self._ledgers.run_id,
-            round=spec.round,
-            attempt=spec.attempt,
-            what="round",
-            devices=devices,
-        )
+        charge = self._charge(ROUND, self._event, spec.round, spec.attempt, devices)
         with self._ledgers.charged(charge):
             self._count(devices)
             self._moved = self._bound
             yield
             self._bound = self._moved
+
+    @contextlib.contextmanager
+    def charged_measurement(
+        self, what: Measurement, number: int, attempt: int, devices: Collection[str]
+    ) -> Iterator[None]:
+        """Charge a measurement before the block, which asks its devices.
+
+        Args:
+            what: it is.
+            number: of the round that is evaluated, or of the comparison.
+            attempt: at it.
+            devices: who are asked.
+
+        Raises:
+            OSError: the charge cannot be stored.
+        """
+        names = tuple(sorted(devices))
+        charge = self._charge(what, self.plan.measuring_event, number, attempt, names)
+        with self._ledgers.charged(charge):
+            self._measured.update(names)
+            yield
+
+    def _charge(
+        self, what: str, event: Event, number: int, attempt: int, devices: tuple[str, ...]
+    ) -> Charge:
+        return Charge(
+            population=self.privacy.population,
+            unit=UNIT,
+            adjacency=ADJACENCY,
+            mechanism=self.privacy.mechanism,
+            event=event,
+            run=self._ledgers.run_id,
+            round=number,
+            attempt=attempt,
+            what=what,
+            devices=devices,
+        )
 
     def _count(self, devices: Collection[str]) -> None:
         for name in devices:
@@ -174,3 +219,20 @@ class PrivacyBudget:
             figures["clip"] = self._bound.bound
             self._moved = self._bound.moved(share)
         return figures
+
+    def release_measurement(self, mean: torch.Tensor, norm: float, devices: int) -> float:
+        """Add the server's noise to the mean of what devices measured, unless devices have.
+
+        Args:
+            mean: (N) float32; changed in place.
+            norm: bound on the 2-norm of what one device sends.
+            devices: in the mean.
+
+        Returns:
+            The standard deviation of the noise that was added to an element; 0 for none.
+        """
+        if self.privacy.mechanism == "distributed":
+            return 0.0
+        deviation = self.plan.measuring_multiplier * norm / devices
+        mean.add_(fresh_noise(len(mean)).mul_(deviation).to(mean.dtype))
+        return deviation

@@ -11,7 +11,7 @@ from isthmus.job import Job
 from isthmus_privacy.dp.calibration import NoisePlan, SampledNoisePlan
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged, LedgerHead
 from isthmus_privacy.dp_sgd.device_examples import check_device_examples
-from isthmus_server.privacy.budget import PrivacyBudget
+from isthmus_server.privacy.budget import ROUND, PrivacyBudget
 from isthmus_server.privacy.examples_budget import EXAMPLE, ExamplesBudget
 from isthmus_server.privacy.populations import Populations
 from isthmus_server.privacy.run_ledgers import RunLedgers
@@ -29,7 +29,7 @@ def check_budgets(job: Job) -> None:
         JobError: with what to change.
     """
     if job.privacy is not None:
-        NoisePlan.of(job.privacy, job.rounds)
+        NoisePlan.of_job(job)
     SampledNoisePlan.of(job)
     check_device_examples(job)
 
@@ -127,7 +127,7 @@ def _check_logged(store: Store, own: Ledger) -> None:
         about = (entry.charge.round, entry.charge.attempt)
         if entry.charge.unit == EXAMPLE:
             trained.add(about)
-        else:
+        elif entry.charge.what == ROUND:
             charged.setdefault(about, set()).update(entry.charge.devices)
     of_devices = store.job.privacy is not None
     of_examples = store.job.datacenter.privacy is not None

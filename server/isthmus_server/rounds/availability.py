@@ -65,10 +65,21 @@ class DeviceAvailability:
             )
         self._round.clear()
 
-    def seconds_until(self, name: str, hours: tuple[Hours, ...]) -> float:
-        """Seconds until a device with its own `hours` may be invited: 0 now, infinity never."""
-        if self._privacy is not None and not self._privacy.allows(name):
+    def seconds_until(
+        self, name: str, hours: tuple[Hours, ...], *, measured: bool = False
+    ) -> float:
+        """Seconds until a device with its own `hours` may be invited: 0 now, infinity never.
+
+        `measured`: to an evaluation or a comparison, and not to train.
+        """
+        if measured and self.is_measured_out(name):
+            return math.inf
+        if not measured and self._privacy is not None and not self._privacy.allows(name):
             return math.inf
         if self._most_asked is not None and self._asked[name] >= self._most_asked:
             return math.inf
         return self.attendance.seconds_until_eligible(name, self._clock.utc(), hours)
+
+    def is_measured_out(self, name: str) -> bool:
+        """Whether a device has no privacy budget left for evaluations and comparisons."""
+        return self._privacy is not None and not self._privacy.allows_measurement(name)

@@ -182,7 +182,7 @@ class CohortSelector:
         Raises:
             NoAllowedCohort: too few devices may take part.
         """
-        ready = set(self._roster.available())
+        ready = set(self._roster.available(measured=True))
         # Negative numbers select apart from the cohorts of rounds.
         if not settings.secure_aggregation:
             return self._usual(-number, ready, settings.cohort)
@@ -206,7 +206,7 @@ class CohortSelector:
         Raises:
             NoAllowedCohort: too few devices may take part.
         """
-        ready = set(self._roster.available()) - set(busy)
+        ready = set(self._roster.available(measured=True)) - set(busy)
         number = -(_EVALUATIONS + round_)
         if not settings.secure_aggregation:
             return self._usual(number, ready, settings.cohort)
@@ -219,6 +219,10 @@ class CohortSelector:
             return again
         selected = self._secure(number, unmasked, ready, settings, settings.cohort)
         return selected if settings.groups is None else self.by_group(selected, settings)
+
+    def measured_out(self) -> int:
+        """Ready devices that have no privacy budget left for evaluations and comparisons."""
+        return sum(map(self._availability.is_measured_out, self._roster.clients))
 
     def note_asked(self, names: Collection[str], draw: int) -> None:
         """Note that the devices of a secure sum are asked now, in its draw."""

@@ -27,7 +27,9 @@ from isthmus_server.regimes.secure_sums.round_configs import margins
 from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
+from isthmus_server.rounds.device_sums.noisy_sum import NoisySum
 from isthmus_server.rounds.device_sums.plaintext import PlaintextAnswers
+from isthmus_server.rounds.device_sums.quorum import check_quorum
 from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.rounds.readiness import Drain, Retries
 from isthmus_server.storage.records import ComparisonRecord, Receipt
@@ -45,6 +47,8 @@ class PairedScores:
     devices: int
     """Number of devices in the mean."""
     receipts: Sequence[Receipt]
+    deviation: float = 0.0
+    """Standard deviation of the noise of an element of the mean."""
 
 
 class ComparisonRunner:
@@ -179,19 +183,19 @@ class ComparisonRunner:
                 candidates=candidates,
             )
             cohort = self._cohorts.select_for_comparison(number, settings, blob.sha256)
-            if len(cohort.examples) < settings.needed:
-                raise AttemptFailed(
-                    cohort.shortage
-                    or f"{len(cohort.examples)} devices are ready and a comparison on "
-                    f"{question.devices} needs {settings.needed}",
-                    [],
-                    excused=True,
-                )
+            check_quorum(cohort, settings, self._cohorts, "a comparison")
             self._cohorts.note_asked(cohort.examples, cohort.draw)
-            if settings.secure_aggregation:
-                return await _secure_scores(context, work, cohort, settings)
-            devices = list(cohort.examples)
-            return await _plaintext_scores(context, work, devices, settings)
+            charged: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            noisy = None
+            if context.privacy is not None:
+                norm = paired_scores.centred_norm(len(candidates))
+                noisy = NoisySum(context.privacy, "comparison", norm)
+                charged = noisy.charged(number, attempt, cohort.examples)
+            with charged:
+                if settings.secure_aggregation:
+                    return await _secure_scores(context, work, cohort, settings, noisy)
+                devices = list(cohort.examples)
+                return await _plaintext_scores(context, work, devices, settings, noisy)
 
     def _price(self, question: Compare, receipts: Sequence[Receipt]) -> float:
         reached = sum(receipt.started for receipt in receipts)
@@ -215,7 +219,9 @@ def comparison_settings(question: Compare, federated: FederatedSection) -> Feder
 
 def _comparison(question: Compare, scores: PairedScores, price: float) -> Comparison:
     """The result of a comparison, as the policy observes it."""
-    means, differences, errors = paired_scores.comparison(scores.mean, devices=scores.devices)
+    means, differences, errors = paired_scores.comparison(
+        scores.mean, devices=scores.devices, noise=scores.deviation
+    )
     return Comparison(
         models=question.models,
         devices=scores.devices,
@@ -231,6 +237,7 @@ async def _secure_scores(
     work: link_pb2.Score,
     selected: SelectedCohort,
     settings: FederatedSection,
+    noisy: NoisySum | None,
 ) -> PairedScores:
     def first_request(config: bytes) -> link_pb2.Request:
         request = link_pb2.Request(score=work)
@@ -252,13 +259,29 @@ async def _secure_scores(
         draw=selected.draw,
         selected_ppm=selected.selected_ppm,
     )
+    if noisy is not None:
+        config = noisy.config(config)
     attempt = secure_attempt(
         context, config, work.models, selected.examples, first_request, exact=selected.exact
     )
     result = await attempt.run()
     # Every usable vector has a weight of 1.
     devices = int(result.training["examples"])
-    return PairedScores(result.pseudo_gradient.tolist(), devices, result.receipts)
+    return _released(result.pseudo_gradient, devices, result.receipts, noisy, config)
+
+
+def _released(
+    mean: torch.Tensor,
+    devices: int,
+    receipts: Sequence[Receipt],
+    noisy: NoisySum | None,
+    config: RoundConfig | None = None,
+) -> PairedScores:
+    """The mean of score vectors, with noise of centred ones, float (3k - 2)."""
+    if noisy is None:
+        return PairedScores(mean.tolist(), devices, receipts)
+    deviation = noisy.release(mean, devices, config)
+    return PairedScores(paired_scores.restored(mean).tolist(), devices, receipts, deviation)
 
 
 async def _plaintext_scores(
@@ -266,6 +289,7 @@ async def _plaintext_scores(
     work: link_pb2.Score,
     cohort: Sequence[str],
     settings: FederatedSection,
+    noisy: NoisySum | None,
 ) -> PairedScores:
     """A comparison in which the server sees the scores of each device."""
 
@@ -287,4 +311,6 @@ async def _plaintext_scores(
     vectors, receipts = await answers.of(
         cohort, needed=settings.needed, sent_bytes=work.models.size
     )
-    return PairedScores(torch.stack(vectors).mean(0).tolist(), len(vectors), receipts)
+    if noisy is not None:
+        vectors = [paired_scores.centred(vector) for vector in vectors]
+    return _released(torch.stack(vectors).mean(0), len(vectors), receipts, noisy)

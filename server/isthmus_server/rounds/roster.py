@@ -141,13 +141,14 @@ class ParticipantRoster(ParticipantListener):
             self._publish(ParticipantDeclined(participant=name, reason=reason))
             self._changed.set()
 
-    def available(self) -> list[str]:
-        """Ready devices that may be invited now."""
+    def available(self, *, measured: bool = False) -> list[str]:
+        """Ready devices that may be invited now, to train or to be `measured`."""
         unlimited = self._availability.is_unlimited  # this is asked for thousands of devices
         return [
             name
             for name, device in self.clients.items()
-            if (unlimited and not device.hours) or self.seconds_until_available(name) <= 0
+            if (unlimited and not device.hours)
+            or self._availability.seconds_until(name, device.hours, measured=measured) <= 0
         ]
 
     def groups(self) -> dict[str, int]:

@@ -163,8 +163,11 @@ def _refusal_of_comparison(compare: Compare, observation: Observation) -> str:
     price = devices * len(compare.models) * observation.comparison_price
     vectors = len({part for name in compare.models for part in name.split("+")})
     transferred = devices * vectors * observation.model_bytes
-    if observation.epsilon is not None:
-        return "the scores of devices would get no noise ([privacy])"
+    if not observation.can_compare:
+        return (
+            "devices of this job score no models: with [privacy] they do if privacy.measurements "
+            "says how many times, and with [federated.privacy] never"
+        )
     if not observation.open("federated"):
         return "devices cannot be asked outside of their window"
     if observation.clients_ready < devices:

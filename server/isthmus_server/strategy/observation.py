@@ -89,6 +89,7 @@ def observe(
         and job.federated.flower is None
         and job.privacy is None
         and job.federated.privacy is None,
+        can_compare=can_compare(job),
         can_sum_by_group=job.federated.groups is not None,
         groups=dict(groups or {}),
         client_price=job.prices.client_update,
@@ -210,3 +211,10 @@ def _bytes_per_device(history: Sequence[PastRound], model_bytes: int) -> float:
     """
     moved = [past.bytes_each - (model_bytes if past.gradients else 0) for past in history[-10:]]
     return float(max([2 * model_bytes, *moved]))
+
+
+def can_compare(job: Job) -> bool:
+    """Whether devices may score models for a policy: not without noise where a job promises it."""
+    if job.federated.privacy is not None:
+        return False
+    return job.privacy is None or bool(job.privacy.measurements)

@@ -201,6 +201,9 @@ class Observation:
     can_measure_gradients: bool = True
     """Whether a plan may set `measure_gradients`: not in buffered mode, with Flower, or with
     `[privacy]`."""
+    can_compare: bool = True
+    """Whether a policy may ask for comparisons: with `[privacy]` only if `measurements` is set, and
+    never with `[federated.privacy]`."""
     can_sum_by_group: bool = False
     """Whether a plan may set `by_group`: the job has `federated.groups`."""
     groups: Mapping[str, int] = dataclasses.field(default_factory=dict)

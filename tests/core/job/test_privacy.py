@@ -51,7 +51,10 @@ def test_a_simulated_population_is_not_what_a_run_starts(load):
             ["privacy.mechanism=distributed", "federated.secure_aggregation=false"],
             "adds the noise inside the secure sum",
         ),
-        (["evaluation.devices=3"], "would count on devices without noise"),
+        (
+            ["evaluation.devices=3", "privacy.measurements=0"],
+            "leaves nothing for evaluation.devices=3",
+        ),
         (["statistics.collect=true"], "sums counts without noise"),
         (["federated.mode=buffered"], "sums updates to different models"),
         (["federated.compression.bits=3"], "rounds updates after they are clipped"),

@@ -160,8 +160,8 @@ def a_buffer_in_a_run_of_rounds():
     ActiveRun("run", job, TensorLayout(())).check_buffered()
 
 
-def private_run(mechanism="distributed"):
-    privacy = {"mechanism": mechanism, "epsilon": 8, "delta": 1e-5, "noise": 1.0}
+def private_run(mechanism="distributed", **more):
+    privacy = {"mechanism": mechanism, "epsilon": 8, "delta": 1e-5, "noise": 1.0, **more}
     job = Job(name="demo", task={"source": "task.py:Table"}, privacy=privacy)
     return ActiveRun("run", job, TensorLayout.from_shapes({"weight": (4,)}))
 
@@ -187,6 +187,34 @@ def no_noise_where_the_job_promises_it():
 def more_rounds_than_the_noise_of_the_job_was_made_for():
     config = make_config(size=4, slots=(), noise=NOISE, weight_max=1)
     private_run().check_privacy(config, 100.0)
+
+
+def measure(*, noise=NOISE, rho=0.5, norm=1.0):
+    """A measurement in a job whose devices may be asked for one, with most of the budget."""
+    privacy = {"measurements": 1, "measurement_share": 0.9}
+    private_run(**privacy).check_measuring_noise(
+        make_config(size=4, slots=(), noise=noise, weight_max=1), norm, rho
+    )
+
+
+@expect_refusal("noise-below-the-jobs")
+def a_measurement_without_noise():
+    measure(noise=None)
+
+
+@expect_refusal("noise-below-the-jobs")
+def half_of_the_noise_of_a_measurement():
+    measure(noise=dataclasses.replace(NOISE, multiplier=0.5))
+
+
+@expect_refusal("noise-below-the-jobs")
+def noise_for_a_smaller_measurement_than_the_device_sends():
+    measure(norm=2.0)
+
+
+@expect_refusal("sums-beyond-the-jobs-budget")
+def a_measurement_beyond_what_rounds_have_left():
+    measure(rho=100.0)
 
 
 @expect_refusal("private-sum-of-another-vector")

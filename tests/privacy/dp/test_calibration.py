@@ -104,3 +104,22 @@ def test_the_known_noise_of_dp_sgd():
     noise = calibration._of_sampled(2.0, 1e-6, 0.01, 1000)
     assert 1.02902 <= noise <= 1.02902 * 1.005
     assert calibration._of_sampled(1e-4, 1e-6, 1.0, 1000) is None
+
+
+@pytest.mark.parametrize("mechanism", ["distributed", "gaussian", "correlated"])
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.9])
+def test_measurements_have_their_share_of_the_budget(mechanism, share):
+    """All rounds and all measurements together are within the budget, and use it."""
+    planned = NoisePlan.of(
+        section(mechanism=mechanism, measurement_share=share), 100, measurements=20
+    )
+    assert planned.epsilon(100, 20) <= 8
+    assert planned.epsilon(100, 20) == pytest.approx(8, rel=0.01)
+    assert planned.epsilon(100) < planned.epsilon(100, 20)
+    without = NoisePlan.of(section(mechanism=mechanism), 100)
+    assert planned.multiplier == pytest.approx(without.multiplier / (1 - share) ** 0.5)
+
+
+def test_measurements_that_no_noise_makes_private_are_refused():
+    with pytest.raises(JobError, match="100 rounds and 1000000000 measurements"):
+        NoisePlan.of(section(epsilon=0.1), 100, measurements=10**9)

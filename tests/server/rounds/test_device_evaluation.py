@@ -139,7 +139,7 @@ async def test_a_run_killed_around_an_evaluation_resumes_to_the_same_metrics(
     store = deployment.create_run("killed", *SETTINGS, *settings)
     coordinator = Coordinator(store, deployment.link)
     evaluator, commit = coordinator.evaluator, store.commit
-    evaluate = evaluator._attempt
+    evaluate = evaluator._summation.attempt
 
     async def die(size, round_, attempt, blob):
         sums = await evaluate(size, round_, attempt, blob)
@@ -153,7 +153,7 @@ async def test_a_run_killed_around_an_evaluation_resumes_to_the_same_metrics(
         commit(record, state)
 
     if when == "evaluating":
-        evaluator._attempt = die
+        evaluator._summation.attempt = die
     else:
         store.commit = die_at_commit
     with pytest.raises(Killed):

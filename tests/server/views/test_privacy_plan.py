@@ -150,3 +150,20 @@ def test_a_cohort_is_found_for_the_size_of_the_tasks_model(invoke):
 )
 def test_options_that_do_not_go_together_are_refused(invoke, options, changes, sentence):
     assert sentence in str(invoke(*options, changes=changes).exception)
+
+
+def test_the_plan_says_what_evaluations_spend_and_how_exact_they_are(tmp_path, write_task):
+    write_task(
+        "def validation_data(self, participant):\n    return rows(5, seed=1)\n"
+        "def device_metrics(self):\n    return {'accuracy': isthmus.Mean()}\n"
+    )
+    job = tmp_path / "job.toml"
+    job.write_text('name = "table"\nrounds = 20\n[task]\nsource = "task.py:Learn"')
+    changes = (*DEVICES, "evaluation.devices=8", "evaluation.every=6")
+    sets = [word for change in changes for word in ("--set", change)]
+    tables = json.loads(CliRunner().invoke(plan, [str(job), *sets, "--json"]).output)["devices"]
+    assert tables["measurements"] == 4  # rounds 6, 12, 18 and 20
+    assert tables["epsilon_after"]["20"] == pytest.approx(8, rel=0.01)
+    assert 0 < tables["metric_noise"] < 1
+    lines = CliRunner().invoke(plan, [str(job), *sets]).output
+    assert "at most 4 evaluations and comparisons of one device; the noise of a metric is" in lines

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 LARGEST_LOSS = 1000.0
 """Losses are clipped to this absolute value, unless the task gives other bounds for `loss`."""
 
+DEFAULT_LOSS = Mean(-LARGEST_LOSS, LARGEST_LOSS, bins=0)
+"""The metric `loss` of a task that gives no bounds for it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Clipping:
@@ -69,9 +72,10 @@ class EvaluationVector:
                 "device_metrics() must return a dictionary of isthmus.Mean, isthmus.Confusion and "
                 f"isthmus.BinnedScores by name, not {declared!r}"
             )
-        loss = Mean(-LARGEST_LOSS, LARGEST_LOSS, bins=0)
-        self.metrics: dict[str, DeviceMetric] = {"loss": loss, **declared}
+        self.metrics: dict[str, DeviceMetric] = {"loss": DEFAULT_LOSS, **declared}
         """By name, in the order of their numbers."""
+        self.left_out: list[str] = []
+        """Metrics of the task that are not measured."""
         self._check()
         self._task = task
 

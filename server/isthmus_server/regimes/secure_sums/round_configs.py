@@ -117,13 +117,34 @@ def _with_privacy(config: RoundConfig, plan: NoisePlan, clip: float) -> RoundCon
         AttemptFailed: the noise does not fit the ring.
     """
     slots = SCORING_SLOTS if plan.privacy.clip_quantile is None else CLIPPING_SLOTS
-    config = dataclasses.replace(config, slots=slots, clip=clip, weight_max=1)
+    config = dataclasses.replace(config, slots=slots)
+    return _with_noise(config, plan, plan.multiplier, clip)
+
+
+def measuring_config(config: RoundConfig, plan: NoisePlan, norm: float) -> RoundConfig:
+    """The configuration of the sum of what devices measure, with the noise that devices add.
+
+    Args:
+        config: without it.
+        plan: of the job's noise.
+        norm: bound on the 2-norm of what one device sends.
+
+    Raises:
+        AttemptFailed: the noise does not fit the ring.
+    """
+    return _with_noise(config, plan, plan.measuring_multiplier, norm)
+
+
+def _with_noise(
+    config: RoundConfig, plan: NoisePlan, multiplier: float, clip: float
+) -> RoundConfig:
+    config = dataclasses.replace(config, clip=clip, weight_max=1)
     if plan.privacy.mechanism != "distributed":
         return config
     try:
         noise, bits = fit_ring(
             clip=clip,
-            multiplier=plan.multiplier,
+            multiplier=multiplier,
             honest=config.honest_survivors,
             clients=config.clients_max,
             size=config.size,

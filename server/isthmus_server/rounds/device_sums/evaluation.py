@@ -13,33 +13,22 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
-from isthmus.errors import CannotContinue, JobError, RoundFailed, UpdateError
-from isthmus.job.federated import FederatedSection
-from isthmus.job.measurements import evaluations_run_id
+from isthmus.errors import CannotContinue, JobError, RoundFailed
 from isthmus.task import Task
+from isthmus.task.device_sums.bounded_means import BoundedMeans, evaluation_vector
 from isthmus.task.device_sums.evaluation import EvaluationVector, check_evaluates_on_devices
-from isthmus.task.device_sums.metrics import DEVICES, LARGEST
+from isthmus.task.device_sums.metrics import DEVICES
 from isthmus.task.device_sums.statistics import StatisticsVector
-from isthmus.wire import link_pb2
-from isthmus_privacy.purpose import EvaluationPurpose, evaluated_model, statistics_of
-from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.model.summed_evaluation import GroupEvaluation, SummedEvaluation
 from isthmus_server.regimes.attempt_result import TrainingResult
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
-from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
-from isthmus_server.regimes.secure_sums.groups import GroupedAttempt, UnmaskingGate
-from isthmus_server.regimes.secure_sums.round_configs import margins
-from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.rounds.clock import Clock
-from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
-from isthmus_server.rounds.device_sums.plaintext import PlaintextAnswers
+from isthmus_server.rounds.cohort_selection import CohortSelector
+from isthmus_server.rounds.device_sums.summing import DeviceSummation, DeviceSums
 from isthmus_server.rounds.readiness import Retries
 from isthmus_server.storage.records import Receipt
-from isthmus_server.strategy.gradients import REST
 from isthmus_server.strategy.observation import unknown_metric
 from isthmus_server.strategy.policies.adaptive import Adaptive
 from isthmus_server.strategy.policy import Policy
@@ -60,16 +49,6 @@ class Evaluated:
     metrics: Mapping[str, float]
     """Central metrics, and those of devices with the prefix ``devices_``."""
     on_devices: SummedEvaluation | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class DeviceSums:
-    """Sums of the devices' counts, int64 (size) each, and the receipts of all devices."""
-
-    total: torch.Tensor
-    devices: int
-    receipts: Sequence[Receipt]
-    groups: Mapping[str, tuple[torch.Tensor, int]] = dataclasses.field(default_factory=dict)
 
 
 class RoundEvaluator:
@@ -98,10 +77,9 @@ class RoundEvaluator:
         """
         self._job = context.job
         self._model = model
-        self._cohorts = cohorts
         self._context = context
+        self._summation = DeviceSummation(context, cohorts, busy)
         self._clock = clock
-        self._busy = busy
         self._vector: EvaluationVector | None = None
         self._followed: list[str] = []
         """Metrics that decide something: the best model, the end of the run, or a plan."""
@@ -109,7 +87,7 @@ class RoundEvaluator:
         """Whether devices could evaluate a model before."""
         if self._job.evaluation.devices:
             check_evaluates_on_devices(self._job, model.task)
-            self._vector = EvaluationVector(model.task)
+            self._vector = evaluation_vector(self._job, model.task)
 
     @property
     def known_metrics(self) -> list[str] | None:
@@ -201,7 +179,8 @@ class RoundEvaluator:
         started = self._clock.now()
         sums, tried, failure = await self._tried(vector.size, spec.round, spec.attempt * _TRIES)
         self._check_counted(sums, failure)
-        clipped = {} if sums is None else vector.clipped(sums.total)
+        counted = sums is not None and not isinstance(vector, BoundedMeans)
+        clipped = vector.clipped(sums.total) if sums is not None and counted else {}
         for name in self._followed:
             if name in clipped and clipped[name].share > CLIPPED_SHARE:
                 raise CannotContinue(f"{clipped[name].sentence}: this metric decides about the run")
@@ -210,8 +189,8 @@ class RoundEvaluator:
         return SummedEvaluation(
             asked=len(tried[-1]),
             devices=0 if sums is None else sums.devices,
-            sums={} if sums is None else vector.sums(sums.total),
-            metrics={} if sums is None else vector.figures(sums.total),
+            sums=vector.sums(sums.total) if sums is not None and counted else {},
+            metrics={} if sums is None else _figures(vector, sums),
             groups={}
             if sums is None
             else {
@@ -266,7 +245,7 @@ class RoundEvaluator:
         async with published(context.link, context.layout, context.spool, served, 1) as blob:
             while True:
                 try:
-                    sums = await self._attempt(size, round_, first + retries.failed, blob)
+                    sums = await self._summation.attempt(size, round_, first + retries.failed, blob)
                 except RoundFailed as failed:
                     tried.append(failed.receipts if isinstance(failed, AttemptFailed) else ())
                     failure = failed
@@ -276,125 +255,8 @@ class RoundEvaluator:
                 else:
                     return sums, [*tried, sums.receipts], failure
 
-    async def _attempt(
-        self, size: int, round_: int, attempt: int, blob: link_pb2.Blob
-    ) -> DeviceSums:
-        """Have a cohort evaluate the model; every attempt selects the same devices if it can.
 
-        Raises:
-            RoundFailed: too few devices.
-        """
-        settings = self._settings
-        name = self._name_of(blob)
-        cohort = self._cohorts.select_for_evaluation(round_, settings, name, self._busy())
-        if len(cohort.examples) < settings.needed:
-            raise AttemptFailed(
-                cohort.shortage
-                or f"{len(cohort.examples)} devices are ready and an evaluation on "
-                f"{settings.cohort} needs {settings.needed}",
-                [],
-                excused=True,
-            )
-        self._cohorts.note_asked(cohort.examples, cohort.draw)
-        work = link_pb2.Evaluate(
-            run_id=self._context.run_id, round=round_, attempt=attempt, model=blob
-        )
-        if not settings.secure_aggregation:
-            return await self._plaintext(work, cohort, settings, size)
-        if not cohort.groups:
-            secure = self._secure(work, cohort, list(cohort.examples), settings, size, "")
-            result = await secure.run()
-            devices = int(result.training["examples"])  # every usable vector has a weight of 1
-            return DeviceSums(result.pseudo_gradient, devices, result.receipts)
-        return await self._by_group(work, cohort, settings, size)
-
-    @property
-    def _settings(self) -> FederatedSection:
-        job = self._job
-        measured = job.statistics if job.statistics.collect else job.evaluation
-        return measured.on_devices(job.federated)
-
-    def _name_of(self, blob: link_pb2.Blob) -> bytes:
-        """What sums are about, of which each device is in those with one survivor set only."""
-        if self._job.statistics.collect:
-            return statistics_of(self._context.purpose.task)
-        return evaluated_model(blob.sha256)
-
-    async def _by_group(
-        self, work: link_pb2.Evaluate, cohort: SelectedCohort, settings: FederatedSection, size: int
-    ) -> DeviceSums:
-        sums = {}
-        for group, names in cohort.groups.items():
-            part = settings.for_group(len(names), exact=cohort.exact)
-            assert part is not None  # others are not summed by themselves
-            declared = "" if group == REST else group
-            sums[group] = self._secure(work, cohort, names, part, size, declared)
-        gate = UnmaskingGate(self._context.unmaskings, len(sums), settings.needed)
-        results, receipts = await GroupedAttempt(sums, {}, gate, settings.needed).results()
-        groups = {
-            group: (result.pseudo_gradient, int(result.training["examples"]))
-            for group, result in results.items()
-        }
-        total = torch.stack([counts for counts, _ in groups.values()]).sum(0)
-        devices = sum(number for _, number in groups.values())
-        groups.pop(REST, None)
-        return DeviceSums(total, devices, receipts, groups)
-
-    def _secure(
-        self,
-        work: link_pb2.Evaluate,
-        cohort: SelectedCohort,
-        names: Sequence[str],
-        settings: FederatedSection,
-        size: int,
-        group: str,
-    ) -> SecureAggregationAttempt:
-        """A secure sum of the counts of these devices."""
-
-        def first_request(config: bytes) -> link_pb2.Request:
-            request = link_pb2.Request(evaluate=work)
-            request.evaluate.secure = config
-            request.evaluate.group = group
-            return request
-
-        config = RoundConfig(
-            run_id=evaluations_run_id(self._context.run_id),
-            round=work.round,
-            attempt=work.attempt,
-            model_hash=self._name_of(work.model),
-            purpose=EvaluationPurpose(self._context.purpose, group).hash,
-            size=size,
-            slots=SCORING_SLOTS,
-            **margins(self._context, settings),
-            whole=True,
-            bits=64,
-            draw=cohort.draw,
-            selected_ppm=cohort.selected_ppm,
-        )
-        return secure_attempt(
-            self._context, config, work.model, names, first_request, exact=cohort.exact
-        )
-
-    async def _plaintext(
-        self, work: link_pb2.Evaluate, cohort: SelectedCohort, settings: FederatedSection, size: int
-    ) -> DeviceSums:
-        def read(reply: link_pb2.Reply) -> torch.Tensor:
-            counts = list(reply.counted.counts)
-            if len(counts) != size:
-                raise UpdateError(f"it sent {len(counts)} counts where the task has {size}")
-            if not all(abs(count) <= LARGEST for count in counts):
-                raise UpdateError(f"one of its counts is above {LARGEST}")
-            return torch.tensor(counts, dtype=torch.int64)
-
-        answers = PlaintextAnswers(
-            self._context,
-            lambda: link_pb2.Request(evaluate=work),
-            read,
-            outcome="counted",
-            verb="evaluate the model",
-        )
-        names = list(cohort.examples)
-        counts, receipts = await answers.of(
-            names, needed=settings.needed, sent_bytes=work.model.size
-        )
-        return DeviceSums(torch.stack(counts).sum(0), len(counts), receipts)
+def _figures(vector: EvaluationVector, sums: DeviceSums) -> dict[str, float]:
+    if isinstance(vector, BoundedMeans):
+        return vector.figures_of_mean(sums.total, sums.deviation)
+    return vector.figures(sums.total)

@@ -14,7 +14,7 @@ from typing import Any
 from isthmus.errors import IsthmusError
 from isthmus.task.device_sums.statistics import StatisticsVector
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.rounds.device_sums.evaluation import DeviceSums
+from isthmus_server.rounds.device_sums.summing import DeviceSums
 from isthmus_server.storage.checkpoints import replacing
 from isthmus_server.storage.events import RunFailed, RunFinished
 

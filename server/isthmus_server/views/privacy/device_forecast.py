@@ -11,7 +11,12 @@ from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_server.privacy.budget import ADJACENCY, UNIT
-from isthmus_server.views.privacy.update_noise import noise_to_signal, update_bytes, update_size
+from isthmus_server.views.privacy.update_noise import (
+    metric_noise,
+    noise_to_signal,
+    update_bytes,
+    update_size,
+)
 
 LARGER_COHORTS = (2, 10)
 
@@ -41,6 +46,11 @@ class PrivacyForecast:
     """Epsilon of a device after so many rounds, if it is in each that it may be in."""
     update_bytes: int
     """What a device sends in a round."""
+    measurements: int = 0
+    """Most evaluations and comparisons of one device."""
+    metric_noise: float | None = None
+    """Standard deviation of the noise of a metric that is evaluated on devices, as a part of its
+    range; None without `evaluation.devices`."""
 
     @classmethod
     def of(cls, job: Job, base: Path) -> Self | None:
@@ -53,7 +63,7 @@ class PrivacyForecast:
         """
         if job.privacy is None:
             return None
-        plan = NoisePlan.of(job.privacy, job.rounds)
+        plan = NoisePlan.of_job(job)
         size, cohort = update_size(job, base), job.federated.cohort
         rounds = tenths(job.rounds)
         ratios = {cohort: noise_to_signal(job, plan, size, cohort)}
@@ -74,9 +84,12 @@ class PrivacyForecast:
             size=size,
             noise_to_signal=ratios,
             epsilon_after={
-                each: plan.epsilon(-(-each // job.privacy.separation)) for each in rounds
+                each: plan.epsilon(-(-each // job.privacy.separation), evaluations(job, each))
+                for each in rounds
             },
             update_bytes=update_bytes(job, plan, size),
+            measurements=plan.measurements,
+            metric_noise=metric_noise(job, plan, base),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -106,7 +119,14 @@ class PrivacyForecast:
             *([("cohort", f"a larger one buys: {buys} devices")] if larger else []),
             ("epsilon", f"{after} rounds"),
             ("bytes", f"{self.update_bytes:,} for each update"),
+            *([("measured", self._measured())] if self.measurements else []),
         ]
+
+    def _measured(self) -> str:
+        most = f"at most {self.measurements} evaluations and comparisons of one device"
+        if self.metric_noise is None:
+            return most
+        return f"{most}; the noise of a metric is {self.metric_noise:.2g} of its range"
 
     def _clipping(self) -> str:
         if self.clip_quantile is None:
@@ -129,3 +149,11 @@ class PrivacyForecast:
 def tenths(count: int) -> list[int]:
     """A tenth of a number, two tenths, and so on up to the number; 1 or more."""
     return sorted({max(1, count * tenth // 10) for tenth in range(1, 11)})
+
+
+def evaluations(job: Job, rounds: int) -> int:
+    """Most evaluations that a device is asked for in the first rounds of a job."""
+    if not job.evaluation.devices:
+        return 0
+    last = rounds == job.rounds and rounds % job.evaluation.every > 0
+    return rounds // job.evaluation.every + last

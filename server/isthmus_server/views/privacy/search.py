@@ -192,11 +192,11 @@ class DevicesTarget:
         assert privacy is not None
         try:
             if self.signal_to_noise is not None:
-                plan = NoisePlan.of(privacy, job.rounds)
+                plan = NoisePlan.of_job(job)
                 ratio = noise_to_signal(job, plan, size, job.federated.cohort)
                 return ratio * self.signal_to_noise <= 1
             assert privacy.noise is not None
-            needed = NoisePlan.of(privacy.model_copy(update={"noise": None}), job.rounds)
+            needed = NoisePlan.of_job(_with_privacy(job, noise=None))
         except JobError:
             return False
         return needed.multiplier <= privacy.noise

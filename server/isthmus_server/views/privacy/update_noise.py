@@ -1,12 +1,16 @@
-"""The noise of a round over its signal, for a number of devices."""
+"""The noise of a round over its signal, and that of an evaluation, for a number of devices."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from isthmus.errors import JobError
 from isthmus.job import Job
-from isthmus.task import load_task
+from isthmus.job.measurements import EvaluationSection
+from isthmus.task import Task, load_task
+from isthmus.task.device_sums.bounded_means import BoundedMeans, measured_norm
+from isthmus.task.device_sums.evaluation import check_evaluates_on_devices
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.distributed import fit_ring
 from isthmus_privacy.secagg.graph import corrupt_clients
@@ -20,10 +24,9 @@ def update_size(job: Job, base: Path) -> int:
     Raises:
         UserError: the task cannot be used.
     """
-    task = load_task(job.task.source, job.task.settings, base=base, data=job.task.data_in(base))
     strategy = job.strategy
     return GlobalModel(
-        task, job.seed, strategy.server_optimizer, strategy.served_average, job.exchange
+        _task(job, base), job.seed, strategy.server_optimizer, strategy.served_average, job.exchange
     ).layout.size
 
 
@@ -61,7 +64,31 @@ def update_bytes(job: Job, plan: NoisePlan, size: int) -> int:
     return bits // 8 * size
 
 
-def _honest(job: Job, cohort: int) -> int:
+def metric_noise(job: Job, plan: NoisePlan, base: Path) -> float | None:
+    """Deviation of the noise of a metric that all devices of an evaluation answer, over its range.
+
+    None without `evaluation.devices`.
+
+    Raises:
+        UserError: the task cannot be used, or its devices cannot evaluate it with noise.
+    """
+    if not job.evaluation.devices:
+        return None
+    check_evaluates_on_devices(job, task := _task(job, base))
+    size, devices = BoundedMeans(task).size, job.evaluation.devices
+    deviation = plan.measuring_multiplier * measured_norm(size) / devices / 2
+    if plan.privacy.mechanism == "distributed":
+        deviation *= math.sqrt(devices / _honest(job, devices, job.evaluation))
+    return deviation
+
+
+def _honest(job: Job, cohort: int, measured: EvaluationSection | None = None) -> int:
     """Devices whose noise is counted on: see `RoundConfig.honest_survivors`."""
     corrupt = 0 if job.federated.clients else CORRUPT_PERMILLE
-    return job.federated.for_cohort(cohort).needed - corrupt_clients(cohort, corrupt)
+    section = job.federated
+    settings = section.for_cohort(cohort) if measured is None else measured.on_devices(section)
+    return settings.needed - corrupt_clients(cohort, corrupt)
+
+
+def _task(job: Job, base: Path) -> Task:
+    return load_task(job.task.source, job.task.settings, base=base, data=job.task.data_in(base))
