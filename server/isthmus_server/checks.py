@@ -59,7 +59,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     if on_devices:
         asked = f"{job.evaluation.devices} devices will evaluate ({', '.join(on_devices)})"
         if left_out:
-            asked += f", and with [privacy] not {', '.join(left_out)}: only means with bounds"
+            asked += f", but not {', '.join(left_out)}, which have no bounds ([privacy])"
         return f"{tried}; {asked}" if tried else asked
     return tried or "no evaluation: eval_data() returns None and evaluation.devices is 0"
 

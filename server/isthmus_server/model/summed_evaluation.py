@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+TRIES = 1 << 16
+"""More than the tries at the evaluation of one attempt at a round, which number them: that of try n
+of attempt m is m x this + n."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupEvaluation:

@@ -20,7 +20,7 @@ from isthmus.task.device_sums.evaluation import EvaluationVector, check_evaluate
 from isthmus.task.device_sums.metrics import DEVICES
 from isthmus.task.device_sums.statistics import StatisticsVector
 from isthmus_server.model.global_model import GlobalModel
-from isthmus_server.model.summed_evaluation import GroupEvaluation, SummedEvaluation
+from isthmus_server.model.summed_evaluation import TRIES, GroupEvaluation, SummedEvaluation
 from isthmus_server.regimes.attempt_result import TrainingResult
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
@@ -37,9 +37,6 @@ from isthmus_server.transport.bundle import published
 
 CLIPPED_SHARE = 0.01
 """Part of the clipped values with which a metric may still decide about a run."""
-
-_TRIES = 1 << 16
-"""More than the attempts at the evaluation of one attempt at a round, which number them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +174,7 @@ class RoundEvaluator:
     async def _on_devices(self, vector: EvaluationVector, spec: RoundSpec) -> SummedEvaluation:
         """Evaluate on devices, in up to `attempts` attempts; a round is not lost if they fail."""
         started = self._clock.now()
-        sums, tried, failure = await self._tried(vector.size, spec.round, spec.attempt * _TRIES)
+        sums, tried, failure = await self._tried(vector.size, spec.round, spec.attempt * TRIES)
         self._check_counted(sums, failure)
         counted = sums is not None and not isinstance(vector, BoundedMeans)
         clipped = vector.clipped(sums.total) if sums is not None and counted else {}

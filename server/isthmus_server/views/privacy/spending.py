@@ -11,7 +11,8 @@ from typing import Any
 
 from isthmus.errors import UserError
 from isthmus_privacy.dp.accounting import SampledGaussian
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerEntry, LedgerHead
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger, LedgerEntry, LedgerHead
+from isthmus_server.model.summed_evaluation import TRIES
 from isthmus_server.privacy.budget import UNIT
 from isthmus_server.storage.store import Store
 from isthmus_server.views.privacy.device_examples import PromisedToExamples
@@ -88,8 +89,16 @@ class Spending:
             who = f"{len(charge.devices)} devices, {charge.mechanism} noise"
             if isinstance(charge.event, SampledGaussian):
                 who = f"{charge.event.steps} steps of a datacenter, {charge.mechanism}"
-            lines.append(f"{charge.what} {charge.round} attempt {charge.attempt}: {who}, {outcome}")
+            lines.append(f"{charge.what} {charge.round} {_attempt(charge)}: {who}, {outcome}")
         return lines
+
+
+def _attempt(charge: Charge) -> str:
+    """The attempt of a charge; an evaluation of one attempt at a round may take several tries."""
+    attempt, tried = charge.attempt, 0
+    if charge.what == "evaluation":
+        attempt, tried = divmod(charge.attempt, TRIES)
+    return f"attempt {attempt}" + (f" try {tried + 1}" if tried else "")
 
 
 def read_spending(run_dir: Path) -> Spending:

@@ -20,11 +20,7 @@ class Unbounded(Task):
     def model(self):
         return torch.nn.Identity()
 
-    def local_data(self, participant):
-        return []
-
-    def optimizer(self, parameters, participant):
-        return torch.optim.SGD(parameters)
+    local_data = optimizer = None  # nobody asks for them here
 
     def loss(self, output, target):
         return output.flatten()
@@ -40,7 +36,7 @@ class Given(Unbounded):
 
 def numbers(values):
     data = [(torch.tensor([value]), torch.tensor(0.0)) for value in values]
-    return numbers_of(BoundedMeans(Given()).measure(torch.nn.Identity(), data, 2))
+    return numbers_of(BoundedMeans(Given({})).measure(torch.nn.Identity(), data, 2))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +63,7 @@ def test_what_a_device_sends_is_never_longer_than_its_norm(values):
 
 
 def test_metrics_without_bounds_are_left_out_and_named():
-    vector = BoundedMeans(Given())
+    vector = BoundedMeans(Given({}))
     assert vector.left_out == ["auc"]
     assert vector.size == 1
     assert vector.figure_names == ["devices_loss", "devices_loss_noise"]
@@ -75,11 +71,11 @@ def test_metrics_without_bounds_are_left_out_and_named():
 
 def test_a_loss_without_bounds_is_not_measured():
     with pytest.raises(TaskError, match="Unbounded declares none; add one to device_metrics"):
-        BoundedMeans(Unbounded())
+        BoundedMeans(Unbounded({}))
 
 
 @given(st.floats(-2, 2))
 def test_a_metric_with_noise_stays_within_its_bounds(value):
-    figures = BoundedMeans(Given()).figures_of_mean(torch.tensor([value]), deviation=0.25)
+    figures = BoundedMeans(Given({})).figures_of_mean(torch.tensor([value]), deviation=0.25)
     assert -1 <= figures["devices_loss"] <= 3
     assert figures["devices_loss_noise"] == 0.5
