@@ -15,6 +15,7 @@ from typing import Any
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged
 from isthmus_server.chaos.deployment import ChaosDeployment
 from isthmus_server.chaos.plan import device_names
+from isthmus_server.privacy.budget import ROUND
 from isthmus_server.storage.store import Store
 
 _ALIVE = ("queued", "running", "paused")
@@ -41,8 +42,8 @@ class InvariantChecker:
       * each invited participant of an ended attempt has exactly one receipt;
       * the checkpoints that the last commit names exist and have their digests;
       * no job fails, and no process ends for good;
-      * with `[privacy]`, whom an attempt has asked is charged in the ledgers of the run and of the
-        population, and no charge is ever lost;
+      * with `[privacy]`, whom an attempt or an evaluation has asked is charged in the ledgers of
+        the run and of the population, and no charge is ever lost;
       * no device has helped to unmask two different sums for one model, or for one round, and none
         has forgotten a sum.
     """
@@ -166,6 +167,11 @@ class InvariantChecker:
         """Compare the ledgers with the attempts that were planned before they are read."""
         privacy = self.deployment.job.privacy
         asked = [(round_, attempt, json.loads(planned)) for round_, attempt, _, planned, _ in rows]
+        evaluated = {
+            round_: found["devices"]
+            for round_, _, state, _, record in rows
+            if state == "committed" and (found := json.loads(record).get("evaluation"))
+        }
         if privacy is None or not any(planned["invited"] for _, _, planned in asked):
             return
         with contextlib.closing(Store.open(directory)) as store:
@@ -181,9 +187,17 @@ class InvariantChecker:
                 yield f"{path} has lost charges"
             self._charges[path] = ledger.head.number
             charged: dict[tuple[int, int], set[str]] = {}
+            measured: dict[int, set[str]] = {}
             for entry in ledger.of_run(run):
-                about = (entry.charge.round, entry.charge.attempt)
-                charged.setdefault(about, set()).update(entry.charge.devices)
+                charge = entry.charge
+                if charge.what == ROUND:
+                    about = (charge.round, charge.attempt)
+                    charged.setdefault(about, set()).update(charge.devices)
+                elif charge.what == "evaluation":
+                    measured.setdefault(charge.round, set()).update(charge.devices)
+            for round_, devices in evaluated.items():
+                if len(measured.get(round_, ())) < devices:
+                    yield f"the evaluation of round {round_} is not charged to {devices} devices"
             for round_, attempt, planned in asked:
                 free = set(planned["invited"]) - charged.get((round_, attempt), set())
                 if free:

@@ -119,6 +119,10 @@ def test_an_attempt_that_is_not_charged_and_a_lost_charge_are_found(make_job, tm
     assert only(checker.check()) == f"digits-1: round 2 attempt 1 is not charged to {invited}"
     write(shared, 1, 2)
     assert checker.check() == []
+    evaluated = "UPDATE attempts SET record=json_set(record, '$.evaluation', json(?)) WHERE round=2"
+    store._db.execute(evaluated, (json.dumps({"devices": len(invited)}),))
+    expected = f"digits-1: the evaluation of round 2 is not charged to {len(invited)} devices"
+    assert set(checker.check()) == {expected}  # in both ledgers
     write(shared, 1, 3)
     write(own, 2, 1)
     shared.write_bytes(b"damaged" + shared.read_bytes())
