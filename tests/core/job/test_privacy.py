@@ -27,6 +27,7 @@ def test_a_simulated_population_is_not_what_a_run_starts(load):
         (["privacy.epsilon=0"], "greater than 0"),
         (["privacy.delta=1"], "less than 1"),
         (["federated.clients=20", "privacy.delta=0.05"], "not below 1 / 20 devices"),
+        (["simulation.clients=2000", "privacy.delta=0.01"], "not below 1 / 2000 devices"),
         (["privacy.noise=nan"], "finite number"),
         (["privacy.noise=1e5"], "privacy.noise=100000.0: input should be less than or equal"),
         (["privacy.clip=1e30"], "privacy.clip: 1e+30 is not in the range"),

@@ -147,7 +147,7 @@ def _about_devices(privacy: PrivacySection, job: Job) -> str:
             f"{apart * federated.needed} for a quorum of {federated.needed}, and there are "
             f"{devices}; lower it or federated.cohort, or raise federated.clients"
         )
-    devices = max(federated.clients, federated.invited)
+    devices = max(federated.clients, federated.invited, job.simulation.clients or 0)
     if privacy.delta >= 1 / devices:
         return (
             f"delta={privacy.delta:g} is not below 1 / {devices} devices: it would allow to "

@@ -9,7 +9,7 @@ from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus_privacy.dp_sgd.device_examples import EXAMPLE, ZERO_OUT, DeviceExamplesPlan
 from isthmus_server.storage.records import Record
-from isthmus_server.views.privacy.device_forecast import tenths
+from isthmus_server.views.privacy.device_forecast import budget, tenths
 
 _BATCHES = (10, 100, 1000)
 """Sizes of devices that are shown if the job gives none, in batches."""
@@ -88,7 +88,7 @@ class DeviceExamplesForecast:
             ("protects", f"one {promise.unit} of one device ({promise.adjacency})"),
             (
                 "budget",
-                f"epsilon {promise.budget:g} at delta {promise.delta:g}, in "
+                f"{budget(promise.budget, promise.delta)}; in "
                 f"{promise.participations} participations, counted by the device",
             ),
         ]

@@ -104,7 +104,7 @@ class PrivacyForecast:
         return [
             ("mechanism", f"{self.mechanism} noise"),
             ("protects", f"one {UNIT} ({ADJACENCY}: all its updates become zeros)"),
-            ("budget", f"epsilon {self.epsilon:g} at delta {self.delta:g}"),
+            ("budget", budget(self.epsilon, self.delta)),
             ("rounds", f"{self.rounds}, at most {self.participations} of one device"),
             (
                 "noise",
@@ -144,6 +144,18 @@ class PrivacyForecast:
             f"{times} what one device changes in all rounds; {self.gain:.1f} times less of it is "
             "left than of independent noise"
         )
+
+
+_USUAL_EPSILON = 10.0
+"""Up to which a budget is called reasonable (Ponomareva et al. 2023, "How to DP-fy ML", 5.2.1)."""
+
+
+def budget(epsilon: float, delta: float) -> str:
+    """A budget, with a note if it promises little."""
+    text = f"epsilon {epsilon:g} at delta {delta:g}"
+    if epsilon <= _USUAL_EPSILON:
+        return text
+    return f"{text}: above {_USUAL_EPSILON:g}, which promises little"
 
 
 def tenths(count: int) -> list[int]:

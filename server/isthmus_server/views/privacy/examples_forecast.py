@@ -8,7 +8,7 @@ from typing import Any, Self
 from isthmus.job import Job
 from isthmus_privacy.dp.calibration import SampledNoisePlan
 from isthmus_server.privacy.examples_budget import ADD_OR_REMOVE, EXAMPLE
-from isthmus_server.views.privacy.device_forecast import tenths
+from isthmus_server.views.privacy.device_forecast import budget, tenths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class ExamplesForecast:
         return [
             ("mechanism", "DP-SGD in the datacenter"),
             ("protects", f"one {EXAMPLE} ({ADD_OR_REMOVE})"),
-            ("budget", f"epsilon {self.epsilon:g} at delta {self.delta:g}"),
+            ("budget", budget(self.epsilon, self.delta)),
             ("steps", f"{self.steps}, each with about {expected:g} of {self.examples} examples"),
             ("noise", f"{self.noise_multiplier:.4g} times the clipping bound in a step's sum"),
             ("epsilon", f"{after} steps"),
