@@ -262,6 +262,7 @@ class Coordinator:
             self.evaluator.evaluate(spec, results), asyncio.to_thread(self._save, spec)
         )
         saved["models"] = self._versions.with_best(saved["models"], self.state, evaluated.metrics)
+        saved |= self._budgets.saved()  # with the charges of the evaluation
         self.state = self._log.commit(
             self.state,
             spec,
@@ -356,14 +357,13 @@ class Coordinator:
 
     def _save(self, spec: RoundSpec) -> dict[str, Any]:
         """Write the round's checkpoints; returns the fields of `RunState` that they change."""
-        fields = self._budgets.saved()
         models = self._versions.write(
             spec.round, spec.plan, self.state.models, only_in_datacenter=spec.model_stays
         )
         if spec.single_datacenter and not spec.plan.reset_optimizer:
-            return {"models": models, **fields}
+            return {"models": models}
         optimizer, numbers = self._versions.write_optimizer(spec.round)
-        return {"models": models, "optimizer": optimizer, "optimizer_numbers": numbers, **fields}
+        return {"models": models, "optimizer": optimizer, "optimizer_numbers": numbers}
 
     # -- the end -----------------------------------------------------------------------------------
 
