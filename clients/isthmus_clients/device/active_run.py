@@ -118,6 +118,8 @@ class ActiveRun:
         count = 2 if request.train_local.with_gradient else 1
         if kind == "score":
             candidates = request.score.candidates
+            if not candidates:
+                raise UpdateError("a comparison of no models was requested")
             count = 1 + max((number for mean in candidates for number in mean.of), default=0)
             if count > MAX_MODELS:
                 raise UpdateError(

@@ -44,8 +44,9 @@ _FIRST_POWER = 1.5
 _TRIES = 8
 _MARGIN = 1.0005
 """The accountant rounds up: by less than this in the noise."""
-_PRECISE_EPSILON, _PRECISE_DELTA = 150.0, 1e-14
-"""Up to and from here privacy loss distributions are within `_MARGIN` of the exact epsilon."""
+_PRECISE_EPSILONS, _PRECISE_DELTA = (0.01, 150.0), 1e-14
+"""Where privacy loss distributions are within `_MARGIN` of the exact epsilon: between these, and
+from this delta on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +91,12 @@ class NoisePlan:
         least = find(privacy.epsilon, privacy.delta)
         share = privacy.measurement_share if measurements else 0.0
         if privacy.noise is not None:
-            if privacy.noise * _MARGIN**2 < least:  # with room for the end of the search
+            of_one = least / math.sqrt(1 - share)
+            if privacy.noise * _MARGIN**2 < of_one:  # with room for the end of the search
+                more = f" with {measurements} measurements" if measurements else ""
                 raise JobError(
-                    f"privacy.noise={privacy.noise:g} is too little: with less than {least:.4g} a "
-                    f"single round exceeds epsilon={privacy.epsilon:g} at delta="
+                    f"privacy.noise={privacy.noise:g} is too little: with less than {of_one:.4g} a "
+                    f"single round{more} exceeds epsilon={privacy.epsilon:g} at delta="
                     f"{privacy.delta:g}; raise noise or epsilon, or remove noise"
                 )
             multiplier = privacy.noise
@@ -317,7 +320,8 @@ def _of_gaussian(epsilon: float, delta: float) -> float:
         return below - math.exp(epsilon + _log_normal(-mean / 2 - epsilon / mean)) <= delta
 
     found = _least(fits) * _MARGIN
-    if epsilon <= _PRECISE_EPSILON and delta >= _PRECISE_DELTA:
+    least, most = _PRECISE_EPSILONS
+    if least <= epsilon <= most and delta >= _PRECISE_DELTA:
         return found
 
     def fits_ledger(multiplier: float) -> bool:

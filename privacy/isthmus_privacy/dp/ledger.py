@@ -45,6 +45,9 @@ from isthmus_privacy.dp.accounting import (
 LEDGER_FILE = "privacy.ledger"
 """Name of a run's ledger in its directory."""
 
+HEAD_FILE = "privacy.head"
+"""Name of the file with its last line, next to it."""
+
 MAX_LINE = 1 << 20
 """Bytes of a line: a charge of the largest cohort has a quarter of them."""
 
@@ -96,6 +99,14 @@ class LedgerHead:
         """The head that was written as text; None if none was."""
         number, _, digest = text.partition(":")
         return cls(int(number), digest) if number.isdecimal() and digest else None
+
+
+def last_known(directory: Path, committed: str) -> LedgerHead | None:
+    """The last line that a run remembers of its ledger; `committed` is that of its last commit."""
+    heads = [LedgerHead.of(committed)]
+    with contextlib.suppress(FileNotFoundError):
+        heads.append(LedgerHead.of((directory / HEAD_FILE).read_text(errors="replace")))
+    return max(filter(None, heads), key=lambda head: head.number, default=None)
 
 
 @dataclasses.dataclass(frozen=True)

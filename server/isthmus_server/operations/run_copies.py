@@ -8,7 +8,7 @@ from pathlib import Path
 
 from isthmus.errors import DamagedError, UserError
 from isthmus.system.private_files import make_private_directory, write_private_file
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerHead
+from isthmus_privacy.dp.ledger import HEAD_FILE, LEDGER_FILE, Ledger, LedgerHead
 from isthmus_server.operations.databases import copy_database
 from isthmus_server.operations.manifest import copy_private
 from isthmus_server.storage.damage_checks import FINAL_MODEL
@@ -70,7 +70,7 @@ def _copy(source: Path, target: Path) -> int:
         finished, _, final = copy.status()
     for path in source.iterdir():
         name = path.name
-        if name in _NOT_COPIED | {DESCRIPTION, LEDGER_FILE} or name.startswith(
+        if name in _NOT_COPIED | {DESCRIPTION, LEDGER_FILE, HEAD_FILE} or name.startswith(
             ("run.sqlite-", "dropped-", ".")
         ):
             continue

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from isthmus.job.privacy import PrivacySection
-    from isthmus_privacy.dp.accounting import Event
+    from isthmus_privacy.dp.accounting import Composition, Event
     from isthmus_server.storage.store import Store
     from isthmus_server.strategy.round_spec import RoundSpec
 
@@ -38,8 +38,9 @@ class PrivacyBudget:
     """What a run with `[privacy]` may still ask of each device.
 
     Guarantees:
-      * no device is asked for a round with which its epsilon would exceed the budget, for more
-        rounds than the noise was made for, or before the separation is over;
+      * no device is asked for a round with which its epsilon would exceed the budget, the part of
+        later measurements included, for more rounds than the noise was made for, or before the
+        separation is over;
       * a crash at any instant leaves every charge of a round that devices may have been asked for.
     """
 
@@ -95,7 +96,8 @@ class PrivacyBudget:
                 return False
             if rows and self._charged - rows[-1] < self.privacy.separation:
                 return False
-        return self._affords(device, self._event)
+        reserved = self.plan.measurements - self._measured[device]
+        return self._affords(device, self._event, max(reserved, 0))
 
     def allows_measurement(self, device: str) -> bool:
         """Whether a device may be asked for one more evaluation or comparison."""
@@ -103,11 +105,16 @@ class PrivacyBudget:
             return False
         return self._affords(device, self.plan.measuring_event)
 
-    def _affords(self, device: str, event: Event) -> bool:
+    def _affords(self, device: str, event: Event, measurements: int = 0) -> bool:
+        """Whether the budget of a device allows an event and, later, so many measurements."""
         return all(
-            spent.plus(event).epsilon(self.privacy.delta) <= self.privacy.epsilon
+            self._with(spent.plus(event), measurements).epsilon(self.privacy.delta)
+            <= self.privacy.epsilon
             for spent in self._ledgers.spent_by(device)
         )
+
+    def _with(self, spent: Composition, measurements: int) -> Composition:
+        return spent.plus(self.plan.measuring_event, measurements) if measurements else spent
 
     @property
     def spent(self) -> float:
@@ -126,11 +133,7 @@ class PrivacyBudget:
             RoundFailed: another job has used up the budget of a device since it was chosen.
         """
         devices = tuple(sorted(spec.cohort))
-        if self.privacy.delta * len(devices) >= 1:
-            raise JobError(
-                f"privacy.delta={self.privacy.delta:g} is not below 1 / {len(devices)} devices: it "
-                "would allow to publish one of them; use 1e-5 or less"
-            )
+        self._check_delta(len(devices))
         if used_up := [name for name in devices if not self.allows(name)]:
             raise RoundFailed(
                 f"{len(used_up)} devices of the round have no privacy budget left since another "
@@ -157,12 +160,27 @@ class PrivacyBudget:
 
         Raises:
             OSError: the charge cannot be stored.
+            JobError: delta is too large for so many devices.
+            RoundFailed: another job has used up the budget of a device since it was chosen.
         """
         names = tuple(sorted(devices))
+        self._check_delta(len(names))
+        if used_up := [name for name in names if not self.allows_measurement(name)]:
+            raise RoundFailed(
+                f"{len(used_up)} devices have no privacy budget left for a measurement since "
+                f"another job of the population {self.privacy.population!r} was charged"
+            )
         charge = self._charge(what, self.plan.measuring_event, number, attempt, names)
         with self._ledgers.charged(charge):
             self._measured.update(names)
             yield
+
+    def _check_delta(self, devices: int) -> None:
+        if self.privacy.delta * devices >= 1:
+            raise JobError(
+                f"privacy.delta={self.privacy.delta:g} is not below 1 / {devices} devices: it "
+                "would allow to publish one of them; use 1e-5 or less"
+            )
 
     def _charge(
         self, what: str, event: Event, number: int, attempt: int, devices: tuple[str, ...]

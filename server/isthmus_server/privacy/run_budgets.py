@@ -8,8 +8,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from isthmus.job import Job
+from isthmus.system.private_files import write_private_file
 from isthmus_privacy.dp.calibration import NoisePlan, SampledNoisePlan
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged, LedgerHead
+from isthmus_privacy.dp.ledger import (
+    HEAD_FILE,
+    LEDGER_FILE,
+    Ledger,
+    LedgerDamaged,
+    last_known,
+)
 from isthmus_privacy.dp_sgd.device_examples import check_device_examples
 from isthmus_server.privacy.budget import ROUND, PrivacyBudget
 from isthmus_server.privacy.examples_budget import EXAMPLE, ExamplesBudget
@@ -61,8 +68,12 @@ class RunBudgets:
         if steps is None and privacy is None:
             return cls(None, None, None, contextlib.ExitStack())
         with contextlib.ExitStack() as opened:
-            own = Ledger.open(store.directory / LEDGER_FILE, LedgerHead.of(state.ledger_head))
+            known = last_known(store.directory, state.ledger_head)
+            own = Ledger.open(store.directory / LEDGER_FILE, known)
             opened.callback(own.close)
+            head = store.directory / HEAD_FILE
+            own.remember = lambda last: write_private_file(head, str(last).encode())
+            own.remember(own.head)
             _check_logged(store, own)
 
             def ledgers(population: str) -> RunLedgers:

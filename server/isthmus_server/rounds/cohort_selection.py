@@ -220,9 +220,10 @@ class CohortSelector:
         selected = self._secure(number, unmasked, ready, settings, settings.cohort)
         return selected if settings.groups is None else self.by_group(selected, settings)
 
-    def measured_out(self) -> int:
-        """Ready devices that have no privacy budget left for evaluations and comparisons."""
-        return sum(map(self._availability.is_measured_out, self._roster.clients))
+    def measurable(self) -> tuple[int, int]:
+        """Ready devices with privacy budget left for evaluations and comparisons, and all."""
+        names = self._roster.clients
+        return len(names) - sum(map(self._availability.is_measured_out, names)), len(names)
 
     def note_asked(self, names: Collection[str], draw: int) -> None:
         """Note that the devices of a secure sum are asked now, in its draw."""

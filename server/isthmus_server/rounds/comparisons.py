@@ -29,7 +29,7 @@ from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
 from isthmus_server.rounds.device_sums.noisy_sum import NoisySum
 from isthmus_server.rounds.device_sums.plaintext import PlaintextAnswers
-from isthmus_server.rounds.device_sums.quorum import check_quorum
+from isthmus_server.rounds.device_sums.quorum import check_budgets_left, check_quorum
 from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.rounds.readiness import Drain, Retries
 from isthmus_server.storage.records import ComparisonRecord, Receipt
@@ -37,6 +37,8 @@ from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.policy import Compare, Comparison
 from isthmus_server.transport.bundle import published
+
+_WHAT = "a comparison"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,8 +184,9 @@ class ComparisonRunner:
                 models=blob,
                 candidates=candidates,
             )
+            check_budgets_left(settings, self._cohorts, _WHAT)
             cohort = self._cohorts.select_for_comparison(number, settings, blob.sha256)
-            check_quorum(cohort, settings, self._cohorts, "a comparison")
+            check_quorum(cohort, settings, _WHAT)
             self._cohorts.note_asked(cohort.examples, cohort.draw)
             charged: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             noisy = None

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from isthmus.errors import DamagedError, UserError
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerHead
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, last_known
 from isthmus_server.storage import run_description
 from isthmus_server.storage.damage_checks import (
     FINAL_MODEL,
@@ -56,7 +56,8 @@ def verify(directory: Path) -> Iterator[Finding]:
 
 
 def _ledger(store: Store, head: str) -> str:
-    ledger = Ledger.read(store.directory / LEDGER_FILE, LedgerHead.of(head))
+    known = last_known(store.directory, head)
+    ledger = Ledger.read(store.directory / LEDGER_FILE, known)
     return f"privacy ledger: {ledger.head.number} lines"
 
 

@@ -56,6 +56,16 @@ def test_a_simulated_population_is_not_what_a_run_starts(load):
             ["evaluation.devices=3", "privacy.measurements=0"],
             "leaves nothing for evaluation.devices=3",
         ),
+        (["evaluation.devices=200", "privacy.delta=0.01"], "not below 1 / 200 devices"),
+        (["privacy.measurements=2000000"], "less than or equal to 1000000"),
+        (
+            [
+                "privacy.measurements=2",
+                "federated.privacy.epsilon=1",
+                "federated.privacy.delta=1e-5",
+            ],
+            "would get no noise for these",
+        ),
         (["statistics.collect=true"], "sums counts without noise"),
         (["federated.mode=buffered"], "sums updates to different models"),
         (["federated.compression.bits=3"], "rounds updates after they are clipped"),

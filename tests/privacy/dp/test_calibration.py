@@ -121,5 +121,8 @@ def test_measurements_have_their_share_of_the_budget(mechanism, share):
 
 
 def test_measurements_that_no_noise_makes_private_are_refused():
+    least = NoisePlan.of(section(), 1).multiplier
+    with pytest.raises(JobError, match="a single round with 5 measurements exceeds"):
+        NoisePlan.of(section(noise=1.01 * least), 100, measurements=5)
     with pytest.raises(JobError, match="100 rounds and 1000000000 measurements"):
         NoisePlan.of(section(epsilon=0.1), 100, measurements=10**9)

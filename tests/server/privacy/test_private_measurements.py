@@ -4,14 +4,14 @@ import statistics
 
 import pytest
 import torch
+from tests.server.deployment import Killed
 from tests.server.rounds.policies import COMPARES_MODELS, write_policy
 
-from isthmus.errors import TaskError
+from isthmus.errors import JobError, TaskError
 from isthmus.task import Participant, load_task
 from isthmus.task.device_sums.bounded_means import BoundedMeans, numbers_of
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.storage.events import RoundCommitted
 from isthmus_server.views.privacy.spending import read_spending
 from isthmus_server.views.report import read_report
 
@@ -128,8 +128,8 @@ async def test_a_device_is_asked_for_no_more_measurements_than_their_noise_is_ma
     first, last = read_report(store).rounds
     assert first.evaluation.devices == 4
     assert last.evaluation.devices == 0
-    assert "0 devices are ready and an evaluation on 4 needs 3" in last.evaluation.error
-    assert "4 others have been asked for all measurements" in last.evaluation.error
+    sentence = "0 of 4 devices have privacy budget left for measurements, and an evaluation on 4"
+    assert sentence in last.evaluation.error
     assert len(charges(store, "evaluation")) == 1
     assert len(charges(store, "round")) == 2
 
@@ -148,16 +148,94 @@ async def test_a_failed_evaluation_is_spent_and_the_round_is_kept(deployment):
     assert [entry.outcome for entry in charges(store, "evaluation")] == ["failed"]
 
 
+async def killed_before_its_commit(deployment, store, round_):
+    """Run until a round was evaluated; it is killed before the round is committed."""
+    coordinator = Coordinator(store, deployment.link)
+    commit = coordinator._log.commit
+
+    def die(state, spec, *arguments, **more):
+        if spec.round == round_:
+            raise Killed
+        return commit(state, spec, *arguments, **more)
+
+    coordinator._log.commit = die
+    with pytest.raises(Killed):
+        await coordinator.run()
+    return deployment.reopen(store)
+
+
 async def test_a_crash_after_an_evaluation_does_not_lose_its_charge(deployment):
     await deployment.start(VALIDATES, NAMES)
     more = ("privacy.epsilon=20", "privacy.measurements=3", "privacy.participations=3")
     store = deployment.create_run("run", *SETTINGS, *WAYS[0], *EVALUATES, *more)
-    coordinator = Coordinator(store, deployment.link)
-    again = await deployment.run_until_killed(coordinator, RoundCommitted, 1)
-    assert len(charges(again, "evaluation")) == 1
+    again = await killed_before_its_commit(deployment, store, 1)
+    assert [entry.outcome for entry in charges(again, "evaluation")] == ["committed"]
     await Coordinator(again, deployment.link).run()
-    assert len(charges(again, "evaluation")) == 2
-    assert read_report(again).privacy.epsilon <= 20
+    assert [entry.charge.round for entry in charges(again, "evaluation")] == [1, 1, 2]
+    report = read_report(again)
+    assert [row.evaluation.devices for row in report.rounds] == [4, 4]
+    assert report.privacy.epsilon <= 20
+
+
+async def test_a_repeated_round_does_not_wait_for_budget_that_is_used_up(deployment):
+    await deployment.start(VALIDATES, NAMES)
+    more = ("privacy.epsilon=20", "privacy.measurements=1", "privacy.participations=3")
+    store = deployment.create_run("run", *SETTINGS, *WAYS[0], *EVALUATES, *more, "rounds=1")
+    again = await killed_before_its_commit(deployment, store, 1)
+    await Coordinator(again, deployment.link).run()  # join_seconds are 100
+    (row,) = read_report(again).rounds
+    assert "0 of 4 devices have privacy budget left" in row.evaluation.error
+    assert row.evaluation.seconds < 20
+
+
+def cut_before_the_evaluation(store):
+    path = store.directory / LEDGER_FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    first = next(i for i, line in enumerate(lines) if b'"what":"evaluation"' in line)
+    path.write_bytes(b"".join(lines[:first]))
+
+
+async def test_a_ledger_without_the_last_evaluation_is_refused(deployment):
+    await deployment.start(VALIDATES, NAMES)
+    store, _ = await run(deployment, "run", *WAYS[0], *EVALUATES, "privacy.epsilon=20", "rounds=1")
+    cut_before_the_evaluation(store)
+    with pytest.raises(LedgerDamaged, match="the last ones were removed"):
+        read_spending(store.directory)
+
+
+async def test_a_ledger_that_was_cut_after_a_crash_is_refused(deployment):
+    await deployment.start(VALIDATES, NAMES)
+    more = ("privacy.epsilon=20", "privacy.measurements=3", "privacy.participations=3")
+    store = deployment.create_run("run", *SETTINGS, *WAYS[0], *EVALUATES, *more)
+    again = await killed_before_its_commit(deployment, store, 1)
+    cut_before_the_evaluation(again)
+    with pytest.raises(LedgerDamaged, match="the last ones were removed"):
+        Coordinator(again, deployment.link)
+
+
+async def test_rounds_do_not_use_what_is_reserved_for_evaluations(deployment):
+    """Noise that the job gives ends the run by its budget, with all evaluations until then."""
+    await deployment.start(VALIDATES, NAMES)
+    way = ("privacy.mechanism=gaussian", "federated.secure_aggregation=false")
+    limits = ("privacy.epsilon=20", "privacy.noise=0.6", "rounds=20", "privacy.measurements=20")
+    store, _ = await run(deployment, "run", *way, *EVALUATES, *limits)
+    report = read_report(store)
+    assert 1 < len(report.rounds) < 20
+    assert all(row.evaluation.devices == 4 for row in report.rounds)
+    assert report.privacy.epsilon <= 20
+
+
+async def test_more_devices_than_delta_allows_are_not_asked_for_a_measurement(deployment):
+    await deployment.start(names=NAMES)
+    store = deployment.create_run(
+        "run", *SETTINGS, *WAYS[0], "privacy.epsilon=20", "privacy.measurements=1"
+    )
+    budget = Coordinator(store, deployment.link)._budgets.devices
+    too_many = [f"device-{number}" for number in range(100)]
+    charged = budget.charged_measurement("comparison", 1, 1, too_many)
+    with pytest.raises(JobError, match="is not below 1 / 100 devices"), charged:
+        pytest.fail("devices would be asked")
+    assert charges(store, "comparison") == []
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from isthmus.job.privacy.bounds import (
     MAX_CORRELATED_ROUNDS,
+    MOST_MEASUREMENTS,
     ClippingBound,
     NoiseMultiplier,
     PopulationName,
@@ -51,7 +52,7 @@ class PrivacySection(Section):
     less; a larger number leaves room for failures."""
     separation: Annotated[int, Field(ge=1)] = 1
     """Fewest rounds from one participation of a device to its next; `correlated` gains by it."""
-    measurements: Annotated[int, Field(ge=0)] | None = None
+    measurements: Annotated[int, Field(ge=0, le=MOST_MEASUREMENTS)] | None = None
     """Most evaluations and comparisons of models that one device is asked for, failed attempts
     included; their noise is made for so many. Default: one for each evaluated round of a job with
     `evaluation.devices`, else none; so a policy compares models only if this is set."""
@@ -119,6 +120,10 @@ class PrivacySection(Section):
             "remove one of them"
             if job.evaluation.devices and self.measurements == 0
             else "",
+            f"measurements={self.measurements} are of models on data whose examples "
+            "[federated.privacy] protects, and would get no noise for these; remove it"
+            if self.measurements and federated.privacy is not None
+            else "",
             "statistics.collect sums counts without noise; remove one of them"
             if job.statistics.collect
             else "",
@@ -147,7 +152,9 @@ def _about_devices(privacy: PrivacySection, job: Job) -> str:
             f"{apart * federated.needed} for a quorum of {federated.needed}, and there are "
             f"{devices}; lower it or federated.cohort, or raise federated.clients"
         )
-    devices = max(federated.clients, federated.invited, job.simulation.clients or 0)
+    devices = max(
+        federated.clients, federated.invited, job.simulation.clients or 0, job.evaluation.devices
+    )
     if privacy.delta >= 1 / devices:
         return (
             f"delta={privacy.delta:g} is not below 1 / {devices} devices: it would allow to "

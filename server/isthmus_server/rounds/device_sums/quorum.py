@@ -7,32 +7,39 @@ from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
 
 
-def check_quorum(
-    cohort: SelectedCohort, settings: FederatedSection, cohorts: CohortSelector, what: str
-) -> None:
-    """Refuse an attempt on too few devices.
+def check_budgets_left(settings: FederatedSection, cohorts: CohortSelector, what: str) -> None:
+    """Refuse an attempt for which too few devices have privacy budget left.
+
+    It is not repeated, as waiting does not help.
 
     Args:
-        cohort: that was selected.
         settings: with the size and the quorum that are wanted.
-        cohorts: has selected it.
-        what: the devices are for, as in "an evaluation".
+        cohorts: selects the devices.
+        what: they are for, as in "an evaluation".
 
     Raises:
-        AttemptFailed: it is too small. One that lacks devices whose privacy budget is used up is
-            not excused: they do not come back.
+        AttemptFailed: the devices would be enough but for their budgets.
     """
-    if len(cohort.examples) >= settings.needed:
-        return
-    reason = (
-        cohort.shortage
-        or f"{len(cohort.examples)} devices are ready and {what} on {settings.cohort} needs "
-        f"{settings.needed}"
-    )
-    used_up = cohorts.measured_out()
-    if used_up:
-        reason += (
-            f"; {used_up} others have been asked for all measurements that their privacy budget "
-            "allows ([privacy] measurements)"
+    left, connected = cohorts.measurable()
+    if left < settings.needed <= connected:
+        raise AttemptFailed(
+            f"{left} of {connected} devices have privacy budget left for measurements, and {what} "
+            f"on {settings.cohort} needs {settings.needed} ([privacy] measurements)",
+            [],
         )
-    raise AttemptFailed(reason, [], excused=not used_up)
+
+
+def check_quorum(cohort: SelectedCohort, settings: FederatedSection, what: str) -> None:
+    """Refuse an attempt on too few devices; see `check_budgets_left` for the arguments.
+
+    Raises:
+        AttemptFailed: the cohort that was selected is too small.
+    """
+    if len(cohort.examples) < settings.needed:
+        raise AttemptFailed(
+            cohort.shortage
+            or f"{len(cohort.examples)} devices are ready and {what} on {settings.cohort} needs "
+            f"{settings.needed}",
+            [],
+            excused=True,
+        )

@@ -24,9 +24,11 @@ from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
 from isthmus_server.rounds.device_sums.noisy_sum import NoisySum
 from isthmus_server.rounds.device_sums.plaintext import PlaintextAnswers
-from isthmus_server.rounds.device_sums.quorum import check_quorum
+from isthmus_server.rounds.device_sums.quorum import check_budgets_left, check_quorum
 from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.gradients import REST
+
+_WHAT = "an evaluation"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +75,9 @@ class DeviceSummation:
         """
         settings = self._settings
         name = self._name_of(blob)
+        check_budgets_left(settings, self._cohorts, _WHAT)
         cohort = self._cohorts.select_for_evaluation(round_, settings, name, self._busy())
-        check_quorum(cohort, settings, self._cohorts, "an evaluation")
+        check_quorum(cohort, settings, _WHAT)
         self._cohorts.note_asked(cohort.examples, cohort.draw)
         work = link_pb2.Evaluate(
             run_id=self._context.run_id, round=round_, attempt=attempt, model=blob

@@ -84,7 +84,9 @@ class PrivacyForecast:
             size=size,
             noise_to_signal=ratios,
             epsilon_after={
-                each: plan.epsilon(-(-each // job.privacy.separation), evaluations(job, each))
+                each: plan.epsilon(
+                    -(-each // job.privacy.separation), measurements(job, plan, each)
+                )
                 for each in rounds
             },
             update_bytes=update_bytes(job, plan, size),
@@ -163,9 +165,13 @@ def tenths(count: int) -> list[int]:
     return sorted({max(1, count * tenth // 10) for tenth in range(1, 11)})
 
 
-def evaluations(job: Job, rounds: int) -> int:
-    """Most evaluations that a device is asked for in the first rounds of a job."""
+def measurements(job: Job, plan: NoisePlan, rounds: int) -> int:
+    """Most measurements that a device is asked for in the first rounds of a job.
+
+    Those that are not for evaluations are comparisons, for which any round may ask.
+    """
     if not job.evaluation.devices:
-        return 0
-    last = rounds == job.rounds and rounds % job.evaluation.every > 0
-    return rounds // job.evaluation.every + last
+        return plan.measurements
+    every = job.evaluation.every
+    evaluations = rounds // every + (rounds == job.rounds and rounds % every > 0)
+    return evaluations + max(plan.measurements - -(-job.rounds // every), 0)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Self
 
 from isthmus_privacy.dp.accounting import SampledGaussian
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerHead
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, last_known
 from isthmus_server.privacy.examples_budget import ADD_OR_REMOVE, EXAMPLE
 from isthmus_server.storage.records import Record
 from isthmus_server.storage.store import Store
@@ -43,7 +43,8 @@ class SpentOnExamples(Record):
             return None
         path = store.directory / LEDGER_FILE
         if ledger is None and path.exists():
-            ledger = Ledger.read(path, LedgerHead.of(store.run_state().ledger_head))
+            known = last_known(store.directory, store.run_state().ledger_head)
+            ledger = Ledger.read(path, known)
         charges = [] if ledger is None else [each.charge for each in ledger.entries.values()]
         events = [each.event for each in charges if each.unit == EXAMPLE]
         spent = 0.0 if ledger is None else ledger.epsilon(privacy.population, privacy.delta)

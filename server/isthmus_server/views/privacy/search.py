@@ -222,12 +222,16 @@ class DevicesTarget:
         return largest(fits, most=most, start=job.rounds) or None
 
     def _cohort(self, job: Job, size: int) -> int | None:
+        assert job.privacy is not None
+        delta = job.privacy.delta
         most = MAX_SECURE_COHORT if job.federated.secure_aggregation else MOST_DEVICES
 
         def fits(cohort: int) -> bool:
             try:
                 federated = job.federated.for_cohort(cohort)
             except JobError:  # smaller than any secure sum
+                return False
+            if federated.invited * delta >= 1:
                 return False
             return self.meets(job.model_copy(update={"federated": federated}), size)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from isthmus.errors import UserError
 from isthmus_privacy.dp.accounting import SampledGaussian
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger, LedgerEntry, LedgerHead
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger, LedgerEntry, last_known
 from isthmus_server.model.summed_evaluation import TRIES
 from isthmus_server.privacy.budget import UNIT
 from isthmus_server.storage.store import Store
@@ -120,7 +120,7 @@ def read_spending(run_dir: Path) -> Spending:
             raise UserError(
                 f"{run_dir} has no {LEDGER_FILE}: nobody was asked yet, or it was removed"
             )
-        ledger = Ledger.read(path, LedgerHead.of(state.ledger_head))
+        ledger = Ledger.read(path, last_known(run_dir, state.ledger_head))
         examples = SpentOnExamples.of(store, ledger)
     entries = list(ledger.entries.values())
     asked = Counter(name for entry in entries for name in entry.charge.devices)
