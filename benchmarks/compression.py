@@ -8,9 +8,9 @@ aggregation; the data, the cohort, the local training and the rounds are the sam
 of scikit-learn (the job of examples/digits with nine tenths of the images on its devices, without
 its datacenter and momentum), MNIST (10,000 images divided among ten devices by Dirichlet shares of
 each digit; a perceptron), and the next character of Shakespeare by speaker (the job of
-examples/shakespeare with eight speakers, without a datacenter). The learning rates of the first two
-fall by a cosine. Two datacenters train the transformer of Shakespeare with and without
-`[datacenter.compression]` (`compression_datacenters.py`).
+examples/shakespeare with eight speakers, half the steps and half the batches, without a
+datacenter). Learning rates fall by a cosine. Two datacenters train the transformer of Shakespeare
+with and without `[datacenter.compression]` (`compression_datacenters.py`).
 
 Figures: `bytes_ratio/up/<task>`, bytes of a device's masked vector without compression over those
 with it, mean over all rounds; `bytes_ratio/down/<task>`, the same of models or their changes;
@@ -96,9 +96,17 @@ SUBJECTS = (
     Subject(
         "shakespeare",
         EXAMPLES / "shakespeare" / "job.toml",
-        60,
-        "{bits=2, one_in=4}",
-        ("federated.clients=8", "federated.cohort=8", "task.settings.speakers=8"),
+        200,
+        "{bits=4, one_in=5}",
+        (
+            "federated.clients=8",
+            "federated.cohort=8",
+            "federated.local_steps=10",
+            "federated.batch_size=8",
+            "task.settings.speakers=8",
+            "task.settings.public_held_out=[]",
+            COSINE,
+        ),
     ),
 )
 

@@ -3,6 +3,10 @@
 A residual belongs to the sum that it was computed for. It counts once that sum is committed, which
 the server says with the next request; until then the residual before it is kept too. So an
 attempt that fails, or a kill at any moment, neither loses nor repeats what was to be sent later.
+
+A device trains from the model that the round's would be if what it has not sent had been sent
+(step-ahead error feedback: Xu et al. 2021). Otherwise it would take the same step again in every
+round until that arrives, and all of them would then be applied at once.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ MAX_RUNS = 8
 """Runs of one device whose residuals are kept, those used last."""
 
 NO_SUM = (0, 0)
-_NAME = "residual"
+_NAME, _SHARE = "residual", "share"
 _SUFFIX = ".safetensors"
 
 
@@ -84,9 +88,20 @@ class Residual:
         self._base = _file_name(committed)
         self.vector = torch.zeros(size)
         """(N) float32: weight / largest weight x update, as far as it was not sent."""
+        self._share = 0.0
+        """Weight / largest weight of the last update; 0 if there is none, or it was not finite."""
         self._unsent: torch.Tensor | None = None
         if committed != NO_SUM:
             self._load(size)
+
+    def step_ahead(self, model: torch.Tensor, trained: int) -> None:
+        """Replace a model (N) by what it would be if this device had sent everything.
+
+        Not the elements after the first `trained`, running statistics: a variance could become
+        negative. And not after an update that was not finite, so that a device can recover.
+        """
+        if self._share:
+            model[:trained].sub_(self.vector[:trained], alpha=1 / self._share)
 
     def add_to(
         self, update: torch.Tensor, examples: int, config: RoundConfig
@@ -103,7 +118,8 @@ class Residual:
         """
         if not is_finite(update):
             return update, 0.0
-        update.mul_(min(examples, config.weight_max) / config.weight_max).add_(self.vector)
+        self._share = min(examples, config.weight_max) / config.weight_max
+        update.mul_(self._share).add_(self.vector)
         self._unsent = update
         assert config.codec is not None
         kept = config.codec.coordinates(config.round, config.size)
@@ -120,7 +136,8 @@ class Residual:
             OSError: it cannot be written.
         """
         left = self.vector if self._unsent is None or sent is None else self._unsent.sub_(sent)
-        name, data = _file_name(about), save({_NAME: left.contiguous()})
+        share = torch.tensor(0.0 if self._unsent is None else self._share, dtype=torch.float64)
+        name, data = _file_name(about), save({_NAME: left.contiguous(), _SHARE: share})
         data = hashlib.sha256(data).digest() + data
         if self._folder is None:
             base = self._memory.get(self._base)
@@ -144,10 +161,11 @@ class Residual:
             digest, data = data[:32], data[32:]
             if hashlib.sha256(data).digest() != digest:
                 raise ValueError("it is damaged")
-            vector = load(data)[_NAME]
+            tensors = load(data)
+            vector, share = tensors[_NAME], float(tensors[_SHARE])
             if vector.shape != (size,) or vector.dtype != torch.float32:
                 raise ValueError("it is of another model")
-            self.vector = vector
+            self.vector, self._share = vector, share
         except (KeyError, OSError, SafetensorError, ValueError) as error:
             log.warning(
                 "what was left of this device's updates before is not sent any more: %s of the "

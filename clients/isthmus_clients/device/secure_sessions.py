@@ -135,24 +135,27 @@ class SecureSessions:
         run.check_privacy(attempt.config, self.rho(work.run_id))
         run.check_codec(attempt.config)
         run.charge(work)
+        compressed = attempt.config.codec is not None
+        residual = self.step_ahead(run, work, payload) if compressed else None
         result = train_silently(host, request, payload)
         check_wanted(wanted)
         layout = run.layout.gradient_and_update if scale else run.layout
-        if attempt.config.codec is None:
-            return self._join_with_update(attempt, run, layout, result)
-        residual = self._residual(work, layout.size)
         reply = self._join_with_update(attempt, run, layout, result, residual=residual)
-        residual.save(about[1:], attempt.sent)
+        if residual is not None:
+            residual.save(about[1:], attempt.sent)
         return reply
 
-    def _residual(self, work: link_pb2.TrainLocal, size: int) -> Residual:
-        """What the last committed sum left to be sent."""
+    def step_ahead(self, run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer) -> Residual:
+        """What the last committed sum left to be sent; it is applied to the received model."""
         from isthmus_clients.device.residuals import Residuals
 
         if self._residuals is None:
             self._residuals = Residuals(self._residuals_directory)
         committed = (work.summed_round, work.summed_attempt)
-        return self._residuals.open(work.run_id, self._name, committed, size)
+        residual = self._residuals.open(work.run_id, self._name, committed, run.layout.size)
+        model = run.layout.decode(memoryview(payload)[: run.layout.nbytes])
+        residual.step_ahead(model, run.layout.trained_size)
+        return residual
 
     def keep(
         self,

@@ -134,7 +134,7 @@ class VirtualDevice(Agent):
                 raise ParticipantLost(f"{name} was lost")
         run = self._run_of(request)
         if kind == "train_local" and run is not None and run.in_batches:
-            await self._train_in_batch(request.train_local, model)
+            await self._train_in_batch(run, request.train_local, model)
         if seconds:
             await asyncio.sleep(seconds)
         reply, payload = await self._answer(request, model, progress)
@@ -150,10 +150,13 @@ class VirtualDevice(Agent):
             payload, self._secure.payload = self._secure.payload, None
         return reply, payload
 
-    async def _train_in_batch(self, work: link_pb2.TrainLocal, model: Buffer | None) -> None:
+    async def _train_in_batch(
+        self, run: FleetRun, work: link_pb2.TrainLocal, model: Buffer | None
+    ) -> None:
         device_run = self._host.run
         if model is None or device_run is None:
             return  # the agent refuses the request
+        self._secure.begin(run.active, work, model)
         training = DeviceTraining.of(device_run, model)
         self._host.finished = await self._fleet.train(training, work), training
 

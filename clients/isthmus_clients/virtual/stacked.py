@@ -126,6 +126,11 @@ def check_settings(settings: FederatedSection) -> None:
             "stacked models train on batches, and federated.privacy bounds the gradient of each "
             "example of each device; train one by one"
         )
+    if settings.compression is not None:
+        raise JobError(
+            "stacked models begin at one model, and with federated.compression each device begins "
+            "at its own, in which everything is that it has not sent; train one by one"
+        )
     if settings.precision != "fp32" or settings.compile:
         raise JobError(
             "stacked models train together in float32, without federated.precision and "

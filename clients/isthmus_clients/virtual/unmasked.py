@@ -14,7 +14,8 @@ import torch
 from isthmus.errors import UpdateError
 from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
-from isthmus_clients.device.residuals import Residuals
+from isthmus_clients.device.active_run import ActiveRun
+from isthmus_clients.device.residuals import Residual, Residuals
 from isthmus_clients.device.secure_sessions import SecureSessions, unusable
 from isthmus_clients.training.secure import Credentials, SecureParticipation, encode_repeatably
 from isthmus_privacy.compression.packing import packed
@@ -59,6 +60,8 @@ class UnmaskedSessions(SecureSessions):
         self._name = name
         self._residuals = residuals
         self._kept = None
+        self._ahead: tuple[tuple[str, int, int], Residual] | None = None
+        """What `begin` has applied to the model of an attempt."""
         self.payload: Buffer | None = None
 
     @property
@@ -68,6 +71,19 @@ class UnmaskedSessions(SecureSessions):
 
     def run_opened(self, run_id: str) -> None:
         """Do nothing: there is no history."""
+
+    def begin(self, run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer) -> None:
+        """Prepare the model for a batch, which is trained before `train` is called."""
+        if work.secure and RoundConfig.from_bytes(work.secure).codec is not None:
+            residual = self.step_ahead(run, work, payload)
+            self._ahead = (work.run_id, work.round, work.attempt), residual
+
+    def step_ahead(self, run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer) -> Residual:
+        """See `SecureSessions.step_ahead`; does nothing more after `begin`."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == (work.run_id, work.round, work.attempt):
+            return ahead[1]
+        return super().step_ahead(run, work, payload)
 
     def propose(
         self,

@@ -147,6 +147,8 @@ class TrainingWorkers:
         """Open a run; see `Crew.open`."""
         self._crew = crew
         self._layout = shared.layout
+        self._own_models = shared.job.federated.compression is not None
+        """Whether each device of a batch begins at a model of its own, see `Residual`."""
         self._workers = crew.open(work, shared, stacked)
         self._free = asyncio.Lock()
         """Locked while a batch is trained."""
@@ -159,7 +161,7 @@ class TrainingWorkers:
         *,
         is_stacked: bool,
     ) -> None:
-        """Train all devices of a batch from the same model; simulated time stands still meanwhile.
+        """Train all devices of a batch; simulated time stands still meanwhile.
 
         Args:
             work: the request.
@@ -170,7 +172,6 @@ class TrainingWorkers:
         Raises:
             TaskError: the task's code raised in stacked models, or a process has ended.
         """
-        received = _received(batch[0])
         pieces = iter(self._pieces(batch, is_stacked=is_stacked))
         results: list[TrainedOrFailed | None] = [None] * len(batch)
         taken = 0
@@ -181,8 +182,8 @@ class TrainingWorkers:
             for chosen in pieces:
                 devices = [batch[k] for k in chosen]
                 with _noticing(worker):
-                    if not has_model:
-                        worker.send_model(received)
+                    if not has_model or self._own_models:
+                        worker.send_model(_received(devices[0]))
                         has_model = True
                     worker.ask("train", work, devices, is_stacked=is_stacked)
                     answer = await worker.answer()
@@ -236,6 +237,8 @@ class TrainingWorkers:
         devices have about as many steps, so that few steps are padding.
         """
         order = list(range(len(batch)))
+        if self._own_models:
+            return [[k] for k in order]
         most = self._workers[0].devices
         if is_stacked:
             order.sort(key=lambda k: batch[k].run.data.order.length)

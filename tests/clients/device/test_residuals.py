@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.privacy.protocol import make_config
 
 from isthmus_clients.device.residuals import MAX_RUNS, NO_SUM, Residuals
@@ -30,6 +32,31 @@ def test_an_update_is_weighed_and_added_to_what_is_left(tmp_path):
     assert 2**magnitude == pytest.approx(0.75)
 
 
+@given(
+    left=st.lists(st.floats(-8, 8, width=32), min_size=4, max_size=4),
+    examples=st.integers(1, 12),
+    trained=st.integers(0, 4),
+)
+def test_a_device_begins_at_the_model_that_has_everything(left, examples, trained):
+    """What it then trains completes the way from the model, whatever had not been sent."""
+    residuals, left = Residuals(None), torch.tensor(left)
+    before = residuals.open("run", "tablet", NO_SUM, 4)
+    whole, _ = before.add_to(torch.ones(4), examples, CONFIG)
+    before.save((1, 1), whole - left)
+    share = min(examples, 10) / 10
+
+    model, end = torch.linspace(-1, 1, 4), torch.linspace(2, 3, 4)
+    residual = residuals.open("run", "tablet", (1, 1), 4)
+    start = model.clone()
+    residual.step_ahead(start, trained)
+    expected = torch.cat([(model - left / share)[:trained], model[trained:]])
+    torch.testing.assert_close(start, expected, rtol=1e-5, atol=1e-4)
+    to_send, _ = residual.add_to(start - end, examples, CONFIG)
+    way = share * (model - end)
+    way[trained:] += left[trained:]
+    torch.testing.assert_close(to_send, way, rtol=1e-5, atol=1e-4)
+
+
 def test_a_sum_that_is_not_committed_consumes_nothing(tmp_path):
     leave(tmp_path, NO_SUM, (1, 1), torch.full((4,), 0.25))
     leave(tmp_path, (1, 1), (2, 1), torch.full((4,), 0.5))
@@ -51,6 +78,9 @@ def test_without_a_usable_update_nothing_is_lost(tmp_path):
     residual.add_to(torch.tensor([1.0, float("nan"), 1.0, 1.0]), 5, CONFIG)
     residual.save((2, 1), torch.zeros(4))
     assert kept(tmp_path, (2, 1)) == [0.25] * 4
+    model = torch.ones(4)  # the next training begins at the round's model, which may be better
+    Residuals(tmp_path).open("run", "tablet", (2, 1), 4).step_ahead(model, 4)
+    assert model.tolist() == [1.0] * 4
 
 
 def test_a_damaged_residual_is_reported_and_not_used(tmp_path, caplog):

@@ -44,9 +44,27 @@ class Sums(CommittedSums):
         self.magnitude, self.committed = result.training["magnitude"], about
 
 
+def record_updates(run):
+    """The last update that each device has trained, by name."""
+    made = {}
+
+    def recording(name, train):
+        def train_and_record(*args):
+            trained, update = train(*args)
+            made[name] = LAYOUT.decode(update).double()
+            return trained, update
+
+        return train_and_record
+
+    for name, device in run.devices.items():
+        device.agent.host.train = recording(name, device.agent.host.train)
+    return made
+
+
 async def test_what_is_not_sent_in_a_round_is_sent_in_later_ones(run, tmp_path):
     """Nothing is lost by a failed attempt either, nor by a device that starts again."""
     sums, arrived, trained = Sums(), torch.zeros(LAYOUT.size), torch.zeros(LAYOUT.size)
+    made = record_updates(run)
     for round_ in range(1, 7):
         attempt = 1
         if round_ == 3:
@@ -62,7 +80,7 @@ async def test_what_is_not_sent_in_a_round_is_sent_in_later_ones(run, tmp_path):
         assert int((result.pseudo_gradient != 0).sum()) <= -(-LAYOUT.size // ONE_IN)
         sums.commit((round_, attempt), result)
         arrived += result.pseudo_gradient
-        trained += (await run.plain_mean(NAMES, round_)).float()
+        trained += torch.stack([made[name] for name in NAMES]).mean(0).float()
     left = torch.zeros(LAYOUT.size)
     for name in NAMES:
         left += Residuals(tmp_path / name).open("run", name, sums.committed, LAYOUT.size).vector
