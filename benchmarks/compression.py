@@ -77,7 +77,7 @@ SUBJECTS = (
         "digits",
         EXAMPLES / "digits" / "job.toml",
         100,
-        "{bits=3, one_in=5}",
+        "{bits=3, one_in=5, step_ahead=false}",
         (
             "budget=1e6",
             'strategy.server_optimizer={name="SGD",options={lr=1.0}}',
@@ -90,7 +90,7 @@ SUBJECTS = (
         "mnist",
         MNIST,
         100,
-        "{bits=2, one_in=4}",
+        "{bits=2, one_in=4, step_ahead=false}",
         ("learning_rate.federated_round_steps=50", COSINE),
     ),
     Subject(

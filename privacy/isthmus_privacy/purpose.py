@@ -276,3 +276,8 @@ def statistics_of(task: bytes) -> bytes:
     code.
     """
     return tagged_hash("statistics", task)
+
+
+def buffer_name(run_id: str, round_: int) -> bytes:
+    """The name of a buffer, 32 bytes, which its devices agree on in place of a model's SHA-256."""
+    return hashlib.sha256(f"isthmus/buffer/{run_id}/{round_}".encode()).digest()

@@ -55,8 +55,7 @@ class SecureSessions:
         Args:
             name: of the device.
             signing_key: the device's identity; None generates a key for this process.
-            history_file: persists which sums this device was in, as long as the key; None keeps
-                that in memory, and forgets it with every run.
+            history_file: persists which sums this device was in; None keeps it in memory for a run.
             privacy: what the owner requires; None for the defaults of the protocol, with any
                 selection of devices.
             threads: CPU threads used for masking.
@@ -146,15 +145,16 @@ class SecureSessions:
         return reply
 
     def step_ahead(self, run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer) -> Residual:
-        """What the last committed sum left to be sent; it is applied to the received model."""
+        """What the last committed sum left to be sent; the job may apply it to the model."""
         from isthmus_clients.device.residuals import Residuals
 
         if self._residuals is None:
             self._residuals = Residuals(self._residuals_directory)
         committed = (work.summed_round, work.summed_attempt)
         residual = self._residuals.open(work.run_id, self._name, committed, run.layout.size)
-        model = run.layout.decode(memoryview(payload)[: run.layout.nbytes])
-        residual.step_ahead(model, run.layout.trained_size)
+        if (compression := run.job.federated.compression) and compression.step_ahead:
+            model = run.layout.decode(memoryview(payload)[: run.layout.nbytes])
+            residual.step_ahead(model, run.layout.trained_size)
         return residual
 
     def keep(
@@ -182,8 +182,7 @@ class SecureSessions:
             PeerMisbehaved: the configuration is refused.
             UpdateError: no update of the run is kept, or see `train`.
         """
-        from isthmus.job.federated import buffer_name
-        from isthmus_privacy.purpose import BufferedPurpose
+        from isthmus_privacy.purpose import BufferedPurpose, buffer_name
         from isthmus_privacy.secagg import StartModel
 
         if self._kept is None or self._kept[0].train_local.run_id != work.run_id:

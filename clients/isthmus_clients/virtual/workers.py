@@ -147,7 +147,8 @@ class TrainingWorkers:
         """Open a run; see `Crew.open`."""
         self._crew = crew
         self._layout = shared.layout
-        self._own_models = shared.job.federated.compression is not None
+        compression = shared.job.federated.compression
+        self._own_models = compression is not None and compression.step_ahead
         """Whether each device of a batch begins at a model of its own, see `Residual`."""
         self._workers = crew.open(work, shared, stacked)
         self._free = asyncio.Lock()

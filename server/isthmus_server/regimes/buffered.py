@@ -18,11 +18,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from isthmus.errors import ParticipantLost, UpdateError
-from isthmus.job.federated import buffer_name
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.transport.requests import position_message, position_of
 from isthmus.wire import link_pb2
-from isthmus_privacy.purpose import BufferedPurpose
+from isthmus_privacy.purpose import BufferedPurpose, buffer_name
 from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call

@@ -9,7 +9,6 @@ from tests.server.regimes.lying_server import OTHERS, VICTIM
 from tests.server.regimes.secure_run import LAYOUT, NAMES
 
 from isthmus.job import with_changes
-from isthmus.job.federated import buffer_name
 from isthmus.task import paired_scores
 from isthmus.wire import link_pb2
 from isthmus_clients.device.owner_limits import LimitsGuard, parse
@@ -17,6 +16,7 @@ from isthmus_privacy.purpose import (
     BufferedPurpose,
     ComparisonPurpose,
     TrainingPurpose,
+    buffer_name,
 )
 from isthmus_privacy.secagg import SCORING_SLOTS, TRAINING_SLOTS, RoundConfig
 from isthmus_server.regimes.context import FederatedContext

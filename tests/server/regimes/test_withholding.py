@@ -15,7 +15,6 @@ from tests.server.regimes.secure_run import LAYOUT, NAMES, SecureRun
 from tests.server.waiting import wait_until
 
 from isthmus.errors import TaskError
-from isthmus.job.federated import buffer_name
 from isthmus.task import Participant
 from isthmus.task.code_digest import code_digest
 from isthmus.transport.blobs import describe
@@ -24,7 +23,7 @@ from isthmus_clients.device import agent as agent_module
 from isthmus_clients.device import secure_measurements, task_host
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.training.withholding import WITHHELD
-from isthmus_privacy.purpose import BufferedPurpose, ComparisonPurpose, TrainingPurpose
+from isthmus_privacy.purpose import BufferedPurpose, ComparisonPurpose, TrainingPurpose, buffer_name
 from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.regimes.context import FederatedContext
