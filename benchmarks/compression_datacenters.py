@@ -123,7 +123,8 @@ def measure(folder: Path, seed: int, rounds: int, changes: tuple[str, ...]) -> O
     arguments = [part for change in settings for part in ("--set", change)]
     submitted = isthmus("submit", "job.toml", "--state", "operator", *arguments, folder=folder)
     job = submitted.split()[0]
-    wait_for(lambda: state_of(folder, job) in ("finished", "failed", "cancelled"))
+    ended = ("finished", "failed", "cancelled")
+    wait_for(lambda: state_of(folder, job) in ended, pause=10)  # asking takes a core for a second
     report = json.loads(isthmus("report", f"fleet/runs/{job}", "--json", folder=folder))
     assert report["status"] == "finished", report["status"]
     return outcome_of(report)
@@ -166,12 +167,12 @@ def join(kind: str, name: str, port: int, folder: Path) -> None:
     wait_for(lambda: succeeds(kind, "join", address, token, "--state", name, folder=folder))
 
 
-def wait_for(holds: Callable[[], bool], seconds: float = 3600) -> None:
-    """Ask once a second until something holds."""
+def wait_for(holds: Callable[[], bool], seconds: float = 3600, pause: float = 1) -> None:
+    """Ask again and again until something holds."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
-        time.sleep(1)
+        time.sleep(pause)
 
 
 def isthmus(*arguments: str, folder: Path) -> str:

@@ -93,6 +93,15 @@ def main(settings: str) -> None:
         _exit()
 
 
+def share_processors(ranks: int) -> None:
+    """Use this machine's processors with other ranks, or as many threads as its owner has set.
+
+    Threads of several datacenters on one machine, or of other programs, would wait for each other.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:  # which PyTorch has read
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+
+
 class _Rank:
     """One member of the group during one incarnation."""
 
@@ -114,8 +123,7 @@ class _Rank:
 
     def join(self) -> None:
         """Start the heartbeat and join the process group."""
-        processors = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, processors // int(os.environ["LOCAL_WORLD_SIZE"])))
+        share_processors(int(os.environ["LOCAL_WORLD_SIZE"]))
         self.control.register_rank(self.incarnation, self.rank, os.getpid())
         self.control.send_heartbeat(self.incarnation, self.rank, 0)
         threading.Thread(target=self._beat, daemon=True).start()
