@@ -3,8 +3,8 @@
 An update is divided into blocks of `BLOCK` neighbouring elements. Of each block only the elements
 of largest magnitude are sent: their positions in the block, their signs, and whether they are among
 the larger or the smaller of them, which have one magnitude each. What is not sent, and what
-rounding took away, is for the datacenter to add to its next update (error feedback): that takes the
-place of momentum in the server's step (https://arxiv.org/abs/2508.15706).
+rounding took away, is for the datacenter to train on from and to send later (error feedback): that
+takes the place of momentum in the server's step (https://arxiv.org/abs/2508.15706).
 
 >>> codec = BlockTopK(size=5, trained=4, keep=2048)
 >>> update = torch.tensor([0.0, 4.0, -1.0, 0.5, 7.0])
@@ -16,30 +16,34 @@ place of momentum in the server's step (https://arxiv.org/abs/2508.15706).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
 from isthmus.errors import UpdateError
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_privacy.compression.packing import pack, unpack
+from isthmus_privacy.compression.positions import Positions
 
 BLOCK = 4096
 """Elements of a block; the last one may have fewer."""
-_INDEX_BITS = 12
 _CODE_BITS = 2
 _TILE = 64
 """Blocks that are compared at a time."""
+_LARGEST = torch.finfo(torch.bfloat16).max
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockTopK:
     """Encodes the updates of one model.
 
-    A message has the two magnitudes of each block, the smaller ones first (float32), the positions
-    of the elements that are sent (12 bits), their codes (2 bits), and the running statistics
-    (float32), which are sent whole. Its number of bytes follows from the model alone.
+    A message has for each `_TILE` blocks the two magnitudes of every block, the smaller one first
+    (bfloat16), the positions of the elements that are sent, and their codes (2 bits); after all
+    blocks the running statistics (float32), which are sent whole. Its number of bytes follows from
+    the model alone.
 
-    Shape legend: N elements of an update, T of them of parameters, B blocks, K elements sent.
+    Shape legend: N elements of an update, T of them of parameters, B blocks, K elements sent of
+    each.
     """
 
     size: int
@@ -57,7 +61,10 @@ class BlockTopK:
     @property
     def nbytes(self) -> int:
         """Bytes of a message."""
-        return self._statistics_at + 4 * (self.size - self.trained)
+        tiles, rest = divmod(self.trained, _TILE * BLOCK)
+        whole = _Blocks(_TILE, BLOCK, self.keep).nbytes
+        parts = sum(blocks.nbytes for _, blocks in self._parts(0, rest))
+        return tiles * whole + parts + 4 * (self.size - self.trained)
 
     def encode(self, update: torch.Tensor) -> bytearray:
         """A message about an update, which is replaced by what the message lacks of it.
@@ -68,26 +75,17 @@ class BlockTopK:
         Raises:
             UpdateError: it is not finite.
         """
-        scales, indices, codes = [], [], []
-        for start in range(0, self.trained, _TILE * BLOCK):
-            for blocks, keep in self._parts(update, start):
-                if not bool(torch.isfinite(blocks).all()):
-                    raise UpdateError("the update is not finite, so that it cannot be compressed")
-                at = _largest(blocks, keep)
-                values = blocks.gather(1, at)
-                two, code = _quantized(values)
-                blocks.scatter_(1, at, values - _values(two, code))
-                scales.append(two)
-                indices.append(at.reshape(-1))
-                codes.append(code.reshape(-1))
         payload = bytearray(self.nbytes)
-        payload[: self._indices_at] = _bytes(torch.cat(scales).T)
-        words = torch.cat(indices).to(torch.int16)
-        payload[self._indices_at : self._codes_at] = pack(words, _INDEX_BITS)
-        words = torch.cat(codes).to(torch.int8)
-        payload[self._codes_at : self._statistics_at] = pack(words, _CODE_BITS)
-        payload[self._statistics_at :] = _bytes(update[self.trained :])
-        update[self.trained :] = 0
+        at = 0
+        for start, blocks in self._parts(0, self.trained):
+            elements = update[start : start + blocks.elements]
+            if not bool(torch.isfinite(elements).all()):
+                raise UpdateError("the update is not finite, so that it cannot be compressed")
+            payload[at : at + blocks.nbytes] = blocks.encode(elements)
+            at += blocks.nbytes
+        statistics = update[self.trained :]
+        payload[at:] = statistics.contiguous().numpy().tobytes()
+        statistics.zero_()
         return payload
 
     def decode(self, payload: bytes | bytearray | memoryview) -> torch.Tensor:
@@ -97,29 +95,14 @@ class BlockTopK:
             UpdateError: the message is none of this codec; one sentence.
         """
         self.check_size(len(payload))
-        scales = _floats(payload[: self._indices_at]).view(2, -1)
-        if not bool(torch.isfinite(scales).all()):
-            raise UpdateError("a magnitude in its compressed update is not finite")
-        if not bool(((scales >= 0) & (scales <= scales[1])).all()):
-            raise UpdateError("the magnitudes in its compressed update are not in order")
-        statistics = _floats(payload[self._statistics_at :])
+        update, at = torch.zeros(self.size), 0
+        for start, blocks in self._parts(0, self.trained):
+            part = memoryview(payload)[at : at + blocks.nbytes]
+            blocks.decode(part, update[start : start + blocks.elements])
+            at += blocks.nbytes
+        statistics = _elements(memoryview(payload)[at:], torch.float32)
         if not bool(torch.isfinite(statistics).all()):
             raise UpdateError("a running statistic in its compressed update is not finite")
-        at = unpack(payload[self._indices_at : self._codes_at], self._kept, _INDEX_BITS)
-        codes = unpack(payload[self._codes_at : self._statistics_at], self._kept, _CODE_BITS)
-        update, sent, block = torch.zeros(self.size), 0, 0
-        for start in range(0, self.trained, _TILE * BLOCK):
-            for blocks, keep in self._parts(update, start):
-                count = len(blocks)
-                here = slice(sent, sent + count * keep)
-                positions = at[here].to(torch.int64).view(count, keep)
-                if not bool((positions.diff(dim=1) > 0).all()):
-                    raise UpdateError("positions in its compressed update are not increasing")
-                if not bool((positions < blocks.shape[1]).all()):
-                    raise UpdateError("a position in its compressed update is outside of its block")
-                two, code = scales[:, block : block + count].T, codes[here].view(count, keep)
-                blocks.scatter_(1, positions, _values(two, code))
-                sent, block = here.stop, block + count
         update[self.trained :] = statistics
         return update
 
@@ -135,39 +118,73 @@ class BlockTopK:
                 f"{self.nbytes}"
             )
 
-    # -- blocks ------------------------------------------------------------------------------------
+    def _parts(self, start: int, until: int) -> Iterator[tuple[int, _Blocks]]:
+        """The tiles of whole blocks, and a shorter last block, each with its first element."""
+        while until - start >= BLOCK:
+            count = min(_TILE, (until - start) // BLOCK)
+            yield start, _Blocks(count, BLOCK, self.keep)
+            start += count * BLOCK
+        if length := until - start:
+            yield start, _Blocks(1, length, -(-length * self.keep // BLOCK))
 
-    def _parts(self, vector: torch.Tensor, start: int) -> list[tuple[torch.Tensor, int]]:
-        """Views of a tile's whole blocks, and of a shorter last block; elements sent of each."""
-        tile = vector[start : min(start + _TILE * BLOCK, self.trained)]
-        whole = len(tile) // BLOCK * BLOCK
-        parts = []
-        if whole:
-            parts.append((tile[:whole].view(-1, BLOCK), self.keep))
-        if whole < len(tile):
-            parts.append((tile[whole:].view(1, -1), self._kept_of(len(tile) - whole)))
-        return parts
 
-    def _kept_of(self, elements: int) -> int:
-        return -(-elements * self.keep // BLOCK)
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """A part of the message: blocks (B, length) of which as many elements (B, K) are sent."""
 
-    @property
-    def _kept(self) -> int:
-        """K."""
-        whole, rest = divmod(self.trained, BLOCK)
-        return whole * self.keep + self._kept_of(rest)
+    count: int
+    """B."""
+    length: int
+    keep: int
+    """K."""
 
     @property
-    def _indices_at(self) -> int:
-        return 2 * 4 * -(-self.trained // BLOCK)
+    def elements(self) -> int:
+        return self.count * self.length
+
+    @property
+    def nbytes(self) -> int:
+        return self._codes_at + -(-self.count * self.keep * _CODE_BITS // 8)
+
+    def encode(self, elements: torch.Tensor) -> bytearray:
+        """Their part of the message; the elements are replaced by what it lacks of them."""
+        blocks = elements.view(self.count, self.length)
+        at = _largest(blocks, self.keep)
+        values = blocks.gather(1, at)
+        scales, codes = _quantized(values)
+        blocks.scatter_(1, at, values - _values(scales, codes))
+        payload = bytearray(scales.view(torch.uint8).numpy().tobytes())
+        payload += self._positions.encode(at)
+        payload += pack(codes.reshape(-1).to(torch.int8), _CODE_BITS)
+        return payload
+
+    def decode(self, payload: memoryview, out: torch.Tensor) -> None:
+        """Write the elements that were sent.
+
+        Raises:
+            UpdateError: the part is not one that `encode` returns.
+        """
+        scales = _elements(payload[: self._positions_at], torch.bfloat16).view(self.count, 2)
+        if not bool(torch.isfinite(scales).all()):
+            raise UpdateError("a magnitude in its compressed update is not finite")
+        if not bool(((scales >= 0) & (scales <= scales[:, 1:])).all()):
+            raise UpdateError("the magnitudes in its compressed update are not in order")
+        at = self._positions.decode(payload[self._positions_at : self._codes_at])
+        codes = unpack(payload[self._codes_at :], self.count * self.keep, _CODE_BITS)
+        values = _values(scales, codes.view(self.count, self.keep))
+        out.view(self.count, self.length).scatter_(1, at, values)
+
+    @property
+    def _positions(self) -> Positions:
+        return Positions(self.count, self.length, self.keep)
+
+    @property
+    def _positions_at(self) -> int:
+        return self.count * 2 * 2
 
     @property
     def _codes_at(self) -> int:
-        return self._indices_at + -(-self._kept * _INDEX_BITS // 8)
-
-    @property
-    def _statistics_at(self) -> int:
-        return self._codes_at + -(-self._kept * _CODE_BITS // 8)
+        return self._positions_at + self._positions.nbytes
 
 
 def _largest(blocks: torch.Tensor, keep: int) -> torch.Tensor:
@@ -184,7 +201,7 @@ def _largest(blocks: torch.Tensor, keep: int) -> torch.Tensor:
 
 
 def _quantized(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two magnitudes of each block (B, 2), the smaller first, and the values' codes (B, K).
+    """Two magnitudes of each block, bfloat16 (B, 2), the smaller first; the values' codes (B, K).
 
     A code has the sign in its first bit, 1 for negative ones, and in its second one whether the
     magnitude is the larger. The magnitudes are the means of those above the block's mean, and of
@@ -196,21 +213,18 @@ def _quantized(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     counts = large.sum(1), (~large).sum(1)
     low = (sums[1] / counts[1].clamp(min=1)).float()
     high = (sums[0] / counts[0].clamp(min=1)).float().maximum(low)
-    return torch.stack([low, high], 1), (values < 0).to(torch.int64) | (large.to(torch.int64) << 1)
+    scales = torch.stack([low, high], 1).clamp(max=_LARGEST).to(torch.bfloat16)
+    return scales, (values < 0).to(torch.int64) | (large.to(torch.int64) << 1)
 
 
 def _values(scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The values (B, K) of codes (B, K) with two magnitudes for each block (B, 2)."""
-    sizes = scales.gather(1, (codes.to(torch.int64) >> 1) & 1)
+    """The values, float32 (B, K), of codes (B, K) with two magnitudes for each block (B, 2)."""
+    sizes = scales.float().gather(1, (codes.to(torch.int64) >> 1) & 1)
     return torch.where((codes & 1).bool(), -sizes, sizes)
 
 
-def _bytes(values: torch.Tensor) -> bytes:
-    return values.contiguous().numpy().tobytes()
-
-
-def _floats(payload: bytes | bytearray | memoryview) -> torch.Tensor:
-    """The float32 elements of bytes, which may be read-only."""
+def _elements(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """The elements of bytes, which may be read-only."""
     if not payload:
-        return torch.empty(0)
-    return torch.frombuffer(bytearray(payload), dtype=torch.float32)
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(payload), dtype=dtype)

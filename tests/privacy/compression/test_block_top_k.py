@@ -69,10 +69,20 @@ def test_the_same_update_gives_the_same_bytes_with_any_number_of_threads():
     assert payloads[0] == payloads[1]
 
 
-def test_a_sixty_fourth_of_the_elements_takes_a_hundredth_of_the_bytes():
-    for blocks in (1, 2, 26, 6104):
-        codec = BlockTopK(size=blocks * BLOCK, trained=blocks * BLOCK, keep=64)
-        assert 4 * codec.size / codec.nbytes > 130
+@pytest.mark.parametrize(("keep", "times"), [(64, 195), (144, 101)])
+def test_a_message_is_many_times_smaller_than_a_model(keep, times):
+    for blocks in (1, 2, 26, 64, 65, 6104):
+        codec = BlockTopK(size=blocks * BLOCK, trained=blocks * BLOCK, keep=keep)
+        assert 4 * codec.size / codec.nbytes > times
+
+
+@pytest.mark.parametrize("scale", [3e38, 3.4e38])
+def test_magnitudes_near_the_largest_number_stay_finite(scale):
+    codec = BlockTopK(size=3, trained=3, keep=BLOCK)
+    update = scale * torch.tensor([1.0, -1.0, 0.5])
+    sent = codec.decode(codec.encode(update))
+    assert bool(torch.isfinite(sent).all())
+    assert bool(torch.isfinite(update).all())
 
 
 def test_what_is_left_is_sent_later():
@@ -102,10 +112,10 @@ def changed(at, data):
     return payload
 
 
-INDICES = 2 * 4 * 2
-"""Where positions begin: after two magnitudes of two blocks."""
-LAST = INDICES + 64 * 12 // 8
-"""Where those of the last block begin, which has 100 elements."""
+MARKS = 2 * 2 + 64 * 5 // 8
+"""Where the ones and zeros of positions begin, after two magnitudes and five bits of each."""
+SECOND = MARKS + 24 + 64 * 2 // 8
+"""Where the last block begins, which has 100 elements."""
 
 
 @pytest.mark.parametrize(
@@ -114,12 +124,12 @@ LAST = INDICES + 64 * 12 // 8
         (b"", "has 0 bytes where this exchange set takes"),
         (bytes(SMALL.nbytes - 1), "bytes where"),
         (bytes(SMALL.nbytes + 1), "bytes where"),
-        (changed(0, struct.pack("<f", float("nan"))), "a magnitude .* not finite"),
-        (changed(12, struct.pack("<f", float("inf"))), "a magnitude .* not finite"),
-        (changed(0, struct.pack("<f", -1.0)), "not in order"),
-        (changed(0, struct.pack("<f", 1e30)), "not in order"),
-        (changed(INDICES, bytes(3)), "not increasing"),
-        (changed(LAST, b"\x05\xf0\xff"), "outside of its block"),
+        (changed(0, b"\xc0\x7f"), "a magnitude .* not finite"),
+        (changed(SECOND + 2, b"\x80\x7f"), "a magnitude .* not finite"),
+        (changed(0, b"\x80\xbf"), "not in order"),
+        (changed(0, b"\x00\x7f"), "not in order"),
+        (changed(MARKS, bytes(24)), "has not 64 positions"),
+        (changed(MARKS, b"\xff" * 8 + bytes(16)), "not increasing"),
         (changed(SMALL.nbytes - 4, struct.pack("<f", float("nan"))), "a running statistic"),
     ],
 )
