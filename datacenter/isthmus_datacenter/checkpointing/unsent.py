@@ -39,6 +39,28 @@ class UnsentUpdates:
         self._layout = layout
         self._codec = codec
 
+    def apply(self, committed: tuple[int, int], model: Buffer) -> str:
+        """Bring what earlier updates left into a model that was received, before it is trained.
+
+        So this datacenter trains on from all that it has found itself, and only the others wait
+        for what it sends later: elements whose message is late would be trained again otherwise.
+
+        Args:
+            committed: as for `compress`, which is to be called with the changed model.
+            model: the encoded model, changed in place.
+
+        Returns:
+            The SHA-256 of what was left, in hexadecimal digits; "" if the model is unchanged.
+        """
+        if committed == NO_ROUND:
+            return ""
+        try:
+            left = self._load(self._file(committed))
+        except (OSError, ValueError):  # `compress` reports it
+            return ""
+        self._layout.decode(model).sub_(left)
+        return _digest(left).hex()
+
     def compress(
         self, about: tuple[int, int], committed: tuple[int, int], before: Buffer, after: Buffer
     ) -> tuple[bytearray, list[str]]:
@@ -48,7 +70,7 @@ class UnsentUpdates:
             about: round and attempt of the update.
             committed: those of the last committed round with a compressed update of this
                 datacenter; `NO_ROUND` for none.
-            before: the encoded model that the datacenter received.
+            before: the encoded model that the datacenter received, after `apply`.
             after: its new model.
 
         Returns:

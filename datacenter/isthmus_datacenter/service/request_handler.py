@@ -164,13 +164,20 @@ class RequestHandler:
                 "a compressed update needs a job with datacenter.compression, and the model that "
                 "it is about"
             )
+        about, committed = (
+            (train.round, train.attempt),
+            (train.summed_round, train.summed_attempt),
+        )
+        digest = train.model.sha256.hex()
+        if unsent is not None and model is not None:
+            digest += await asyncio.to_thread(unsent.apply, committed, model)
         command = Command(
             op="train_steps",
             run_id=run.run_id,
             from_step=train.from_step,
             until_step=train.until_step,
             model=None if model is None else str(self._files.model_path(request_id)),
-            model_digest="" if model is None else train.model.sha256.hex(),
+            model_digest="" if model is None else digest,
             round=train.round,
             position=train.position,
             evaluate=train.evaluate,
@@ -201,10 +208,6 @@ class RequestHandler:
             blob, payload = await self._files.map_result(request_id, run.layout)
             trained.result.CopyFrom(blob)
             return link_pb2.Reply(trained=trained), payload
-        about, committed = (
-            (train.round, train.attempt),
-            (train.summed_round, train.summed_attempt),
-        )
         after = self._files.result(request_id, run.layout)
         message, notes = await asyncio.to_thread(unsent.compress, about, committed, model, after)
         trained.events.extend(notes)

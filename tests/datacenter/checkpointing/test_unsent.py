@@ -93,6 +93,22 @@ def test_a_remainder_that_cannot_be_used_is_reported_and_left_out(how: str, send
     assert "\n" not in note
 
 
+def test_training_begins_with_what_was_left(sender: Sender) -> None:
+    sender.send((1, 1), NO_ROUND, update(1))
+    unsent, model = UnsentUpdates(sender.state, LAYOUT, CODEC), LAYOUT.encode(update(2))
+    assert unsent.apply(NO_ROUND, model) == ""
+    assert LAYOUT.decode(model).equal(update(2))
+    first = unsent.apply((1, 1), model)
+    assert LAYOUT.decode(model).equal(update(2) - sender.left((1, 1)))
+    sender.send((2, 1), (1, 1), update(3))
+    assert first != unsent.apply((2, 1), model)  # states that began with another are not resumed
+
+    (sender.state / "unsent-2-1").write_bytes(b"damaged")
+    model = LAYOUT.encode(update(2))
+    assert unsent.apply((2, 1), model) == ""
+    assert LAYOUT.decode(model).equal(update(2))
+
+
 def test_an_update_that_is_not_finite_leaves_what_was_there(sender: Sender) -> None:
     sender.send((1, 1), NO_ROUND, update(1))
     left = sender.left((1, 1))
