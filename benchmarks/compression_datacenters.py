@@ -26,9 +26,10 @@ from typing import Any
 from harness.processes import free_port
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "shakespeare"
+TASK = Path(__file__).with_name("compression_shakespeare.py")
 NAMES = ("east", "west")
-ROUNDS, STEPS, LAST, LATE = 60, 30, 3, 2
-COMPRESSED = ("datacenter.compression={keep=64}",)
+ROUNDS, STEPS, LAST, LATE = 120, 30, 3, 2
+COMPRESSED = ("datacenter.compression={keep=144}",)
 SPEAKERS = (
     "GLOUCESTER, DUKE VINCENTIO, KING RICHARD II, LEONTES, CORIOLANUS, ROMEO, PETRUCHIO, JULIET, "
     "MENENIUS, QUEEN MARGARET, WARWICK, KING RICHARD III, HENRY BOLINGBROKE, ISABELLA, "
@@ -40,7 +41,7 @@ JOB = f"""
 name = "shakespeare"
 
 [task]
-source = "shakespeare/task.py:Shakespeare"
+source = "shakespeare/compression_shakespeare.py:OwnOrder"
 data = "shakespeare/tinyshakespeare.txt"
 
 [task.settings]
@@ -103,6 +104,7 @@ def deployment(data: Path) -> Iterator[Path]:
             EXAMPLE, tasks / "shakespeare", ignore=shutil.ignore_patterns("runs", "__*")
         )
         shutil.copy(data / "tinyshakespeare.txt", tasks / "shakespeare")
+        shutil.copy(TASK, tasks / "shakespeare")
         with contextlib.ExitStack() as running:
             address = ("--address", f"127.0.0.1:{port}")
             running.enter_context(started("server", "start", "fleet", *address, folder=folder))

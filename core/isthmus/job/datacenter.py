@@ -17,7 +17,7 @@ class DatacenterCompression(Section):
     """Fewer bytes from each of several datacenters (SparseLoCo, Sarfi et al. 2025).
 
     Of its update a datacenter sends the elements of largest magnitude, in two bits each, with their
-    positions. What it did not send stays there and is added to its next update.
+    positions. What it did not send stays there: it trains on from it, and sends it later.
     """
 
     keep: Annotated[int, Field(ge=1, le=4096)] = 64

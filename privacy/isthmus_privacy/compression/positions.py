@@ -1,9 +1,9 @@
-"""Positions of the elements that are sent of each block, in a fixed number of bits (Elias 1974).
+"""Positions of the elements that are sent of each block, in a fixed number of bits.
 
 The low bits of each position are written as they are. The others never fall from one position to
 the next: for each of their values there are as many ones as positions with it, and then a zero.
 For 144 positions of 4,096 that takes 6.7 bits for each, where no code of all such sets takes fewer
-than 6.2 on average. The code is that of Elias and Fano (https://doi.org/10.1145/321812.321820).
+than 6.2 on average. The code is that of Elias and Fano.
 
 >>> positions = Positions(count=1, length=16, keep=3)
 >>> payload = positions.encode(torch.tensor([[2, 3, 15]]))
