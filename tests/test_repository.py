@@ -98,8 +98,9 @@ COMMANDS = [
     "isthmus server token create --expires --kind --name --uses STATE",
     "isthmus server verify STATE",
     (
-        "isthmus simulate --clients --cohort --json --log-format --metrics --quiet --resume"
-        " --run-dir --seeds --set --track --vary JOB"
+        "isthmus simulate --clients --cohort --dry-run --env-file --json --log-format --metrics"
+        " --nodes --option --or-resume --quiet --ranks --resume --run-dir --scheduler --seeds --set"
+        " --track --vary JOB"
     ),
     "isthmus statistics --address --output --run-dir --set JOB",
     "isthmus submit --project --set --share --state JOB",

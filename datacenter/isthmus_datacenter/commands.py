@@ -17,7 +17,9 @@ import click
 from isthmus.errors import UserError
 from isthmus.identity.membership import Membership
 from isthmus.identity.tls import split_address
-from isthmus_datacenter.launch import Launch, check_private, kubernetes, parse_options, slurm
+from isthmus_datacenter.launch import NodeShell, check_private, parse_options
+from isthmus_datacenter.launch.datacenter import DatacenterLaunch
+from isthmus_datacenter.launch.options import launch_options, start
 
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 _PATH = click.Path(exists=True, path_type=Path)
@@ -106,17 +108,7 @@ def join(url: str, token: str | None, token_file: str | None, state: Path) -> No
     show_default=True,
     help="Program that starts the ranks.",
 )
-@click.option(
-    "--env-file", type=_PATH, help="File of environment variables for service and ranks; mode 0600."
-)
-@click.option(
-    "--option",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Option of the scheduler; may be repeated.",
-)
-@click.option("--dry-run", is_flag=True, help="Print the script or manifest and start nothing.")
+@launch_options
 @click.option("--die-with-parent", is_flag=True, help="End when the starting process ends.")
 def launch(
     server: str | None,
@@ -137,7 +129,7 @@ def launch(
     if env_file is not None:
         check_private(env_file)
     server, name, member = _membership(server, name, state)
-    request = Launch(
+    request = DatacenterLaunch(
         server=server,
         name=name,
         ranks=ranks,
@@ -153,7 +145,7 @@ def launch(
         if nodes > 1 or options or env_file is not None:
             raise UserError("--nodes, --option and --env-file need --scheduler slurm or kubernetes")
         if dry_run:
-            click.echo(request.serve("127.0.0.1:0"))
+            click.echo(request.first(NodeShell("127.0.0.1:0", "")))
             return
         if die_with_parent:
             from isthmus.system import process
@@ -163,11 +155,7 @@ def launch(
         grace = 0.0 if die_with_parent else grace
         _serve(server, name, ranks, state, data, tasks, None, grace, member)
         return
-    renderer = slurm if scheduler == "slurm" else kubernetes
-    if dry_run:
-        click.echo(renderer.render(request), nl=False)
-    else:
-        click.echo(f"{scheduler}: {renderer.submit(request)}")
+    start(request, scheduler, dry_run)
 
 
 @datacenter.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,6 +12,8 @@ from isthmus.cli import show
 from isthmus.errors import CannotContinue, UserError
 from isthmus.job import Job
 from isthmus.system.process import die_with_parent
+from isthmus_datacenter.launch import check_private, parse_options
+from isthmus_datacenter.launch.options import launch_options, start
 from isthmus_server.commands import (
     fresh_directory,
     loaded_job,
@@ -26,6 +29,7 @@ from isthmus_server.comparison_commands import (
 )
 from isthmus_server.local.variations import combinations
 from isthmus_server.observability.options import LogFormat, observed
+from isthmus_simulation.cluster_launch import SimulationLaunch, check_here, path_of_pods
 from isthmus_simulation.rank_place import RankPlace
 
 
@@ -48,6 +52,9 @@ from isthmus_simulation.rank_place import RankPlace
     help="Directory of the run. Default: runs/simulate-NAME-TIME in the current folder.",
 )
 @click.option("--resume", is_flag=True, help="Resume the simulation in --run-dir.")
+@click.option(
+    "--or-resume", is_flag=True, help="If --run-dir has this simulation already, resume it."
+)
 @vary_option
 @click.option(
     "--seeds",
@@ -55,6 +62,20 @@ from isthmus_simulation.rank_place import RankPlace
     help="Runs of each variant, with seeds 1, 2, ... Default: one run, with the job's seed.",
 )
 @results_option
+@click.option(
+    "--scheduler",
+    type=click.Choice(["slurm", "kubernetes"]),
+    help="Start ranks on the machines of a cluster through this program.",
+)
+@click.option(
+    "--nodes",
+    type=click.IntRange(1, 1024),
+    help="Number of machines, with a scheduler. Default: 1.",
+)
+@click.option(
+    "--ranks", type=click.IntRange(1, 1024), help="Ranks on each machine, with a scheduler."
+)
+@launch_options
 @observed
 def simulate(
     job: Path | None,
@@ -63,9 +84,16 @@ def simulate(
     overrides: tuple[str, ...],
     run_dir: Path | None,
     resume: bool,
+    or_resume: bool,
     vary: tuple[str, ...],
     seeds: int | None,
     json_file: Path | None,
+    scheduler: str | None,
+    nodes: int | None,
+    ranks: int | None,
+    env_file: Path | None,
+    options: tuple[str, ...],
+    dry_run: bool,
     log_format: LogFormat,
     quiet: bool,
     metrics: str | None,
@@ -76,7 +104,8 @@ def simulate(
     The coordinator, the policy, the task and the arithmetic of secure sums and of differential
     privacy are those of a real run; only the network and the masks are left out. The job's table
     [simulation] has the devices' speed, bandwidth and dropout. Ctrl-C or SIGTERM ends it after the
-    running round. Under torchrun each rank trains a part of the devices.
+    running round. Under torchrun each rank trains a part of the devices. With --scheduler the
+    machines of a cluster run torchrun, and continue the run if --run-dir has it already.
 
     With --vary or --seeds there is a run for each combination of values and each seed, one after
     the other, a table of the results, and a page with their curves. The same command with its
@@ -84,7 +113,13 @@ def simulate(
     """
     is_sweep = bool(vary) or seeds is not None
     if is_sweep:
-        of_one_run = {"--resume": resume, "--metrics": metrics, "--track": track}
+        of_one_run = {
+            "--resume": resume,
+            "--or-resume": or_resume,
+            "--scheduler": scheduler,
+            "--metrics": metrics,
+            "--track": track,
+        }
         for name, is_given in of_one_run.items():
             if is_given:
                 raise UserError(f"{name} is for one run; remove it, or --vary and --seeds")
@@ -99,14 +134,38 @@ def simulate(
         for name, value in given.items():
             if value is not None:
                 raise UserError(f"{name} cannot be combined with --resume: a run keeps its job")
+        for name, is_given in {"--or-resume": or_resume, "--scheduler": scheduler}.items():
+            if is_given:
+                raise UserError(
+                    f"{name} cannot be combined with --resume: it continues the run in --run-dir "
+                    "when JOB and the options are the same"
+                )
         if not (run_dir / "job.json").exists() and not (run_dir / "run.head").exists():
             raise UserError(f"{run_dir} contains no run to resume")
     elif job is None:
         raise UserError("give a job file, or --resume --run-dir DIR")
+    if or_resume and run_dir is None:
+        raise UserError("--or-resume needs --run-dir, the directory of the run")
+    own_options = _own_options(clients, cohort, overrides, log_format, quiet, metrics, track)
     if clients is not None:
         overrides += (f"simulation.clients={clients}",)
     if cohort is not None:
         overrides += (f"federated.cohort={cohort}",)
+    of_nodes = {
+        "--nodes": nodes,
+        "--ranks": ranks,
+        "--env-file": env_file,
+        "--option": options,
+        "--dry-run": dry_run,
+    }
+    if scheduler is not None:
+        assert job is not None
+        request = _request(job, overrides, own_options, run_dir, scheduler, of_nodes)
+        start(request, scheduler, dry_run)
+        return
+    for name, given_value in of_nodes.items():
+        if given_value:
+            raise UserError(f"{name} needs --scheduler slurm or kubernetes")
     place = RankPlace.of()
     if place is not None:
         if is_sweep:
@@ -136,7 +195,8 @@ def simulate(
             simulation = Simulation.resumed(run_dir, crew)
         else:
             directory = run_dir or fresh_directory(loaded, "simulate-")
-            simulation = Simulation.new(loaded, job.resolve().parent, directory, crew)
+            create = Simulation.new_or_resumed if or_resume else Simulation.new
+            simulation = create(loaded, job.resolve().parent, directory, crew)
         again = f"isthmus simulate --resume --run-dir {simulation.directory}"
 
         async def simulated() -> int:
@@ -153,9 +213,69 @@ def simulate(
         except click.Abort:
             click.echo(f"stopped; continue with  {again}", err=True)
             raise
+        if not code and crew is not None:
+            crew.end()
     if code:
         raise click.exceptions.Exit(code)
     observers.console.print(f"report  isthmus report {simulation.directory}", soft_wrap=True)
+
+
+def _own_options(
+    clients: int | None,
+    cohort: int | None,
+    overrides: tuple[str, ...],
+    log_format: LogFormat,
+    quiet: bool,
+    metrics: str | None,
+    track: tuple[str, ...],
+) -> tuple[str, ...]:
+    """The options of a simulation as they were given, for the command that nodes run."""
+    return (
+        *(() if clients is None else ("--clients", str(clients))),
+        *(() if cohort is None else ("--cohort", str(cohort))),
+        *(word for each in overrides for word in ("--set", each)),
+        *(() if log_format == "text" else ("--log-format", log_format)),
+        *(("--quiet",) if quiet else ()),
+        *(() if metrics is None else ("--metrics", metrics)),
+        *(word for each in track for word in ("--track", each)),
+    )
+
+
+def _request(
+    job: Path,
+    overrides: tuple[str, ...],
+    own_options: tuple[str, ...],
+    run_dir: Path | None,
+    scheduler: str,
+    of_nodes: dict[str, Any],
+) -> SimulationLaunch:
+    """What a scheduler is asked for.
+
+    Raises:
+        UserError: an option is missing, or the job cannot be simulated by ranks.
+    """
+    if run_dir is None:
+        raise UserError("--scheduler needs --run-dir, on a file system that all machines share")
+    if of_nodes["--ranks"] is None:
+        raise UserError("--scheduler needs --ranks, the ranks on each machine")
+    if scheduler == "slurm":
+        check_here(loaded_job(job, overrides))
+        job, run_dir = job.resolve(), run_dir.resolve()
+    else:
+        job, run_dir = path_of_pods("JOB", job), path_of_pods("--run-dir", run_dir)
+    environment: Path | None = of_nodes["--env-file"]
+    if environment is not None:
+        check_private(environment)
+        environment = environment.resolve()
+    return SimulationLaunch(
+        name=run_dir.name,
+        ranks=of_nodes["--ranks"],
+        nodes=of_nodes["--nodes"] or 1,
+        state=run_dir,
+        environment=environment,
+        options=parse_options(of_nodes["--option"]),
+        arguments=(str(job), *own_options),
+    )
 
 
 def _sweep(

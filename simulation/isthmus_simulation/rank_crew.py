@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import select
 import selectors
 import socket
 import time
@@ -31,6 +32,8 @@ _HELLO_BYTES = 1 << 16
 _HELLO_SECONDS = 10.0
 """For the rest of a message whose first bytes have arrived."""
 _STOP_SECONDS = 5.0
+_END_SECONDS = 60.0
+"""For a rank to end that was told to."""
 
 
 def crew_or_train(
@@ -54,15 +57,25 @@ def crew_or_train(
         job, base = description.job, description.base
     else:
         job, base = loaded, file.resolve().parent
-    if job.exchange.has_personal:
-        raise JobError(
-            "the ranks of a simulation keep no personal parameters of devices "
-            "(exchange.personal, exchange.buffers = 'local'); start it without torchrun"
-        )
+    check_for_ranks(job)
     about = RankDescription.of(job, base)
     if place.rank:
         train_for(place, about, base)
     return RankCrew(place, fork_trainer(place, about, base))
+
+
+def check_for_ranks(job: Job) -> None:
+    """Refuse a job that ranks cannot simulate.
+
+    Raises:
+        JobError: it has personal parameters.
+    """
+    if job.exchange.has_personal:
+        raise JobError(
+            "the ranks of a simulation keep no personal parameters of devices "
+            "(exchange.personal, exchange.buffers = 'local'); start it on one machine, without "
+            "torchrun"
+        )
 
 
 class RankCrew:
@@ -146,6 +159,20 @@ class RankCrew:
             self.failure = CannotContinue(reason)
             self.on_failure()
         return TaskError(reason)
+
+    def end(self) -> None:
+        """Tell all ranks that the simulation has reached its end, and wait until they have ended.
+
+        Those that do not hear it end with `close`, as after a failure.
+        """
+        for channel in self._channels.values():
+            with contextlib.suppress(OSError):
+                channel.send(PieceRequest("end").encode())
+        until = time.monotonic() + _END_SECONDS
+        for channel in self._channels.values():
+            poll = select.poll()
+            poll.register(channel.fileno(), select.POLLRDHUP)
+            poll.poll(max(0.0, until - time.monotonic()) * 1000)
 
     def close(self) -> None:
         """End the processes of all ranks."""

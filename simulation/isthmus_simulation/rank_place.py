@@ -34,6 +34,8 @@ class RankPlace:
     """Number among the ranks of this machine."""
     is_one_machine: bool
     """Whether all ranks are on this machine."""
+    has_rank_0: bool
+    """Whether rank 0 is on this machine."""
     host: str
     """The machine of rank 0, which has the store of the group."""
     port: int
@@ -67,6 +69,7 @@ class RankPlace:
             ranks=ranks,
             local_rank=number("LOCAL_RANK", "0"),
             is_one_machine=number("LOCAL_WORLD_SIZE", "1") == ranks,
+            has_rank_0=number("GROUP_RANK", "0") == 0,
             host=environment["MASTER_ADDR"],
             port=number("MASTER_PORT"),
             has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

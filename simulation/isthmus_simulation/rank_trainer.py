@@ -61,32 +61,41 @@ def train_for(place: RankPlace, about: RankDescription, base: Path) -> NoReturn:
     channel, token = place.connect()
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides; see `_end_with`
         signal.signal(number, signal.SIG_IGN)
-    _end_with(channel)
+    _end_with(channel, place)
     try:
         hello = {"token": token, "rank": place.rank, "about": vars(about)}
         channel.send(json.dumps(hello).encode())
         _serve(channel, base, device)
     except (EOFError, OSError):
-        _end()
+        _give_up(place)
 
 
-def _end_with(channel: Channel) -> None:
+def _end_with(channel: Channel, place: RankPlace) -> None:
     """Have this process end with the coordinator, whatever it does then."""
 
     def wait() -> None:
         poll = select.poll()
         poll.register(channel.fileno(), select.POLLRDHUP)
         poll.poll()
-        _end()
+        _give_up(place)
 
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _end() -> NoReturn:
+def _give_up(place: RankPlace) -> NoReturn:
+    """End because the coordinator has, before the simulation.
+
+    On another machine the exit status tells whatever has started the ranks that they are needed
+    again. On that of rank 0 its own does, and a failure of another rank might be reported instead.
+    """
+    _end(0 if place.has_rank_0 else 1)
+
+
+def _end(status: int = 0) -> NoReturn:
     """End without a word: the coordinator says what has happened."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _serve(channel: Channel, base: Path, device: str) -> NoReturn:
@@ -99,6 +108,8 @@ def _serve(channel: Channel, base: Path, device: str) -> NoReturn:
             received = bytearray(request.received)
             channel.receive_into(received)
             continue
+        if request.kind == "end":
+            _end()
         if request.kind == "open":
             try:
                 run = _opened(request, base, device)

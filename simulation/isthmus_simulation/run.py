@@ -26,6 +26,8 @@ from isthmus_server.privacy.run_budgets import check_budgets
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.run_description import (
+    FILE,
+    RunDescription,
     is_simulated,
     mark_simulated,
     resume_command,
@@ -73,6 +75,25 @@ class Simulation:
         check_budgets(job)
         mark_simulated(directory)
         return cls(Store.create(directory, job, base), crew)
+
+    @classmethod
+    def new_or_resumed(
+        cls, job: Job, base: Path, directory: Path, crew: RankCrew | None = None
+    ) -> Simulation:
+        """Create a run, or open the one that is in the directory.
+
+        Raises:
+            JobError: the job cannot be simulated, or no noise meets a privacy budget of it.
+            UserError: the run in the directory is of another job, or was not simulated.
+        """
+        if not (directory / FILE).exists():
+            return cls.new(job, base, directory, crew)
+        if RunDescription.read(directory).job.model_dump_json() != job.model_dump_json():
+            raise UserError(
+                f"{directory} has a run of another job, or with other options; choose another "
+                "--run-dir"
+            )
+        return cls.resumed(directory, crew)
 
     @classmethod
     def resumed(cls, directory: Path, crew: RankCrew | None = None) -> Simulation:

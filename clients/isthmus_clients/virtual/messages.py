@@ -14,9 +14,10 @@ from typing import Literal
 
 from isthmus.task import Participant
 
-Kind = Literal["open", "model", "train", "measure", "forget"]
-"""Of a request: `open` a run, receive a `model`, `train` a piece, `measure` both ways, or
-`forget` the schedules of the learning rate. Only a `model` has no answer."""
+Kind = Literal["open", "model", "train", "measure", "forget", "end"]
+"""Of a request: `open` a run, receive a `model`, `train` a piece, `measure` both ways, `forget`
+the schedules of the learning rate, or `end`, for ranks, once the simulation has reached its end.
+Only `model` and `end` have no answer."""
 
 
 @dataclasses.dataclass(frozen=True)

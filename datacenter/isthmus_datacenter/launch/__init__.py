@@ -1,62 +1,83 @@
-"""Start a datacenter through a scheduler: the request, and one renderer for each scheduler.
+"""Start a group of nodes through a scheduler: the request, and one renderer for each scheduler.
 
-A renderer is a pure function from `Launch` to the text that the scheduler accepts. Every node runs
-an agent that connects to the control store; the first node also runs the service.
+A renderer is a pure function from `Launch` to the text that the scheduler accepts. What the nodes
+run is the request's own: a datacenter's is in `isthmus_datacenter.launch.datacenter`.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-import shlex
 import stat
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 from isthmus.errors import UserError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Launch:
-    """The service and ranks to start."""
+@dataclasses.dataclass(frozen=True)
+class NodeShell:
+    """The shell in which a scheduler starts the commands of a node."""
 
-    server: str
-    """host:port"""
+    control: str
+    """The first node's address, host:port, at which the others meet it: a shell word."""
+    number: str
+    """Environment variable that each node's command gets, with the number of its node."""
+    isthmus: tuple[str, ...] = (sys.executable, "-m", "isthmus.cli")
+    """By default this installation as an absolute path: a job starts in another environment."""
+    torchrun: tuple[str, ...] = (sys.executable, "-m", "torch.distributed.run")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch(abc.ABC):
+    """The nodes to start, and what they run."""
+
     name: str
     ranks: int
     """Ranks on each node."""
     nodes: int
     state: Path
-    """State directory, on a file system that all nodes share."""
-    data: Path | None = None
-    tasks: Path | None = None
+    """Directory on a file system that all nodes share."""
     environment: Path | None = None
-    """File of environment variables for service and ranks; they are written nowhere else."""
+    """File of environment variables for all processes; they are written nowhere else."""
     options: tuple[tuple[str, str], ...] = ()
     """Options of the scheduler: names and values."""
     grace_seconds: float = 60.0
     """Time for a running round to end after the scheduler announced the end of the allocation."""
+    title: ClassVar[str]
+    """What the names of jobs and pods begin with."""
+    named_by: ClassVar[str]
+    """The option that `name` is from."""
 
-    def serve(self, control: str, program: tuple[str, ...] = ()) -> str:
-        """The service's command line; `control` is a shell word."""
-        words = [
-            *(program or isthmus_program()),
-            *("datacenter", "serve", "--server", self.server, "--name", self.name),
-            *("--ranks", str(self.ranks), "--nodes", str(self.nodes)),
-            *("--state", str(self.state), "--grace", f"{self.grace_seconds:g}"),
-            *(() if self.data is None else ("--data", str(self.data))),
-            *(() if self.tasks is None else ("--tasks", str(self.tasks))),
-        ]
-        return f"{shlex.join(words)} --control {control}"
+    @property
+    def claimed(self) -> Path:
+        """Directory in which a pod mounts the claim, unless an option names one."""
+        return self.state
 
-    def agent(self, control: str, program: tuple[str, ...] = ()) -> str:
-        """The command line of a node's agent."""
-        words = [*(program or isthmus_program()), "datacenter", "agent"]
-        return f"{shlex.join(words)} --control {control}"
+    @abc.abstractmethod
+    def each(self, shell: NodeShell) -> str:
+        """The command line of every node."""
+
+    def first(self, shell: NodeShell) -> str | None:
+        """That of what the first node runs besides, with which the group ends."""
+        return None
 
 
-def isthmus_program() -> tuple[str, ...]:
-    """This installation's command, as an absolute path: a job starts in another environment."""
-    return (sys.executable, "-m", "isthmus.cli")
+def waiting(process: str, signals: str, sent: str) -> list[str]:
+    """Lines of a script: wait for the process in a variable, and send it `sent` on `signals`.
+
+    Its exit status is in `$status` then.
+    """
+    return [
+        f'trap "kill -{sent} ${process} 2>/dev/null || true" {signals}',
+        "status=0",
+        f'wait "${process}" || status=$?',
+        "# A signal also ends `wait`, but not yet the process.",
+        f'while kill -0 "${process}" 2>/dev/null; do',
+        f'  status=0; wait "${process}" || status=$?',
+        "done",
+    ]
 
 
 def check_private(path: Path) -> None:

@@ -9,27 +9,23 @@ import json
 import math
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 from isthmus.errors import UserError
-from isthmus_datacenter.launch import Launch
+from isthmus_datacenter.launch import Launch, NodeShell, waiting
 
 _PORT = 29400
-"""Port of the control store, in the pod of the service."""
+"""Port of the control store, in the first pod."""
 _SHUTDOWN_SECONDS = 30
-"""Time after the grace period for the service to close its link and the ranks to end."""
-_OPTIONS = {"image", "namespace", "claim", "secret", "gpus", "cpus", "memory"}
+"""Time after the grace period for links to be closed and the ranks to end."""
+_OPTIONS = {"image", "namespace", "claim", "secret", "gpus", "cpus", "memory", "mount"}
+_NAME_LENGTH = 48
+"""What users are told: Kubernetes adds the numbers of pods to a name."""
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?")
 
-# The first pod runs the service as well as an agent, and ends with the service.
-_SCRIPT = """set -eu
-{agent} & agent=$!
-if [ "$JOB_COMPLETION_INDEX" != 0 ]; then main=$agent; else {serve} & main=$!; fi
-trap 'kill -TERM "$main" 2>/dev/null || true' TERM
-status=0; wait "$main" || status=$?
-while kill -0 "$main" 2>/dev/null; do status=0; wait "$main" || status=$?; done
-exit "$status"
-"""
+_NODE = "JOB_COMPLETION_INDEX"
+"""Environment variable of a pod of an indexed job, with its number."""
 
 
 def render(launch: Launch) -> str:
@@ -49,11 +45,17 @@ def render(launch: Launch) -> str:
             raise UserError(f"kubernetes needs --option {required}=NAME")
     if launch.environment is not None:
         raise UserError("on kubernetes, put the environment into a Secret: --option secret=NAME")
-    name = f"isthmus-{launch.name}"
+    mount = Path(options.get("mount", launch.claimed))
+    if not launch.state.is_relative_to(mount):
+        raise UserError(
+            f"--option mount={mount} is where the pods have the claim, and {launch.state} is not "
+            "in it"
+        )
+    name = f"{launch.title}{launch.name}"
     if not _NAME.fullmatch(name):
         raise UserError(
-            f"--name {launch.name!r} cannot name a pod; use up to 40 of a-z, 0-9 and -, and end "
-            "with a letter or digit"
+            f"{launch.named_by} {launch.name!r} cannot name a pod; use up to "
+            f"{_NAME_LENGTH - len(launch.title)} of a-z, 0-9 and -, and end with a letter or digit"
         )
     metadata: dict[str, Any] = {"name": name, "labels": {"app": name}}
     if "namespace" in options:
@@ -80,19 +82,25 @@ def render(launch: Launch) -> str:
             "backoffLimit": 100,
             "template": {
                 "metadata": {"labels": {"app": name}},
-                "spec": _pod(launch, name, options),
+                "spec": _pod(launch, name, options, mount),
             },
         },
     }
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": [service, job]}, indent=2)
 
 
-def _pod(launch: Launch, name: str, options: dict[str, str]) -> dict[str, Any]:
+def _script(launch: Launch, shell: NodeShell) -> str:
+    """What each pod runs."""
+    first = launch.first(shell)
+    lines = ["set -eu", f"{launch.each(shell)} & main=$!"]
+    if first is not None:
+        lines += [f'if [ "${_NODE}" = 0 ]; then {first} & main=$!; fi']
+    return "\n".join([*lines, *waiting("main", "TERM", "TERM"), 'exit "$status"', ""])
+
+
+def _pod(launch: Launch, name: str, options: dict[str, str], mount: Path) -> dict[str, Any]:
     control = f"{name}-0.{name}:{_PORT}"
-    program = ("isthmus",)
-    script = _SCRIPT.format(
-        agent=launch.agent(control, program), serve=launch.serve(control, program)
-    )
+    script = _script(launch, NodeShell(control, _NODE, ("isthmus",), ("torchrun",)))
     limits = {"nvidia.com/gpu": options.get("gpus", str(launch.ranks))}
     limits |= {"cpu": options["cpus"]} if "cpus" in options else {}
     limits |= {"memory": options["memory"]} if "memory" in options else {}
@@ -104,7 +112,7 @@ def _pod(launch: Launch, name: str, options: dict[str, str]) -> dict[str, Any]:
         "command": ["/bin/bash", "-c", script],
         "resources": {"limits": limits},
         "volumeMounts": [
-            {"name": "state", "mountPath": str(launch.state)},
+            {"name": "state", "mountPath": str(mount)},
             {"name": "memory", "mountPath": "/dev/shm"},  # noqa: S108 - NCCL's shared memory
         ],
     }

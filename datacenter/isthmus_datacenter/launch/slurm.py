@@ -1,4 +1,4 @@
-"""Render a Slurm job: the service in the batch step, the agents in a step with one per node."""
+"""Render a Slurm job: a step with a command per node; what only the first runs is in the batch."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import subprocess
 from pathlib import Path
 
 from isthmus.errors import UserError
-from isthmus_datacenter.launch import Launch
+from isthmus_datacenter.launch import Launch, NodeShell, waiting
 
 _SHUTDOWN_SECONDS = 30
-"""Time after the grace period for the service to close its link and the ranks to end."""
+"""Time after the grace period for links to be closed and the ranks to end."""
 
 
 def render(launch: Launch) -> str:
     """Render the batch script.
 
-    The batch shell receives the signal that announces the end of the allocation and forwards it to
-    the service; a requeued job resumes from the state directory.
+    The batch shell receives the signal that announces the end of the allocation and forwards it; a
+    requeued job resumes from the state directory.
     """
     warning = math.ceil(launch.grace_seconds) + _SHUTDOWN_SECONDS
     options = {
-        "job-name": f"isthmus-{launch.name}",
+        "job-name": f"{launch.title}{launch.name}",
         "nodes": str(launch.nodes),
         "ntasks-per-node": "1",
         "signal": f"B:USR1@{warning}",
@@ -30,12 +30,21 @@ def render(launch: Launch) -> str:
         "requeue": "",
         **dict(launch.options),
     }
-    head = [f"#SBATCH --{key}" + (f"={value}" if value else "") for key, value in options.items()]
+    # Slurm reads quotes in these lines as a shell does.
+    head = [
+        f"#SBATCH --{key}" + (f"={shlex.quote(value)}" if value else "")
+        for key, value in options.items()
+    ]
     environment = []
     if launch.environment is not None:
         environment = ["set -a", f". {shlex.quote(str(launch.environment))}", "set +a"]
-    control = '"$control"'
+    shell = NodeShell('"$control"', "SLURM_NODEID")
+    first = launch.first(shell)
     srun = f"srun --nodes={launch.nodes} --ntasks={launch.nodes} --ntasks-per-node=1"
+    main, start_first, end_others = "nodes", list[str](), list[str]()
+    if first is not None:
+        main, start_first = "first", [f"{first} &", "first=$!"]
+        end_others = ['kill "$nodes" 2>/dev/null || true', 'wait "$nodes" || true']
     return "\n".join(
         [
             "#!/bin/bash",
@@ -45,17 +54,11 @@ def render(launch: Launch) -> str:
             *environment,
             "# One port per job, so that two jobs on one node do not conflict.",
             'control="$(hostname):$((20000 + SLURM_JOB_ID % 20000))"',
-            f"{srun} {launch.agent(control)} &",
-            "agents=$!",
-            f"{launch.serve(control)} &",
-            "service=$!",
-            "trap 'kill -USR1 \"$service\" 2>/dev/null || true' USR1 TERM",
-            "status=0",
-            'wait "$service" || status=$?',
-            "# A signal also ends `wait`, but not yet the service.",
-            'while kill -0 "$service" 2>/dev/null; do status=0; wait "$service" || status=$?; done',
-            'kill "$agents" 2>/dev/null || true',
-            'wait "$agents" || true',
+            f"{srun} {launch.each(shell)} &",
+            "nodes=$!",
+            *start_first,
+            *waiting(main, "USR1 TERM", "USR1"),
+            *end_others,
             'exit "$status"',
             "",
         ]

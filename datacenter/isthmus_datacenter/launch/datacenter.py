@@ -1,0 +1,38 @@
+"""What the nodes of a datacenter run: each an agent, and the first also the service."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import ClassVar
+
+from isthmus_datacenter.launch import Launch, NodeShell
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatacenterLaunch(Launch):
+    """The service and ranks to start; `state` is the state directory."""
+
+    server: str
+    """host:port"""
+    data: Path | None = None
+    tasks: Path | None = None
+    title: ClassVar[str] = "isthmus-"
+    named_by: ClassVar[str] = "--name"
+
+    def each(self, shell: NodeShell) -> str:
+        """See `Launch`: the agent, which connects to the service."""
+        return f"{shlex.join([*shell.isthmus, 'datacenter', 'agent'])} --control {shell.control}"
+
+    def first(self, shell: NodeShell) -> str:
+        """See `Launch`: the service."""
+        words = [
+            *shell.isthmus,
+            *("datacenter", "serve", "--server", self.server, "--name", self.name),
+            *("--ranks", str(self.ranks), "--nodes", str(self.nodes)),
+            *("--state", str(self.state), "--grace", f"{self.grace_seconds:g}"),
+            *(() if self.data is None else ("--data", str(self.data))),
+            *(() if self.tasks is None else ("--tasks", str(self.tasks))),
+        ]
+        return f"{shlex.join(words)} --control {shell.control}"

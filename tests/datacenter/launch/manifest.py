@@ -1,0 +1,77 @@
+"""The part of Kubernetes' schema that manifests of launches use."""
+
+# ruff: noqa: N815 - the schema has the names of Kubernetes
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Strict(BaseModel):
+    """The part of Kubernetes' schema that the manifest uses; any other key is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Metadata(Strict):
+    name: str
+    namespace: str | None = None
+    labels: dict[str, str]
+
+
+class ServiceSpec(Strict):
+    clusterIP: Literal["None"]
+    publishNotReadyAddresses: Literal[True]
+    selector: dict[str, str]
+
+
+class Service(Strict):
+    apiVersion: Literal["v1"]
+    kind: Literal["Service"]
+    metadata: Metadata
+    spec: ServiceSpec
+
+
+class Container(Strict):
+    name: str
+    image: str
+    command: list[str]
+    resources: dict[Literal["limits", "requests"], dict[str, str]]
+    volumeMounts: list[dict[Literal["name", "mountPath"], str]]
+    envFrom: list[dict[Literal["secretRef"], dict[Literal["name"], str]]] | None = None
+
+
+class PodSpec(Strict):
+    subdomain: str
+    restartPolicy: Literal["OnFailure", "Never"]
+    terminationGracePeriodSeconds: int
+    containers: list[Container]
+    volumes: list[dict[str, Any]]
+
+
+class PodTemplate(Strict):
+    metadata: dict[Literal["labels"], dict[str, str]]
+    spec: PodSpec
+
+
+class JobSpec(Strict):
+    completionMode: Literal["Indexed"]
+    completions: int
+    parallelism: int
+    backoffLimit: int
+    template: PodTemplate
+
+
+class Job(Strict):
+    apiVersion: Literal["batch/v1"]
+    kind: Literal["Job"]
+    metadata: Metadata
+    spec: JobSpec
+
+
+class Manifest(Strict):
+    apiVersion: Literal["v1"]
+    kind: Literal["List"]
+    items: tuple[Service, Job]
