@@ -38,7 +38,7 @@ class SimulationLaunch(Launch):
             *(*shell.isthmus, "simulate", *self.arguments),
             *("--run-dir", str(self.state), "--or-resume"),
         ]
-        lines = [
+        script = [
             "# Slurm may send USR1 to all processes of a node, and torchrun would end by it.",
             f'(trap "" USR1; exec {shlex.join(torchrun)} --node-rank "${shell.number}"'
             ' --master-addr "${1%:*}" --master-port "${1##*:}"'
@@ -47,7 +47,8 @@ class SimulationLaunch(Launch):
             *waiting("group", "USR1 TERM", "TERM"),
             'exit "$status"',
         ]
-        return f"bash -c {shlex.quote(chr(10).join(lines))} isthmus {shell.control}"
+        quoted = shlex.quote("\n".join(script))
+        return f"bash -c {quoted} isthmus {shell.control}"
 
 
 def check_here(job: Job) -> None:

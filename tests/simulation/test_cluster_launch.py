@@ -93,11 +93,15 @@ def invoke(*words):
     return result.output
 
 
-def launched(folder, *more, scheduler="slurm"):
+def submitted(folder, *more, scheduler="slurm"):
     return invoke(
         *(folder / "job.toml", "--run-dir", folder / "runs/table", "--ranks", 1, "--nodes", 2),
-        *("--scheduler", scheduler, "--cohort", 5, "--dry-run", *more),
+        *("--scheduler", scheduler, "--cohort", 5, *more),
     )
+
+
+def launched(folder, *more, **scheduler):
+    return submitted(folder, "--dry-run", *more, **scheduler)
 
 
 def free_port():
@@ -151,9 +155,16 @@ def report_of(directory):
         store.close()
 
 
-def test_the_same_script_begins_and_continues_a_simulation(folder, run_script):
+def test_the_same_script_begins_and_continues_a_simulation(
+    folder, run_script, tmp_path, monkeypatch
+):
     """Announced in round 2, continued to the end, with the bits of one process without ranks."""
-    script = launched(folder)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "sbatch").write_text('#!/bin/sh\ncp "$2" "$(dirname "$0")/queued"; echo 17\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    assert submitted(folder) == "slurm: 17\n"
+    script = (tmp_path / "queued").read_text()
+    assert script == launched(folder)
     status, output, statuses = run_script(script, "first")
     assert "stopped; continue with" in output, output
     assert status != 0
