@@ -189,9 +189,12 @@ def more_rounds_than_the_noise_of_the_job_was_made_for():
     private_run().check_privacy(config, 100.0)
 
 
-def measure(*, noise=NOISE, rho=0.5, norm=1.0):
-    """A measurement in a job whose devices may be asked for one, with most of the budget."""
-    privacy = {"measurements": 1, "measurement_share": 0.9}
+ENOUGH = dataclasses.replace(NOISE, multiplier=2.0)
+
+
+def measure(*, noise=ENOUGH, rho=0.5, norm=1.0):
+    """A measurement in a job whose devices may be asked for one."""
+    privacy = {"measurements": 1, "measurement_share": 0.4}
     private_run(**privacy).check_measuring_noise(
         make_config(size=4, slots=(), noise=noise, weight_max=1), norm, rho
     )

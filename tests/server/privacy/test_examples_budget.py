@@ -6,7 +6,7 @@ from tests.privacy.dp.charges import charge
 from isthmus.errors import JobError, UserError
 from isthmus.job import read_job
 from isthmus_privacy.dp.accounting import Composition, SampledGaussian
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged
+from isthmus_privacy.dp.ledger import HEAD_FILE, LEDGER_FILE, Ledger, LedgerDamaged
 from isthmus_server.delivery.model_card import model_card
 from isthmus_server.local.session import LocalRun
 from isthmus_server.privacy.populations import Populations
@@ -127,13 +127,16 @@ async def test_a_crash_never_loses_a_charge(run_with_datacenter, deployment):
 
 
 async def test_charges_after_the_last_commit_cannot_be_cut(run_with_datacenter, deployment):
-    """The run's state knows the ledger's end at the last commit; its log, who was asked since."""
+    """Its last line is in a file, and without that the run's log knows who was asked."""
     _, coordinator, _ = await run_with_datacenter(*PRIVATE, "rounds=2")
     again = await deployment.run_until_killed(coordinator, RoundPlanned, 2)
     path = again.directory / LEDGER_FILE
     lines = path.read_bytes().splitlines(keepends=True)
     (cut,) = [number for number, line in enumerate(lines) if b'"round":2' in line]
     path.write_bytes(b"".join(lines[:cut]))
+    with pytest.raises(LedgerDamaged, match="the last ones were removed"):
+        Coordinator(again, deployment.link)
+    (again.directory / HEAD_FILE).unlink()
     with pytest.raises(LedgerDamaged, match="no charge for round 2 attempt 1, whose datacenter"):
         Coordinator(again, deployment.link)
 

@@ -14,7 +14,7 @@ from tests.server.rounds.results import LAYOUT
 
 from isthmus.errors import UserError
 from isthmus_privacy.dp.accounting import Composition, ZeroConcentrated
-from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged, LedgerHead
+from isthmus_privacy.dp.ledger import HEAD_FILE, LEDGER_FILE, Ledger, LedgerDamaged, LedgerHead
 from isthmus_server.privacy.budget import PrivacyBudget
 from isthmus_server.privacy.populations import Populations
 from isthmus_server.privacy.run_ledgers import RunLedgers
@@ -170,6 +170,9 @@ async def test_charges_after_the_last_commit_cannot_be_cut_either(deployment):
     path = store.directory / LEDGER_FILE
     assert len(charges(store)) == 1
     path.write_bytes(b"")
+    with pytest.raises(LedgerDamaged, match="the last ones were removed"):
+        Coordinator(again, deployment.link)
+    (again.directory / HEAD_FILE).unlink()
     with pytest.raises(LedgerDamaged, match="no charge for round 1 attempt 1, whose devices"):
         Coordinator(again, deployment.link)
 
