@@ -72,6 +72,19 @@ class EvaluationSection(Section):
         settings = federated.model_copy(update={"quorum": self.quorum, "over_selection": 1.0})
         return settings.for_cohort(self.devices)
 
+    def check(self, federated: FederatedSection, simulated: int) -> None:
+        """Refuse an evaluation that the devices of a job, or the `simulated` ones, are too few for.
+
+        Raises:
+            JobError: with what to change.
+        """
+        needed, devices = self.on_devices(federated).needed, max(federated.clients, simulated)
+        if federated.clients and needed > devices:
+            raise JobError(
+                f"{self.devices} devices are to evaluate, at least {needed} of them "
+                f"(evaluation.quorum), and there are {devices}; lower it"
+            )
+
 
 LARGEST_FILE = 1 << 20
 """Bytes of a file of statistics, which is part of the job that all participants receive."""

@@ -249,7 +249,7 @@ class Job(Section):
                 f"federated.flower.app={flower.app!r} is not a task; remove one of them"
             )
         try:
-            self.evaluation.on_devices(self.federated)
+            self.evaluation.check(self.federated, self.simulation.clients or 0)
         except JobError as error:
             raise ValueError(f"evaluation.devices: {error}") from None
         return self

@@ -382,3 +382,11 @@ def test_an_invalid_job_is_reported_in_one_bounded_sentence(text):
     ) as caught:
         read_job(text)
     assert len(str(caught.value)) < 300
+
+
+def test_an_evaluation_on_more_devices_than_there_are_is_refused():
+    keys = ["federated.clients=40", "federated.cohort=10", "evaluation.devices=60"]
+    with pytest.raises(JobError, match=r"at least 45 of them .* and there are 40; lower it"):
+        parse_job(SMALLEST, keys)
+    assert parse_job(SMALLEST, [*keys, "simulation.clients=45"]).evaluation.devices == 60
+    assert parse_job(SMALLEST, [*keys, "federated.clients=0"]).evaluation.devices == 60

@@ -167,9 +167,8 @@ async def test_charges_after_the_last_commit_cannot_be_cut_either(deployment):
     deployment.faults["b"][1, 1] = "the battery is empty"
     store = deployment.create_run("run", *DISTRIBUTED, "privacy.noise=3", "rounds=2")
     again = await deployment.run_until_killed(Coordinator(store, deployment.link), RoundPlanned, 1)
-    path = store.directory / LEDGER_FILE
     assert len(charges(store)) == 1
-    path.write_bytes(b"")
+    (store.directory / LEDGER_FILE).write_bytes(b"")
     with pytest.raises(LedgerDamaged, match="the last ones were removed"):
         Coordinator(again, deployment.link)
     (again.directory / HEAD_FILE).unlink()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from isthmus.errors import JobError
 from isthmus.job import parse_job, with_changes
 from isthmus_privacy.dp.calibration import NoisePlan, SampledNoisePlan
-from isthmus_server.views.privacy.search import DevicesTarget, find_for_examples
+from isthmus_server.views.privacy.search import DevicesTarget, find_for_examples, found_in
 from isthmus_server.views.privacy.update_noise import noise_to_signal
 
 SIZE = 1000
@@ -153,6 +153,13 @@ def test_what_has_no_answer_is_said_in_one_sentence(mechanism, changes, options,
         DevicesTarget(**options).find(sought, job_of(mechanism, *changes), SIZE)
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_nothing_is_found_for_the_examples_of_devices(tmp_path):
+    text = 'name = "table"\nrounds = 20\n[task]\nsource = "task.py:Learn"'
+    changes = ("federated.privacy.epsilon=8", "federated.privacy.delta=1e-3")
+    with pytest.raises(JobError, match=r"for .federated.privacy., whose devices find their own"):
+        found_in(parse_job(text, changes), tmp_path, "epsilon", 2.0, None, None)
 
 
 EXAMPLES = (

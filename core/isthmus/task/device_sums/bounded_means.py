@@ -90,15 +90,15 @@ class BoundedMeans(EvaluationVector):
         """The metrics of the mean of the devices' numbers, float (size), with the noise of each.
 
         Args:
-            mean: with noise; a metric is within its bounds all the same.
+            mean: with noise, by which a metric may be outside of its bounds: cutting it off would
+                bias it, and make the best of several models equal.
             deviation: standard deviation of the noise of an element of the mean.
         """
         figures: dict[str, float] = {}
         for (name, metric), value in zip(self.metrics.items(), mean.tolist(), strict=True):
             assert isinstance(metric, Mean)
             half = (metric.high - metric.low) / 2
-            within = min(max(value, -1.0), 1.0)
-            figures[DEVICES + name] = metric.low + half * (within + 1)
+            figures[DEVICES + name] = metric.low + half * (value + 1)
             figures[DEVICES + name + NOISE] = half * deviation
         return figures
 

@@ -87,7 +87,12 @@ def found_in(
             "multiplier, use --set privacy.noise=Z"
         )
     if job.privacy is None and job.datacenter.privacy is None:
-        return None
+        if job.federated.privacy is None:
+            return None
+        raise JobError(
+            "--find is about [privacy] and [datacenter.privacy]; for [federated.privacy], whose "
+            "devices find their own noise, set epsilon, noise or participations"
+        )
     if unit is None:
         if job.privacy is not None and job.datacenter.privacy is not None:
             raise JobError(
