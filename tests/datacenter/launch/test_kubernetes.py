@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.datacenter.conftest import dry_run
@@ -14,7 +15,7 @@ from isthmus.errors import UserError
 from isthmus_datacenter.launch import kubernetes
 from isthmus_datacenter.launch.datacenter import DatacenterLaunch
 
-LAUNCH = {"server": "head:9402", "name": "cluster-0", "ranks": 4, "nodes": 2}
+LAUNCH: dict[str, Any] = {"server": "head:9402", "name": "cluster-0", "ranks": 4, "nodes": 2}
 
 
 def test_the_manifest_matches_the_schema() -> None:
@@ -41,7 +42,7 @@ def test_the_manifest_matches_the_schema() -> None:
 
 def test_a_name_that_is_not_valid_for_a_pod_is_refused() -> None:
     launch = DatacenterLaunch(
-        **{**LAUNCH, "name": "Cluster_0"},  # type: ignore[arg-type]
+        **{**LAUNCH, "name": "Cluster_0"},
         state=Path("/state"),
         options=(("image", "i"), ("claim", "c")),
     )

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.datacenter.conftest import dry_run, wait_until
@@ -17,7 +18,7 @@ from isthmus.errors import UserError
 from isthmus_datacenter.launch import slurm
 from isthmus_datacenter.launch.datacenter import DatacenterLaunch
 
-LAUNCH = {"server": "head:9402", "name": "cluster-0", "ranks": 4, "nodes": 2}
+LAUNCH: dict[str, Any] = {"server": "head:9402", "name": "cluster-0", "ranks": 4, "nodes": 2}
 
 
 def test_the_batch_script_has_the_options_and_no_secrets(tmp_path: Path) -> None:
@@ -43,7 +44,7 @@ def test_the_batch_script_runs_service_and_agents(tmp_path: Path) -> None:
     )
     for name in ("srun", "isthmus"):
         (tmp_path / name).chmod(0o755)
-    launch = DatacenterLaunch(**LAUNCH, state=tmp_path)  # type: ignore[arg-type]
+    launch = DatacenterLaunch(**LAUNCH, state=tmp_path)
     script = slurm.render(launch).replace(f"{sys.executable} -m isthmus.cli", "isthmus")
     log = tmp_path / "log"
     environment = {
@@ -64,7 +65,7 @@ def test_the_batch_script_runs_service_and_agents(tmp_path: Path) -> None:
 
 def test_submit_starts_the_service(tmp_path: Path) -> None:
     """With a real Slurm if there is one; else the error names what is missing."""
-    launch = DatacenterLaunch(**{**LAUNCH, "nodes": 1, "ranks": 1}, state=tmp_path / "state")  # type: ignore[arg-type]
+    launch = DatacenterLaunch(**{**LAUNCH, "nodes": 1, "ranks": 1}, state=tmp_path / "state")
     has_slurm = (
         shutil.which("sinfo") and not subprocess.run(["sinfo"], capture_output=True).returncode
     )
