@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from isthmus.errors import TaskError
-from isthmus.task.device_sums.evaluation import DEFAULT_LOSS, EvaluationVector
+from isthmus.task.device_sums.evaluation import DEFAULT_LOSS, Clipping, EvaluationVector
 from isthmus.task.device_sums.metrics import DEVICES, STEPS, Mean
 
 if TYPE_CHECKING:
@@ -85,6 +85,14 @@ class BoundedMeans(EvaluationVector):
             shares.append(round((2 * min(max(share, 0.0), 1.0) - 1) * STEPS))
             at += metric.size
         return torch.tensor(shares)
+
+    def sums(self, total: torch.Tensor) -> dict[str, list[int]]:
+        """None: there are no whole numbers."""
+        return {}
+
+    def clipped(self, total: torch.Tensor) -> dict[str, Clipping]:
+        """None: devices do not say how many values were outside of the bounds."""
+        return {}
 
     def figures_of_mean(self, mean: torch.Tensor, deviation: float) -> dict[str, float]:
         """The metrics of the mean of the devices' numbers, float (size), with the noise of each.

@@ -1,10 +1,11 @@
 """Evaluation of a round's model: centrally, and on the devices' own validation data.
 
 Devices count whole numbers (`isthmus.task.device_sums`), which are summed securely where the job's
-updates are. The server derives metrics from the sums and stores only these. An evaluation belongs
-to an attempt at a round and is committed with it. It is of the served model, so a crash leaves
-nothing to continue: the next attempt trains the same model and evaluates it on the same devices,
-because devices that have unmasked a sum of a model's counts are in another one only together.
+updates are; with `[privacy]` they send means, and their sum has noise. The server derives metrics
+from the sums and stores only these. An evaluation belongs to an attempt at a round and is committed
+with it. It is of the served model, so a crash leaves nothing to continue: the next attempt trains
+the same model and evaluates it on the same devices, because devices that have unmasked a sum of a
+model's counts are in another one only together.
 """
 
 from __future__ import annotations
@@ -176,8 +177,7 @@ class RoundEvaluator:
         started = self._clock.now()
         sums, tried, failure = await self._tried(vector.size, spec.round, spec.attempt * TRIES)
         self._check_counted(sums, failure)
-        counted = sums is not None and not isinstance(vector, BoundedMeans)
-        clipped = vector.clipped(sums.total) if sums is not None and counted else {}
+        clipped = {} if sums is None else vector.clipped(sums.total)
         for name in self._followed:
             if name in clipped and clipped[name].share > CLIPPED_SHARE:
                 raise CannotContinue(f"{clipped[name].sentence}: this metric decides about the run")
@@ -186,7 +186,7 @@ class RoundEvaluator:
         return SummedEvaluation(
             asked=len(tried[-1]),
             devices=0 if sums is None else sums.devices,
-            sums=vector.sums(sums.total) if sums is not None and counted else {},
+            sums={} if sums is None else vector.sums(sums.total),
             metrics={} if sums is None else _figures(vector, sums),
             groups={}
             if sums is None
