@@ -88,10 +88,11 @@ class Simulation:
         """
         if not (directory / FILE).exists():
             return cls.new(job, base, directory, crew)
-        if RunDescription.read(directory).job.model_dump_json() != job.model_dump_json():
+        found = RunDescription.read(directory)
+        if found.job.model_dump_json() != job.model_dump_json() or found.base != base:
             raise UserError(
-                f"{directory} has a run of another job, or with other options; choose another "
-                "--run-dir"
+                f"{directory} has a run of another job, in another folder, or with other options; "
+                "choose another --run-dir"
             )
         return cls.resumed(directory, crew)
 

@@ -190,7 +190,7 @@ def test_a_run_that_has_ended_stays_as_it_is(folder):
     for _ in range(2):
         invoke(*words, *own)
         assert len(report_of(folder / "run").rounds) == 1
-    with pytest.raises(UserError, match="has a run of another job, or with other options"):
+    with pytest.raises(UserError, match="has a run of another job, in another folder"):
         invoke(*words, *own, "--set", "seed=5")
 
 

@@ -89,7 +89,8 @@ class Residual:
         self.vector = torch.zeros(size)
         """(N) float32: weight / largest weight x update, as far as it was not sent."""
         self._share = 0.0
-        """Weight / largest weight of the last update; 0 if there is none, or it was not finite."""
+        """Weight / largest weight of the updates, the largest if the device's examples changed, so
+        that no step ahead is too long; 0 if there is none, or the last one was not usable."""
         self._unsent: torch.Tensor | None = None
         if committed != NO_SUM:
             self._load(size)
@@ -118,8 +119,9 @@ class Residual:
         """
         if not is_finite(update):
             return update, 0.0
-        self._share = min(examples, config.weight_max) / config.weight_max
-        update.mul_(self._share).add_(self.vector)
+        share = min(examples, config.weight_max) / config.weight_max
+        self._share = max(self._share, share)
+        update.mul_(share).add_(self.vector)
         self._unsent = update
         assert config.codec is not None
         kept = config.codec.coordinates(config.round, config.size)

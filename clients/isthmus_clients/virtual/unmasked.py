@@ -74,6 +74,7 @@ class UnmaskedSessions(SecureSessions):
 
     def begin(self, run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer) -> None:
         """Prepare the model for a batch, which is trained before `train` is called."""
+        self._ahead = None
         if work.secure and RoundConfig.from_bytes(work.secure).codec is not None:
             residual = self.step_ahead(run, work, payload)
             self._ahead = (work.run_id, work.round, work.attempt), residual

@@ -57,6 +57,19 @@ def test_a_device_begins_at_the_model_that_has_everything(left, examples, traine
     torch.testing.assert_close(to_send, way, rtol=1e-5, atol=1e-4)
 
 
+def test_a_device_with_fewer_examples_than_before_does_not_begin_too_far_away(tmp_path):
+    """What is left of an update of ten examples is not divided by the share of one."""
+    committed = NO_SUM
+    for round_, examples in enumerate((10, 1), start=1):
+        residual = Residuals(tmp_path).open("run", "tablet", committed, 4)
+        residual.add_to(torch.ones(4), examples, CONFIG)
+        residual.save((round_, 1), torch.zeros(4))
+        committed = (round_, 1)
+    start = torch.zeros(4)
+    Residuals(tmp_path).open("run", "tablet", committed, 4).step_ahead(start, 4)
+    torch.testing.assert_close(start, torch.full((4,), -1.1))
+
+
 def test_a_sum_that_is_not_committed_consumes_nothing(tmp_path):
     leave(tmp_path, NO_SUM, (1, 1), torch.full((4,), 0.25))
     leave(tmp_path, (1, 1), (2, 1), torch.full((4,), 0.5))
