@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import selectors
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 from isthmus_server.rounds.clock import Clock
@@ -34,7 +33,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._selector_with_time = _JumpingSelector()
         super().__init__(self._selector_with_time)
         self._clock_resolution = _RESOLUTION
-        self.set_default_executor(SynchronousExecutor())
+
+    def run_in_executor(self, executor: Any, work: Any, *arguments: Any) -> asyncio.Future[Any]:
+        """Run the work at once in the calling thread, which has nothing else to do."""
+        future = self.create_future()
+        try:
+            future.set_result(work(*arguments))
+        except Exception as error:  # noqa: BLE001 - raised by the future
+            future.set_exception(error)
+        return future
 
     def time(self) -> float:
         """Simulated seconds since the loop was made."""
@@ -66,19 +73,6 @@ class _JumpingSelector(selectors.DefaultSelector):
         if not ready and timeout > 0:
             self.now += timeout
         return ready
-
-
-class SynchronousExecutor(ThreadPoolExecutor):
-    """Runs submitted work at once in the calling thread, which has nothing else to do."""
-
-    def submit(self, work: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
-        """Run the work and return a completed future."""
-        future: Future[Any] = Future()
-        try:
-            future.set_result(work(*arguments, **named))
-        except Exception as error:  # noqa: BLE001 - raised by `Future.result`
-            future.set_exception(error)
-        return future
 
 
 class VirtualClock(Clock):

@@ -67,11 +67,13 @@ class CpuThrottle:
         """`percent` of one core; `used()` is CPU time in seconds, of all threads."""
         self._percent = percent
         self._used, self._now, self._sleep = used, now, sleep
-        self._since = self._now(), self._used()
+        self._since = 0.0, 0.0
+        self.begin()
 
     def begin(self) -> None:
         """Start to measure: idle time before this call is not credited."""
-        self._since = self._now(), self._used()
+        if self._percent is not None:
+            self._since = self._now(), self._used()
 
     def pause(self) -> None:
         """Sleep until the CPU time used since `begin` is within the limit."""

@@ -1,13 +1,16 @@
-"""Make the recorded computation of a step faster.
+"""Make the recorded computation of a step faster, and tell how much memory it takes.
 
 Shape legend: K = devices of a stack.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import cast
 
 import torch
+from torch.fx.passes.shape_prop import TensorMetadata
 
 aten = torch.ops.aten
 
@@ -39,6 +42,45 @@ def simplified(recorded: torch.fx.GraphModule) -> torch.fx.GraphModule:
     recorded.graph.eliminate_dead_code()
     recorded.recompile()
     return recorded
+
+
+def step_bytes(recorded: torch.fx.GraphModule) -> int:
+    """Most bytes of tensors that exist at the same time while a recorded step is computed."""
+    sizes: dict[torch.fx.Node, int] = {}
+    owners: dict[torch.fx.Node, torch.fx.Node] = {}
+    ends: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in recorded.graph.nodes:
+        if _has_memory_of_operand(node):
+            owners[node] = owners[node.all_input_nodes[0]]
+        else:
+            owners[node] = node
+            sizes[node] = _nbytes(node.meta.get("tensor_meta"))
+        for used in (node, *node.all_input_nodes):
+            ends[owners[used]] = node
+    freed: dict[torch.fx.Node, int] = {}
+    for owner, end in ends.items():
+        freed[end] = freed.get(end, 0) + sizes.get(owner, 0)
+    now = most = 0
+    for node in recorded.graph.nodes:
+        now += sizes.get(node, 0)
+        most = max(most, now)
+        now -= freed.get(node, 0)
+    return most
+
+
+def _has_memory_of_operand(node: torch.fx.Node) -> bool:
+    """Whether a node is a view, or one of the results of its operand."""
+    if node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info for result in schema.returns)
+
+
+def _nbytes(values: object) -> int:
+    """Bytes of a tensor, or of several, by what was recorded of them."""
+    if isinstance(values, TensorMetadata):
+        return math.prod(values.shape) * values.dtype.itemsize
+    return sum(map(_nbytes, values)) if isinstance(values, list | tuple) else 0
 
 
 def _without_copy(graph: torch.fx.Graph, clone: torch.fx.Node) -> None:

@@ -23,18 +23,22 @@ from isthmus.task.made_optimizers import SEVERAL
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus.task.scoring import batches, losses
 from isthmus_clients.training.local_run import CPU, DeviceRun
-from isthmus_clients.virtual.recorded_step import simplified
+from isthmus_clients.virtual.recorded_step import simplified, step_bytes
 
 Stacked = dict[str, torch.Tensor]
 """Parameters by name, each (K, *shape)."""
 
 
 class Gradients:
-    """Gradients of all devices' losses; the computation is traced once for each input shape."""
+    """Gradients of all devices' losses; the computation is recorded once for each input shape."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         self._scored = _Scored(task, model)
-        self._traced: dict[tuple[object, ...], Callable[..., Any]] = {}
+        self._recorded: dict[tuple[object, ...], Callable[..., Any]] = {}
+        self.sizes: set[int] = set()
+        """Numbers of devices for which the computation is recorded."""
+        self.bytes_per_device = 0
+        """Of the tensors that exist at the same time in a step; 0 if it is not recorded yet."""
 
     def __call__(
         self, stacked: Stacked, inputs: torch.Tensor, target: torch.Tensor, weights: torch.Tensor
@@ -45,15 +49,22 @@ class Gradients:
         """
         parameters = {f"model.{name}": part.detach() for name, part in stacked.items()}
         key = (inputs.shape, inputs.dtype, target.shape, target.dtype)
-        if key not in self._traced:
-            with user_code("the loss of many devices at once (torch.vmap)"):
-                record = make_fx(
-                    lambda *tensors: self._all(*tensors)
-                )  # make_fx counts the arguments
-                self._traced[key] = simplified(record(parameters, inputs, target, weights))
-        with user_code("the loss of many devices at once (torch.vmap)"), torch.no_grad():
-            gradients, examples = self._traced[key](parameters, inputs, target, weights)
+        with user_code("the loss of many devices at once (torch.vmap)"):
+            if key not in self._recorded:
+                self._recorded[key] = self._record(parameters, inputs, target, weights)
+            with torch.no_grad():
+                gradients, examples = self._recorded[key](parameters, inputs, target, weights)
         return {name.removeprefix("model."): part for name, part in gradients.items()}, examples
+
+    def _record(
+        self, parameters: Stacked, inputs: torch.Tensor, target: torch.Tensor, weights: torch.Tensor
+    ) -> Callable[..., Any]:
+        record = make_fx(lambda *tensors: self._all(*tensors))  # make_fx counts the arguments
+        recorded = record(parameters, inputs, target, weights)
+        self.sizes.add(len(inputs))
+        needed = -(-step_bytes(recorded) // len(inputs))
+        self.bytes_per_device = max(self.bytes_per_device, needed)
+        return simplified(recorded)
 
     def _all(
         self, parameters: Stacked, inputs: torch.Tensor, target: torch.Tensor, weights: torch.Tensor

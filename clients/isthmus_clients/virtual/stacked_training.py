@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,16 +41,17 @@ from isthmus_clients.virtual.stacked import (
     stacked_optimizers,
 )
 
-STACK = 64
+FIRST_STACK = 4
+"""Devices of the first stack, whose step tells how much memory a device takes. Larger stacks have a
+multiple of it, so that most stacks of a batch are of one size."""
+_STACK = 64
 """Most devices of a stack."""
-_STACK_BYTES = 4 << 20
-"""Of the parameters of a stack, unless a single model has more; its steps read them several times,
-and should find them in the processor's cache."""
-
-
-def stack_size(layout: TensorLayout) -> int:
-    """Most devices of a stack, for models of a layout."""
-    return max(1, min(STACK, _STACK_BYTES // layout.nbytes))
+_STEP_BYTES = {"cpu": 6 << 20, "cuda": 1 << 30}
+"""Most bytes of the tensors of a step, unless one device takes more. On a processor they should
+stay in its cache, whose part for one core is some MiB."""
+_RECORDING = 256
+"""About the cost of recording the computation for another number of devices, in steps of one
+device."""
 
 
 TrainedOrFailed = link_pb2.Trained | TaskError
@@ -100,6 +102,8 @@ class StackedTraining:
         self.device = next(run.model.parameters()).device
         self.gradients = Gradients(run.task, run.model)
         self._schedules: dict[str, ScheduleState] = {}
+        self._empty: Counter[int] = Counter()
+        """Steps of empty places, by the number of devices of a stack."""
 
     def forget_schedules(self) -> None:
         """Begin a new run: schedules of the learning rate start anew."""
@@ -118,20 +122,42 @@ class StackedTraining:
         """
         order = sorted(range(len(batch)), key=lambda k: batch[k].run.data.order.length)
         results: list[TrainedOrFailed | None] = [None] * len(batch)
-        stacks = -(-len(order) // stack_size(self.layout))
-        size = -(-len(order) // max(stacks, 1))
-        for start in range(0, len(order), max(size, 1)):
-            chosen = order[start : start + size]
+        while order:
+            chosen = order[: self._most_devices]
+            del order[: len(chosen)]
             trained = self._train_stack(work, [batch[k] for k in chosen])
             for k, result in zip(chosen, trained, strict=True):
                 results[k] = result
         return [result for result in results if result is not None]
 
+    @property
+    def _most_devices(self) -> int:
+        """Of a stack."""
+        needed = self.gradients.bytes_per_device
+        if not needed:
+            return FIRST_STACK
+        most = max(1, min(_STACK, _STEP_BYTES[self.device.type] // needed))
+        return most // FIRST_STACK * FIRST_STACK or most
+
+    def _places(self, devices: int, steps: int) -> int:
+        """Number of models that are stacked for some devices, for a number of steps.
+
+        A larger number for which the computation is recorded is used until the empty places have
+        cost as much as recording it anew.
+        """
+        larger = [size for size in self.gradients.sizes if size > devices]
+        if devices in self.gradients.sizes or not larger:
+            return devices
+        places = min(larger)
+        self._empty[devices] += (places - devices) * steps
+        return places if self._empty[devices] <= _RECORDING else devices
+
     def _train_stack(
         self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]
     ) -> list[TrainedOrFailed]:
-        model, *gradients = batch[0].vectors
-        start = self.layout.decode(bytearray(model)).to(self.device)
+        encoded, *gradients = batch[0].vectors
+        start = self.layout.decode(bytearray(encoded))
+        model = {name: part.to(self.device) for name, part in self.layout.parts(start)}
         added = {}
         if gradients:
             decoded = self.layout.decode(bytearray(gradients[0])).to(self.device)
@@ -156,7 +182,7 @@ class StackedTraining:
             if self.device.type == "cuda":
                 torch.cuda.manual_seed(number(seeds[0]))
             ends, mean_losses, means = self._steps(
-                start,
+                model,
                 added,
                 datasets,
                 indices,
@@ -164,15 +190,24 @@ class StackedTraining:
                 passes,
                 position_of(work.position),
             )
-        own = [
-            means[name].mul_(work.gradient_scale) for name, _ in self.layout.parts(start) if means
-        ]
-        parts = [*own, *(part - ends[name] for name, part in self.layout.parts(start))]
-        updates = torch.cat([part.reshape(len(batch), -1) for part in parts], dim=1).cpu()
         layout = self.layout.gradient_and_update if passes else self.layout
+        model = dict(self.layout.parts(start))
+        ends, means = (
+            {name: part.cpu() for name, part in parts.items()} for parts in (ends, means)
+        )
+        size = self.layout.size
         results: list[TrainedOrFailed] = []
         for k, training in enumerate(batch):
-            if not is_finite(updates[k]) or not math.isfinite(mean_losses[k]):
+            result: Buffer = training.vectors[0]
+            if passes:
+                result = bytearray(layout.nbytes)
+                result[: len(layout.header)] = layout.header
+            vector = layout.decode(result)
+            for name, part in self.layout.parts(vector[-size:]):
+                torch.sub(model[name], ends[name][k], out=part)
+            for name, part in self.layout.parts(vector[:size]) if passes else ():
+                torch.mul(means[name][k], work.gradient_scale, out=part)
+            if not is_finite(vector) or not math.isfinite(mean_losses[k]):
                 results.append(
                     TaskError(
                         f"the update of {runs[k].participant.name} is not finite; lower the "
@@ -180,11 +215,7 @@ class StackedTraining:
                     )
                 )
                 continue
-            training.result = training.vectors[0]
-            if passes:
-                training.result = bytearray(layout.nbytes)
-                training.result[: len(layout.header)] = layout.header
-            layout.decode(training.result).copy_(updates[k])
+            training.result = result
             results.append(
                 link_pb2.Trained(
                     examples=runs[k].examples,
@@ -196,7 +227,7 @@ class StackedTraining:
 
     def _steps(
         self,
-        start: torch.Tensor,
+        model: Stacked,
         added: Stacked,
         datasets: Sequence[Dataset[Any]],
         indices: Sequence[Sequence[list[int]]],
@@ -206,29 +237,30 @@ class StackedTraining:
     ) -> tuple[Stacked, list[float], Stacked]:
         """Final parameters and mean loss of each device, and with `passes` its mean gradient."""
         k, steps_max = len(datasets), max(len(steps) for steps in indices)
-        stacked = {
-            name: part.expand(k, *part.shape).clone() for name, part in self.layout.parts(start)
-        }
-        anchors = {name: part.clone() for name, part in stacked.items()}
+        ends = {name: part.expand(k, *part.shape) for name, part in model.items()}
         if not steps_max:
-            means = {name: torch.zeros_like(part) for name, part in stacked.items()}
-            return stacked, [0.0] * k, means if passes else {}
+            means = {name: torch.zeros_like(part) for name, part in ends.items()}
+            return ends, [0.0] * k, means if passes else {}
+        places = self._places(k, steps_max)
+        empty = places - k
+        padded = [*datasets, *[datasets[0]] * empty], [*indices, *[[]] * empty]
+        batch_size = self.job.federated.batch_size
         inputs, targets, present = (
             each.to(self.device)
-            for each in stacked_batches(
-                self.task, datasets, indices, steps_max, self.job.federated.batch_size
-            )
+            for each in stacked_batches(self.task, *padded, steps_max, batch_size)
         )
+        stacked = {name: part.expand(places, *part.shape).clone() for name, part in model.items()}
         means = {}
         if passes:
-            means = mean_gradients(self.gradients, stacked, inputs, targets, present, passes)
+            passes = [*passes, *[0] * empty]
+            sums = mean_gradients(self.gradients, stacked, inputs, targets, present, passes)
+            means = {name: part[:k] for name, part in sums.items()}
         weights = present / present.sum(2, keepdim=True).clamp(min=1.0)
         optimizers = stacked_optimizers(
             (self.task, self.job), stacked, indices, participant, position, self._schedules
         )
         self._schedules = optimizers.schedules
-        ends = {name: torch.empty_like(part) for name, part in stacked.items()}
-        total = torch.zeros(k, dtype=torch.float64, device=self.device)
+        total = torch.zeros(places, dtype=torch.float64, device=self.device)
         mu = self.job.federated.proximal
         for step in range(steps_max):
             optimizers.go_to(position.of_step(step, steps_max))
@@ -237,7 +269,7 @@ class StackedTraining:
             total += (examples * present[step]).sum(1)
             for name, gradient in gradients.items():
                 if mu:  # FedProx's mu/2 |w - w_round|^2 (Li et al. 2020)
-                    gradient.add_(stacked[name].detach() - anchors[name], alpha=mu)
+                    gradient.add_(stacked[name].detach() - model[name], alpha=mu)
                 if name in added:
                     gradient.add_(added[name])
                 stacked[name].grad = gradient
@@ -245,12 +277,11 @@ class StackedTraining:
             optimizers.step()
             done = [i for i, steps in enumerate(indices) if len(steps) == step + 1]
             if len(done) == k:
-                ends = {name: part.detach() for name, part in stacked.items()}
+                ends = {name: part.detach()[:k] for name, part in stacked.items()}
             elif done:
                 for name, part in stacked.items():
+                    if ends[name].stride(0) == 0:
+                        ends[name] = ends[name].clone()
                     ends[name][done] = part.detach()[done]
-        for i, steps in enumerate(indices):
-            if not steps:
-                for name, part in anchors.items():
-                    ends[name][i] = part[i]
-        return ends, (total / present.sum((0, 2)).clamp(min=1.0)).tolist(), means
+        mean_losses = total / present.sum((0, 2)).clamp(min=1.0)
+        return ends, mean_losses[:k].tolist(), means

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -20,22 +21,22 @@ from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.channel import Channel
 from isthmus_clients.virtual.messages import Kind, Measured, PieceAnswer, PieceRequest
 from isthmus_clients.virtual.stacked_training import (
-    STACK,
+    FIRST_STACK,
     DeviceTraining,
     StackedTraining,
     TrainedOrFailed,
-    stack_size,
 )
 
 Take = Callable[[int, TrainedOrFailed], None]
 """Gets the number of a device of a batch, and its result."""
 
+_DEVICES = 64  # of one piece
 _UPDATE_BYTES = 256 << 20  # of the updates of one piece, unless a single one is larger
 
 
 def most_devices(layout: TensorLayout) -> int:
     """Most devices of a piece, for models of a layout."""
-    return max(1, min(STACK, _UPDATE_BYTES // layout.nbytes))
+    return max(1, min(_DEVICES, _UPDATE_BYTES // layout.nbytes))
 
 
 class PieceWorker(abc.ABC):
@@ -206,19 +207,27 @@ class TrainingWorkers:
                 raise error
 
     def measure(self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]) -> Measured:
-        """Time both ways of training in one process.
+        """Time both ways of training in all processes at once; the means of their times.
 
         Raises:
             TaskError: the process has ended, or the task's code raised.
         """
-        worker = self._workers[0]
-        with _noticing(worker):
-            worker.send_model(_received(batch[0]))
-            worker.ask("measure", work, batch[: worker.devices], is_stacked=False)
-            answer = worker.wait()
-        if answer.measured is None:
-            raise TaskError(answer.error)
-        return answer.measured
+        for worker in self._workers:
+            with _noticing(worker):
+                worker.send_model(_received(batch[0]))
+                worker.ask("measure", work, batch[: worker.devices], is_stacked=False)
+        answers = []
+        for worker in self._workers:
+            with _noticing(worker):
+                answers.append(worker.wait())
+        measured = [answer.measured for answer in answers if answer.measured is not None]
+        if len(measured) < len(answers):
+            raise TaskError(next(answer.error for answer in answers if answer.measured is None))
+        return Measured(
+            sum(each.stacked for each in measured) / len(measured),
+            sum(each.single for each in measured) / len(measured),
+            next((each.reason for each in measured if each.reason), ""),
+        )
 
     def forget_schedules(self) -> None:
         """See `PieceTrainer.forget_schedules`."""
@@ -240,13 +249,15 @@ class TrainingWorkers:
         order = list(range(len(batch)))
         if self._own_models:
             return [[k] for k in order]
-        most = self._workers[0].devices
+        unit, pieces = 1, 4
         if is_stacked:
             order.sort(key=lambda k: batch[k].run.data.order.length)
-            most = min(most, stack_size(self._layout))
-        size = -(-len(order) // (len(self._workers) * (2 if is_stacked else 4)))
-        size = -(-len(order) // -(-len(order) // min(size, most)))  # all about as long
-        return [order[start : start + size] for start in range(0, len(order), size)]
+            unit, pieces = FIRST_STACK, 2
+        units = -(-len(order) // unit)
+        most = max(1, self._workers[0].devices // unit)  # of one piece
+        count = -(-units // min(most, -(-units // (len(self._workers) * pieces))))
+        ends = [unit * (units * (k + 1) // count) for k in range(count)]  # all about as long
+        return [order[start:end] for start, end in itertools.pairwise([0, *ends])]
 
 
 def _received(training: DeviceTraining) -> memoryview:

@@ -165,7 +165,7 @@ class TensorLayout:
             raise UpdateError("this safetensors header does not have the form that Isthmus writes")
         return layout
 
-    @property
+    @cached_property
     def size(self) -> int:
         """N: number of elements of the vector."""
         return self.entries[-1].offset + self.entries[-1].count if self.entries else 0

@@ -207,6 +207,10 @@ class StreamingUpdate:
             remaining = remaining[len(expected) :]
         while remaining:
             tile_bytes = _ELEMENT_BYTES * min(TILE, self._layout.size - self._added)
+            if not self._filled and len(remaining) >= tile_bytes and not remaining.readonly:
+                self._add(decode_tile(remaining[:tile_bytes]))
+                remaining = remaining[tile_bytes:]
+                continue
             part = remaining[: tile_bytes - self._filled]
             self._tile[self._filled : self._filled + len(part)] = part
             self._filled += len(part)
@@ -243,7 +247,7 @@ class StreamingUpdate:
         self._added += len(tile)
 
     def _scaled(self, tile: torch.Tensor) -> torch.Tensor:
-        return tile if self._scale == 1 else tile.mul_(self._scale)
+        return tile if self._scale == 1 else tile * self._scale
 
 
 def _explain_bad_value(layout: TensorLayout, offset: int, tile: torch.Tensor) -> str:

@@ -72,6 +72,8 @@ class ReceiptBook:
         self.names = tuple(names)
         self.regime = regime
         self._receipts: dict[str, Receipt] = {}
+        self.accepted = 0
+        """Number of accepted participants."""
         self._details: dict[str, dict[str, Any]] = {}
         self._blamed: set[str] = set()
         self.task_failures: set[str] = set()
@@ -87,11 +89,6 @@ class ReceiptBook:
     def recorded(self) -> list[Receipt]:
         """The receipts so far."""
         return list(self._receipts.values())
-
-    @property
-    def accepted(self) -> int:
-        """Number of accepted participants."""
-        return sum(receipt.status == "accepted" for receipt in self._receipts.values())
 
     def is_accepted(self, name: str) -> bool:
         """Whether the participant has an accepted receipt."""
@@ -114,6 +111,7 @@ class ReceiptBook:
 
         A participant that is dropped was late, unless `details` says that it was lost.
         """
+        self.accepted += (status == "accepted") - self.is_accepted(name)
         late = status == "dropped" and details.get("started", True)
         self._receipts[name] = Receipt(
             participant=name,

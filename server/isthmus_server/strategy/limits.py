@@ -109,8 +109,10 @@ def _reached_target(observation: Observation) -> str:
         JobError: the target is a metric that the task does not have.
     """
     target = observation.target
+    if target is None:
+        return ""
     evaluated = next((past for past in reversed(observation.history) if past.metrics), None)
-    if target is None or evaluated is None:
+    if evaluated is None:
         return ""
     value = metric_of(evaluated, target.name, "strategy.target_metric.name")
     if not target.missing(value) <= 0:  # also for a value that is not a number
