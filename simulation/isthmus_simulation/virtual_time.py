@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import selectors
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from isthmus_server.rounds.clock import Clock
@@ -34,9 +34,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(self._selector_with_time)
         self._clock_resolution = _RESOLUTION
 
-    def run_in_executor(self, executor: Any, work: Any, *arguments: Any) -> asyncio.Future[Any]:
+    def run_in_executor(  # type: ignore[override]  # an unused executor, and any arguments
+        self, executor: object, work: Callable[..., T], *arguments: Any
+    ) -> asyncio.Future[T]:
         """Run the work at once in the calling thread, which has nothing else to do."""
-        future = self.create_future()
+        future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(work(*arguments))
         except Exception as error:  # noqa: BLE001 - raised by the future

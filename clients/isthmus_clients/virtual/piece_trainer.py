@@ -44,7 +44,6 @@ class PieceTrainer:
 
     def measure(self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]) -> Measured:
         """Time both ways of training; nothing of it is kept."""
-
         assert self._stacked is not None
 
         def seconds(*, is_stacked: bool) -> float:

@@ -5,43 +5,235 @@ Shape legend: K = devices of a stack.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 import operator
+from collections.abc import Callable
 from typing import cast
 
 import torch
+from torch.fx.passes.dialect.common.cse_pass import CSEPass, get_CSE_banned_ops
 from torch.fx.passes.shape_prop import TensorMetadata
 
 aten = torch.ops.aten
 
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default)
-"""No-ops on a tensor that already has the shape."""
+_RESHAPES = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.permute.default,
+    aten.clone.default,
+    aten.mean.dim,
+    aten.sum.dim_IntList,
+)
+"""With as many elements as their operand, and both contiguous, these change at most the shape."""
 _TIMES_ONE = (aten.mul.Scalar, aten.div.Scalar)
+_CREATED: dict[object, Callable[..., torch.Tensor]] = {
+    aten.ones_like.default: torch.ones,
+    aten.zeros_like.default: torch.zeros,
+    aten.new_zeros.default: torch.zeros,
+}
+"""These use only the shape and dtype of their operand."""
+_CONSTANT_BYTES = 1 << 16
+"""Most bytes of a constant that is kept."""
 
 
 def simplified(recorded: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Replace operations of a recorded step by faster ones with the same result.
 
-    Those without effect come from vmap (views of a batch) and from factors of 1 in addmm, and are a
-    third of a step of a small model.
+    A call takes microseconds, and half of the calls in a step of a small model have no effect: they
+    come from vmap (views of a batch), from factors of 1, and from constants.
     """
-    nodes = [node for node in recorded.graph.nodes if node.op == "call_function"]
-    if any(node.target._schema.is_mutable for node in nodes if hasattr(node.target, "_schema")):
-        return recorded  # an in-place operation may need the copy
-    for node in nodes:
-        if node.target in _RESHAPES or (node.target in _TIMES_ONE and node.args[1] == 1):
-            operand = node.args[0]
-            if _memory_format(operand) == _memory_format(node):
-                node.replace_all_uses_with(operand)
-                recorded.graph.erase_node(node)
-    for node in nodes:
-        if node.target is aten.clone.default:
-            _without_copy(recorded.graph, node)
-        elif node.target is aten.max_pool2d_with_indices.default:
-            node.target = _max_pool2d
-    recorded.graph.eliminate_dead_code()
+    # An in-place operation may need a copy that seems to have no effect.
+    if not any(map(_is_in_place, recorded.graph.nodes)):
+        _fold_constants(recorded)
+        recorded = _without_repetitions(recorded)
+        for node in list(recorded.graph.nodes):
+            _simplify(recorded, node)
+        recorded.graph.eliminate_dead_code()
+    _own_results(recorded.graph)
     recorded.recompile()
     return recorded
+
+
+def _is_in_place(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _is_random(node: torch.fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _fold_constants(recorded: torch.fx.GraphModule) -> None:
+    """Compute once what does not depend on the arguments."""
+    constants: dict[torch.fx.Node, torch.Tensor] = {}
+    for node in recorded.graph.nodes:
+        result = node.meta.get("tensor_meta")
+        if node.op != "call_function" or not 0 < _nbytes(result) <= _CONSTANT_BYTES:
+            continue
+        if node.target in _CREATED:
+            kind = {"dtype": result.dtype, "device": node.meta["val"].device}
+            constants[node] = _CREATED[node.target](result.shape, **kind)
+        elif not _is_random(node) and all(each in constants for each in node.all_input_nodes):
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), constants.__getitem__)
+            constants[node] = node.target(*args, **kwargs)
+    for number, (node, constant) in enumerate(constants.items()):
+        recorded.register_buffer(f"constant_{number}", constant)
+        with recorded.graph.inserting_before(node):
+            replacement = recorded.graph.get_attr(f"constant_{number}")
+        replacement.meta = node.meta
+        node.replace_all_uses_with(replacement)
+    recorded.graph.eliminate_dead_code()
+
+
+def _without_repetitions(recorded: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Compute once what is the same."""
+    random = {node.target for node in recorded.graph.nodes if _is_random(node)}
+    found = CSEPass(banned_ops=random | get_CSE_banned_ops())(recorded)
+    assert found is not None
+    return found.graph_module
+
+
+def _simplify(recorded: torch.fx.GraphModule, node: torch.fx.Node) -> None:
+    """Remove an operation without effect, or replace it by a faster one."""
+    graph = recorded.graph
+    if (same := _same_values(recorded, node)) is not None:
+        node.replace_all_uses_with(same)
+        graph.erase_node(node)
+    elif _is_reshape(node):
+        shape = list(node.meta["tensor_meta"].shape)
+        node.args, node.kwargs = (_source_of_reshapes(node), shape), {}
+        node.target = aten.view.default
+    elif node.target is aten.clone.default:
+        _without_copy(graph, node)
+    elif node.target is aten.max_pool2d_with_indices.default:
+        node.target = _max_pool2d
+
+
+def _same_values(recorded: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.Node | None:
+    """The node whose tensor has the same values in the same places, if there is one."""
+    if node.target is aten.mul.Tensor:
+        for one, other in itertools.permutations(node.args):
+            if _is_one(recorded, one) and _memory_format(other) == _memory_format(node):
+                return other
+    if node.target in _TIMES_ONE and node.args[1] == 1:
+        operand = node.args[0]
+        return operand if _memory_format(operand) == _memory_format(node) else None
+    if node.target is aten.transpose.int:
+        operand = node.args[0]
+        if operand.target is aten.transpose.int and operand.args[1:] == node.args[1:]:
+            return operand.args[0]
+    if _is_reshape(node):
+        source = _source_of_reshapes(node)
+        if source.meta["tensor_meta"].shape == node.meta["tensor_meta"].shape:
+            return source
+    elif node.target in _RESHAPES and node.target is not aten.clone.default:
+        operand = node.all_input_nodes[0]
+        return operand if _memory_format(operand) == _memory_format(node) else None
+    return None
+
+
+def _is_one(recorded: torch.fx.GraphModule, node: object) -> bool:
+    """Whether a node is a constant of ones."""
+    if not isinstance(node, torch.fx.Node) or node.op != "get_attr":
+        return False
+    return bool((recorded.get_buffer(str(node.target)) == 1).all())
+
+
+def _source_of_reshapes(node: torch.fx.Node) -> torch.fx.Node:
+    """The first operand of a sequence of reshapes."""
+    while _is_reshape(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_reshape(node: torch.fx.Node) -> bool:
+    """Whether a node has the elements of its operand in the same order, both contiguous."""
+    if node.target not in _RESHAPES or len(node.all_input_nodes) != 1:
+        return False
+    before, after = node.all_input_nodes[0].meta.get("tensor_meta"), node.meta.get("tensor_meta")
+    return (
+        isinstance(before, TensorMetadata)
+        and isinstance(after, TensorMetadata)
+        and before.dtype == after.dtype
+        and math.prod(before.shape) == math.prod(after.shape)
+        and _is_contiguous(before)
+        and _is_contiguous(after)
+    )
+
+
+def _is_contiguous(tensor: TensorMetadata) -> bool:
+    return torch.empty_strided(tensor.shape, tensor.stride, device="meta").is_contiguous()
+
+
+def _own_results(graph: torch.fx.Graph) -> None:
+    """Copy results whose memory is an argument's, a constant's or another result's.
+
+    The caller may change them.
+    """
+    output = next(iter(reversed(graph.nodes)))
+    results, owners = [], set()
+    for node in output.args[0]:
+        owner = _owner(node)
+        if owner.op != "call_function" or owner in owners:
+            with graph.inserting_before(output):
+                results.append(graph.call_function(aten.clone.default, (node,)))
+        else:
+            owners.add(owner)
+            results.append(node)
+    output.args = (tuple(results),)
+
+
+def _owner(node: torch.fx.Node) -> torch.fx.Node:
+    """The node that has made the memory of a node's tensor."""
+    while _is_view(node) or (node.target is operator.getitem and _is_view(node.args[0])):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    """Whether a node's result has the memory of its operand."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info for result in schema.returns)
+
+
+def descent(gradients: torch.fx.GraphModule, parameters: int) -> torch.fx.GraphModule:
+    """A recorded step that subtracts gradients from its parameters, in place.
+
+    A gradient that is a product of matrices is subtracted while it is computed, without being
+    written to memory.
+
+    Args:
+        gradients: a simplified step that computes the gradients. Its first arguments are the
+            parameters, its first results their gradients.
+        parameters: number of parameters. The new step has as many further arguments: the negative
+            learning rate of each.
+    """
+    step = copy.deepcopy(gradients)
+    *arguments, output = (n for n in step.graph.nodes if n.op in ("placeholder", "output"))
+    changed, computed = arguments[:parameters], output.args[0][:parameters]
+    output.args = (output.args[0][parameters:],)
+    rates: list[torch.fx.Node] = []
+    for number in range(parameters):
+        with step.graph.inserting_after((arguments + rates)[-1]):
+            rates.append(step.graph.placeholder(f"rate_{number}"))
+    with step.graph.inserting_before(output):
+        for parameter, gradient, rate in zip(changed, computed, rates, strict=True):
+            factors = gradient.args if gradient.target is aten.bmm.default else ()
+            if factors and not gradient.users and not {*changed} & {*map(_owner, factors)}:
+                step.graph.erase_node(gradient)
+                change = aten.baddbmm_.default, (parameter, *factors)
+            else:
+                change = aten.add_.Tensor, (parameter, gradient)
+            step.graph.call_function(*change, {"alpha": rate})
+    step.recompile()
+    return step
 
 
 def step_bytes(recorded: torch.fx.GraphModule) -> int:
@@ -50,7 +242,7 @@ def step_bytes(recorded: torch.fx.GraphModule) -> int:
     owners: dict[torch.fx.Node, torch.fx.Node] = {}
     ends: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in recorded.graph.nodes:
-        if _has_memory_of_operand(node):
+        if _is_view(node) or node.target is operator.getitem:
             owners[node] = owners[node.all_input_nodes[0]]
         else:
             owners[node] = node
@@ -66,14 +258,6 @@ def step_bytes(recorded: torch.fx.GraphModule) -> int:
         most = max(most, now)
         now -= freed.get(node, 0)
     return most
-
-
-def _has_memory_of_operand(node: torch.fx.Node) -> bool:
-    """Whether a node is a view, or one of the results of its operand."""
-    if node.target is operator.getitem:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(result.alias_info for result in schema.returns)
 
 
 def _nbytes(values: object) -> int:

@@ -23,7 +23,10 @@ from isthmus.task.made_optimizers import SEVERAL
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus.task.scoring import batches, losses
 from isthmus_clients.training.local_run import CPU, DeviceRun
-from isthmus_clients.virtual.recorded_step import simplified, step_bytes
+from isthmus_clients.virtual.recorded_step import descent, simplified, step_bytes
+
+Recorded = Callable[..., Sequence[torch.Tensor]]
+"""A recorded computation."""
 
 Stacked = dict[str, torch.Tensor]
 """Parameters by name, each (K, *shape)."""
@@ -34,7 +37,8 @@ class Gradients:
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         self._scored = _Scored(task, model)
-        self._recorded: dict[tuple[object, ...], Callable[..., Any]] = {}
+        self._recorded: dict[tuple[object, ...], tuple[Recorded, Recorded]] = {}
+        """The gradients, and the change of the parameters by them."""
         self.sizes: set[int] = set()
         """Numbers of devices for which the computation is recorded."""
         self.bytes_per_device = 0
@@ -45,26 +49,58 @@ class Gradients:
     ) -> tuple[Stacked, torch.Tensor]:
         """Gradients (K, *shape) of each device's weighted loss, and the loss of each example.
 
-        `inputs` and `target` are (K, B, ...), `weights` (K, B).
+        `inputs` and `target` are (K, B, ...), `weights` and the losses (K, B).
         """
-        parameters = {f"model.{name}": part.detach() for name, part in stacked.items()}
-        key = (inputs.shape, inputs.dtype, target.shape, target.dtype)
+        *gradients, examples = self._run(0, stacked, (inputs, target, weights), ())
+        return dict(zip(stacked, gradients, strict=True)), examples
+
+    def descend(
+        self,
+        stacked: Stacked,
+        inputs: torch.Tensor,
+        target: torch.Tensor,
+        weights: torch.Tensor,
+        rates: Sequence[float],
+    ) -> torch.Tensor:
+        """Subtract rate x gradient from each parameter, in place; returns the losses.
+
+        `rates` are those of the parameters; for the others see `__call__`.
+        """
+        (examples,) = self._run(1, stacked, (inputs, target, weights), [-rate for rate in rates])
+        return examples
+
+    def _run(
+        self,
+        number: int,
+        stacked: Stacked,
+        batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rates: Sequence[float],
+    ) -> Sequence[torch.Tensor]:
+        arguments = (*(part.detach() for part in stacked.values()), *batch)
+        key = tuple((each.shape, each.dtype) for each in batch[:2])
         with user_code("the loss of many devices at once (torch.vmap)"):
             if key not in self._recorded:
-                self._recorded[key] = self._record(parameters, inputs, target, weights)
+                self._recorded[key] = self._record(list(stacked), arguments)
             with torch.no_grad():
-                gradients, examples = self._recorded[key](parameters, inputs, target, weights)
-        return {name.removeprefix("model."): part for name, part in gradients.items()}, examples
+                results: Sequence[torch.Tensor] = self._recorded[key][number](*arguments, *rates)
+                return results
 
     def _record(
-        self, parameters: Stacked, inputs: torch.Tensor, target: torch.Tensor, weights: torch.Tensor
-    ) -> Callable[..., Any]:
-        record = make_fx(lambda *tensors: self._all(*tensors))  # make_fx counts the arguments
-        recorded = record(parameters, inputs, target, weights)
-        self.sizes.add(len(inputs))
-        needed = -(-step_bytes(recorded) // len(inputs))
-        self.bytes_per_device = max(self.bytes_per_device, needed)
-        return simplified(recorded)
+        self, names: Sequence[str], arguments: Sequence[torch.Tensor]
+    ) -> tuple[Recorded, Recorded]:
+        count = len(names)
+
+        def step(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            parameters = dict(zip(names, arguments[:count], strict=True))
+            gradients, examples = self._all(parameters, *arguments[count:])
+            return *(gradients[name] for name in names), examples
+
+        recorded = make_fx(step)(*arguments)
+        devices = len(arguments[-1])
+        self.sizes.add(devices)
+        self.bytes_per_device = max(self.bytes_per_device, -(-step_bytes(recorded) // devices))
+        gradients = simplified(recorded)
+        return gradients, descent(gradients, count)
 
     def _all(
         self, parameters: Stacked, inputs: torch.Tensor, target: torch.Tensor, weights: torch.Tensor
@@ -82,9 +118,8 @@ class Gradients:
     def _losses(
         self, parameters: Stacked, inputs: torch.Tensor, target: torch.Tensor
     ) -> torch.Tensor:
-        scored: torch.Tensor = torch.func.functional_call(
-            self._scored, parameters, (inputs, target)
-        )
+        own = {f"model.{name}": part for name, part in parameters.items()}
+        scored: torch.Tensor = torch.func.functional_call(self._scored, own, (inputs, target))
         return scored
 
 
@@ -209,6 +244,28 @@ def _check_elementwise(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                 f"stacked models cannot use {name}: it is not element-wise; "
                 "choose another optimizer, or train one by one"
             )
+
+
+def plain_descent(
+    optimizers: TaskOptimizers, stacked: Stacked
+) -> list[Mapping[str, float]] | None:
+    """The group of each parameter, whose `lr` is its rate; None for all but SGD without options."""
+    groups: dict[int, Mapping[str, float]] = {}
+    for optimizer in optimizers.named.values():
+        step = vars(optimizer).get("step")
+        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        if type(optimizer) is not torch.optim.SGD or hooks:
+            return None
+        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+            return None  # the task has replaced it
+        for group in optimizer.param_groups:
+            used = [group[name] for name in ("momentum", "weight_decay", "maximize")]
+            if any(used) or isinstance(group["lr"], torch.Tensor):
+                return None
+            groups |= {id(parameter): group for parameter in group["params"]}
+    if len(groups) < len(stacked):
+        return None
+    return [groups[id(part)] for part in stacked.values()]
 
 
 def mean_gradients(

@@ -23,7 +23,6 @@ from isthmus.errors import TaskError
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant
 from isthmus.task.optimizers import ScheduleState
-from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.finite import is_finite
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import position_of
@@ -37,6 +36,7 @@ from isthmus_clients.virtual.stacked import (
     check_settings,
     clip_each,
     mean_gradients,
+    plain_descent,
     stacked_batches,
     stacked_optimizers,
 )
@@ -261,20 +261,25 @@ class StackedTraining:
         )
         self._schedules = optimizers.schedules
         total = torch.zeros(places, dtype=torch.float64, device=self.device)
-        mu = self.job.federated.proximal
+        mu, clip_norm = self.job.federated.proximal, self.job.federated.clip_norm
+        plain = None if mu or added or clip_norm else plain_descent(optimizers, stacked)
         for step in range(steps_max):
             optimizers.go_to(position.of_step(step, steps_max))
-            batch = inputs[step], targets[step]
-            gradients, examples = self.gradients(stacked, *batch, weights[step])
+            batch = inputs[step], targets[step], weights[step]
+            if plain is not None:
+                rates = [group["lr"] for group in plain]
+                examples = self.gradients.descend(stacked, *batch, rates)
+            else:
+                gradients, examples = self.gradients(stacked, *batch)
+                for name, gradient in gradients.items():
+                    if mu:  # FedProx's mu/2 |w - w_round|^2 (Li et al. 2020)
+                        gradient.add_(stacked[name].detach() - model[name], alpha=mu)
+                    if name in added:
+                        gradient.add_(added[name])
+                    stacked[name].grad = gradient
+                clip_each(stacked, clip_norm)
+                optimizers.step()
             total += (examples * present[step]).sum(1)
-            for name, gradient in gradients.items():
-                if mu:  # FedProx's mu/2 |w - w_round|^2 (Li et al. 2020)
-                    gradient.add_(stacked[name].detach() - model[name], alpha=mu)
-                if name in added:
-                    gradient.add_(added[name])
-                stacked[name].grad = gradient
-            clip_each(stacked, self.job.federated.clip_norm)
-            optimizers.step()
             done = [i for i, steps in enumerate(indices) if len(steps) == step + 1]
             if len(done) == k:
                 ends = {name: part.detach()[:k] for name, part in stacked.items()}
