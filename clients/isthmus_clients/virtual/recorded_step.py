@@ -18,7 +18,7 @@ from torch.fx.passes.shape_prop import TensorMetadata
 
 aten = torch.ops.aten
 
-_RESHAPES = (
+_VIEWS = (
     aten.view.default,
     aten._unsafe_view.default,
     aten.expand.default,
@@ -27,10 +27,9 @@ _RESHAPES = (
     aten.squeeze.dim,
     aten.squeeze.dims,
     aten.permute.default,
-    aten.clone.default,
-    aten.mean.dim,
-    aten.sum.dim_IntList,
 )
+"""No-ops on a tensor that already has the shape and strides."""
+_RESHAPES = (*_VIEWS, aten.clone.default, aten.mean.dim, aten.sum.dim_IntList)
 """With as many elements as their operand, and both contiguous, these change at most the shape."""
 _TIMES_ONE = (aten.mul.Scalar, aten.div.Scalar)
 _CREATED: dict[object, Callable[..., torch.Tensor]] = {
@@ -96,8 +95,7 @@ def _without_repetitions(recorded: torch.fx.GraphModule) -> torch.fx.GraphModule
     """Compute once what is the same."""
     random = {node.target for node in recorded.graph.nodes if _is_random(node)}
     found = CSEPass(banned_ops=random | get_CSE_banned_ops())(recorded)
-    assert found is not None
-    return found.graph_module
+    return recorded if found is None else found.graph_module
 
 
 def _simplify(recorded: torch.fx.GraphModule, node: torch.fx.Node) -> None:
@@ -107,8 +105,7 @@ def _simplify(recorded: torch.fx.GraphModule, node: torch.fx.Node) -> None:
         node.replace_all_uses_with(same)
         graph.erase_node(node)
     elif _is_reshape(node):
-        shape = list(node.meta["tensor_meta"].shape)
-        node.args, node.kwargs = (_source_of_reshapes(node), shape), {}
+        node.args, node.kwargs = (_source_of_reshapes(node), list(_shape(node))), {}
         node.target = aten.view.default
     elif node.target is aten.clone.default:
         _without_copy(graph, node)
@@ -118,32 +115,34 @@ def _simplify(recorded: torch.fx.GraphModule, node: torch.fx.Node) -> None:
 
 def _same_values(recorded: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.Node | None:
     """The node whose tensor has the same values in the same places, if there is one."""
+    operands = node.all_input_nodes
     if node.target is aten.mul.Tensor:
-        for one, other in itertools.permutations(node.args):
-            if _is_one(recorded, one) and _memory_format(other) == _memory_format(node):
+        for one, other in itertools.permutations(operands, 2):
+            if _is_one(recorded, one) and _same_format(other, node):
                 return other
-    if node.target in _TIMES_ONE and node.args[1] == 1:
-        operand = node.args[0]
-        return operand if _memory_format(operand) == _memory_format(node) else None
-    if node.target is aten.transpose.int:
-        operand = node.args[0]
-        if operand.target is aten.transpose.int and operand.args[1:] == node.args[1:]:
-            return operand.args[0]
-    if _is_reshape(node):
+    elif node.target is aten.transpose.int:
+        earlier = operands[0]
+        if earlier.target is node.target and earlier.args[1:] == node.args[1:]:
+            return earlier.all_input_nodes[0]
+    elif _is_reshape(node):
         source = _source_of_reshapes(node)
-        if source.meta["tensor_meta"].shape == node.meta["tensor_meta"].shape:
-            return source
-    elif node.target in _RESHAPES and node.target is not aten.clone.default:
-        operand = node.all_input_nodes[0]
-        return operand if _memory_format(operand) == _memory_format(node) else None
+        return source if _shape(source) == _shape(node) else None
+    elif node.target in _VIEWS or (node.target in _TIMES_ONE and node.args[1] == 1):
+        return operands[0] if _same_format(operands[0], node) else None
     return None
 
 
-def _is_one(recorded: torch.fx.GraphModule, node: object) -> bool:
+def _shape(node: torch.fx.Node) -> torch.Size:
+    shape: torch.Size = node.meta["tensor_meta"].shape
+    return shape
+
+
+def _is_one(recorded: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
     """Whether a node is a constant of ones."""
-    if not isinstance(node, torch.fx.Node) or node.op != "get_attr":
+    if node.op != "get_attr":
         return False
-    return bool((recorded.get_buffer(str(node.target)) == 1).all())
+    constant = operator.attrgetter(str(node.target))(recorded)
+    return isinstance(constant, torch.Tensor) and bool((constant == 1).all())
 
 
 def _source_of_reshapes(node: torch.fx.Node) -> torch.fx.Node:
@@ -183,7 +182,9 @@ def _own_results(graph: torch.fx.Graph) -> None:
         owner = _owner(node)
         if owner.op != "call_function" or owner in owners:
             with graph.inserting_before(output):
-                results.append(graph.call_function(aten.clone.default, (node,)))
+                copy_of_it = graph.call_function(aten.clone.default, (node,))
+            copy_of_it.meta = node.meta
+            results.append(copy_of_it)
         else:
             owners.add(owner)
             results.append(node)
@@ -192,7 +193,7 @@ def _own_results(graph: torch.fx.Graph) -> None:
 
 def _owner(node: torch.fx.Node) -> torch.fx.Node:
     """The node that has made the memory of a node's tensor."""
-    while _is_view(node) or (node.target is operator.getitem and _is_view(node.args[0])):
+    while _is_view(node) or (node.target is operator.getitem and _is_view(node.all_input_nodes[0])):
         node = node.all_input_nodes[0]
     return node
 
@@ -251,7 +252,8 @@ def step_bytes(recorded: torch.fx.GraphModule) -> int:
             ends[owners[used]] = node
     freed: dict[torch.fx.Node, int] = {}
     for owner, end in ends.items():
-        freed[end] = freed.get(end, 0) + sizes.get(owner, 0)
+        if owner.op == "call_function":  # the caller has the arguments
+            freed[end] = freed.get(end, 0) + sizes[owner]
     now = most = 0
     for node in recorded.graph.nodes:
         now += sizes.get(node, 0)
@@ -283,7 +285,9 @@ def _without_copy(graph: torch.fx.Graph, clone: torch.fx.Node) -> None:
     left, right = (cast("torch.fx.Node", factor) for factor in product.args)
     with graph.inserting_before(clone):
         factors = _transposed(graph, right), _transposed(graph, left)
-        clone.replace_all_uses_with(graph.call_function(aten.bmm.default, factors))
+        result = graph.call_function(aten.bmm.default, factors)
+    result.meta = clone.meta
+    clone.replace_all_uses_with(result)
 
 
 def _is_transpose(node: torch.fx.Node) -> bool:
@@ -305,7 +309,9 @@ def _max_pool2d(inputs: torch.Tensor, *settings: object) -> tuple[torch.Tensor, 
     return pooled.contiguous(), places.contiguous()
 
 
-def _memory_format(node: torch.fx.Node) -> tuple[object, ...]:
-    """Shape, strides and dtype of a node's tensor."""
-    tensor = node.meta["tensor_meta"]
-    return tensor.shape, tensor.stride, tensor.dtype
+def _same_format(one: torch.fx.Node, other: torch.fx.Node) -> bool:
+    """Whether the tensors of two nodes have the same shape, strides and dtype."""
+    first, second = one.meta.get("tensor_meta"), other.meta.get("tensor_meta")
+    if not isinstance(first, TensorMetadata) or not isinstance(second, TensorMetadata):
+        return False
+    return (first.shape, first.stride, first.dtype) == (second.shape, second.stride, second.dtype)

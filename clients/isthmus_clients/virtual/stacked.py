@@ -95,11 +95,10 @@ class Gradients:
             gradients, examples = self._all(parameters, *arguments[count:])
             return *(gradients[name] for name in names), examples
 
-        recorded = make_fx(step)(*arguments)
+        gradients = simplified(make_fx(step)(*arguments))
         devices = len(arguments[-1])
         self.sizes.add(devices)
-        self.bytes_per_device = max(self.bytes_per_device, -(-step_bytes(recorded) // devices))
-        gradients = simplified(recorded)
+        self.bytes_per_device = max(self.bytes_per_device, -(-step_bytes(gradients) // devices))
         return gradients, descent(gradients, count)
 
     def _all(
@@ -246,9 +245,7 @@ def _check_elementwise(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             )
 
 
-def plain_descent(
-    optimizers: TaskOptimizers, stacked: Stacked
-) -> list[Mapping[str, float]] | None:
+def plain_descent(optimizers: TaskOptimizers, stacked: Stacked) -> list[Mapping[str, float]] | None:
     """The group of each parameter, whose `lr` is its rate; None for all but SGD without options."""
     groups: dict[int, Mapping[str, float]] = {}
     for optimizer in optimizers.named.values():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,40 @@ class DeviceTraining:
         return dataclasses.replace(self, memory=bytearray(self.memory))
 
 
+class StackSizes:
+    """Chooses how many devices are stacked."""
+
+    def __init__(self, device: str) -> None:
+        """`device` is the type of the device that trains."""
+        self._step_bytes = _STEP_BYTES[device]
+        self._empty: Counter[int] = Counter()
+        """Steps of empty places so far, by the number of devices of a stack."""
+
+    def most(self, bytes_per_device: int) -> int:
+        """Most devices of a stack, whose step needs so many bytes for each; 0 if not known yet."""
+        if not bytes_per_device:
+            return FIRST_STACK
+        most = max(1, min(_STACK, self._step_bytes // bytes_per_device))
+        return most // FIRST_STACK * FIRST_STACK or most
+
+    def places(self, devices: int, steps: int, recorded: Collection[int]) -> int:
+        """Places of a stack of some devices.
+
+        A larger number for which the computation is recorded is used until the empty places have
+        cost as much as recording it anew.
+
+        Args:
+            devices: in the stack.
+            steps: of its training.
+            recorded: numbers of places for which the computation is recorded.
+        """
+        larger = [size for size in recorded if size > devices]
+        if devices in recorded or not larger:
+            return devices
+        self._empty[devices] += (min(larger) - devices) * steps
+        return min(larger) if self._empty[devices] <= _RECORDING else devices
+
+
 class StackedTraining:
     """Trains devices of one run that share a task and a model."""
 
@@ -102,8 +136,7 @@ class StackedTraining:
         self.device = next(run.model.parameters()).device
         self.gradients = Gradients(run.task, run.model)
         self._schedules: dict[str, ScheduleState] = {}
-        self._empty: Counter[int] = Counter()
-        """Steps of empty places, by the number of devices of a stack."""
+        self._sizes = StackSizes(self.device.type)
 
     def forget_schedules(self) -> None:
         """Begin a new run: schedules of the learning rate start anew."""
@@ -123,34 +156,12 @@ class StackedTraining:
         order = sorted(range(len(batch)), key=lambda k: batch[k].run.data.order.length)
         results: list[TrainedOrFailed | None] = [None] * len(batch)
         while order:
-            chosen = order[: self._most_devices]
+            chosen = order[: self._sizes.most(self.gradients.bytes_per_device)]
             del order[: len(chosen)]
             trained = self._train_stack(work, [batch[k] for k in chosen])
             for k, result in zip(chosen, trained, strict=True):
                 results[k] = result
         return [result for result in results if result is not None]
-
-    @property
-    def _most_devices(self) -> int:
-        """Of a stack."""
-        needed = self.gradients.bytes_per_device
-        if not needed:
-            return FIRST_STACK
-        most = max(1, min(_STACK, _STEP_BYTES[self.device.type] // needed))
-        return most // FIRST_STACK * FIRST_STACK or most
-
-    def _places(self, devices: int, steps: int) -> int:
-        """Number of models that are stacked for some devices, for a number of steps.
-
-        A larger number for which the computation is recorded is used until the empty places have
-        cost as much as recording it anew.
-        """
-        larger = [size for size in self.gradients.sizes if size > devices]
-        if devices in self.gradients.sizes or not larger:
-            return devices
-        places = min(larger)
-        self._empty[devices] += (places - devices) * steps
-        return places if self._empty[devices] <= _RECORDING else devices
 
     def _train_stack(
         self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]
@@ -241,7 +252,7 @@ class StackedTraining:
         if not steps_max:
             means = {name: torch.zeros_like(part) for name, part in ends.items()}
             return ends, [0.0] * k, means if passes else {}
-        places = self._places(k, steps_max)
+        places = self._sizes.places(k, steps_max, self.gradients.sizes)
         empty = places - k
         padded = [*datasets, *[datasets[0]] * empty], [*indices, *[[]] * empty]
         batch_size = self.job.federated.batch_size

@@ -63,6 +63,7 @@ async def updates(devices, opening, start, layout, round_=1, gradient=None, scal
         ("federated.local_steps=7",),
         ("federated.local_epochs=2",),
         ("federated.local_epochs=1", "federated.proximal=0.5"),
+        ("federated.local_steps=7", "learning_rate.schedule=step", "learning_rate.step_size=2"),
         ("federated.local_steps=0",),
         (
             "federated.local_steps=7",
@@ -73,19 +74,23 @@ async def updates(devices, opening, start, layout, round_=1, gradient=None, scal
     ],
 )
 @pytest.mark.parametrize(
-    "optimizer", ["SGD(parameters, lr=0.3, momentum=0.9)", "AdamW(parameters)"]
+    "optimizer",
+    ["SGD(parameters, lr=0.3)", "SGD(parameters, lr=0.3, momentum=0.9)", "AdamW(parameters)"],
 )
 @pytest.mark.parametrize(("with_gradient_sent", "scale"), [(False, 0.0), (True, 4.0)])
 async def test_a_virtual_device_trains_as_a_real_one_does(
     opening, overrides, optimizer, with_gradient_sent, scale
 ):
-    """Also with shards of different sizes, so different numbers of steps and short last batches."""
+    """Also with shards of different sizes, so different numbers of steps and short last batches.
+
+    A stack has four devices, so that the last one has empty places.
+    """
     methods = (
         RAGGED
         + f"def optimizer(self, parameters, participant):\n    return torch.optim.{optimizer}"
     )
     work = opening(*overrides, methods=methods)
-    devices = devices_of(VirtualFleet(3))
+    devices = devices_of(VirtualFleet(6))
     real = [DeviceRun(work, device.participant, None) for device in devices]
     layout = real[0].layout
     start = layout.gather(real[0].model)
