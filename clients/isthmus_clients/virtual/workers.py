@@ -31,6 +31,7 @@ Take = Callable[[int, TrainedOrFailed], None]
 """Gets the number of a device of a batch, and its result."""
 
 _DEVICES = 64  # of one piece
+_PIECES = 4  # of each process, at least
 _UPDATE_BYTES = 256 << 20  # of the updates of one piece, unless a single one is larger
 
 
@@ -249,13 +250,13 @@ class TrainingWorkers:
         order = list(range(len(batch)))
         if self._own_models:
             return [[k] for k in order]
-        unit, pieces = 1, 4
+        unit = 1
         if is_stacked:
             order.sort(key=lambda k: batch[k].run.data.order.length)
-            unit, pieces = FIRST_STACK, 2
+            unit = FIRST_STACK
         units = -(-len(order) // unit)
         most = max(1, self._workers[0].devices // unit)  # of one piece
-        count = -(-units // min(most, -(-units // (len(self._workers) * pieces))))
+        count = -(-units // min(most, -(-units // (len(self._workers) * _PIECES))))
         ends = [unit * (units * (k + 1) // count) for k in range(count)]  # all about as long
         return [order[start:end] for start, end in itertools.pairwise([0, *ends])]
 
