@@ -5,6 +5,7 @@ Shape legend: K = devices of the batch, S = steps, B = examples of a step.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -95,7 +96,10 @@ class Gradients:
             gradients, examples = self._all(parameters, *arguments[count:])
             return *(gradients[name] for name in names), examples
 
-        gradients = simplified(make_fx(step)(*arguments))
+        with warnings.catch_warnings():
+            # Whether an operation without a batching rule is slower is measured.
+            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+            gradients = simplified(make_fx(step)(*arguments))
         devices = len(arguments[-1])
         self.sizes.add(devices)
         self.bytes_per_device = max(self.bytes_per_device, -(-step_bytes(gradients) // devices))
