@@ -21,7 +21,7 @@ from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.channel import Channel
 from isthmus_clients.virtual.messages import PieceRequest
-from isthmus_clients.virtual.stacked_training import StackedTraining
+from isthmus_clients.virtual.stacks.training import StackedTraining
 from isthmus_clients.virtual.workers import PieceWorker
 from isthmus_server.storage.run_description import RunDescription
 from isthmus_simulation.rank_description import RankDescription

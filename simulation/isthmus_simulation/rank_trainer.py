@@ -24,7 +24,7 @@ from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.channel import Channel
 from isthmus_clients.virtual.messages import PieceAnswer, PieceRequest
 from isthmus_clients.virtual.piece_trainer import PieceTrainer
-from isthmus_clients.virtual.stacked_training import StackedTraining
+from isthmus_clients.virtual.stacks.training import StackedTraining
 from isthmus_simulation.rank_description import RankDescription
 from isthmus_simulation.rank_place import RankPlace
 

@@ -50,9 +50,10 @@ class ReceivedModels:
         if change is None or size != change.blob.size:
             return size
         each = run.change_codec.nbytes
-        if size % each or not 1 <= size // each <= MAX_CHANGES:
+        if not 0 < size <= MAX_CHANGES * each:
             raise UpdateError(
-                f"a change of the model in {size} bytes was announced; one round's has {each}"
+                f"a change of the model in {size} bytes was announced; one round's has at most "
+                f"{each}"
             )
         return request.train_local.model.size
 
@@ -87,8 +88,11 @@ class ReceivedModels:
     ) -> None:
         codec, view = run.change_codec, memoryview(changes)
         vector = run.layout.decode(kept)
-        for start in range(0, len(view), codec.nbytes):
-            codec.apply(vector, view[start : start + codec.nbytes])
+        try:
+            while view:
+                view = view[codec.apply(vector, view) :]
+        except ValueError as error:
+            raise UpdateError(f"the changes of its model cannot be used: {error}") from error
         if hashlib.sha256(kept).digest() != model.sha256:
             raise UpdateError("the changes of its model do not lead to the announced model")
         self._model, self._sha256 = kept, model.sha256

@@ -23,7 +23,7 @@ from isthmus_clients.device.task_host import InProcessHost, states_key
 from isthmus_clients.training.personal_state import PersonalStates
 from isthmus_clients.virtual.fleet import FleetRun, VirtualFleet
 from isthmus_clients.virtual.profiles import DeviceProfile
-from isthmus_clients.virtual.stacked_training import DeviceTraining, TrainedOrFailed
+from isthmus_clients.virtual.stacks.training import DeviceTraining, TrainedOrFailed
 from isthmus_clients.virtual.unmasked import UnmaskedSessions, unchecked
 from isthmus_privacy.secagg import RoundConfig
 

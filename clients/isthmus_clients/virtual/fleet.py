@@ -20,7 +20,7 @@ from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.forked_crew import ForkedCrew
 from isthmus_clients.virtual.piece_trainer import PieceTrainer
 from isthmus_clients.virtual.profiles import DeviceProfile
-from isthmus_clients.virtual.stacked_training import (
+from isthmus_clients.virtual.stacks.training import (
     DeviceTraining,
     StackedTraining,
     TrainedOrFailed,
@@ -37,6 +37,13 @@ _SAMPLE = 4
 
 Waiting = tuple[DeviceTraining, "asyncio.Future[TrainedOrFailed]"]
 """A device that waits for its batch, and its result."""
+
+
+def _sample(batch: Sequence[DeviceTraining]) -> list[DeviceTraining]:
+    """Some devices of a batch, from the one with the fewest examples to the one with the most."""
+    ordered = sorted(batch, key=lambda training: training.run.data.order.length)
+    count = min(_SAMPLE, len(ordered))
+    return [ordered[k * (len(ordered) - 1) // max(1, count - 1)] for k in range(count)]
 
 
 class FleetRun:
@@ -62,6 +69,9 @@ class FleetRun:
         self._suffix = "" if crew is None or crew.device == "cpu" else " with the same GPU"
         self.reason = "as the job says"
         """Why the mode is what it is."""
+        self._is_checked = False
+        """Whether stacked models are known to be trained like single ones."""
+        self._is_random = False
         self._source = _source(self.active.job, work)
         self.shared: DeviceRun
         """The first device's run, whose task and model all share."""
@@ -69,6 +79,7 @@ class FleetRun:
         if previous is not None and previous._source == self._source:
             self.shared, self.trainer = previous.shared, previous.trainer
             self.mode, self.reason = previous.mode, previous.reason
+            self._is_checked, self._is_random = previous._is_checked, previous._is_random
             self.trainer.forget_schedules()
             return
         if previous is not None:
@@ -106,7 +117,8 @@ class FleetRun:
         """How devices train, and what that means for the result."""
         if self.mode == "one-by-one":
             return f"one by one ({self.reason}): the same bits as on real devices{self._suffix}"
-        return f"in stacked models ({self.reason}): as on real devices up to rounding"
+        random = " and random numbers" if self._is_random else ""
+        return f"in stacked models ({self.reason}): as on real devices up to rounding{random}"
 
     async def train(
         self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining], take: Take
@@ -121,8 +133,8 @@ class FleetRun:
         Raises:
             TaskError: the task's code raised in stacked models, or a process has ended.
         """
-        if self.mode == "auto":
-            self._choose(work, batch[:_SAMPLE])
+        if self.mode != "one-by-one" and not self._is_checked:
+            self._choose(work, _sample(batch))
         is_stacked = self.mode == "stacked"
         if isinstance(self.trainer, TrainingWorkers):
             await self.trainer.train(work, batch, take, is_stacked=is_stacked)
@@ -131,14 +143,22 @@ class FleetRun:
             take(number, result)
 
     def _choose(self, work: link_pb2.TrainLocal, sample: Sequence[DeviceTraining]) -> None:
+        """Check that stacked models are trained like single ones, and choose if the job does not.
+
+        Raises:
+            TaskError: the job requires stacked models, and they are not.
+        """
         measured = self.trainer.measure(work, sample)
         times = f"{len(sample)} devices took {{:.3g}} s, and {{:.3g}} s {{}}"
+        if measured.reason and self.mode == "stacked":
+            raise TaskError(f"{measured.reason}; set simulation.training to 'auto'")
+        self._is_checked, self._is_random = True, measured.is_random
         if measured.reason:
             self._one_by_one(measured.reason)
-        elif measured.stacked < measured.single:
+        elif self.mode == "auto" and measured.stacked < measured.single:
             self.mode = "stacked"
             self.reason = times.format(measured.stacked, measured.single, "one by one")
-        else:
+        elif self.mode == "auto":
             self._one_by_one(times.format(measured.single, measured.stacked, "stacked"))
 
     def _one_by_one(self, reason: str) -> None:

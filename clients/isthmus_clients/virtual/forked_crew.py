@@ -21,7 +21,7 @@ from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.channel import Channel
 from isthmus_clients.virtual.messages import PieceRequest
 from isthmus_clients.virtual.piece_trainer import PieceTrainer
-from isthmus_clients.virtual.stacked_training import StackedTraining
+from isthmus_clients.virtual.stacks.training import StackedTraining
 from isthmus_clients.virtual.workers import PieceWorker, most_devices
 
 _STOP_SECONDS = 5.0

@@ -72,6 +72,8 @@ class Measured:
     """Infinite if stacked models cannot train it, for `reason`."""
     single: float
     reason: str = ""
+    is_random: bool = False
+    """Whether the model or the loss draws random numbers."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -12,13 +13,17 @@ from isthmus.wire import link_pb2
 from isthmus_clients.device.task_host import train_in
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.messages import DeviceResult, Measured, PieceAnswer, PieceRequest
-from isthmus_clients.virtual.stacked_training import (
+from isthmus_clients.virtual.stacks.training import (
     DeviceTraining,
     StackedTraining,
     TrainedOrFailed,
 )
 
+log = logging.getLogger(__name__)
+
 _KEPT = 4096  # devices whose data a process keeps
+_MOST_DIFFERENCE = 0.01
+"""Of the updates of both ways of training; rounding alone is below a thousandth of it."""
 
 
 class PieceTrainer:
@@ -43,22 +48,46 @@ class PieceTrainer:
         return self._stacked.train(work, batch)
 
     def measure(self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]) -> Measured:
-        """Time both ways of training; nothing of it is kept."""
+        """Time both ways of training, and compare their updates; nothing of it is kept."""
         assert self._stacked is not None
 
-        def seconds(*, is_stacked: bool) -> float:
+        def trained(*, is_stacked: bool) -> tuple[float, list[Buffer], list[TrainedOrFailed]]:
             copies = [training.copy() for training in batch]
             start = time.perf_counter()
-            self.train(work, copies, is_stacked=is_stacked)
-            return time.perf_counter() - start
+            results = self.train(work, copies, is_stacked=is_stacked)
+            return time.perf_counter() - start, [each.result for each in copies], results
 
         try:
-            seconds(is_stacked=True)  # loads the data and records the computation
-            return Measured(seconds(is_stacked=True), seconds(is_stacked=False))
-        except TaskError as error:
-            return Measured(float("inf"), 0.0, str(error))
+            trained(is_stacked=True)  # loads the data and records the computation
+            stacked, found, results = trained(is_stacked=True)
+        except Exception as error:
+            log.debug("stacked models cannot be trained", exc_info=True)
+            return Measured(float("inf"), 0.0, _reason(error))
         finally:
             self._stacked.forget_schedules()
+        single, expected, _ = trained(is_stacked=False)
+        steps = [0 if isinstance(each, TaskError) else each.steps for each in results]
+        # Stacks of a whole batch have devices with about as many steps.
+        stacked *= sum(steps) / max(1, len(steps) * max(steps))
+        is_random = self._stacked.gradients.are_random
+        difference = 0.0 if is_random else max(map(self._difference, found, expected))
+        if difference > _MOST_DIFFERENCE:
+            return Measured(
+                float("inf"),
+                single,
+                f"updates of stacked models differ by {difference:.1%} from those of single ones",
+            )
+        return Measured(stacked, single, is_random=is_random)
+
+    def _difference(self, found: Buffer, expected: Buffer) -> float:
+        """The length of the difference of two encoded updates, as a part of the second one's."""
+        if not found or not expected:  # training has failed
+            return float(bool(found) != bool(expected))
+        layout = self._shared.layout
+        if len(found) != layout.nbytes:
+            layout = layout.gradient_and_update
+        first, second = layout.decode(found), layout.decode(expected)
+        return float((first - second).norm() / second.norm().clamp(min=1e-30))
 
     def answer(
         self, request: PieceRequest, received: Buffer
@@ -85,8 +114,9 @@ class PieceTrainer:
             if request.kind == "measure":
                 return PieceAnswer(measured=self.measure(work, batch)), ()
             trained = self.train(work, batch, is_stacked=request.is_stacked)
-        except TaskError as error:
-            return PieceAnswer(str(error)), ()
+        except Exception as error:
+            log.debug("a piece failed", exc_info=True)
+            return PieceAnswer(_reason(error)), ()
         results: list[DeviceResult] = []
         updates: list[Buffer] = []
         for figures, training in zip(trained, batch, strict=True):
@@ -116,6 +146,11 @@ class PieceTrainer:
 
     def close(self) -> None:
         """Do nothing: there is no other process."""
+
+
+def _reason(error: Exception) -> str:
+    """Why a piece failed."""
+    return str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"
 
 
 def _train_alone(work: link_pb2.TrainLocal, training: DeviceTraining) -> TrainedOrFailed:

@@ -20,8 +20,8 @@ from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.channel import Channel
 from isthmus_clients.virtual.messages import Kind, Measured, PieceAnswer, PieceRequest
-from isthmus_clients.virtual.stacked_training import (
-    FIRST_STACK,
+from isthmus_clients.virtual.stacks.sizes import FIRST_STACK
+from isthmus_clients.virtual.stacks.training import (
     DeviceTraining,
     StackedTraining,
     TrainedOrFailed,
@@ -228,6 +228,7 @@ class TrainingWorkers:
             sum(each.stacked for each in measured) / len(measured),
             sum(each.single for each in measured) / len(measured),
             next((each.reason for each in measured if each.reason), ""),
+            any(each.is_random for each in measured),
         )
 
     def forget_schedules(self) -> None:

@@ -71,9 +71,11 @@ class ModelChanges:
         Returns:
             The change, for `note`.
         """
+        trained = self._codec.trained
+        changing = before[:trained] != after[:trained]  # few after a round of compressed updates
         if self._residual is not None and self._of == base:
             after.add_(self._residual)
-        payload = self._codec.encode(before, after)
+        payload = self._codec.encode(before, after, changing)
         self._codec.apply(before, payload)
         residual = torch.sub(after, before, out=self._residual)
         self._residual = residual

@@ -1,60 +1,16 @@
 """Virtual devices compared with real ones."""
 
-import asyncio
-
 import pytest
 import torch
+from tests.clients.virtual.stacks import POSITION, RAGGED, updates
 
 from isthmus.errors import JobError, TaskError
-from isthmus.task import Participant, load_task
-from isthmus.task.scoring import build_model
+from isthmus.task import Participant
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.device import VirtualDevice, devices_of
 from isthmus_clients.virtual.fleet import VirtualFleet
-
-RAGGED = """
-def local_data(self, participant):
-    return rows(5 + 4 * int(participant.name[-1]), seed=sum(participant.name.encode()))
-"""
-
-POSITION = link_pb2.RoundPosition(start=1, steps=7, cohort=3)
-
-
-@pytest.fixture
-def opening(write_task, make_job, tmp_path):
-    def opening(*overrides, methods="pass"):
-        write_task(methods)
-        job = make_job("federated.batch_size=4", *overrides)
-        layout = TensorLayout.of(
-            build_model(load_task(job.task.source, {}, base=tmp_path), job.seed)
-        )
-        return link_pb2.OpenRun(
-            run_id="run", job=job.model_dump_json(), base=str(tmp_path), layout=layout.header
-        )
-
-    return opening
-
-
-async def updates(devices, opening, start, layout, round_=1, gradient=None, scale=0.0, **gathered):
-    """Updates and replies of devices of a fleet, which train concurrently."""
-    for device in devices:
-        await device.work(link_pb2.Request(id="o", open=opening), None, None)
-    sent = layout.gradient_and_update if scale else layout
-
-    async def one(device):
-        payload = layout.encode(start)
-        if gradient is not None:
-            payload += layout.encode(gradient)
-        work = link_pb2.TrainLocal(run_id="run", round=round_, attempt=1, gradient_scale=scale)
-        work.position.CopyFrom(POSITION)
-        work.with_gradient = gradient is not None
-        request = link_pb2.Request(id=device.participant.name, train_local=work)
-        reply, back = await device.work(request, payload, None)
-        return sent.decode(back), reply.trained
-
-    return await asyncio.gather(*(one(device) for device in devices), **gathered)
 
 
 @pytest.mark.parametrize(

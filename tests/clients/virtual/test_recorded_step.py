@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from isthmus_clients.virtual.recorded_step import aten, descent, simplified, step_bytes
+from isthmus_clients.virtual.stacks.recorded_step import aten, descent, simplified, step_bytes
 
 
 def test_a_recorded_step_without_idle_operations_gives_the_same_bits():

@@ -94,7 +94,47 @@ def test_what_is_added_to_the_next_change_arrives():
     assert float(target.norm()) > 5 * 5000**0.5
 
 
-@pytest.mark.parametrize("size", [0, 9, 11])
-def test_a_payload_of_another_size_is_refused(size):
-    with pytest.raises(ValueError, match=f"a change of {size} bytes came; it has 10"):
-        ChangeCodec(15, 15, 3).apply(torch.zeros(15), bytes(size))
+@pytest.mark.parametrize("size", [0, 3, 13])
+def test_a_payload_that_is_too_short_is_refused(size):
+    codec = ChangeCodec(15, 15, 3)
+    payload = codec.encode(torch.zeros(15), torch.ones(15))
+    assert len(payload) == 14
+    with pytest.raises(ValueError, match=f"a change of {size} bytes came; it has 14 or fewer"):
+        codec.apply(torch.zeros(15), payload[:size])
+
+
+@given(BITS, st.integers(1, 3000), st.integers(0, 5), st.integers(0, 3000), st.integers(0, 9))
+@settings(deadline=None)
+def test_if_few_elements_change_the_others_stay_and_these_have_more_bits(
+    bits, trained, more, few, seed
+):
+    codec = ChangeCodec(trained + more, trained, bits)
+    before, after = models(codec, seed)
+    changing = torch.zeros(trained, dtype=torch.bool)
+    changing[torch.randperm(trained)[:few]] = True
+    payload = codec.encode(before, after, changing)
+    assert len(payload) <= codec.nbytes
+    vector = before.clone()
+    assert codec.apply(vector, bytes(payload) + b"the next change") == len(payload)
+    count = int(changing.sum())
+    enough = min((bits - 1) * trained // max(count, 1), 16) - 1  # bits that the others save
+    if trained > 200 and count < trained and enough > bits:
+        assert vector[:trained][~changing].equal(before[:trained][~changing])
+        left, change = (after - vector)[:trained][changing], (after - before)[:trained][changing]
+        largest = float(change.abs().max()) if count else 0.0
+        if enough > MAX_BITS:  # nothing is clipped
+            assert all(left.abs() <= largest / (2 ** (enough - 1) - 1) / 2 + 1e-6)
+    assert vector[trained:].equal(after[trained:])
+
+
+def test_changes_that_name_other_elements_than_they_announce_are_refused():
+    codec = ChangeCodec(100, 100, 3)
+    changing = torch.arange(100) < 20
+    payload = codec.encode(torch.zeros(100), torch.ones(100), changing)
+    assert payload[0] == 20
+    payload[4] ^= 1
+    with pytest.raises(ValueError, match="a change of 20 elements names 19"):
+        codec.apply(torch.zeros(100), payload)
+    payload[:4] = (101).to_bytes(4, "little")
+    with pytest.raises(ValueError, match=r"a change of \d+ bytes came; it has \d+ or fewer"):
+        codec.apply(torch.zeros(100), payload)

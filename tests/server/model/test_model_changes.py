@@ -40,9 +40,9 @@ def test_a_device_computes_the_models_of_later_rounds_bit_for_bit(make_model):
             assert offer.message.base == describe(payload).sha256
             assert offer.message.blob == describe(offer.payload)
             device = bytearray(payload)
-            for start in range(0, len(offer.payload), codec.nbytes):
-                change = offer.payload[start : start + codec.nbytes]
-                codec.apply(model.layout.decode(device), change)
+            rest = memoryview(offer.payload)
+            while rest:
+                rest = rest[codec.apply(model.layout.decode(device), rest) :]
             assert device == model.payload
         earlier.append(bytes(model.payload))
 

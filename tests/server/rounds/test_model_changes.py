@@ -65,10 +65,11 @@ async def test_a_change_that_leads_elsewhere_is_refused_and_the_whole_model_come
     apply, broken = ChangeCodec.apply, []
 
     def wrong_once(codec, vector, payload):
-        apply(codec, vector, payload)
+        used = apply(codec, vector, payload)
         if isinstance(payload, memoryview) and not broken:
             broken.append(vector)
             vector[0] += 1
+        return used
 
     monkeypatch.setattr(ChangeCodec, "apply", wrong_once)
     report, _ = await deployment.run("run", *SETTINGS, "federated.quorum=2", *PLAIN)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,30 +28,19 @@ from isthmus.transport.requests import position_of
 from isthmus.wire import link_pb2
 from isthmus_clients.training.example_order import first_pass, number, step_indices
 from isthmus_clients.training.local_run import DeviceRun, pieces
-from isthmus_clients.virtual.stacked import (
+from isthmus_clients.virtual.stacks.gradients import (
     Gradients,
     Stacked,
-    check_run,
-    check_settings,
-    clip_each,
     mean_gradients,
-    plain_descent,
     stacked_batches,
+)
+from isthmus_clients.virtual.stacks.optimizers import (
+    clip_each,
+    plain_descent,
     stacked_optimizers,
 )
-
-FIRST_STACK = 4
-"""Devices of the first stack, whose step tells how much memory a device takes. Larger stacks have a
-multiple of it, so that most stacks of a batch are of one size."""
-_STACK = 64
-"""Most devices of a stack."""
-_STEP_BYTES = {"cpu": 6 << 20, "cuda": 1 << 30}
-"""Most bytes of the tensors of a step, unless one device takes more. On a processor they should
-stay in its cache, whose part for one core is some MiB."""
-_RECORDING = 256
-"""About the cost of recording the computation for another number of devices, in steps of one
-device."""
-
+from isthmus_clients.virtual.stacks.requirements import check_run, check_settings
+from isthmus_clients.virtual.stacks.sizes import StackSizes
 
 TrainedOrFailed = link_pb2.Trained | TaskError
 
@@ -86,40 +74,6 @@ class DeviceTraining:
         return dataclasses.replace(self, memory=bytearray(self.memory))
 
 
-class StackSizes:
-    """Chooses how many devices are stacked."""
-
-    def __init__(self, device: str) -> None:
-        """`device` is the type of the device that trains."""
-        self._step_bytes = _STEP_BYTES[device]
-        self._empty: Counter[int] = Counter()
-        """Steps of empty places so far, by the number of devices of a stack."""
-
-    def most(self, bytes_per_device: int) -> int:
-        """Most devices of a stack, whose step needs so many bytes for each; 0 if not known yet."""
-        if not bytes_per_device:
-            return FIRST_STACK
-        most = max(1, min(_STACK, self._step_bytes // bytes_per_device))
-        return most // FIRST_STACK * FIRST_STACK or most
-
-    def places(self, devices: int, steps: int, recorded: Collection[int]) -> int:
-        """Places of a stack of some devices.
-
-        A larger number for which the computation is recorded is used until the empty places have
-        cost as much as recording it anew.
-
-        Args:
-            devices: in the stack.
-            steps: of its training.
-            recorded: numbers of places for which the computation is recorded.
-        """
-        larger = [size for size in recorded if size > devices]
-        if devices in recorded or not larger:
-            return devices
-        self._empty[devices] += (min(larger) - devices) * steps
-        return min(larger) if self._empty[devices] <= _RECORDING else devices
-
-
 class StackedTraining:
     """Trains devices of one run that share a task and a model."""
 
@@ -134,6 +88,7 @@ class StackedTraining:
         check_run(run)
         self.job, self.task, self.layout = run.job, run.task, run.layout
         self.device = next(run.model.parameters()).device
+        self.model = run.model
         self.gradients = Gradients(run.task, run.model)
         self._schedules: dict[str, ScheduleState] = {}
         self._sizes = StackSizes(self.device.type)
@@ -268,17 +223,22 @@ class StackedTraining:
             means = {name: part[:k] for name, part in sums.items()}
         weights = present / present.sum(2, keepdim=True).clamp(min=1.0)
         optimizers = stacked_optimizers(
-            (self.task, self.job), stacked, indices, participant, position, self._schedules
+            (self.task, self.job, self.model),
+            stacked,
+            indices,
+            participant,
+            position,
+            self._schedules,
         )
         self._schedules = optimizers.schedules
         total = torch.zeros(places, dtype=torch.float64, device=self.device)
         mu, clip_norm = self.job.federated.proximal, self.job.federated.clip_norm
-        plain = None if mu or added or clip_norm else plain_descent(optimizers, stacked)
+        may_be_plain = not (mu or added or clip_norm)
         for step in range(steps_max):
             optimizers.go_to(position.of_step(step, steps_max))
             batch = inputs[step], targets[step], weights[step]
-            if plain is not None:
-                rates = [group["lr"] for group in plain]
+            rates = plain_descent(optimizers, stacked) if may_be_plain else None
+            if rates is not None:
                 examples = self.gradients.descend(stacked, *batch, rates)
             else:
                 gradients, examples = self.gradients(stacked, *batch)
@@ -290,7 +250,7 @@ class StackedTraining:
                     stacked[name].grad = gradient
                 clip_each(stacked, clip_norm)
                 optimizers.step()
-            total += (examples * present[step]).sum(1)
+            total += torch.where(present[step] > 0, examples, 0.0).sum(1)
             done = [i for i, steps in enumerate(indices) if len(steps) == step + 1]
             if len(done) == k:
                 ends = {name: part.detach()[:k] for name, part in stacked.items()}

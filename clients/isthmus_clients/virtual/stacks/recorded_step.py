@@ -9,11 +9,9 @@ import copy
 import itertools
 import math
 import operator
-from collections.abc import Callable
 from typing import cast
 
 import torch
-from torch.fx.passes.dialect.common.cse_pass import CSEPass, get_CSE_banned_ops
 from torch.fx.passes.shape_prop import TensorMetadata
 
 aten = torch.ops.aten
@@ -32,12 +30,12 @@ _VIEWS = (
 _RESHAPES = (*_VIEWS, aten.clone.default, aten.mean.dim, aten.sum.dim_IntList)
 """With as many elements as their operand, and both contiguous, these change at most the shape."""
 _TIMES_ONE = (aten.mul.Scalar, aten.div.Scalar)
-_CREATED: dict[object, Callable[..., torch.Tensor]] = {
-    aten.ones_like.default: torch.ones,
-    aten.zeros_like.default: torch.zeros,
-    aten.new_zeros.default: torch.zeros,
+_CREATED: dict[object, float] = {
+    aten.ones_like.default: 1,
+    aten.zeros_like.default: 0,
+    aten.new_zeros.default: 0,
 }
-"""These use only the shape and dtype of their operand."""
+"""The values of what is made from the shape and dtype of an operand."""
 _CONSTANT_BYTES = 1 << 16
 """Most bytes of a constant that is kept."""
 
@@ -51,7 +49,7 @@ def simplified(recorded: torch.fx.GraphModule) -> torch.fx.GraphModule:
     # An in-place operation may need a copy that seems to have no effect.
     if not any(map(_is_in_place, recorded.graph.nodes)):
         _fold_constants(recorded)
-        recorded = _without_repetitions(recorded)
+        _remove_repetitions(recorded.graph)
         for node in list(recorded.graph.nodes):
             _simplify(recorded, node)
         recorded.graph.eliminate_dead_code()
@@ -69,16 +67,22 @@ def _is_random(node: torch.fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def is_random(recorded: torch.fx.GraphModule) -> bool:
+    """Whether a recorded step draws random numbers."""
+    return any(map(_is_random, recorded.graph.nodes))
+
+
 def _fold_constants(recorded: torch.fx.GraphModule) -> None:
     """Compute once what does not depend on the arguments."""
     constants: dict[torch.fx.Node, torch.Tensor] = {}
     for node in recorded.graph.nodes:
-        result = node.meta.get("tensor_meta")
+        result = node.meta.get("val")
         if node.op != "call_function" or not 0 < _nbytes(result) <= _CONSTANT_BYTES:
             continue
         if node.target in _CREATED:
-            kind = {"dtype": result.dtype, "device": node.meta["val"].device}
-            constants[node] = _CREATED[node.target](result.shape, **kind)
+            kind = {"dtype": result.dtype, "device": result.device}
+            created = torch.empty_strided(result.shape, result.stride(), **kind)
+            constants[node] = created.fill_(_CREATED[node.target])
         elif not _is_random(node) and all(each in constants for each in node.all_input_nodes):
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), constants.__getitem__)
             constants[node] = node.target(*args, **kwargs)
@@ -91,11 +95,16 @@ def _fold_constants(recorded: torch.fx.GraphModule) -> None:
     recorded.graph.eliminate_dead_code()
 
 
-def _without_repetitions(recorded: torch.fx.GraphModule) -> torch.fx.GraphModule:
+def _remove_repetitions(graph: torch.fx.Graph) -> None:
     """Compute once what is the same."""
-    random = {node.target for node in recorded.graph.nodes if _is_random(node)}
-    found = CSEPass(banned_ops=random | get_CSE_banned_ops())(recorded)
-    return recorded if found is None else found.graph_module
+    first: dict[object, torch.fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and not _is_random(node):
+            # As text, because 1, 1.0 and True are equal.
+            same = first.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
 
 
 def _simplify(recorded: torch.fx.GraphModule, node: torch.fx.Node) -> None:
@@ -216,7 +225,7 @@ def descent(gradients: torch.fx.GraphModule, parameters: int) -> torch.fx.GraphM
         parameters: number of parameters. The new step has as many further arguments: the negative
             learning rate of each.
     """
-    step = copy.deepcopy(gradients)
+    step = torch.fx.GraphModule(gradients, copy.deepcopy(gradients.graph))  # with its constants
     *arguments, output = (n for n in step.graph.nodes if n.op in ("placeholder", "output"))
     changed, computed = arguments[:parameters], output.args[0][:parameters]
     output.args = (output.args[0][parameters:],)
@@ -247,7 +256,7 @@ def step_bytes(recorded: torch.fx.GraphModule) -> int:
             owners[node] = owners[node.all_input_nodes[0]]
         else:
             owners[node] = node
-            sizes[node] = _nbytes(node.meta.get("tensor_meta"))
+            sizes[node] = _nbytes(node.meta.get("val"))
         for used in (node, *node.all_input_nodes):
             ends[owners[used]] = node
     freed: dict[torch.fx.Node, int] = {}
@@ -264,8 +273,8 @@ def step_bytes(recorded: torch.fx.GraphModule) -> int:
 
 def _nbytes(values: object) -> int:
     """Bytes of a tensor, or of several, by what was recorded of them."""
-    if isinstance(values, TensorMetadata):
-        return math.prod(values.shape) * values.dtype.itemsize
+    if isinstance(values, torch.Tensor):
+        return values.numel() * values.element_size()
     return sum(map(_nbytes, values)) if isinstance(values, list | tuple) else 0
 
 

@@ -1,0 +1,1 @@
+"""Trains small devices together, in stacked models."""

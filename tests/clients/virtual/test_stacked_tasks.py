@@ -1,0 +1,157 @@
+"""Tasks whose code sees parameters, batches or devices: trained in stacks as alone, or refused."""
+
+import pytest
+import torch
+from tests.clients.virtual.stacks import RAGGED, updates
+
+from isthmus.errors import TaskError
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.wire import link_pb2
+from isthmus_clients.training.local_run import DeviceRun
+from isthmus_clients.virtual.device import devices_of
+from isthmus_clients.virtual.fleet import VirtualFleet
+
+TWO_LAYERS = """
+def model(self):
+    first, second = nn.Linear(4, 5), nn.Linear(5, 3)
+    first.requires_grad_({trained})
+    return nn.Sequential(first, nn.ReLU(), second)
+"""
+EMBEDDED = """
+def local_data(self, participant):
+    draw = torch.Generator().manual_seed(int(participant.name[-1]))
+    count = 5 + 4 * int(participant.name[-1])
+    numbers = torch.randint(0, 4, (count, 6), generator=draw)
+    return torch.utils.data.TensorDataset(numbers, torch.randint(0, 3, (count,), generator=draw))
+def model(self):
+    return nn.Sequential(nn.Embedding(4, 5, padding_idx=0), nn.Flatten(), nn.Linear(30, 3))
+"""
+
+
+def optimizer(text):
+    return f"def optimizer(self, parameters, participant):\n    return {text}\n"
+
+
+def forward(text, more=""):
+    """A model with a parameter `k` (3 x 4) whose forward pass is given."""
+    return f"""
+def model(self):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.k, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(()))
+            {more}
+        def forward(self, x):
+            return {text}
+    return Own()
+"""
+
+
+SAME = {
+    "weight decay by dimensions": optimizer(
+        "torch.optim.AdamW([{'params': [p for p in parameters if p.ndim > 1]},"
+        " {'params': [p for p in parameters if p.ndim < 2], 'weight_decay': 0.0}],"
+        " lr=0.1, weight_decay=0.5)"
+    ),
+    "groups by place": optimizer(
+        "torch.optim.SGD([{'params': parameters[:1]}, {'params': parameters[1:], 'lr': 0.5}], 0.1)"
+    ),
+    "some of the parameters": optimizer("torch.optim.SGD(parameters[:1], lr=0.1)"),
+    "names of frozen ones": TWO_LAYERS.format(trained=False)
+    + optimizer("torch.optim.SGD([parameters.named['2.bias'], *parameters[:2]], lr=0.1)"),
+    "a state from the start": optimizer("torch.optim.Adagrad(parameters, 0.1, 0, 0, 0.5)"),
+    "a scheduler of momentum": optimizer(
+        "(s := torch.optim.SGD(parameters, 0.1, 0.0), torch.optim.lr_scheduler.CyclicLR("
+        "s, 0.1, 0.3, 7, base_momentum=0.0, max_momentum=0.9))"
+    ),
+    "an index that is padding": EMBEDDED,
+    "1, 1.0 and True": forward(
+        "self.k((((x > 0) + 1).float())) + self.k(((x > 0) + True).float()) * self.scale"
+    ),
+    "constants in another order": forward("self.k(x) * torch.ones_like(x.t()).t().view(-1)[0]"),
+    "a number as a parameter": forward("self.k(x) * self.scale"),
+}
+
+
+@pytest.mark.parametrize("methods", SAME.values(), ids=SAME)
+async def test_an_update_in_a_stack_is_that_of_a_single_device(opening, methods):
+    ragged = "" if "local_data" in methods else RAGGED
+    work = opening("federated.local_steps=7", methods=ragged + methods)
+    devices = devices_of(VirtualFleet(6))
+    real = [DeviceRun(work, device.participant, None) for device in devices]
+    layout = real[0].layout
+    start = layout.gather(real[0].model)
+    for run, (update, _) in zip(real, await updates(devices, work, start, layout), strict=True):
+        memory = memoryview(bytearray(layout.encode(start)))
+        request = link_pb2.TrainLocal(run_id="run", round=1, attempt=1)
+        request.position.CopyFrom(link_pb2.RoundPosition(start=1, steps=7, cohort=3))
+        run.train(request, memory, lambda progress: None, lambda: False, result=memory)
+        torch.testing.assert_close(update, layout.decode(memory), rtol=1e-4, atol=1e-6)
+
+
+OTHER = {
+    "a mean over the batch": (forward("self.k(x - x.mean(0))"), "differ by"),
+    "the device's own rate": (
+        optimizer("torch.optim.SGD(parameters, lr=0.1 * (1 + int(participant.name[-1])))"),
+        "differ by",
+    ),
+    "decay without a gradient": (
+        forward("self.k(x)", "self.unused = nn.Linear(9, 9)")
+        + optimizer("torch.optim.AdamW(parameters, weight_decay=0.9)"),
+        "differ by",
+    ),
+    "a hook of the gradient": (
+        forward("self.k(x)", "self.scale = None; self.k.weight.register_hook(lambda g: -g)"),
+        "differ by",
+    ),
+    "a norm of the whole": (
+        optimizer("type('Lars', (torch.optim.SGD,), {})(parameters, lr=0.1)"),
+        "cannot use Lars",
+    ),
+    "a hook of the step": (
+        "def optimizer(self, parameters, participant):\n"
+        "    made = torch.optim.SGD(parameters, lr=0.1)\n"
+        "    made.register_step_pre_hook(lambda *given: None)\n"
+        "    return made\n",
+        "cannot use hooks",
+    ),
+    "a loss by time": (
+        "def loss(self, output, target):\n"
+        "    return nn.functional.cross_entropy(output, target, reduction='none').repeat(2, 1).T"
+        ".reshape(2, -1)\n",
+        "a loss for each of the 4 examples",
+    ),
+    "examples of two shapes": (
+        "def local_data(self, participant):\n"
+        "    n = 4 + int(participant.name[-1]) % 2\n"
+        "    return torch.utils.data.TensorDataset(torch.ones(8, 2, n), torch.zeros(8).long())\n"
+        "def model(self):\n    return nn.Sequential(nn.AdaptiveAvgPool1d(4), nn.Flatten(),"
+        " nn.Linear(8, 3))\n",
+        "need examples of one shape",
+    ),
+}
+
+
+@pytest.mark.parametrize(("methods", "reason"), OTHER.values(), ids=OTHER)
+async def test_what_stacked_models_train_otherwise_is_refused_or_trained_alone(
+    opening, methods, reason
+):
+    ragged = "" if "local_data" in methods else RAGGED
+    work = opening("federated.local_epochs=1", methods=ragged + methods)
+    layout = TensorLayout.from_header(work.layout)
+    start = 0.1 * torch.arange(layout.size)
+    with pytest.raises(TaskError, match=reason):
+        await updates(devices_of(VirtualFleet(6)), work, start, layout)
+    fleet = VirtualFleet(6, mode="auto")
+    await updates(devices_of(fleet), work, start, layout)
+    assert fleet.run.mode == "one-by-one"
+    assert reason in fleet.run.in_words
+
+
+async def test_stacked_models_say_that_they_draw_other_random_numbers(opening):
+    dropout = "def model(self):\n    return nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3))\n"
+    work = opening("federated.local_steps=2", methods=RAGGED + dropout)
+    layout = TensorLayout.from_header(work.layout)
+    fleet = VirtualFleet(3)
+    await updates(devices_of(fleet), work, torch.zeros(layout.size), layout)
+    assert fleet.run.in_words.endswith("as on real devices up to rounding and random numbers")
