@@ -144,11 +144,20 @@ class TaskOptimizers:
             TaskError: it is neither, an optimizer cannot train the parameters, or a schedule cannot
                 be followed.
         """
-        pairs = pairs_by_name(made, list(parameters))
+        parameters = list(parameters)
+        pairs = pairs_by_name(made, parameters)
         self.named: dict[str, torch.optim.Optimizer] = {
             name: optimizer for name, (optimizer, _) in pairs.items()
         }
         """The optimizers by name; that of a task with a single one has the empty name."""
+        used = {
+            id(parameter)
+            for optimizer in self.named.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        self._unused = [parameter for parameter in parameters if id(parameter) not in used]
+        """Parameters of no optimizer, whose gradients count in the norm that is clipped."""
         self._schedules: dict[str, _Schedule] = {}
         for name, (each, scheduler) in pairs.items():
             if job_schedule is not None:
@@ -240,6 +249,8 @@ class TaskOptimizers:
         """Delete all gradients."""
         for optimizer in self.named.values():
             optimizer.zero_grad(set_to_none=True)
+        for parameter in self._unused:
+            parameter.grad = None
 
     def step(
         self,

@@ -236,13 +236,11 @@ class CohortSelector:
 
     def seconds_until_quorum(self) -> float | None:
         """Seconds until a quorum of the ready devices is available; None if it never is."""
-        needed = self._job.federated.needed
-        if len(self._roster.available()) >= needed:
+        if len(self._roster.available()) >= (needed := self._job.federated.needed):
             return 0.0
-        waits = sorted(self._roster.seconds_until_available(name) for name in self._roster.clients)
-        if len(waits) < needed or waits[needed - 1] == math.inf:
-            return None
-        return waits[needed - 1]
+        waits = sorted(map(self._roster.seconds_until_available, self._roster.clients))
+        wait = waits[needed - 1] if len(waits) >= needed else math.inf
+        return None if wait == math.inf else wait
 
     # -- the cases ---------------------------------------------------------------------------------
 

@@ -47,6 +47,8 @@ def model(self):
 """
 
 
+SETTINGS = "federated.local_steps=7", "federated.clip_norm=0.5"
+
 SAME = {
     "weight decay by dimensions": optimizer(
         "torch.optim.AdamW([{'params': [p for p in parameters if p.ndim > 1]},"
@@ -76,7 +78,7 @@ SAME = {
 @pytest.mark.parametrize("methods", SAME.values(), ids=SAME)
 async def test_an_update_in_a_stack_is_that_of_a_single_device(opening, methods):
     ragged = "" if "local_data" in methods else RAGGED
-    work = opening("federated.local_steps=7", methods=ragged + methods)
+    work = opening(*SETTINGS, methods=ragged + methods)
     devices = devices_of(VirtualFleet(6))
     real = [DeviceRun(work, device.participant, None) for device in devices]
     layout = real[0].layout
