@@ -75,6 +75,7 @@ def compare(
     """
     from isthmus_server.local.fork_server import ParticipantForkServer
 
+    refuse_seed(overrides)
     loaded = loaded_job(job, overrides)
     varied = parse_variations(vary)
     named = "" if varied else "datacenter,federated"
@@ -96,7 +97,8 @@ def compare(
 
         runs = LocalRuns(directory, fork_server)
         base = job.resolve().parent
-        run_comparison(JobComparison(loaded, base, directory, variants, seeds, runs), json_file)
+        numbers = range(1, seeds + 1)
+        run_comparison(JobComparison(loaded, base, directory, variants, numbers, runs), json_file)
 
 
 def parse_variations(texts: Sequence[str]) -> list[Variation]:
@@ -110,6 +112,16 @@ def parse_variations(texts: Sequence[str]) -> list[Variation]:
     if any(key == "seed" for key, _ in varied):
         raise UserError("--vary seed has no effect: every variant is run with --seeds seeds")
     return varied
+
+
+def refuse_seed(overrides: Sequence[str]) -> None:
+    """Refuse `--set seed=...` where `--seeds` says which seeds the runs have.
+
+    Raises:
+        UserError: the seed is set.
+    """
+    if any(text.partition("=")[0].strip() == "seed" for text in overrides):
+        raise UserError("--set seed has no effect: every variant is run with --seeds seeds")
 
 
 def check_writable(directory: Path, file: Path | None) -> None:

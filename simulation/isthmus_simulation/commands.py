@@ -23,6 +23,7 @@ from isthmus_server.commands import (
 from isthmus_server.comparison_commands import (
     check_writable,
     parse_variations,
+    refuse_seed,
     results_option,
     run_comparison,
     vary_option,
@@ -171,12 +172,14 @@ def simulate(
         if is_sweep:
             raise UserError("ranks simulate one run; remove --vary and --seeds, or torchrun")
         die_with_parent()  # torchrun
+    if seeds is not None:
+        refuse_seed(overrides)
     loaded = None if job is None else loaded_job(job, overrides)
     prepare()
     if is_sweep:
         assert loaded is not None
         assert job is not None
-        _sweep(loaded, job.resolve().parent, run_dir, vary, seeds or 1, json_file)
+        _sweep(loaded, job.resolve().parent, run_dir, vary, seeds, json_file)
         return
     from isthmus_server.observability.observers import Observers
     from isthmus_simulation.run import Simulation
@@ -283,7 +286,7 @@ def _sweep(
     base: Path,
     run_dir: Path | None,
     vary: tuple[str, ...],
-    seeds: int,
+    seeds: int | None,
     json_file: Path | None,
 ) -> None:
     """Simulate every combination of values with each seed."""
@@ -294,5 +297,6 @@ def _sweep(
     variants = combinations(parse_variations(vary))
     directory = run_dir or fresh_directory(job, "simulate-")
     check_writable(directory, json_file)
-    comparison = JobComparison(job, base, directory, variants, seeds, SimulatedRuns())
+    numbers = [job.seed] if seeds is None else range(1, seeds + 1)
+    comparison = JobComparison(job, base, directory, variants, numbers, SimulatedRuns())
     run_comparison(comparison, json_file, None, VirtualTimeLoop)

@@ -77,6 +77,11 @@ def test_variants_that_are_no_jobs_are_refused_before_any_runs(
         invoke(comparison_commands.compare, job, "--run-dir", tmp_path / "runs", "--vary", vary)
 
 
+def test_a_seed_that_a_comparison_would_replace_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"^--set seed has no effect: every variant is run with"):
+        invoke(comparison_commands.compare, tmp_path / "job.toml", "--set", "seed=3")
+
+
 @pytest.mark.parametrize("option", ["--run-dir", "--json"])
 def test_a_comparison_does_not_start_if_its_results_cannot_be_written(tmp_path, write_task, option):
     write_task()

@@ -86,6 +86,7 @@ def test_every_combination_and_seed_is_a_run_with_the_bits_of_a_single_one(sweep
         (("--seeds", "2", "--track", "tensorboard"), "--track is for one run"),
         (("--json", "results.json"), "--json has the results of --vary or --seeds"),
         (("--vary", "seed=1,2"), "--vary seed has no effect"),
+        (("--seeds", "2", "--set", "seed=3"), "--set seed has no effect"),
         (("--vary", "rounds"), "is not of the form"),
         (("--vary", "federated.cohort=4,9"), "9"),
     ],
@@ -96,3 +97,14 @@ def test_what_a_sweep_cannot_do_is_refused(job, tmp_path, arguments, sentence):
     assert isinstance(result.exception, UserError)
     assert sentence in str(result.exception)
     assert not list(tmp_path.glob("sweep/*/job.json"))
+
+
+def test_without_seeds_the_runs_have_that_of_the_job(sweep, tmp_path):
+    directory, results = tmp_path / "sweep", tmp_path / "results.json"
+    arguments = ("--set", "seed=7", "--vary", "federated.proximal=0.5")
+    sweep(*arguments, "--run-dir", str(directory), "--json", str(results))
+    assert [path.parent.name for path in directory.glob("*/job.json")] == [
+        "federated.proximal=0.5-7"
+    ]
+    ((run,),) = (each["runs"] for each in json.loads(results.read_text())["variants"])
+    assert run["seed"] == 7

@@ -30,6 +30,9 @@ _UNLIMITED = 1_000_000
 _LONGEST_NAME = 100
 """Characters of a variant's directory."""
 
+_OWN = ("seed", "rounds", "cost")
+"""Keys of a run's results that are not metrics of the task."""
+
 Changes = Mapping[str, Any]
 """What a variant changes in the job, by key."""
 
@@ -72,7 +75,7 @@ class JobComparison:
         base: Path,
         directory: Path,
         variants: Sequence[Changes],
-        seeds: int,
+        seeds: Sequence[int],
         runs: ComparedRuns,
     ) -> None:
         """Prepare a comparison.
@@ -82,7 +85,7 @@ class JobComparison:
             base: where its relative paths start.
             directory: of the comparison.
             variants: what each changes in the job; all change the same keys.
-            seeds: runs of each variant.
+            seeds: of the runs of each variant.
             runs: trains them.
 
         Raises:
@@ -125,7 +128,7 @@ class JobComparison:
         results: list[list[Mapping[str, Any]]] = [[] for _ in self.variants]
         for group in self._groups():
             async with self._runs.participants(self._jobs[group[0]]):
-                for seed in range(1, self.seeds + 1):
+                for seed in self.seeds:
                     for number in group:
                         result = await self._run_one(number, seed)
                         results[number].append(result)
@@ -136,7 +139,7 @@ class JobComparison:
         console.print(f"curves  {page}", soft_wrap=True)
         return {
             "budget": self.job.budget,
-            "seeds": self.seeds,
+            "seeds": len(self.seeds),
             "variants": [
                 {"changes": dict(changes), "runs": runs}
                 for changes, runs in zip(self.variants, results, strict=True)
@@ -157,7 +160,7 @@ class JobComparison:
     async def _run_one(self, number: int, seed: int) -> Mapping[str, Any]:
         job = with_changes(self._jobs[number], {"seed": seed})
         state, final = await self._runs.train(self._open(self._directory_of(number, seed), job))
-        return {"rounds": state.round, "cost": state.spent, **final.metrics}
+        return {"seed": seed, "rounds": state.round, "cost": state.spent, **_named(final.metrics)}
 
     def _directory_of(self, number: int, seed: int) -> Path:
         return self.directory / f"{self._names[number]}-{seed}"
@@ -178,15 +181,15 @@ class JobComparison:
     ) -> str:
         """A line about a finished run."""
         done, result = sum(map(len, results)), results[number][-1]
-        metrics = {key: value for key, value in result.items() if key not in ("rounds", "cost")}
+        metrics = {key: value for key, value in result.items() if key not in _OWN}
         what = ", ".join(filter(None, (in_words(self.variants[number]), f"seed {seed}")))
-        runs = len(self.variants) * self.seeds
+        runs = len(self.variants) * len(self.seeds)
         return f"run {done} of {runs}: {what}: {format_metrics(metrics)}"
 
     def _curves(self) -> Iterator[Curve]:
         """What was measured in each round of each run."""
         for number, changes in enumerate(self.variants):
-            for seed in range(1, self.seeds + 1):
+            for seed in self.seeds:
                 with contextlib.closing(Store.open(self._directory_of(number, seed))) as store:
                     rounds = {
                         record.round: dict(record.metrics)
@@ -201,12 +204,12 @@ class JobComparison:
         limit = f" for a budget of {job.budget:g}" if job.budget is not None else ""
         table = Table(
             title=f"{job.name}: results{limit}, "
-            + (f"mean of {self.seeds} seeds" if self.seeds > 1 else "one seed"),
+            + (f"mean of {len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"),
             title_justify="left",
         )
         keys = list(self.variants[0])
         metrics = dict.fromkeys(name for runs in results for row in runs for name in row)
-        names = [name for name in metrics if name not in ("rounds", "cost")]
+        names = [name for name in metrics if name not in _OWN]
         for key in keys:
             table.add_column("policy" if key == "strategy.policy" else key, overflow="fold")
         for column in ("rounds", "cost", *names):
@@ -225,6 +228,15 @@ class JobComparison:
                 *cells,
             )
         return table
+
+
+def _named(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A task's metrics, renamed where the results have something else of that name.
+
+    >>> _named({"accuracy": 0.5, "cost": 7.0})
+    {'accuracy': 0.5, 'metric cost': 7.0}
+    """
+    return {f"metric {name}" if name in _OWN else name: each for name, each in metrics.items()}
 
 
 def _directory_names(variants: Sequence[Changes]) -> list[str]:
