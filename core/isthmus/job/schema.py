@@ -14,6 +14,7 @@ keys are errors, so that a misspelt key is never silently replaced by a default.
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -389,7 +390,7 @@ def with_changes(job: Job, changes: Mapping[str, Any]) -> Job:
             inner = inner[part]
             if not isinstance(inner, dict):
                 raise JobError(f"{key}: {part!r} is a value, not a table")
-        inner[last] = value
+        inner[last] = copy.deepcopy(value)  # a later key may change a part of it
     try:
         return Job.model_validate(table)
     except pydantic.ValidationError as error:

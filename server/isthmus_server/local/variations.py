@@ -48,11 +48,14 @@ def combinations(variations: Iterable[Variation]) -> list[dict[str, Any]]:
     """All combinations of the values, as changes for `with_changes`; the last key varies fastest.
 
     Raises:
-        JobError: a key is varied twice, or there are too many combinations.
+        JobError: a key is varied twice or with the table that has it, or combinations are too many.
     """
     keys, values = zip(*variations, strict=True) if (variations := list(variations)) else ((), ())
     if len(set(keys)) < len(keys):
         raise JobError(f"--vary has a key twice: {', '.join(keys)}")
+    for table, key in itertools.permutations(keys, 2):
+        if key.startswith(f"{table}."):
+            raise JobError(f"--vary {table} replaces all of the table that has {key}; vary one")
     chosen = list(itertools.islice(itertools.product(*values), MAX_COMBINATIONS + 1))
     if len(chosen) > MAX_COMBINATIONS:
         raise JobError(f"--vary has more than {MAX_COMBINATIONS} combinations; vary fewer keys")

@@ -390,3 +390,11 @@ def test_an_evaluation_on_more_devices_than_there_are_is_refused():
         parse_job(SMALLEST, keys)
     assert parse_job(SMALLEST, [*keys, "simulation.clients=45"]).evaluation.devices == 60
     assert parse_job(SMALLEST, [*keys, "federated.clients=0"]).evaluation.devices == 60
+
+
+def test_a_table_and_a_key_in_it_can_be_changed_together():
+    table = {"lr": 0.1}
+    changes = {"task.settings": table, "task.settings.hidden": 4}
+    job = with_changes(parse_job('name = "a"\n[task]\nsource = "a:B"'), changes)
+    assert job.task.settings == {"lr": 0.1, "hidden": 4}
+    assert table == {"lr": 0.1}  # other jobs are made from it
