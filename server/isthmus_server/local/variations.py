@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import tomllib
@@ -27,6 +28,8 @@ def parse_variation(text: str) -> Variation:
 
     >>> parse_variation("federated.local_epochs=1,2")
     ('federated.local_epochs', [1, 2])
+    >>> parse_variation('task.settings.text="a,b",c')
+    ('task.settings.text', ['a,b', 'c'])
 
     Raises:
         JobError: it is not of this form, or has a value twice.
@@ -36,12 +39,55 @@ def parse_variation(text: str) -> Variation:
     if not separator or not all(key.split(".")) or not listed.strip():
         raise JobError(f"--vary {text!r} is not of the form key.sub=value,value")
     try:
-        values: list[Any] = tomllib.loads(f"values = [{listed}]")["values"]
-    except tomllib.TOMLDecodeError:
-        values = [word.strip() for word in listed.split(",") if word.strip()]
-    if len({json.dumps(value, default=str) for value in values}) < len(values):
+        values = [_value(word) for word in _words(listed)]
+    except ValueError as error:
+        raise JobError(f"--vary {text!r} has {error}") from None
+    if len(set(map(value_text, values))) < len(values):
         raise JobError(f"--vary {text!r} has a value twice")
     return key, values
+
+
+def _words(listed: str) -> list[str]:
+    """Split at the commas that are outside quotes and brackets.
+
+    Raises:
+        ValueError: what is wrong, as a noun.
+    """
+    words, quote, depth, escaped = [""], "", 0, False
+    for character in listed:
+        if quote:
+            if character == quote and not escaped:
+                quote = ""
+            escaped = character == "\\" and quote == '"' and not escaped
+        elif character in "\"'" and (depth or not words[-1].strip()):
+            quote = character  # within a bare word it is an apostrophe
+        elif character in "[{":
+            depth += 1
+        elif character in "]}":
+            depth -= 1
+        elif character == "," and depth <= 0:
+            words.append("")
+            continue
+        words[-1] += character
+    if quote or depth > 0:
+        raise ValueError("a quote or a bracket that is not closed")
+    return [word.strip() for word in words]
+
+
+def _value(word: str) -> Any:
+    """A TOML value, or a bare word.
+
+    Raises:
+        ValueError: what is wrong, as a noun.
+    """
+    if not word:
+        raise ValueError('an empty value; an empty text is ""')
+    try:
+        return tomllib.loads(f"value = {word}")["value"]
+    except tomllib.TOMLDecodeError:
+        if word[0].isdigit() or word[0] in ".+-\"'[{":
+            raise ValueError(f"{word!r}, which is no TOML value; put a text in quotes") from None
+        return word
 
 
 def combinations(variations: Iterable[Variation]) -> list[dict[str, Any]]:
@@ -71,5 +117,16 @@ def in_words(changes: Mapping[str, Any]) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as it is shown: text as it is, everything else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    """A value as it is shown, and as `--vary` takes it: text in quotes only where it has to be.
+
+    >>> [value_text(value) for value in (1, "1", "word", True, "a,b")]
+    ['1', '"1"', 'word', 'true', '"a,b"']
+    """
+    if not isinstance(value, str):
+        is_time = isinstance(value, datetime.date | datetime.time)  # TOML has no quotes there
+        return str(value) if is_time else json.dumps(value, default=str)
+    try:
+        is_bare = [_value(word) for word in _words(value)] == [value]
+    except ValueError:
+        is_bare = False
+    return value if is_bare else json.dumps(value, ensure_ascii=False)
