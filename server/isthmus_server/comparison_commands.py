@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
-from collections.abc import Callable, Sequence
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -23,6 +27,9 @@ from isthmus_server.local.variations import Variation, combinations, parse_varia
 
 if TYPE_CHECKING:
     from isthmus_server.local.compare import JobComparison
+
+_WHOLE_LINES = 100_000
+"""Width of a console that wraps nothing."""
 
 vary_option = click.option(
     "--vary",
@@ -133,6 +140,8 @@ def check_writable(directory: Path, file: Path | None) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if file is not None:
+            if file.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
             file.touch()
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written: {error.strerror}") from None
@@ -147,13 +156,37 @@ def run_comparison(
     """Run a comparison until it ends or is stopped; write its results to a file.
 
     `grace` and `loop_factory` are as for `run_until_stopped`.
+
+    Raises:
+        Exit: a run failed; the others have results.
     """
+    # Programs that read a table get whole lines.
+    console = Console(width=None if sys.stdout.isatty() else _WHOLE_LINES)
     try:
-        work = comparison.run(Console())
+        work = comparison.run(console)
         figures = run_until_stopped(work, comparison.leave, grace, loop_factory)
     except click.Abort:
         again = f"the same command with  --run-dir {comparison.directory}  continues"
         click.echo(f"stopped; {again}", err=True)
         raise
     if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+        text = json.dumps(_as_json(figures), indent=1, default=str, allow_nan=False)
+        json_file.write_text(f"{text}\n", encoding="utf-8")
+    runs = [run for variant in figures["variants"] for run in variant["runs"]]
+    if failed := sum("failed" in run for run in runs):
+        again = f"the same command with  --run-dir {comparison.directory}  repeats them"
+        click.echo(f"{failed} of {len(runs)} runs failed; {again}", err=True)
+        raise click.exceptions.Exit(1)
+
+
+def _as_json(value: Any) -> Any:
+    """The value with null for figures that JSON does not have.
+
+    >>> _as_json({"loss": [float("nan"), 1.0]})
+    {'loss': [None, 1.0]}
+    """
+    if isinstance(value, Mapping):
+        return {key: _as_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

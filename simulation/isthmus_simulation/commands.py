@@ -118,6 +118,8 @@ def simulate(
             "--resume": resume,
             "--or-resume": or_resume,
             "--scheduler": scheduler,
+            "--log-format": log_format != "text",
+            "--quiet": quiet,
             "--metrics": metrics,
             "--track": track,
         }

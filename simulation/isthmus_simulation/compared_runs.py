@@ -19,6 +19,8 @@ class SimulatedRuns:
     Has to be used on a `VirtualTimeLoop`.
     """
 
+    simulated = True
+
     def __init__(self) -> None:
         """Nothing runs yet."""
         self._simulation: Simulation | None = None

@@ -93,6 +93,26 @@ def test_a_comparison_does_not_start_if_its_results_cannot_be_written(tmp_path, 
         invoke(comparison_commands.compare, job, option, place, *more)
 
 
+def test_a_directory_in_place_of_the_results_is_refused_before_any_runs(tmp_path, write_task):
+    write_task()
+    job = tmp_path / "job.toml"
+    job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
+    with pytest.raises(UserError, match=rf"^{tmp_path} cannot be written: Is a directory$"):
+        invoke(comparison_commands.compare, job, "--run-dir", tmp_path / "runs", "--json", tmp_path)
+
+
+def test_a_comparison_that_starts_no_participants_is_refused(tmp_path, write_task):
+    write_task()
+    job = tmp_path / "job.toml"
+    job.write_text(
+        'name = "table"\n[task]\nsource = "task.py:Learn"\n[federated]\nclients = 0\n'
+        '[datacenter]\nranks = 0\n[simulation]\nclients = 6\n[strategy]\npolicy = "federated"\n'
+    )
+    place = ("--run-dir", tmp_path / "runs", "--vary", "rounds=1,2")
+    with pytest.raises(UserError, match=r"^federated\.clients=0 and datacenter\.ranks=0 start no"):
+        invoke(comparison_commands.compare, job, *place)
+
+
 def test_a_comparison_of_no_seeds_is_refused(tmp_path):
     result = invoke(comparison_commands.compare, tmp_path / "job.toml", "--seeds", 0)
     assert result.exit_code == 2

@@ -45,10 +45,11 @@ def job(write_task, tmp_path):
 def sweep(job):
     """Run `isthmus simulate` as a process."""
 
-    def run(*arguments):
+    def run(*arguments, code=0):
         command = [sys.executable, "-m", "isthmus", "simulate", job, *COMMON, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return done.stdout
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
 
     return run
 
@@ -84,6 +85,8 @@ def test_every_combination_and_seed_is_a_run_with_the_bits_of_a_single_one(sweep
     [
         (("--vary", "rounds=1,2", "--resume"), "--resume is for one run"),
         (("--seeds", "2", "--track", "tensorboard"), "--track is for one run"),
+        (("--seeds", "2", "--quiet"), "--quiet is for one run"),
+        (("--seeds", "2", "--log-format", "json"), "--log-format is for one run"),
         (("--json", "results.json"), "--json has the results of --vary or --seeds"),
         (("--vary", "seed=1,2"), "--vary seed has no effect"),
         (("--seeds", "2", "--set", "seed=3"), "--set seed has no effect"),
@@ -108,3 +111,29 @@ def test_without_seeds_the_runs_have_that_of_the_job(sweep, tmp_path):
     ]
     ((run,),) = (each["runs"] for each in json.loads(results.read_text())["variants"])
     assert run["seed"] == 7
+
+
+def test_a_variant_that_fails_is_repeated_by_the_same_command(sweep, tmp_path, write_task):
+    directory, results, task = tmp_path / "sweep", tmp_path / "results.json", tmp_path / "task.py"
+    whole = task.read_text()
+    fails = 'if self.settings["fails"]: raise ValueError("not yet")'
+    write_task(f"""
+        def model(self):
+            {fails}
+            return super().model()
+        """)
+    arguments = (
+        *("--run-dir", str(directory), "--json", str(results)),
+        *("--vary", "task.settings.fails=true,false"),
+    )
+    told = sweep(*arguments, code=1)
+    assert "run 1 of 2: task.settings.fails=true, seed 0 failed: " in told
+    assert "run 2 of 2: task.settings.fails=false, seed 0: accuracy" in told
+    again = f"the same command with  --run-dir {directory}  repeats them"
+    assert f"1 of 2 runs failed; {again}" in told
+    failed, done = (each["runs"] for each in json.loads(results.read_text())["variants"])
+    assert "not yet" in failed[0]["failed"]
+    assert done[0]["accuracy"] > 0
+    assert "task.settings.fails=false" in (directory / "comparison.html").read_text()
+    task.write_text(whole)
+    assert "failed" not in sweep(*arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +14,15 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from isthmus.errors import JobError, UserError
 from isthmus.job import Job, with_changes
+from isthmus.printable import in_a_line
 from isthmus_server.local.variations import in_words, value_text
 from isthmus_server.privacy.run_budgets import check_budgets
 from isthmus_server.storage.records import FinalModel, RoundRecord
+from isthmus_server.storage.run_description import FILE, RunDescription, is_simulated
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
 from isthmus_server.views.html_report.comparison_page import Curve, comparison_page
@@ -28,9 +32,9 @@ _UNLIMITED = 1_000_000
 """Maximum number of rounds of a run under another policy, which ends when its budget is used up."""
 
 _LONGEST_NAME = 100
-"""Characters of a variant's directory."""
+"""Bytes of the name of a variant's directory, without what makes it unique."""
 
-_OWN = ("seed", "rounds", "cost")
+_OWN = ("seed", "rounds", "cost", "failed")
 """Keys of a run's results that are not metrics of the task."""
 
 Changes = Mapping[str, Any]
@@ -39,6 +43,9 @@ Changes = Mapping[str, Any]
 
 class ComparedRuns(Protocol):
     """How the runs of a comparison are trained: with processes, or simulated."""
+
+    simulated: bool
+    """Whether they are simulated; the other kind of run in the directory is refused."""
 
     def needs(self, job: Job) -> str:
         """What the participants of a job depend on; jobs with the same can share them."""
@@ -119,24 +126,29 @@ class JobComparison:
     async def run(self, console: Console) -> dict[str, Any]:
         """Run the job in each variant and with each seed; print and return the results.
 
-        Variants with the same participants use the same ones, one run after the other.
+        Variants with the same participants use the same ones, one run after the other. A run that
+        fails is among the results with the reason, and the others go on.
 
         Raises:
-            UserError: the directory has runs of another job.
+            UserError: the directory has other runs.
         """
         torch.set_num_threads(1)
         results: list[list[Mapping[str, Any]]] = [[] for _ in self.variants]
-        for group in self._groups():
+        groups = self._groups()
+        for number, seed in itertools.product(range(len(self.variants)), self.seeds):
+            self._check_existing(self._directory_of(number, seed), self._seeded(number, seed))
+        for group in groups:
             async with self._runs.participants(self._jobs[group[0]]):
                 for seed in self.seeds:
                     for number in group:
-                        result = await self._run_one(number, seed)
-                        results[number].append(result)
-                        console.print(self._progress(number, seed, results), soft_wrap=True)
-        console.print(self._table(results), soft_wrap=False)
+                        results[number].append(await self._result(number, seed))
+                        console.print(Text(self._progress(number, seed, results)), soft_wrap=True)
+        console.print(Text(self._title(), style="italic"), soft_wrap=True)
+        console.print(self._table(results), crop=False)
         page = self.directory / "comparison.html"
-        page.write_text(comparison_page(self.job.name, list(self._curves())), encoding="utf-8")
-        console.print(f"curves  {page}", soft_wrap=True)
+        curves = list(self._curves(results))
+        page.write_text(comparison_page(self.job.name, curves), encoding="utf-8")
+        console.print(Text(f"curves  {page}"), soft_wrap=True)
         return {
             "budget": self.job.budget,
             "seeds": len(self.seeds),
@@ -157,77 +169,117 @@ class JobComparison:
             groups.setdefault(self._runs.needs(job), []).append(number)
         return list(groups.values())
 
-    async def _run_one(self, number: int, seed: int) -> Mapping[str, Any]:
-        job = with_changes(self._jobs[number], {"seed": seed})
-        state, final = await self._runs.train(self._open(self._directory_of(number, seed), job))
+    async def _result(self, number: int, seed: int) -> Mapping[str, Any]:
+        """What a run ended with, or why it failed."""
+        directory, job = self._directory_of(number, seed), self._seeded(number, seed)
+        try:
+            if (directory / FILE).exists():
+                store = Store.open_to_continue(directory)
+            else:
+                store = self._runs.create(directory, job, self.base)
+            state, final = await self._runs.train(store)
+        except UserError as error:
+            return {"seed": seed, "failed": str(error)}
         return {"seed": seed, "rounds": state.round, "cost": state.spent, **_named(final.metrics)}
+
+    def _seeded(self, number: int, seed: int) -> Job:
+        return with_changes(self._jobs[number], {"seed": seed})
 
     def _directory_of(self, number: int, seed: int) -> Path:
         return self.directory / f"{self._names[number]}-{seed}"
 
-    def _open(self, directory: Path, job: Job) -> Store:
-        if not (directory / "job.json").exists():
-            return self._runs.create(directory, job, self.base)
-        store = Store.open_to_continue(directory)
-        if store.job != job:
-            store.close()
-            raise UserError(
-                f"{directory} has a run of another job; give another directory with --run-dir"
-            )
-        return store
+    def _check_existing(self, directory: Path, job: Job) -> None:
+        """Refuse a directory whose run this comparison cannot continue.
+
+        Raises:
+            UserError: there is a run of another job, in another folder, or of the other kind.
+        """
+        if not (directory / FILE).exists():
+            return
+        found = RunDescription.read(directory)
+        what = None
+        if found.job.model_dump_json() != job.model_dump_json():
+            what = "a run of another job"
+        elif found.base != self.base:
+            what = f"a run of a job in another folder, {found.base}"
+        elif is_simulated(directory) != self._runs.simulated:
+            what = "a run with real participants" if self._runs.simulated else "a simulated run"
+        if what is not None:
+            raise UserError(f"{directory} has {what}; give another directory with --run-dir")
 
     def _progress(
         self, number: int, seed: int, results: Sequence[Sequence[Mapping[str, Any]]]
     ) -> str:
         """A line about a finished run."""
         done, result = sum(map(len, results)), results[number][-1]
-        metrics = {key: value for key, value in result.items() if key not in _OWN}
         what = ", ".join(filter(None, (in_words(self.variants[number]), f"seed {seed}")))
-        runs = len(self.variants) * len(self.seeds)
-        return f"run {done} of {runs}: {what}: {format_metrics(metrics)}"
+        if "failed" in result:
+            end = f"{what} failed: {result['failed']}"
+        else:
+            end = f"{what}: {format_metrics(_metrics(result))}"
+        return in_a_line(f"run {done} of {len(self.variants) * len(self.seeds)}: {end}")
 
-    def _curves(self) -> Iterator[Curve]:
-        """What was measured in each round of each run."""
-        for number, changes in enumerate(self.variants):
-            for seed in self.seeds:
-                with contextlib.closing(Store.open(self._directory_of(number, seed))) as store:
+    def _curves(self, results: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[Curve]:
+        """What was measured in each round of each run that has not failed."""
+        for number, (changes, runs) in enumerate(zip(self.variants, results, strict=True)):
+            name = in_words(changes) or self.job.name
+            for result in runs:
+                if "failed" in result:
+                    continue
+                directory = self._directory_of(number, result["seed"])
+                with contextlib.closing(Store.open(directory)) as store:
                     rounds = {
-                        record.round: dict(record.metrics)
+                        record.round: dict(_named(record.metrics))
                         for record in store.attempts()
                         if isinstance(record, RoundRecord) and record.metrics
                     }
-                yield Curve(in_words(changes) or self.job.name, seed, changes, rounds)
+                yield Curve(number, name, result["seed"], changes, rounds, _metrics(result))
 
     def _table(self, results: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
-        """A row for each variant: its changes, and the means of its runs."""
-        job = self.job
-        limit = f" for a budget of {job.budget:g}" if job.budget is not None else ""
-        table = Table(
-            title=f"{job.name}: results{limit}, "
-            + (f"mean of {len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"),
-            title_justify="left",
-        )
+        """A row for each variant: its changes, and the means of its runs that have not failed."""
         keys = list(self.variants[0])
-        metrics = dict.fromkeys(name for runs in results for row in runs for name in row)
-        names = [name for name in metrics if name not in _OWN]
+        ended = [[run for run in runs if "failed" not in run] for runs in results]
+        metrics = dict.fromkeys(name for runs in ended for run in runs for name in _metrics(run))
+        columns = {"rounds": ".1f", "cost": ".1f", **dict.fromkeys(metrics, ".4g")}
+        rows = [[_mean(runs, name, form) for name, form in columns.items()] for runs in ended]
+        if any(len(some) < len(runs) for some, runs in zip(ended, results, strict=True)):
+            columns["failed"] = ""
+            for row, some, runs in zip(rows, ended, results, strict=True):
+                row.append(f"{len(runs) - len(some)} of {len(runs)}")
+        table = Table()
         for key in keys:
-            table.add_column("policy" if key == "strategy.policy" else key, overflow="fold")
-        for column in ("rounds", "cost", *names):
-            table.add_column(column, justify="right")
-        for changes, runs in zip(self.variants, results, strict=True):
-            cells = [
-                f"{statistics.mean(row[name] for row in runs):.4g}"
-                if all(name in row for row in runs)
-                else "-"
-                for name in names
-            ]
-            table.add_row(
-                *(value_text(changes[key]) for key in keys),
-                f"{statistics.mean(row['rounds'] for row in runs):.1f}",
-                f"{statistics.mean(row['cost'] for row in runs):.1f}",
-                *cells,
-            )
+            name = "policy" if key == "strategy.policy" else key
+            table.add_column(Text(name), overflow="fold")
+        for column, name in enumerate(columns):
+            width = max(len(row[column]) for row in rows)  # a figure is never cut
+            table.add_column(Text(name), justify="right", overflow="fold", min_width=width)
+        for changes, row in zip(self.variants, rows, strict=True):
+            table.add_row(*(Text(_cell(key, changes[key])) for key in keys), *map(Text, row))
         return table
+
+    def _title(self) -> str:
+        """What the figures are of: the models that the runs deliver, as `evaluation` says."""
+        budget = None if "budget" in self.variants[0] else self.job.budget
+        limit = f" for a budget of {budget:g}" if budget is not None else ""
+        seeds = f"mean of {len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
+        return f"{self.job.name}: delivered models{limit}, {seeds}"
+
+
+def _cell(key: str, value: Any) -> str:
+    """A value of a key in the table; policies are names."""
+    return str(value) if key == "strategy.policy" else value_text(value)
+
+
+def _mean(runs: Sequence[Mapping[str, Any]], name: str, form: str) -> str:
+    """The mean of a figure over runs that all have it."""
+    if not runs or not all(name in run for run in runs):
+        return "-"
+    return format(statistics.mean(run[name] for run in runs), form)
+
+
+def _metrics(result: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of the task in the results of a run."""
+    return {name: value for name, value in result.items() if name not in _OWN}
 
 
 def _named(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -240,11 +292,17 @@ def _named(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _directory_names(variants: Sequence[Changes]) -> list[str]:
-    """A name for each variant's directories: what it changes, as far as file names can say it."""
-    names = [re.sub(r"[^\w.,=+-]+", "_", in_words(changes)) or "job" for changes in variants]
-    return [
-        name
-        if names.count(name) == 1 and len(name) <= _LONGEST_NAME
-        else f"{name[:_LONGEST_NAME]}_{number}"
-        for number, name in enumerate(names, 1)
-    ]
+    """A name for each variant's directories: what it changes, as far as file names can say it.
+
+    >>> _directory_names([{"x": "a b"}, {"x": "a?b"}, {"x": "c"}])
+    ['x=a_b~1', 'x=a_b~2', 'x=c']
+    """
+    names = [re.sub(r"[^\w.,=+-]+", "_", in_words(changes)).strip("_") for changes in variants]
+    folded = [name.casefold() for name in names]  # as some file systems take them
+    unique = []
+    for number, name in enumerate(names, 1):
+        short = name.encode()[:_LONGEST_NAME].decode(errors="ignore")
+        is_whole = short == name and folded.count(name.casefold()) == 1
+        # No name of another variant has a tilde.
+        unique.append(short or "job" if is_whole else f"{short}~{number}")
+    return unique

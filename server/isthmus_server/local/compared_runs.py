@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus.wire import link_pb2
 from isthmus_server.local.fork_server import ParticipantForkServer
@@ -22,6 +23,8 @@ from isthmus_server.transport.link import Link
 class LocalRuns:
     """Trains runs with a process for each participant, which outlives the runs of a group."""
 
+    simulated = False
+
     def __init__(self, directory: Path, fork_server: ParticipantForkServer) -> None:
         """`directory` is that of the comparison."""
         self._directory, self._fork_server = directory, fork_server
@@ -30,8 +33,18 @@ class LocalRuns:
         self._leaving = False
 
     def needs(self, job: Job) -> str:
-        """See `ComparedRuns.needs`."""
-        return repr((participant_commands(job, "", self._directory), job.time.lease_seconds))
+        """See `ComparedRuns.needs`; refuses what would wait for participants for ever.
+
+        Raises:
+            JobError: the job starts no participants.
+        """
+        commands = participant_commands(job, "", self._directory)
+        if not commands:
+            raise JobError(
+                "federated.clients=0 and datacenter.ranks=0 start no participants to compare "
+                "with; set federated.clients, or use `isthmus simulate --vary`"
+            )
+        return repr((commands, job.time.lease_seconds))
 
     @contextlib.asynccontextmanager
     async def participants(self, job: Job) -> AsyncIterator[None]:

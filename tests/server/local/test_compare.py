@@ -2,12 +2,18 @@
 
 import asyncio
 import contextlib
+import datetime
 import io
+import json
+import re
 from types import SimpleNamespace
 
+import click
 import pytest
 from rich.console import Console
 
+from isthmus.errors import TaskError, UserError
+from isthmus_server.comparison_commands import run_comparison
 from isthmus_server.local.compare import JobComparison
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.store import Store
@@ -15,6 +21,8 @@ from isthmus_server.storage.store import Store
 
 class Runs:
     """Runs that end at once, with given metrics; an error in their place is raised."""
+
+    simulated = False
 
     def __init__(self, *ends):
         self.ends, self.trained = list(ends), []
@@ -50,7 +58,7 @@ def compare(make_job, tmp_path):
         comparison = JobComparison(
             job or make_job(), base, tmp_path / "sweep", variants, seeds, runs
         )
-        console = Console(record=True, width=width, file=io.StringIO())
+        console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
         found = asyncio.run(comparison.run(console))
         return found, console.export_text()
 
@@ -63,3 +71,104 @@ def test_a_metric_of_the_task_does_not_replace_the_cost(compare):
         {"seed": 1, "rounds": 3, "cost": 2.0, "metric cost": 7.0, "metric rounds": 9.0}
     ]
     assert "metric cost 7 metric rounds 9" in printed
+
+
+def test_a_run_that_fails_leaves_the_results_of_the_others(compare, tmp_path):
+    runs = Runs({"loss": 0.25}, TaskError("the task\nfailed"), {"loss": 0.75})
+    variants = [{"federated.cohort": 4}, {"federated.cohort": 5}]
+    found, printed = compare(variants, runs, seeds=(1, 2))
+    first, second = (variant["runs"] for variant in found["variants"])
+    assert [run["loss"] for run in first] == [0.25, 0.75]
+    assert second[0] == {"seed": 1, "failed": "the task\nfailed"}
+    assert second[1]["accuracy"] == 0.5
+    assert "run 2 of 4: federated.cohort=5, seed 1 failed: the task\\nfailed" in printed
+    assert re.search(r"federated.cohort .* rounds .* cost .* loss .* accuracy .* failed", printed)
+    assert re.search(r"4 .* 3.0 .* 2.0 .* 0.5 .* - .* 0 of 2", printed)
+    assert re.search(r"5 .* 3.0 .* 2.0 .* - .* 0.5 .* 1 of 2", printed)
+    page = (tmp_path / "sweep" / "comparison.html").read_text()
+    assert "federated.cohort=4" in page
+
+
+def test_a_comparison_of_which_all_runs_fail_has_a_table_and_a_page(compare, tmp_path):
+    _, printed = compare([{"rounds": 2}], Runs(TaskError("no")))
+    assert re.search(r"2 .* - .* - .* 1 of 1", printed)
+    assert (tmp_path / "sweep" / "comparison.html").exists()
+
+
+def test_the_same_comparison_repeats_a_failed_run(compare):
+    compare([{"rounds": 2}], Runs(TaskError("no")))
+    runs = Runs()
+    found, printed = compare([{"rounds": 2}], runs)
+    assert runs.trained == ["rounds=2-1"]
+    assert found["variants"][0]["runs"][0]["accuracy"] == 0.5
+    assert "failed" not in printed
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("job", r"has a run of another job; give another directory with --run-dir$"),
+        ("base", r"has a run of a job in another folder, /\S+; give another directory"),
+        ("simulated", r"has a run with real participants; give another directory"),
+    ],
+)
+def test_runs_that_are_not_those_of_the_comparison_are_refused_before_any_is_trained(
+    compare, make_job, tmp_path, change, sentence
+):
+    compare([{"rounds": 2}], Runs())
+    runs = Runs()
+    runs.simulated = change == "simulated"
+    job = make_job("name='other'") if change == "job" else make_job()
+    base = tmp_path / "other" if change == "base" else tmp_path
+    with pytest.raises(UserError, match=sentence):
+        compare([{"rounds": 3}, {"rounds": 2}], runs, job=job, base=base)
+    assert not runs.trained
+
+
+def test_names_and_values_are_shown_as_they_are(compare):
+    values = ["[/x]", [True, False], "f1[macro]", ":smile:"]
+    metrics = {"f1[macro]": 0.5, "[/y]": 0.25}
+    _, printed = compare([{"task.settings.x": value} for value in values], Runs(*[metrics] * 4))
+    for text in ('"[/x]"', "[true, false]", "f1[macro]", ":smile:"):
+        assert f": task.settings.x={text}, seed 1: [/y] 0.25 f1[macro] 0.5" in printed
+    assert re.search(r"┃ +f1\[macro\] +┃ +\[/y\] +┃", printed)
+    assert re.search(r"│ f1\[macro\] +│", printed)
+
+
+def test_figures_are_not_cut_in_a_narrow_terminal(compare):
+    metrics = {f"metric_{number}": 0.1234 for number in range(9)}
+    _, printed = compare([{"rounds": 2}], Runs(metrics), width=60)
+    assert "…" not in printed
+    assert printed.count("0.1234") >= 18  # in the line of the run, and in the table
+
+
+def test_a_budget_that_is_varied_is_not_in_the_title(compare, make_job):
+    _, printed = compare([{"rounds": 2}], Runs(), job=make_job("budget=8"))
+    assert "table: delivered models for a budget of 8, one seed" in printed
+    _, printed = compare([{"budget": 7}, {"budget": 9}], Runs(), job=make_job("budget=8"))
+    assert "table: delivered models, one seed" in printed
+
+
+def test_each_variant_has_directories_of_its_own(compare, tmp_path):
+    values = ["a b", "a?b", "A?B", "c", "?", "\N{GREEK SMALL LETTER LAMDA}" * 90]
+    runs = Runs()
+    compare([{"task.settings.x": value} for value in values], runs, seeds=(1, 2))
+    assert len(set(map(str.casefold, runs.trained))) == 12
+    assert max(len(name.encode()) for name in runs.trained) < 120
+
+
+def test_results_for_programs_have_null_where_json_has_no_figure(make_job, tmp_path):
+    runs = Runs({"loss": float("nan")}, TaskError("no"))
+    values = (float("inf"), datetime.date(2024, 1, 1))
+    variants = [{"task.settings.x": value} for value in values]
+    comparison = JobComparison(make_job(), tmp_path, tmp_path / "sweep", variants, [1], runs)
+    file = tmp_path / "results.json"
+    with pytest.raises(click.exceptions.Exit) as ended:
+        run_comparison(comparison, file)
+    assert ended.value.exit_code == 1
+    first, second = json.loads(file.read_text(), parse_constant=pytest.fail)["variants"]
+    assert first["runs"][0]["loss"] is None
+    assert second == {
+        "changes": {"task.settings.x": "2024-01-01"},
+        "runs": [{"seed": 1, "failed": "no"}],
+    }

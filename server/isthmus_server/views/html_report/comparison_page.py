@@ -17,18 +17,17 @@ _COLOURS = 8
 class Curve:
     """What was measured in the rounds of one run."""
 
+    number: int
+    """Of its variant."""
     variant: str
-    """Its variant in words."""
+    """Its variant in words, which may be those of another."""
     seed: int
     changes: Mapping[str, Any]
     """What its variant changes in the job, by key."""
     rounds: Mapping[int, Mapping[str, float]]
     """Metrics by round."""
-
-    def last(self, metric: str) -> float | None:
-        """The newest value of a metric."""
-        values = [metrics[metric] for metrics in self.rounds.values() if metric in metrics]
-        return values[-1] if values else None
+    end: Mapping[str, float]
+    """Metrics of the model that the run delivers."""
 
 
 def comparison_page(name: str, curves: Sequence[Curve], now: float | None = None) -> str:
@@ -39,25 +38,25 @@ def comparison_page(name: str, curves: Sequence[Curve], now: float | None = None
         curves: of all runs; those of one variant follow each other.
         now: when it is written, in Unix seconds; by default the clock's time.
     """
-    variants: dict[str, list[Curve]] = {}
+    variants: dict[int, list[Curve]] = {}
     for curve in curves:
-        variants.setdefault(curve.variant, []).append(curve)
+        variants.setdefault(curve.number, []).append(curve)
     metrics = dict.fromkeys(
         metric for curve in curves for row in curve.rounds.values() for metric in row
     )
-    kinds = {variant: _kind(number) for number, variant in enumerate(variants)}
     legend = "".join(
-        f'<li><span class="key {kind}"></span>{text(variant)}</li>'
-        for variant, kind in kinds.items()
+        f'<li><span class="key {_kind(number)}"></span>{text(members[0].variant)}</li>'
+        for number, members in variants.items()
     )
     seeds = max((len(members) for members in variants.values()), default=0)
     mean = f"Lines are means of {seeds} seeds." if seeds > 1 else "One seed."
-    by_round = "".join(_against_rounds(metric, variants, kinds) for metric in metrics)
-    by_key = "".join(_against_key(metric, variants, kinds) for metric in metrics)
+    ends = dict.fromkeys(metric for curve in curves for metric in curve.end)
+    by_round = "".join(_against_rounds(metric, variants) for metric in metrics)
+    by_key = "".join(_against_key(metric, variants) for metric in ends)
     sections = [
         ("Runs", f'<p>{mean}</p><ul class="legend">{legend}</ul>'),
         ("Rounds", by_round and f'<div class="charts">{by_round}</div>'),
-        ("Ends of the runs", by_key and f'<div class="charts">{by_key}</div>'),
+        ("Delivered models", by_key and f'<div class="charts">{by_key}</div>'),
     ]
     return document(f"{text(name)}: comparison", sections, now)
 
@@ -68,28 +67,25 @@ def _kind(number: int) -> str:
     return f"series{number % _COLOURS}{again}"
 
 
-def _against_rounds(
-    metric: str, variants: Mapping[str, Sequence[Curve]], kinds: Mapping[str, str]
-) -> str:
+def _against_rounds(metric: str, variants: Mapping[int, Sequence[Curve]]) -> str:
     """The mean over seeds in each round in which all seeds were measured."""
     lines = []
-    for variant, members in variants.items():
+    for number, members in variants.items():
+        kind, variant = _kind(number), members[0].variant
         common = set.intersection(
             *({number for number, row in each.rounds.items() if metric in row} for each in members)
         )
         points = []
-        for number in sorted(common):
-            mean = statistics.mean(each.rounds[number][metric] for each in members)
-            label = f"{variant}, round {number}: {figure(mean)}"
-            points.append(Point(number, mean, kinds[variant], label))
-        lines.append(Line(points, kinds[variant]))
+        for round_ in sorted(common):
+            mean = statistics.mean(each.rounds[round_][metric] for each in members)
+            label = f"{variant}, round {round_}: {figure(mean)}"
+            points.append(Point(round_, mean, kind, label))
+        lines.append(Line(points, kind))
     return lines_chart(lines, title=metric, x_label="rounds")
 
 
-def _against_key(
-    metric: str, variants: Mapping[str, Sequence[Curve]], kinds: Mapping[str, str]
-) -> str:
-    """The newest value of each run against the key that is varied, if it is a single number."""
+def _against_key(metric: str, variants: Mapping[int, Sequence[Curve]]) -> str:
+    """The value of each delivered model against the key that is varied, if it is a number."""
     changes = [members[0].changes for members in variants.values()]
     keys = dict.fromkeys(key for each in changes for key in each)
     if len(keys) != 1 or len(variants) < 2:
@@ -98,9 +94,9 @@ def _against_key(
     if not all(type(each[key]) in (int, float) for each in changes):
         return ""
     means, marks = [], []
-    for variant, members in sorted(variants.items(), key=lambda one: one[1][0].changes[key]):
-        x, kind = float(members[0].changes[key]), kinds[variant]
-        ends = [(each.seed, end) for each in members if (end := each.last(metric)) is not None]
+    for number, members in sorted(variants.items(), key=lambda one: one[1][0].changes[key]):
+        kind, variant, x = _kind(number), members[0].variant, float(members[0].changes[key])
+        ends = [(each.seed, each.end[metric]) for each in members if metric in each.end]
         if not ends:
             continue
         mean = statistics.mean(end for _, end in ends)
