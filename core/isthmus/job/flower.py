@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from isthmus.errors import JobError
-from isthmus.job.section import Section
+from isthmus.job.section import FREE, Section
 
 
 class FlowerStrategy(Section):
@@ -22,7 +22,7 @@ class FlowerStrategy(Section):
 
     name: str
     """Class name in `flwr.serverapp.strategy`, or `module:Name` of your own class."""
-    options: dict[str, Any] = Field(default={})
+    options: Annotated[dict[str, Any], FREE] = Field(default={})
     """Its keyword arguments."""
     inner: FlowerStrategy | None = None
     """For one that wraps another, such as those for differential privacy: its `strategy`."""
@@ -39,7 +39,7 @@ class FlowerSection(Section):
     server_app: str | None = None
     """A ServerApp that directs the whole run instead of Isthmus's rounds, named like `app`. Its
     `main` needs no task; it has neither a policy nor limits nor committed rounds."""
-    config: dict[str, bool | int | float | str] = Field(default={})
+    config: Annotated[dict[str, bool | int | float | str], FREE] = Field(default={})
     """The apps' `context.run_config`, and each message's `content["config"]`. The defaults are in
     `[tool.flwr.app.config]` of a pyproject.toml next to the job file that names the same app."""
     max_bytes: Annotated[int, Field(ge=1)] = 4 << 30

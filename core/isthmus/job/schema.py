@@ -31,7 +31,7 @@ from isthmus.job.flower import add_project_config
 from isthmus.job.learning_rate import LearningRateSection
 from isthmus.job.measurements import EvaluationSection, StatisticsSection, add_statistics
 from isthmus.job.privacy import PrivacySection
-from isthmus.job.section import PositiveSeconds, S, Section, sentences
+from isthmus.job.section import FREE, PositiveSeconds, S, Section, sentences
 from isthmus.job.simulation import SimulationSection
 from isthmus.job.strategy import PricesSection, StrategySection
 
@@ -44,7 +44,7 @@ class TaskSection(Section):
     job with `federated.flower.server_app` has none."""
     data: str | None = None
     """Path of this machine's data, relative to the job file; the task reads it as `self.data`."""
-    settings: dict[str, Any] = Field(default={})
+    settings: Annotated[dict[str, Any], FREE] = Field(default={})
     """Settings of the task, available as `self.settings`."""
     statistics: str | None = None
     """A file that `isthmus statistics` wrote, relative to the job file. Its contents become part of

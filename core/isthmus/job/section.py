@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Literal, TypeVar, get_args
+import math
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from isthmus.errors import JobError
 
@@ -18,6 +19,29 @@ GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 TimeOfDay = Annotated[str, Field(pattern=r"^([01]\d|2[0-3]):[0-5]\d$")]
 
 
+def _sendable(table: Any, prefix: str = "") -> Any:
+    """Return free values, such as the settings of a task, if JSON can carry them."""
+    listed = enumerate(table) if isinstance(table, list | tuple) else ()
+    for name, value in table.items() if isinstance(table, dict) else listed:
+        key = f"{prefix}{name}"
+        if isinstance(value, dict | list | tuple):
+            _sendable(value, f"{key}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(
+                f"{key}={value} is not finite, and a job is sent as JSON, which has no such "
+                "number; use a finite one"
+            )
+        elif not isinstance(value, str | int | float | None):  # TOML has dates and times besides
+            raise ValueError(
+                f"{key}={value} is a {type(value).__name__}, and a job is sent as JSON, which has "
+                "none; write it as text in quotes"
+            )
+    return table
+
+
+FREE = BeforeValidator(_sendable)
+"""Of a table whose keys the job does not know: refuses nan, infinities, dates and times in it."""
+
 S = TypeVar("S", bound="Section")
 
 
@@ -28,7 +52,7 @@ class Section(BaseModel):
         frozen=True,
         extra="forbid",
         use_attribute_docstrings=True,
-        ser_json_inf_nan="constants",  # an `inf` in task.settings stays one when it is sent
+        allow_inf_nan=False,  # JSON, as which a job is stored and sent, has neither
     )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from isthmus.job.section import Hours, Price, Section
+from isthmus.job.section import FREE, Hours, Price, Section
 
 RegimeName = Literal["datacenter", "federated", "hybrid"]
 
@@ -19,7 +19,7 @@ class ServerOptimizer(Section):
 
     name: str = "SGD"
     """Class name in `torch.optim`."""
-    options: dict[str, Any] = Field(default={"lr": 1.0})
+    options: Annotated[dict[str, Any], FREE] = Field(default={"lr": 1.0})
     """Its keyword arguments."""
 
 
@@ -95,7 +95,7 @@ class StrategySection(Section):
     schedule: tuple[Phase, ...] = ()
     """For the policy `schedule`: each round uses the first phase with rounds left and within its
     hours; after all phases the last one continues."""
-    settings: dict[str, Any] = Field(default={})
+    settings: Annotated[dict[str, Any], FREE] = Field(default={})
     """Settings of the policy, see docs/strategy.md."""
     objective: Literal["quality", "time", "cost"] = "quality"
     """`quality`: the best model within the limits. `time`, `cost`: `target_metric` in the shortest

@@ -9,6 +9,7 @@ from isthmus.job import Job, job_schema, load_job, parse_job, read_job, with_cha
 from isthmus.job.federated import MAX_SECURE_COHORT
 from isthmus.job.section import Section
 
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
 SMALLEST = 'name = "digits"\n[task]\nsource = "task.py:Digits"\n'
 
 
@@ -312,7 +313,7 @@ def test_a_job_is_frozen():
 @given(
     st.dictionaries(
         st.text(min_size=1),
-        st.integers() | st.floats(allow_nan=False) | st.text() | st.booleans() | st.none(),
+        st.integers() | FINITE | st.text() | st.booleans() | st.none(),
     )
 )
 def test_a_participant_reads_the_job_that_the_server_validated(settings):
