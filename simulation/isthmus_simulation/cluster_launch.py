@@ -22,6 +22,7 @@ class SimulationLaunch(Launch):
     """What torchrun gives its ranks."""
     title: ClassVar[str] = "isthmus-simulate-"
     named_by: ClassVar[str] = "the last part of --run-dir,"
+    kept_by: ClassVar[str] = "--run-dir"
 
     @property
     def claimed(self) -> Path:
@@ -68,8 +69,10 @@ def path_of_pods(option: str, path: Path) -> Path:
     """A path in the pods, which need not exist on this machine.
 
     Raises:
-        UserError: it is relative.
+        UserError: it is relative, or `..` is a part of it.
     """
     if not path.is_absolute():
         raise UserError(f"{option} {path} is a path in the pods of Kubernetes; make it absolute")
+    if ".." in path.parts:
+        raise UserError(f"{option} {path} has a part `..`; write the directory that it leads to")
     return path

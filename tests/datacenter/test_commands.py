@@ -34,6 +34,8 @@ def test_a_missing_tasks_directory_is_refused(tmp_path: Path) -> None:
         (["--option", "partition"], "slurm", "'partition' is not of the form KEY=VALUE"),
         (["--option", "a b=c"], "slurm", "'a b=c' is not of the form KEY=VALUE"),
         (["--option", "comment=a\nb"], "slurm", "comment has a line break"),
+        (["--option", "--nodes=2"], "slurm", "'--nodes=2' begins with a dash; write the name of"),
+        (["--option", "qos=a", "--option", "qos=b"], "slurm", "--option qos is given twice; rem"),
         ([], "kubernetes", "kubernetes needs --option image=NAME"),
         (
             ["--option", "speed=1"],

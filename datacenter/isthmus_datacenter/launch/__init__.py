@@ -10,6 +10,7 @@ import abc
 import dataclasses
 import stat
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -49,6 +50,10 @@ class Launch(abc.ABC):
     """What the names of jobs and pods begin with."""
     named_by: ClassVar[str]
     """The option that `name` is from."""
+    kept_by: ClassVar[str]
+    """The option that `state` is from."""
+    grace_by: ClassVar[str | None] = None
+    """The option that `grace_seconds` are from."""
 
     @property
     def claimed(self) -> Path:
@@ -80,6 +85,29 @@ def waiting(process: str, signals: str, sent: str) -> list[str]:
     ]
 
 
+def check_printable(launch: Launch) -> None:
+    """Refuse what would begin a new line in the script, or what nobody sees in it.
+
+    Raises:
+        UserError: a value of the request has a character that is not printable.
+    """
+    for field in dataclasses.fields(launch):
+        for text in _texts(getattr(launch, field.name)):
+            if not text.isprintable():
+                raise UserError(
+                    f"{text!r} would be in the script that the nodes run, and has a line break or "
+                    "another character that is not printable; remove it, or choose another name"
+                )
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, tuple):
+        for each in value:
+            yield from _texts(each)
+    else:
+        yield str(value)
+
+
 def check_private(path: Path) -> None:
     """Refuse a file of secrets that others can read.
 
@@ -103,7 +131,7 @@ def parse_options(words: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     >>> parse_options(("partition=gpu", "exclusive="))
     (('partition', 'gpu'), ('exclusive', ''))
     """
-    options = []
+    options: dict[str, str] = {}
     for word in words:
         key, separator, value = word.partition("=")
         if (
@@ -112,7 +140,15 @@ def parse_options(words: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
             or not all(character.isalnum() or character == "-" for character in key)
         ):
             raise UserError(f"--option {word!r} is not of the form KEY=VALUE")
-        if "\n" in value:
-            raise UserError(f"--option {key} has a line break in its value")
-        options.append((key, value))
-    return tuple(options)
+        if key.startswith("-"):
+            raise UserError(
+                f"--option {word!r} begins with a dash; write the name of the option without it"
+            )
+        if not value.isprintable():
+            raise UserError(
+                f"--option {key} has a line break or another unprintable character in its value"
+            )
+        if key in options:
+            raise UserError(f"--option {key} is given twice; remove one of them")
+        options[key] = value
+    return tuple(options.items())

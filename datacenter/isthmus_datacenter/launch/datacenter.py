@@ -20,6 +20,8 @@ class DatacenterLaunch(Launch):
     tasks: Path | None = None
     title: ClassVar[str] = "isthmus-"
     named_by: ClassVar[str] = "--name"
+    kept_by: ClassVar[str] = "--state"
+    grace_by: ClassVar[str | None] = "--grace"
 
     def each(self, shell: NodeShell) -> str:
         """See `Launch`: the agent, which connects to the service."""

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from isthmus.errors import UserError
-from isthmus_datacenter.launch import Launch, NodeShell, waiting
+from isthmus_datacenter.launch import Launch, NodeShell, check_printable, waiting
 
 _SHUTDOWN_SECONDS = 30
 """Time after the grace period for links to be closed and the ranks to end."""
@@ -19,14 +19,25 @@ def render(launch: Launch) -> str:
 
     The batch shell receives the signal that announces the end of the allocation and forwards it; a
     requeued job resumes from the state directory.
+
+    Raises:
+        UserError: an option is one that the script sets itself, or a value cannot be in it.
     """
+    check_printable(launch)
+    _check_options(launch)
+    if "\\" in str(launch.state):
+        raise UserError(
+            f"{launch.kept_by} {launch.state} has a backslash, with which Slurm does not put the "
+            "job's number into the name of its log; choose another directory"
+        )
     warning = math.ceil(launch.grace_seconds) + _SHUTDOWN_SECONDS
     options = {
         "job-name": f"{launch.title}{launch.name}",
         "nodes": str(launch.nodes),
         "ntasks-per-node": "1",
         "signal": f"B:USR1@{warning}",
-        "output": str(launch.state / "slurm-%j.log"),
+        # A percent sign begins a part that Slurm replaces, and two are one of the name.
+        "output": f"{str(launch.state).replace('%', '%%')}/slurm-%j.log",
         "requeue": "",
         **dict(launch.options),
     }
@@ -65,15 +76,38 @@ def render(launch: Launch) -> str:
     )
 
 
+def _check_options(launch: Launch) -> None:
+    """Refuse options on which the script relies; Slurm also takes the beginning of a name."""
+    flags = {
+        "nodes": "--nodes",
+        "ntasks": "--nodes and --ranks",
+        "ntasks-per-core": "--ranks",
+        "ntasks-per-gpu": "--ranks",
+        "ntasks-per-node": "--ranks",
+        "ntasks-per-socket": "--ranks",
+        "array": None,
+        "signal": launch.grace_by,
+        "output": launch.kept_by,
+    }
+    for key, _ in launch.options:
+        for name, flag in flags.items():
+            if name.startswith(key):
+                advice = "remove it" if flag is None else f"use {flag}"
+                raise UserError(
+                    f"--option {key} would change what the batch script relies on; {advice}"
+                )
+
+
 def submit(launch: Launch) -> str:
     """Submit the job to Slurm; returns its number.
 
     Raises:
-        UserError: Slurm is not installed, or it refused the job.
+        UserError: the request is not valid, Slurm is not installed, or it refused the job.
     """
+    text = render(launch)
     launch.state.mkdir(parents=True, exist_ok=True)
     script = launch.state / "launch.sbatch"
-    script.write_text(render(launch))
+    script.write_text(text)
     return _sbatch(script)
 
 

@@ -35,6 +35,45 @@ def test_the_batch_script_has_the_options_and_no_secrets(tmp_path: Path) -> None
     assert "--state '/shared/it'\"'\"'s state'" in script
 
 
+def test_a_percent_sign_of_a_directory_stays_one() -> None:
+    """Slurm replaces %j by the job's number, and %% by a percent sign."""
+    launch = DatacenterLaunch(**LAUNCH, state=Path("/shared/50%u"))
+    assert "#SBATCH --output=/shared/50%%u/slurm-%j.log" in slurm.render(launch).splitlines()
+    assert "--state /shared/50%u" in slurm.render(launch)
+    with pytest.raises(UserError, match=r"^--state /a\\b has a backslash, with which"):
+        slurm.render(DatacenterLaunch(**LAUNCH, state=Path("/a\\b")))
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\rb", "a\x1bb", "a\u2028b", "a\udcffb"])
+def test_a_value_cannot_begin_a_line_of_the_script(tmp_path: Path, text: str) -> None:
+    state = tmp_path / text
+    for values in ({"state": state}, {"state": tmp_path, "data": state}):
+        with pytest.raises(UserError, match="has a line break or another character that is not"):
+            slurm.submit(DatacenterLaunch(**LAUNCH, **values))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("nodes", "use --nodes"),
+        ("ntasks", "use --nodes and --ranks"),
+        ("ntasks-per-node", "use --ranks"),
+        ("signal", "use --grace"),
+        ("output", "use --state"),
+        ("outp", "use --state"),
+        ("array", "remove it"),
+    ],
+)
+def test_an_option_that_the_script_sets_itself_is_refused(key: str, advice: str) -> None:
+    launch = DatacenterLaunch(**LAUNCH, state=Path("/state"), options=((key, "1"),))
+    with pytest.raises(UserError) as refused:
+        slurm.render(launch)
+    assert str(refused.value) == (
+        f"--option {key} would change what the batch script relies on; {advice}"
+    )
+
+
 def test_the_batch_script_runs_service_and_agents(tmp_path: Path) -> None:
     """With stand-ins for the commands of Slurm and Isthmus; a signal ends the service."""
     (tmp_path / "srun").write_text('#!/bin/sh\necho "srun $*" >>"$LOG"; exec sleep 6000\n')
