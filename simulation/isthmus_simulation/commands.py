@@ -10,7 +10,7 @@ import click
 
 from isthmus.cli import show
 from isthmus.errors import CannotContinue, UserError
-from isthmus.job import Job
+from isthmus.job import Job, apply_override
 from isthmus.system.process import die_with_parent
 from isthmus_datacenter.launch import check_private, parse_options
 from isthmus_datacenter.launch.options import launch_options, start
@@ -263,11 +263,16 @@ def _request(
         raise UserError("--scheduler needs --run-dir, on a file system that all machines share")
     if of_nodes["--ranks"] is None:
         raise UserError("--scheduler needs --ranks, the ranks on each machine")
+    if not run_dir.resolve().name:
+        raise UserError(f"--run-dir {run_dir} is no directory of a run; name one below it")
     if scheduler == "slurm":
         check_here(loaded_job(job, overrides))
         job, run_dir = job.resolve(), run_dir.resolve()
     else:
         job, run_dir = path_of_pods("JOB", job), path_of_pods("--run-dir", run_dir)
+        changes: dict[str, Any] = {}
+        for each in overrides:  # the job itself need not be on this machine
+            apply_override(changes, each)
     environment: Path | None = of_nodes["--env-file"]
     if environment is not None:
         check_private(environment)

@@ -237,6 +237,8 @@ def test_options_that_do_not_belong_together_are_refused(folder):
     kubernetes = ("--scheduler", "kubernetes", "--ranks", 1, "--option", "image=i")
     pods = ("/s/job.toml", *kubernetes, "--option", "claim=c", "--dry-run", "--run-dir")
     launch = (job, "--scheduler", "slurm", "--ranks", 1, "--run-dir", run)
+    fits = ("--cohort", 5)
+    unprintable = "has a line break or another character that is not printable"
     cases = [
         ((*launch, "--vary", "seed=1,2"), "--scheduler is for one run"),
         ((*launch, "--seeds", 2), "--scheduler is for one run"),
@@ -250,6 +252,21 @@ def test_options_that_do_not_belong_together_are_refused(folder):
         (("--resume", "--run-dir", run, "--or-resume"), "--or-resume cannot be combined"),
         ((*pods, "/s/A_b"), "the last part of --run-dir, 'A_b' cannot name a pod; use up to 31"),
         ((*pods, "/s/a", "--option", "mount=/t"), "--option mount=/t is where the pods have"),
+        ((*pods, "/s/../a"), "--run-dir /s/../a has a part `..`; write the directory that it"),
+        ((*pods, "/run1"), "the claim would be mounted at /, in place of what the image has there"),
+        ((*pods, "/"), "--run-dir / is no directory of a run; name one below it"),
+        ((*launch[:-1], "/"), "--run-dir / is no directory of a run; name one below it"),
+        ((*pods, "/s/a", "--set", "rounds"), "--set 'rounds' is not of the form key.sub=value"),
+        ((*pods, "/s/a\nb"), unprintable),
+        (
+            (*launch[:-1], "a\nb", *fits),
+            unprintable,
+        ),
+        ((*launch, *fits, "--option", "signal=USR2"), "the batch script relies on; remove it"),
+        (
+            (*launch, *fits, "--option", "output=a"),
+            "the batch script relies on; use --run-dir",
+        ),
     ]
     for words, sentence in cases:
         with pytest.raises(UserError, match=sentence):

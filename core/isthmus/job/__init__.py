@@ -2,6 +2,7 @@
 
 from isthmus.job.schema import (
     Job,
+    apply_override,
     job_schema,
     load_job,
     parse_job,
@@ -27,6 +28,7 @@ __all__ = [
     "StrategySection",
     "TargetMetric",
     "Window",
+    "apply_override",
     "job_schema",
     "load_job",
     "parse_job",

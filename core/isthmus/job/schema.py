@@ -304,7 +304,7 @@ def parse_job(
     except tomllib.TOMLDecodeError as error:
         raise JobError(f"{origin} is not valid TOML: {error}") from error
     for override in overrides:
-        _apply(table, override)
+        apply_override(table, override)
     if folder is not None:
         add_project_config(table, folder)
         add_statistics(table, folder)
@@ -339,8 +339,12 @@ def read_job(text: str) -> Job:
         ) from None
 
 
-def _apply(table: dict[str, Any], override: str) -> None:
-    """Put `a.b=value` into the table; a value that is not TOML is taken as a string."""
+def apply_override(table: dict[str, Any], override: str) -> None:
+    """Put `a.b=value` into the table; a value that is not TOML is taken as a string.
+
+    Raises:
+        JobError: it has another form, or a part of its key is a value in the table.
+    """
     key, separator, value = override.partition("=")
     path = key.strip().split(".")
     if not separator or not all(path):

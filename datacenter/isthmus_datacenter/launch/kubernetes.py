@@ -13,13 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import UserError
-from isthmus_datacenter.launch import Launch, NodeShell, waiting
+from isthmus_datacenter.launch import Launch, NodeShell, check_printable, waiting
 
 _PORT = 29400
 """Port of the control store, in the first pod."""
 _SHUTDOWN_SECONDS = 30
 """Time after the grace period for links to be closed and the ranks to end."""
 _OPTIONS = {"image", "namespace", "claim", "secret", "gpus", "cpus", "memory", "mount"}
+_NUMBERS = {
+    "gpus": (re.compile(r"[0-9]+"), "a whole number, such as 8"),
+    "cpus": (re.compile(r"[0-9]+(\.[0-9]+)?|[0-9]+m"), "a number, such as 8, 0.5 or 500m"),
+}
+"""Options that are numbers: their form, and what users are told."""
 _NAME_LENGTH = 48
 """What users are told: Kubernetes adds the numbers of pods to a name."""
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?")
@@ -32,8 +37,9 @@ def render(launch: Launch) -> str:
     """Render the manifest.
 
     Raises:
-        UserError: an option is missing or unknown, or the name is not valid for a pod.
+        UserError: an option is missing, unknown or not valid, or the name is not for a pod.
     """
+    check_printable(launch)
     options = dict(launch.options)
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
@@ -41,16 +47,14 @@ def render(launch: Launch) -> str:
             f"--option {unknown[0]} is not known; known options are {', '.join(sorted(_OPTIONS))}"
         )
     for required in ("image", "claim"):
-        if required not in options:
+        if not options.get(required):
             raise UserError(f"kubernetes needs --option {required}=NAME")
     if launch.environment is not None:
         raise UserError("on kubernetes, put the environment into a Secret: --option secret=NAME")
-    mount = Path(options.get("mount", launch.claimed))
-    if not launch.state.is_relative_to(mount):
-        raise UserError(
-            f"--option mount={mount} is where the pods have the claim, and {launch.state} is not "
-            "in it"
-        )
+    for key, (form, allowed) in _NUMBERS.items():
+        if key in options and not form.fullmatch(options[key]):
+            raise UserError(f"--option {key}={options[key]} is not {allowed}")
+    mount = _mount(launch, options)
     name = f"{launch.title}{launch.name}"
     if not _NAME.fullmatch(name):
         raise UserError(
@@ -89,6 +93,24 @@ def render(launch: Launch) -> str:
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": [service, job]}, indent=2)
 
 
+def _mount(launch: Launch, options: dict[str, str]) -> Path:
+    """Where the pods have the claim."""
+    mount = Path(options.get("mount", launch.claimed))
+    if not mount.is_absolute() or ".." in mount.parts:
+        raise UserError(f"--option mount={mount} is not an absolute path without `..`")
+    if mount.parent == mount:
+        raise UserError(
+            f"the claim would be mounted at {mount}, in place of what the image has there; give a "
+            f"{launch.kept_by} and --option mount=DIR such as /shared/runs/1 and /shared"
+        )
+    if not launch.state.is_relative_to(mount):
+        raise UserError(
+            f"--option mount={mount} is where the pods have the claim, and {launch.state} is not "
+            "in it"
+        )
+    return mount
+
+
 def _script(launch: Launch, shell: NodeShell) -> str:
     """What each pod runs."""
     first = launch.first(shell)
@@ -104,7 +126,7 @@ def _pod(launch: Launch, name: str, options: dict[str, str], mount: Path) -> dic
     limits = {"nvidia.com/gpu": options.get("gpus", str(launch.ranks))}
     limits |= {"cpu": options["cpus"]} if "cpus" in options else {}
     limits |= {"memory": options["memory"]} if "memory" in options else {}
-    if limits["nvidia.com/gpu"] == "0":
+    if int(limits["nvidia.com/gpu"]) == 0:
         del limits["nvidia.com/gpu"]
     container: dict[str, Any] = {
         "name": "rank",

@@ -48,3 +48,31 @@ def test_a_name_that_is_not_valid_for_a_pod_is_refused() -> None:
     )
     with pytest.raises(UserError, match="'Cluster_0' cannot name a pod"):
         kubernetes.render(launch)
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        (("gpus", "two"), "--option gpus=two is not a whole number, such as 8"),
+        (("gpus", "-1"), "--option gpus=-1 is not a whole number, such as 8"),
+        (("cpus", "many"), "--option cpus=many is not a number, such as 8, 0.5 or 500m"),
+        (("claim", ""), "kubernetes needs --option claim=NAME"),
+        (("mount", "/"), "the claim would be mounted at /, in place of what the image has there; "),
+        (("mount", "state"), "--option mount=state is not an absolute path without `..`"),
+        (("mount", "/a/../state"), "--option mount=/a/../state is not an absolute path without"),
+    ],
+)
+def test_an_option_that_pods_cannot_have_is_refused(option: tuple[str, str], sentence: str) -> None:
+    options = {"image": "i", "claim": "c"} | dict([option])
+    launch = DatacenterLaunch(**LAUNCH, state=Path("/state"), options=tuple(options.items()))
+    with pytest.raises(UserError) as refused:
+        kubernetes.render(launch)
+    assert str(refused.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("cpus", ["8", "0.5", "500m"])
+def test_numbers_of_kubernetes_are_limits(cpus: str) -> None:
+    options = (("image", "i"), ("claim", "c"), ("gpus", "00"), ("cpus", cpus))
+    text = kubernetes.render(DatacenterLaunch(**LAUNCH, state=Path("/s"), options=options))
+    (container,) = Manifest.model_validate_json(text).items[1].spec.template.spec.containers
+    assert container.resources["limits"] == {"cpu": cpus}
