@@ -254,15 +254,16 @@ class DeviceRun:
         self.model.train()
         self.model.zero_grad(set_to_none=True)
         with torch.random.fork_rng(devices=[]):
-            named = dict(self.model.named_parameters())
-            made = make_optimizer(self.task, self.participant, round_, named)
-            optimizers = TaskOptimizers(made, self.model.parameters())
+            # They are not trained; optimizer() expects the names that it gets in training.
+            factors = Factors(self.model, self.model.state_dict().items(), self._low_rank, seed)
+            made = make_optimizer(self.task, self.participant, round_, factors.trained)
+            optimizers = TaskOptimizers(made, factors.trained.values())
             self._arithmetic.seed(number(seed))
             for step in self.data.first_pass(seed, round_):
                 for piece in step:
                     _check_wanted(stopped)
                     for name in optimizers.named:
-                        with optimizers.alone(name):
+                        with optimizers.alone(name), factors.alone():
                             self._gradient.add_share(piece, piece.examples / total, name)
         gradients = {name: each.grad for name, each in self.model.named_parameters()}
         for name, part in self.layout.parts(out):

@@ -164,6 +164,21 @@ def test_several_optimizers_train_in_turn(open_run):
     assert parts["2.bias"].abs().max() == 0, "no optimizer has it"
 
 
+def test_a_gradient_is_measured_with_the_names_of_training(open_run):
+    """Each optimizer's loss gives its own matrices a gradient, as without factors."""
+    methods = SEVERAL.replace(
+        "return self.loss", "return (3 - 2 * (optimizer == 'ends')) * self.loss"
+    )
+    run = open_low_rank(open_run, methods=methods)
+    start = build_start(run)
+    update, gradient = trained_at(run, start, scale=1.0)
+    names = [line for line in methods.splitlines() if "assert" not in line]
+    whole = open_run(*STEPS, methods="\n".join(names))
+    assert torch.equal(gradient, trained_at(whole, start, scale=1.0)[1])
+    assert matrix_of(run, gradient).abs().max() > 0
+    assert torch.equal(update, train(run, start=start)[0])
+
+
 @pytest.mark.parametrize("rank", ["0", "13", "True", "2.0", "'2'"])
 def test_a_rank_that_a_device_cannot_have_is_a_sentence(open_run, rank):
     methods = METHODS + f"\ndef adapter_rank(self, participant):\n    return {rank}\n"

@@ -5,9 +5,10 @@ Shape legend: m x n = a matrix, r = the rank of this device.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -70,6 +71,22 @@ class Factors:
             right = nn.Parameter(drawn.to(device))
             self._adapted.append(_Adapted(parameter, starts[name].to(device), left, right))
             self.trained |= {f"{name}.B": left, f"{name}.A": right}
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within it only those matrices require gradients whose factors do."""
+        others = [
+            each.matrix
+            for each in self._adapted
+            if each.matrix.requires_grad and not each.left.requires_grad
+        ]
+        for matrix in others:
+            matrix.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for matrix in others:
+                matrix.requires_grad_(True)
 
     @torch.no_grad()
     def collect(self) -> None:
