@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import shlex
 import signal
 import sqlite3
 import time
@@ -103,17 +104,17 @@ def run(
         else:
             directory = run_dir or fresh_directory(loaded)
             local_run = LocalRun.new(loaded, job.resolve().parent, directory)
+        quoted = shlex.quote(str(local_run.directory))
+        again = f"isthmus run --resume --run-dir {quoted}"
         try:
             work = local_run.run(listen_at, console, fork_server, observers)
             run_until_stopped(work, local_run.leave)
         except click.Abort:
-            again = f"isthmus run --resume --run-dir {local_run.directory}"
             click.echo(f"stopped; continue with  {again}", err=True)
             raise
         except CannotContinue as error:
-            again = f"isthmus run --resume --run-dir {local_run.directory}"
             raise UserError(f"{error}; `{again}` continues") from error
-    console.print(f"report  isthmus report {local_run.directory}", soft_wrap=True)
+    console.print(f"report  isthmus report {quoted}", soft_wrap=True)
 
 
 @click.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,8 @@ def simulate(
             directory = run_dir or fresh_directory(loaded, "simulate-")
             create = Simulation.new_or_resumed if or_resume else Simulation.new
             simulation = create(loaded, job.resolve().parent, directory, crew)
-        again = f"isthmus simulate --resume --run-dir {simulation.directory}"
+        quoted = shlex.quote(str(simulation.directory))
+        again = f"isthmus simulate --resume --run-dir {quoted}"
 
         async def simulated() -> int:
             try:
@@ -222,7 +224,7 @@ def simulate(
             crew.end()
     if code:
         raise click.exceptions.Exit(code)
-    observers.console.print(f"report  isthmus report {simulation.directory}", soft_wrap=True)
+    observers.console.print(f"report  isthmus report {quoted}", soft_wrap=True)
 
 
 def _own_options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from isthmus.errors import DamagedError
@@ -58,5 +59,5 @@ def check_no_newer_checkpoint(store: Store) -> None:
         raise DamagedError(
             f"run.sqlite ends with round {last}, but there is a checkpoint of round {newest}: the "
             "log is older than its checkpoints; restore the log that belongs to them, or go back "
-            f"with `isthmus runs rollback {store.directory}`"
+            f"with `isthmus runs rollback {shlex.quote(str(store.directory))}`"
         )

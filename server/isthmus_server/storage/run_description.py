@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import sqlite3
 import uuid
 from collections.abc import Iterator, Mapping
@@ -193,9 +194,8 @@ def unusable(directory: Path, error: Exception) -> UserError:
 
 def damaged(what: str, directory: Path) -> DamagedError:
     """The error for a damaged `job.json`."""
-    return DamagedError(
-        f"{what}; restore it, or let `isthmus runs rollback {directory}` write it again"
-    )
+    again = f"isthmus runs rollback {shlex.quote(str(directory))}"
+    return DamagedError(f"{what}; restore it, or let `{again}` write it again")
 
 
 def refuse_unprintable(path: Path) -> None:
@@ -282,4 +282,4 @@ def is_simulated(directory: Path) -> bool:
 def resume_command(directory: Path) -> str:
     """The command that continues a run."""
     name = "simulate" if is_simulated(directory) else "run"
-    return f"isthmus {name} --resume --run-dir {directory}"
+    return f"isthmus {name} --resume --run-dir {shlex.quote(str(directory))}"

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import sqlite3
 from types import SimpleNamespace
@@ -29,6 +30,15 @@ def test_creating_a_run_over_another_one_is_refused(new_run, make_job, tmp_path)
     command = re.escape(f"`isthmus run --resume --run-dir {tmp_path / 'run'}`")
     with pytest.raises(UserError, match=rf"already contains a run; .* {command}, or "):
         Store.create(tmp_path / "run", make_job(), tmp_path)
+
+
+def test_the_command_that_continues_a_run_can_be_pasted_into_a_shell(make_job, tmp_path):
+    directory = tmp_path / "it's mine"
+    Store.create(directory, make_job(), tmp_path).close()
+    with pytest.raises(UserError, match="already contains a run") as refused:
+        Store.create(directory, make_job(), tmp_path)
+    command = str(refused.value).split("`")[1]
+    assert shlex.split(command) == ["isthmus", "run", "--resume", "--run-dir", str(directory)]
 
 
 def test_a_directory_is_usable_after_a_crash_before_job_json(
