@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -166,8 +167,8 @@ def run_comparison(
         work = comparison.run(console)
         figures = run_until_stopped(work, comparison.leave, grace, loop_factory)
     except click.Abort:
-        again = f"the same command with  --run-dir {comparison.directory}  continues"
-        click.echo(f"stopped; {again}", err=True)
+        directory = shlex.quote(str(comparison.directory))
+        click.echo(f"stopped; the same command with  --run-dir {directory}  continues", err=True)
         raise
     if json_file is not None:
         text = json.dumps(_as_json(figures), indent=1, default=str, allow_nan=False)
