@@ -171,7 +171,7 @@ def run_comparison(
         click.echo(f"stopped; the same command with  --run-dir {directory}  continues", err=True)
         raise
     if json_file is not None:
-        text = json.dumps(_as_json(figures), indent=1, default=str, allow_nan=False)
+        text = json.dumps(_as_json(figures), indent=1, allow_nan=False)
         json_file.write_text(f"{text}\n", encoding="utf-8")
     runs = [run for variant in figures["variants"] for run in variant["runs"]]
     if failed := sum("failed" in run for run in runs):

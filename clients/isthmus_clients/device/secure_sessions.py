@@ -154,7 +154,7 @@ class SecureSessions:
         residual = self._residuals.open(work.run_id, self._name, committed, run.layout.size)
         if (compression := run.job.federated.compression) and compression.step_ahead:
             model = run.layout.decode(memoryview(payload)[: run.layout.nbytes])
-            residual.step_ahead(model, run.layout.trained_size)
+            residual.step_ahead(model, run.layout.trained_size, compression.step_ahead)
         return residual
 
     def keep(

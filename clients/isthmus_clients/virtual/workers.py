@@ -150,7 +150,7 @@ class TrainingWorkers:
         self._crew = crew
         self._layout = shared.layout
         compression = shared.job.federated.compression
-        self._own_models = compression is not None and compression.step_ahead
+        self._own_models = compression is not None and compression.step_ahead > 0
         """Whether each device of a batch begins at a model of its own, see `Residual`."""
         self._workers = crew.open(work, shared, stacked)
         self._free = asyncio.Lock()

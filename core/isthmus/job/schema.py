@@ -389,8 +389,7 @@ def with_changes(job: Job, changes: Mapping[str, Any]) -> Job:
         *path, last = key.split(".")
         inner = table
         for part in path:
-            if inner.get(part) is None:
-                inner[part] = {}
+            inner[part] = {} if inner.get(part) is None else inner[part]
             inner = inner[part]
             if not isinstance(inner, dict):
                 raise JobError(f"{key}: {part!r} is a value, not a table")

@@ -10,6 +10,7 @@ from isthmus_clients.device.residuals import MAX_RUNS, NO_SUM, Residuals
 from isthmus_privacy.compression.update_codec import UpdateCodec
 
 CODEC = UpdateCodec(one_in=2, bits=3)
+SECURE = "federated.secure_aggregation=true"
 CONFIG = make_config(size=4, codec=CODEC, bits=6, levels=7, weight_max=10)
 
 
@@ -55,6 +56,24 @@ def test_a_device_begins_at_the_model_that_has_everything(left, examples, traine
     way = share * (model - end)
     way[trained:] += left[trained:]
     torch.testing.assert_close(to_send, way, rtol=1e-5, atol=1e-4)
+
+
+def test_a_device_begins_with_a_part_of_what_was_not_sent_and_still_sends_all_of_it():
+    residuals = Residuals(None)
+    before = residuals.open("run", "tablet", NO_SUM, 4)
+    before.add_to(torch.ones(4), 5, CONFIG)
+    before.save((1, 1), torch.zeros(4))
+    residual, start = residuals.open("run", "tablet", (1, 1), 4), torch.zeros(4)
+    residual.step_ahead(start, 4, 0.25)
+    torch.testing.assert_close(start, torch.full((4,), -0.25))
+    to_send, _ = residual.add_to(torch.zeros(4), 5, CONFIG)
+    torch.testing.assert_close(to_send, torch.full((4,), 0.5))
+
+
+@pytest.mark.parametrize(("given", "part"), [("true", 1.0), ("false", 0.0), ("0.3", 0.3)])
+def test_the_part_is_a_number_or_all_or_nothing(make_job, given, part):
+    job = make_job(f"federated.compression={{step_ahead={given}}}", SECURE)
+    assert job.federated.compression.step_ahead == part
 
 
 def test_a_device_with_fewer_examples_than_before_does_not_begin_too_far_away(tmp_path):

@@ -394,8 +394,7 @@ def test_an_evaluation_on_more_devices_than_there_are_is_refused():
 
 
 def test_a_table_and_a_key_in_it_can_be_changed_together():
-    table = {"lr": 0.1}
-    changes = {"task.settings": table, "task.settings.hidden": 4}
-    job = with_changes(parse_job('name = "a"\n[task]\nsource = "a:B"'), changes)
+    changes = {"task.settings": (table := {"lr": 0.1}), "task.settings.hidden": 4}
+    job = with_changes(parse_job(SMALLEST), changes)
     assert job.task.settings == {"lr": 0.1, "hidden": 4}
     assert table == {"lr": 0.1}  # other jobs are made from it
