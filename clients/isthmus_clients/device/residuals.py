@@ -98,10 +98,10 @@ class Residual:
     def step_ahead(self, model: torch.Tensor, trained: int, part: float = 1.0) -> None:
         """Add to a model (N) a part of what this device has not sent.
 
-        With 1 it becomes what it would be if the device had sent everything, where it would be alone:
-        the others have not sent everything either. Not to the elements after the first `trained`,
-        running statistics: a variance could become negative. And not after an update that was not
-        finite, so that a device can recover.
+        With 1 it becomes what it would be if the device had sent everything, where it would be
+        alone: the others have not sent everything either. Not to the elements after the first
+        `trained`, running statistics: a variance could become negative. And not after an update
+        that was not finite, so that a device can recover.
         """
         if self._share:
             model[:trained].sub_(self.vector[:trained], alpha=part / self._share)

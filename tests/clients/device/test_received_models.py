@@ -90,13 +90,24 @@ async def test_only_a_change_of_the_model_that_is_here_is_wanted(device):
     assert agent.models.wanted(asked) == describe(second)
 
 
-@pytest.mark.parametrize("size", [1, CODEC.nbytes - 1, CODEC.nbytes + 1, 17 * CODEC.nbytes])
-async def test_changes_of_another_size_are_refused_before_memory_is_allocated(device, size):
+@pytest.mark.parametrize("size", [16 * CODEC.nbytes + 1, 17 * CODEC.nbytes])
+async def test_changes_of_a_larger_size_are_refused_before_memory_is_allocated(device, size):
     agent, first = device
     asked = request(first, (describe(first).sha256, bytes(size)))
     asked.train_local.model.size = 1 << 40
     with pytest.raises(UpdateError, match=f"a change of the model in {size} bytes was announced"):
         agent.buffer(asked, size)
+
+
+async def test_a_change_that_is_cut_off_is_refused(device):
+    agent, first = device
+    second, change = changed(first)
+    asked = request(second, (describe(first).sha256, change[:-1]))
+    agent.models.wanted(asked)
+    buffer = agent.buffer(asked, len(change) - 1)
+    buffer[:] = change[:-1]
+    with pytest.raises(UpdateError, match="the changes of its model cannot be used"):
+        await agent.work(asked, buffer, ignore)
 
 
 async def test_a_change_to_another_model_than_announced_is_refused(device):

@@ -6,7 +6,7 @@ from torch import nn
 
 from isthmus.task.optimizers import TaskOptimizers
 from isthmus_clients.virtual.stacks.optimizers import plain_descent
-from isthmus_clients.virtual.stacks.sizes import StackSizes
+from isthmus_clients.virtual.stacks.sizes import most_devices, places
 
 
 @pytest.mark.parametrize(
@@ -22,20 +22,15 @@ from isthmus_clients.virtual.stacks.sizes import StackSizes
     ],
 )
 def test_the_tensors_of_a_step_fit_into_memory_that_is_near(device, mib, most):
-    sizes = StackSizes(device)
-    assert sizes.most(0) == 4  # it tells how much memory a device takes
-    assert sizes.most(int(mib * 2**20)) == most
+    assert most_devices(device, 0) == 4  # it tells how much memory a device takes
+    assert most_devices(device, int(mib * 2**20)) == most
 
 
-def test_places_stay_empty_until_recording_another_size_is_cheaper():
-    sizes = StackSizes("cpu")
-    assert sizes.places(3, steps=10, recorded=()) == 3
-    assert sizes.places(4, steps=10, recorded={4}) == 4
-    assert sizes.places(5, steps=10, recorded={4}) == 5
-    places = [sizes.places(3, steps=10, recorded={4, 8}) for _ in range(27)]
-    assert places == [4] * 25 + [3] * 2  # 256 steps of empty places
-    assert sizes.places(1, steps=100, recorded={4, 8}) == 1
-    assert sizes.places(2, steps=100, recorded={4, 8}) == 4
+@pytest.mark.parametrize(
+    ("devices", "most", "expected"), [(1, 4, 4), (4, 4, 4), (5, 64, 8), (61, 64, 64), (2, 3, 3)]
+)
+def test_stacks_have_few_sizes_so_that_few_steps_are_recorded(devices, most, expected):
+    assert places(devices, most) == expected
 
 
 PARAMETERS = {"weight": nn.Parameter(torch.ones(2, 3)), "bias": nn.Parameter(torch.ones(2))}

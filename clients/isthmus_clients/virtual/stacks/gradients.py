@@ -34,8 +34,6 @@ class Gradients:
         self._scored = _Scored(task, model)
         self._recorded: dict[tuple[object, ...], tuple[Recorded, Recorded]] = {}
         """The gradients, and the change of the parameters by them."""
-        self.sizes: set[int] = set()
-        """Numbers of devices for which the computation is recorded."""
         self.bytes_per_device = 0
         """Of the tensors that exist at the same time in a step; 0 if it is not recorded yet."""
         self.are_random = False
@@ -98,7 +96,6 @@ class Gradients:
             gradients = simplified(make_fx(step)(*arguments))
         self.are_random |= is_random(gradients)
         devices = len(arguments[-1])
-        self.sizes.add(devices)
         self.bytes_per_device = max(self.bytes_per_device, -(-step_bytes(gradients) // devices))
         return gradients, descent(gradients, count)
 

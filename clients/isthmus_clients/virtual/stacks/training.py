@@ -40,7 +40,7 @@ from isthmus_clients.virtual.stacks.optimizers import (
     stacked_optimizers,
 )
 from isthmus_clients.virtual.stacks.requirements import check_run, check_settings
-from isthmus_clients.virtual.stacks.sizes import StackSizes
+from isthmus_clients.virtual.stacks.sizes import most_devices, places
 
 TrainedOrFailed = link_pb2.Trained | TaskError
 
@@ -91,7 +91,6 @@ class StackedTraining:
         self.model = run.model
         self.gradients = Gradients(run.task, run.model)
         self._schedules: dict[str, ScheduleState] = {}
-        self._sizes = StackSizes(self.device.type)
 
     def forget_schedules(self) -> None:
         """Begin a new run: schedules of the learning rate start anew."""
@@ -111,12 +110,17 @@ class StackedTraining:
         order = sorted(range(len(batch)), key=lambda k: batch[k].run.data.order.length)
         results: list[TrainedOrFailed | None] = [None] * len(batch)
         while order:
-            chosen = order[: self._sizes.most(self.gradients.bytes_per_device)]
+            chosen = order[: self._most_devices]
             del order[: len(chosen)]
             trained = self._train_stack(work, [batch[k] for k in chosen])
             for k, result in zip(chosen, trained, strict=True):
                 results[k] = result
         return [result for result in results if result is not None]
+
+    @property
+    def _most_devices(self) -> int:
+        """Of a stack."""
+        return most_devices(self.device.type, self.gradients.bytes_per_device)
 
     def _train_stack(
         self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining]
@@ -207,15 +211,15 @@ class StackedTraining:
         if not steps_max:
             means = {name: torch.zeros_like(part) for name, part in ends.items()}
             return ends, [0.0] * k, means if passes else {}
-        places = self._sizes.places(k, steps_max, self.gradients.sizes)
-        empty = places - k
+        count = places(k, self._most_devices)
+        empty = count - k
         padded = [*datasets, *[datasets[0]] * empty], [*indices, *[[]] * empty]
         batch_size = self.job.federated.batch_size
         inputs, targets, present = (
             each.to(self.device)
             for each in stacked_batches(self.task, *padded, steps_max, batch_size)
         )
-        stacked = {name: part.expand(places, *part.shape).clone() for name, part in model.items()}
+        stacked = {name: part.expand(count, *part.shape).clone() for name, part in model.items()}
         means = {}
         if passes:
             passes = [*passes, *[0] * empty]
@@ -231,7 +235,7 @@ class StackedTraining:
             self._schedules,
         )
         self._schedules = optimizers.schedules
-        total = torch.zeros(places, dtype=torch.float64, device=self.device)
+        total = torch.zeros(count, dtype=torch.float64, device=self.device)
         mu, clip_norm = self.job.federated.proximal, self.job.federated.clip_norm
         may_be_plain = not (mu or added or clip_norm)
         for step in range(steps_max):
