@@ -28,7 +28,7 @@ from harness.processes import free_port
 EXAMPLE = Path(__file__).parent.parent / "examples" / "shakespeare"
 TASK = Path(__file__).with_name("compression_shakespeare.py")
 NAMES = ("east", "west")
-ROUNDS, STEPS, LAST, LATE = 120, 30, 3, 2
+ROUNDS, STEPS, LAST, LATE = 240, 30, 3, 2
 COMPRESSED = ("datacenter.compression={keep=144}",)
 SPEAKERS = (
     "GLOUCESTER, DUKE VINCENTIO, KING RICHARD II, LEONTES, CORIOLANUS, ROMEO, PETRUCHIO, JULIET, "

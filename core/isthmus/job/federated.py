@@ -98,7 +98,7 @@ class Compression(Section):
     """An element has one of 2**bits - 1 values."""
     one_in: Annotated[int, Field(ge=1, le=256)] = 4
     """One of that many neighbouring elements is sent in a round; 1 sends all of them."""
-    step_ahead: Annotated[float, Field(ge=0, le=1)] = 0.5
+    step_ahead: Annotated[float, Field(ge=0, le=1)] = 0.7
     """A device trains from the model to which this part is added of what it has not sent yet; true
     is all of it, false nothing. It protects from large losses; where little is lost without it, it
     may lose some tenths of a point itself. Simulated devices then train one by one."""
