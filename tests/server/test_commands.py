@@ -9,6 +9,15 @@ from isthmus_server.local.processes import participant_commands
 from isthmus_server.storage.store import Store
 
 
+@pytest.fixture
+def table_job(write_task, tmp_path):
+    """The file of a job with the table task."""
+    write_task()
+    job = tmp_path / "job.toml"
+    job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
+    return job
+
+
 def invoke(command, *arguments):
     """The exit code and output of a command; its `UserError` is for `isthmus.cli` to show."""
     result = CliRunner().invoke(command, [str(argument) for argument in arguments])
@@ -40,20 +49,14 @@ def test_a_run_that_cannot_start_is_one_sentence(arguments, sentence):
 
 
 @pytest.mark.parametrize("address", ["8080", "127.0.0.1:port", "127.0.0.1:70000", "127.0.0.1:"])
-def test_an_address_of_another_form_is_refused(tmp_path, write_task, address):
-    write_task()
-    job = tmp_path / "job.toml"
-    job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
+def test_an_address_of_another_form_is_refused(tmp_path, table_job, address):
     with pytest.raises(UserError, match=r"is not of the form HOST:PORT$"):
-        invoke(commands.run, job, "--run-dir", tmp_path / "run", "--address", address)
+        invoke(commands.run, table_job, "--run-dir", tmp_path / "run", "--address", address)
 
 
-def test_a_comparison_needs_a_budget(tmp_path, write_task):
-    write_task()
-    job = tmp_path / "job.toml"
-    job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
+def test_a_comparison_needs_a_budget(tmp_path, table_job):
     with pytest.raises(UserError, match=r"^a comparison of policies needs a budget"):
-        invoke(comparison_commands.compare, job, "--run-dir", tmp_path / "runs")
+        invoke(comparison_commands.compare, table_job, "--run-dir", tmp_path / "runs")
 
 
 @pytest.mark.parametrize(
@@ -67,14 +70,11 @@ def test_a_comparison_needs_a_budget(tmp_path, write_task):
         ("seed=1,2", r"^--vary seed has no effect"),
     ],
 )
-def test_variants_that_are_no_jobs_are_refused_before_any_runs(
-    tmp_path, write_task, vary, sentence
-):
-    write_task()
-    job = tmp_path / "job.toml"
-    job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
+def test_variants_that_are_no_jobs_are_refused_before_any_runs(tmp_path, table_job, vary, sentence):
     with pytest.raises(UserError, match=sentence):
-        invoke(comparison_commands.compare, job, "--run-dir", tmp_path / "runs", "--vary", vary)
+        invoke(
+            comparison_commands.compare, table_job, "--run-dir", tmp_path / "runs", "--vary", vary
+        )
 
 
 def test_a_seed_that_a_comparison_would_replace_is_refused(tmp_path):
@@ -83,22 +83,23 @@ def test_a_seed_that_a_comparison_would_replace_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--run-dir", "--json"])
-def test_a_comparison_does_not_start_if_its_results_cannot_be_written(tmp_path, write_task, option):
-    write_task()
-    job = tmp_path / "job.toml"
-    job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
-    place = job / "below" if option == "--run-dir" else tmp_path / "nowhere" / "figures.json"
+def test_a_comparison_does_not_start_if_its_results_cannot_be_written(tmp_path, table_job, option):
+    place = table_job / "below" if option == "--run-dir" else tmp_path / "nowhere" / "figures.json"
     more = () if option == "--run-dir" else ("--run-dir", tmp_path / "runs")
     with pytest.raises(UserError, match=rf"^{place} cannot be written: "):
-        invoke(comparison_commands.compare, job, option, place, *more)
+        invoke(comparison_commands.compare, table_job, option, place, *more)
 
 
-def test_a_directory_in_place_of_the_results_is_refused_before_any_runs(tmp_path, write_task):
-    write_task()
-    job = tmp_path / "job.toml"
-    job.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
+def test_a_directory_in_place_of_the_results_is_refused_before_any_runs(tmp_path, table_job):
     with pytest.raises(UserError, match=rf"^{tmp_path} cannot be written: Is a directory$"):
-        invoke(comparison_commands.compare, job, "--run-dir", tmp_path / "runs", "--json", tmp_path)
+        invoke(
+            comparison_commands.compare,
+            table_job,
+            "--run-dir",
+            tmp_path / "runs",
+            "--json",
+            tmp_path,
+        )
 
 
 def test_a_comparison_that_starts_no_participants_is_refused(tmp_path, write_task):

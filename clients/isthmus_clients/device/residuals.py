@@ -4,9 +4,9 @@ A residual belongs to the sum that it was computed for. It counts once that sum 
 the server says with the next request; until then the residual before it is kept too. So an
 attempt that fails, or a kill at any moment, neither loses nor repeats what was to be sent later.
 
-A device trains from the model that the round's would be if what it has not sent had been sent
-(step-ahead error feedback: Xu et al. 2021). Otherwise it would take the same step again in every
-round until that arrives, and all of them would then be applied at once.
+A device trains from the round's model and a part of what it has not sent (step-ahead error
+feedback: Xu et al. 2021, where it is all of it). Otherwise it would take the same step again in
+every round until that arrives, and all of them would then be applied at once.
 """
 
 from __future__ import annotations

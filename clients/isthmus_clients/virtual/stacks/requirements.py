@@ -56,8 +56,8 @@ def check_settings(settings: FederatedSection) -> None:
     if settings.compression is not None and settings.compression.step_ahead:
         raise JobError(
             "stacked models begin at one model, and with federated.compression each device begins "
-            "at its own, in which everything is that it has not sent; set its key step_ahead = "
-            "false, or train one by one"
+            "at its own, with a part of what it has not sent; set its key step_ahead = 0, or train "
+            "one by one"
         )
     if settings.precision != "fp32" or settings.compile:
         raise JobError(
