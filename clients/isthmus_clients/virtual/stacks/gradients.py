@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -20,11 +20,16 @@ from isthmus.task.scoring import batches, losses
 from isthmus_clients.training.local_run import CPU
 from isthmus_clients.virtual.stacks.recorded_step import descent, is_random, simplified, step_bytes
 
-Recorded = Callable[..., Sequence[torch.Tensor]]
-"""A recorded computation."""
-
 Stacked = dict[str, torch.Tensor]
 """Parameters by name, each (K, *shape)."""
+
+
+class _Recorded(NamedTuple):
+    """A step for one shape of its inputs: computations of tensors, the first of them parameters."""
+
+    gradients: Callable[..., Sequence[torch.Tensor]]
+    descent: Callable[..., Sequence[torch.Tensor]]
+    """Changes the parameters by the gradients."""
 
 
 class Gradients:
@@ -32,8 +37,7 @@ class Gradients:
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         self._scored = _Scored(task, model)
-        self._recorded: dict[tuple[object, ...], tuple[Recorded, Recorded]] = {}
-        """The gradients, and the change of the parameters by them."""
+        self._recorded: dict[tuple[object, ...], _Recorded] = {}
         self.bytes_per_device = 0
         """Of the tensors that exist at the same time in a step; 0 if it is not recorded yet."""
         self.are_random = False
@@ -46,7 +50,7 @@ class Gradients:
 
         `inputs` and `target` are (K, B, ...), `weights` and the losses (K, B).
         """
-        *gradients, examples = self._run(0, stacked, (inputs, target, weights), ())
+        *gradients, examples = self._run("gradients", stacked, (inputs, target, weights), ())
         return dict(zip(stacked, gradients, strict=True)), examples
 
     def descend(
@@ -61,12 +65,13 @@ class Gradients:
 
         `rates` are those of the parameters; for the others see `__call__`.
         """
-        (examples,) = self._run(1, stacked, (inputs, target, weights), [-rate for rate in rates])
+        minus = [-rate for rate in rates]
+        (examples,) = self._run("descent", stacked, (inputs, target, weights), minus)
         return examples
 
     def _run(
         self,
-        number: int,
+        what: Literal["gradients", "descent"],
         stacked: Stacked,
         batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         rates: Sequence[float],
@@ -77,12 +82,11 @@ class Gradients:
             if key not in self._recorded:
                 self._recorded[key] = self._record(list(stacked), arguments)
             with torch.no_grad():
-                results: Sequence[torch.Tensor] = self._recorded[key][number](*arguments, *rates)
+                compute = getattr(self._recorded[key], what)
+                results: Sequence[torch.Tensor] = compute(*arguments, *rates)
                 return results
 
-    def _record(
-        self, names: Sequence[str], arguments: Sequence[torch.Tensor]
-    ) -> tuple[Recorded, Recorded]:
+    def _record(self, names: Sequence[str], arguments: Sequence[torch.Tensor]) -> _Recorded:
         count = len(names)
 
         def step(*arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -97,7 +101,7 @@ class Gradients:
         self.are_random |= is_random(gradients)
         devices = len(arguments[-1])
         self.bytes_per_device = max(self.bytes_per_device, -(-step_bytes(gradients) // devices))
-        return gradients, descent(gradients, count)
+        return _Recorded(gradients, descent(gradients, count))
 
     def _all(
         self, parameters: Stacked, inputs: torch.Tensor, target: torch.Tensor, weights: torch.Tensor
