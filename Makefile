@@ -11,7 +11,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Tests mostly wait for processes. A file stays on one worker, since its tests share warm ranks.
-TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+TOGETHER := --numprocesses 2 --max-worker-restart 2 --dist loadfile --no-loadscope-reorder
 # The tests start some two hundred Python processes: the first writes bytecode, the others read it.
 # pip does not compile (--no-compile): most modules are never imported.
 unexport PYTHONDONTWRITEBYTECODE

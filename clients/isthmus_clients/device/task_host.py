@@ -6,6 +6,7 @@ PyTorch is imported only when a run is opened, so that an idle device stays smal
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -157,6 +158,13 @@ def states_key(work: link_pb2.OpenRun, participant: Participant) -> str:
     return f"{work.run_id}\n{participant.name}\n{source}\n{work.personal.hex()}"
 
 
+_random_numbers = threading.Lock()
+"""Held while one device builds a model or trains: PyTorch's default generator belongs to all threads.
+
+Two threads that read its state can also wait for each other, one for its lock and one for Python's.
+"""
+
+
 class InProcessHost:
     """Runs the task in the agent's own process, for an owner who is also the task's author."""
 
@@ -222,7 +230,8 @@ class InProcessHost:
             return 0
         from isthmus_clients.training.local_run import DeviceRun
 
-        run = DeviceRun(work, self._participant, self._data, self._tasks, self._device)
+        with _random_numbers:
+            run = DeviceRun(work, self._participant, self._data, self._tasks, self._device)
         if self._states is not None:
             self._personal = self._states.open(states_key(work, self._participant), run.personal)
         self.run = run
@@ -256,7 +265,8 @@ class InProcessHost:
         memory = memoryview(payload).obj
         assert isinstance(memory, (bytearray, SharedBuffer))
         state = None if self._personal is None else self._personal.begin(work.round)
-        trained, result = train_in(self.run, work, memory, progress, stopped, state)
+        with _random_numbers:
+            trained, result = train_in(self.run, work, memory, progress, stopped, state)
         if self._personal is not None and state is not None:
             self._personal.save(work.round, state)
             self._saved = request_id, work.round

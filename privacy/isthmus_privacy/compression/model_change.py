@@ -7,7 +7,7 @@ and is added to the next change (error feedback: Seide et al. 2014, Karimireddy 
 
 An encoded change has, for N elements of which T are trained and M of those change:
 
-  * M, 4 bytes;
+  * M, 8 bytes;
   * if M < T, a bit for each trained element: whether it changes;
   * a step for each `BLOCK` elements that change, float32;
   * M levels: multiples of the block's step, from -(2**(bits-1) - 1) upwards. If few elements
@@ -18,10 +18,10 @@ An encoded change has, for N elements of which T are trained and M of those chan
 >>> codec = ChangeCodec(size=4, trained=3, bits=2)
 >>> before, after = torch.zeros(4), torch.tensor([0.5, -0.5, 0.0, 7.0])
 >>> payload = codec.encode(before, after)
->>> len(payload) == codec.nbytes == 4 + 4 + 1 + 4
+>>> len(payload) == codec.nbytes == 8 + 4 + 1 + 4
 True
 >>> codec.apply(before, payload)
-13
+17
 >>> [round(value, 2) for value in before.tolist()]  # the last one is a running statistic
 [0.49, -0.49, 0.0, 7.0]
 """
@@ -51,7 +51,7 @@ _CLIP = {2: 1.2, 3: 1.8, 4: 2.4, 5: 3.0, 6: 3.6, 7: 4.2, 8: 4.8}
 normal distribution (Max 1960). What is clipped is part of the next change. With more bits it is the
 largest element."""
 
-_COUNT_BYTES = 4
+_COUNT_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
