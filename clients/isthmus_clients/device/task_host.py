@@ -159,9 +159,9 @@ def states_key(work: link_pb2.OpenRun, participant: Participant) -> str:
 
 
 _random_numbers = threading.Lock()
-"""Held while one device builds a model or trains: PyTorch's default generator belongs to all threads.
+"""Held while one device builds a model or trains: all threads share PyTorch's default generator.
 
-Two threads that read its state can also wait for each other, one for its lock and one for Python's.
+Two that read its state can also wait for each other, one for its lock and one for Python's.
 """
 
 
