@@ -8,7 +8,8 @@ Each run is the real coordinator, store, policies and merging, over virtual devi
 datacenter in virtual time (`simulation.py`). A scenario is a TOML file (`scenario.py` has its
 schema, `scenarios/` the named ones); each scenario of the random family is generated from a number.
 The figures are `regret/<scenario>/<policy>`: accuracy points below the best fixed policy in
-hindsight (mean over seeds); `regret/random/<policy>` with `-p90` and `-worst` for the family; and
+hindsight (mean over seeds); `regret/random/<policy>` with `-p90` and `-worst` for the family, and
+the same with `-left-out`, where the best policy of each seed is chosen by the other seeds; and
 `savings/B/transfers` and `savings/B/cost`: the factors that `adaptive` saves in B until it reaches
 the final accuracy of purely federated rounds. With `--datasets` they are
 `regret/<data set>/<problem>/<policy>` (`problems.py`); in a regression in per cent of the lowest
@@ -207,25 +208,38 @@ def scores(scenario: Scenario, rows: Sequence[Row]) -> dict[str, dict[int, float
     return {name: by_policy[name] for name in contenders(scenario) if name in by_policy}
 
 
-def regrets(scenario: Scenario, rows: Sequence[Row]) -> dict[str, dict[int, float]]:
+def regrets(
+    scenario: Scenario, rows: Sequence[Row], *, left_out: bool = False
+) -> dict[str, dict[int, float]]:
     """Points below the best fixed policy in hindsight (by its mean over seeds), by seed.
 
-    Of a regression: the error above the lowest one, in per cent of it.
+    Of a regression: the error above the lowest one, in per cent of it. With `left_out` the best
+    policy of a seed is chosen by the other seeds. Otherwise it is best by chance too, so that even
+    the best policy has a regret above zero.
     """
     reached = scores(scenario, rows)
-    family = [name for name in fixed(scenario) if name in reached]
+    seeds = {seed for by_seed in reached.values() for seed in by_seed}
+    # A policy that diverged with one seed has no mean over all.
+    family = [name for name in fixed(scenario) if reached.get(name, {}).keys() == seeds]
     if not family:
         return {}
-    means = {name: statistics.mean(reached[name].values()) for name in family}
-    if DATA_SETS[scenario.data].lower_is_better:
-        best = reached[min(family, key=means.__getitem__)]
-        return {
-            name: {seed: 100 * (value / best[seed] - 1) for seed, value in by_seed.items()}
-            for name, by_seed in reached.items()
-        }
-    best = reached[max(family, key=means.__getitem__)]
+    lower = DATA_SETS[scenario.data].lower_is_better
+
+    def best(without: int | None) -> str:
+        def mean(name: str) -> float:
+            scored = reached[name].items()
+            return statistics.mean(value for seed, value in scored if seed != without)
+
+        return (min if lower else max)(family, key=mean)
+
+    chosen = {seed: best(seed if left_out else None) for seed in seeds}
+
+    def regret(seed: int, value: float) -> float:
+        reference = reached[chosen[seed]][seed]
+        return 100 * (value / reference - 1) if lower else reference - value
+
     return {
-        name: {seed: best[seed] - value for seed, value in by_seed.items()}
+        name: {seed: regret(seed, value) for seed, value in by_seed.items()}
         for name, by_seed in reached.items()
     }
 
@@ -297,21 +311,28 @@ def _table(scenario: Scenario, rows: Sequence[Row]) -> str:
 
 def _family(family: Sequence[Scenario], rows: Sequence[Row]) -> tuple[dict[str, float], str]:
     """Figures and table of the random family; a scenario's regret is its mean over seeds."""
-    by_policy: dict[str, list[float]] = defaultdict(list)
-    for scenario in family:
-        for policy, by_seed in regrets(scenario, rows).items():
-            by_policy[policy].append(statistics.mean(by_seed.values()))
     results: dict[str, float] = {}
-    lines = []
-    for policy, values in by_policy.items():
-        ordered = sorted(values)
-        p90 = ordered[min(len(ordered) - 1, round(0.9 * (len(ordered) - 1)))]
-        results[f"regret/random/{policy}"] = statistics.mean(values)
-        results[f"regret/random/{policy}-p90"] = p90
-        results[f"regret/random/{policy}-worst"] = ordered[-1]
-        cells = (statistics.mean(values), statistics.median(values), p90, ordered[-1])
-        lines.append((policy, str(len(values)), *(f"{cell:.1f}" for cell in cells)))
-    return results, figures.table(("policy", "scenarios", "mean", "median", "90 %", "worst"), lines)
+    lines: dict[str, list[str]] = {}
+    repeated = all(len(scenario.seeds) > 1 for scenario in family)
+    for suffix, left_out in (("", False), ("-left-out", True))[: 1 + repeated]:
+        by_policy: dict[str, list[float]] = defaultdict(list)
+        for scenario in family:
+            for policy, by_seed in regrets(scenario, rows, left_out=left_out).items():
+                by_policy[policy].append(statistics.mean(by_seed.values()))
+        for policy, values in by_policy.items():
+            ordered = sorted(values)
+            summary = {
+                "": statistics.mean(values),
+                "-p90": ordered[round(0.9 * (len(ordered) - 1))],
+                "-worst": ordered[-1],
+            }
+            key = f"regret/random/{policy}{suffix}"
+            results |= {f"{key}{part}": figure for part, figure in summary.items()}
+            cells = lines.setdefault(policy, [policy, str(len(values))])
+            cells += [f"{figure:.1f}" for figure in summary.values()]
+    columns = ("mean", "90 %", "worst")
+    others = tuple(f"{column}, best by other seeds" for column in columns) if repeated else ()
+    return results, figures.table(("policy", "scenarios", *columns, *others), list(lines.values()))
 
 
 def plot(named: Sequence[Scenario], rows: Sequence[Row]) -> str:

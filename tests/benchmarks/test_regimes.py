@@ -135,7 +135,7 @@ def test_random_scenarios_are_reproducible_and_distinct():
     assert len({each.model_dump_json(exclude={"name"}) for each in drawn}) == len(drawn)
 
 
-def a_row(policy, score, points=(), name="small"):
+def a_row(policy, score, points=(), name="small", seed=1):
     outcome = Outcome(
         score=score,
         rounds={},
@@ -146,7 +146,7 @@ def a_row(policy, score, points=(), name="small"):
         seconds=0.0,
         trace=points,
     )
-    return Row(name, policy, 1, outcome)
+    return Row(name, policy, seed, outcome)
 
 
 def test_savings_of_a_run_without_transfers_count_one_transfer():
@@ -185,6 +185,24 @@ def test_regret_is_measured_from_the_best_fixed_policy_in_hindsight():
         "federated": {1: 0.0},
         "adaptive": {1: -1.0},
     }
+
+
+def test_the_best_policy_of_a_seed_can_be_chosen_by_the_other_seeds():
+    """Both fixed policies are as good as each other; by chance one is better with each seed."""
+    scenario = SMALL.model_copy(update={"seeds": (1, 2, 3)})
+    rows = [
+        a_row(policy, score, seed=seed)
+        for policy, by_seed in {
+            "federated": (80.0, 76.0, 78.0),
+            "warm": (77.0, 79.0, 78.0),
+            "adaptive": (78.0, 78.0, 78.0),
+            "hybrid": (99.0, 99.0),  # diverged with the third seed
+        }.items()
+        for seed, score in enumerate(by_seed, 1)
+    ]
+    assert regimes.regrets(scenario, rows)["adaptive"] == {1: 2.0, 2: -2.0, 3: 0.0}
+    left_out = regimes.regrets(scenario, rows, left_out=True)["adaptive"]
+    assert left_out == {1: -1.0, 2: -2.0, 3: 0.0}
 
 
 FREE = SMALL.model_copy(
