@@ -71,7 +71,7 @@ class FleetRun:
         """Why the mode is what it is."""
         self._is_checked = False
         """Whether stacked models are known to be trained like single ones."""
-        self._is_random = False
+        self._is_random = self._has_chosen = False
         self._source = _source(self.active.job, work)
         self.shared: DeviceRun
         """The first device's run, whose task and model all share."""
@@ -80,6 +80,7 @@ class FleetRun:
             self.shared, self.trainer = previous.shared, previous.trainer
             self.mode, self.reason = previous.mode, previous.reason
             self._is_checked, self._is_random = previous._is_checked, previous._is_random
+            self._has_chosen = previous._has_chosen
             self.trainer.forget_schedules()
             return
         if previous is not None:
@@ -131,10 +132,26 @@ class FleetRun:
             take: gets the number of each device and its result, in the order of the batch.
 
         Raises:
-            TaskError: the task's code raised in stacked models, or a process has ended.
+            TaskError: the task's code raised in stacked models that the job requires, or a process
+                has ended.
         """
         if self.mode != "one-by-one" and not self._is_checked:
             self._choose(work, _sample(batch))
+        if self.mode != "stacked" or not self._has_chosen:
+            await self._train(work, batch, take)
+            return
+        received = bytes(memoryview(batch[0].memory)[batch[0].room :])
+        try:
+            await self._train(work, batch, take)
+        except TaskError as error:  # something that the sample did not have
+            self._one_by_one(str(error))
+            for training in batch:
+                training.memory[training.room :] = received
+            await self._train(work, batch, take)
+
+    async def _train(
+        self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining], take: Take
+    ) -> None:
         is_stacked = self.mode == "stacked"
         if isinstance(self.trainer, TrainingWorkers):
             await self.trainer.train(work, batch, take, is_stacked=is_stacked)
@@ -156,7 +173,7 @@ class FleetRun:
         if measured.reason:
             self._one_by_one(measured.reason)
         elif self.mode == "auto" and measured.stacked < measured.single:
-            self.mode = "stacked"
+            self.mode, self._has_chosen = "stacked", True
             self.reason = times.format(measured.stacked, measured.single, "one by one")
         elif self.mode == "auto":
             self._one_by_one(times.format(measured.single, measured.stacked, "stacked"))

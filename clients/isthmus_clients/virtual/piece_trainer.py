@@ -13,6 +13,7 @@ from isthmus.wire import link_pb2
 from isthmus_clients.device.task_host import train_in
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.messages import DeviceResult, Measured, PieceAnswer, PieceRequest
+from isthmus_clients.virtual.stacks.randomness import Predictable
 from isthmus_clients.virtual.stacks.training import (
     DeviceTraining,
     StackedTraining,
@@ -70,8 +71,13 @@ class PieceTrainer:
         # Stacks of a whole batch have devices with about as many steps.
         stacked *= sum(steps) / max(1, len(steps) * max(steps))
         is_random = self._stacked.gradients.are_random
-        difference = 0.0 if is_random else max(map(self._difference, found, expected))
-        if difference > _MOST_DIFFERENCE:
+        if is_random:
+            with Predictable():
+                _, found, _ = trained(is_stacked=True)
+                _, expected, _ = trained(is_stacked=False)
+            self._stacked.forget_schedules()
+        difference = max(map(self._difference, found, expected))
+        if not difference <= _MOST_DIFFERENCE:  # nan, too
             return Measured(
                 float("inf"),
                 single,

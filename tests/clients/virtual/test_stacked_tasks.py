@@ -81,21 +81,86 @@ async def test_an_update_in_a_stack_is_that_of_a_single_device(opening, methods)
     work = opening(*SETTINGS, methods=ragged + methods)
     devices = devices_of(VirtualFleet(6))
     real = [DeviceRun(work, device.participant, None) for device in devices]
-    layout = real[0].layout
-    start = layout.gather(real[0].model)
-    for run, (update, _) in zip(real, await updates(devices, work, start, layout), strict=True):
+    start = real[0].layout.gather(real[0].model)
+    await assert_trained_alike(devices, real, work, start)
+
+
+async def assert_trained_alike(devices, real, work, start, round_=1):
+    """Returns the mean of the devices' models."""
+    layout, ends = real[0].layout, []
+    updated = await updates(devices, work, start, layout, round_)
+    for run, (update, _) in zip(real, updated, strict=True):
         memory = memoryview(bytearray(layout.encode(start)))
-        request = link_pb2.TrainLocal(run_id="run", round=1, attempt=1)
+        request = link_pb2.TrainLocal(run_id="run", round=round_, attempt=1)
         request.position.CopyFrom(link_pb2.RoundPosition(start=1, steps=7, cohort=3))
         run.train(request, memory, lambda progress: None, lambda: False, result=memory)
         torch.testing.assert_close(update, layout.decode(memory), rtol=1e-4, atol=1e-6)
+        ends.append(start - update)
+    return torch.stack(ends).mean(0)
+
+
+LOSS = """
+def loss(self, output, target):
+    return nn.functional.cross_entropy(output, target, reduction="none") + {more}
+"""
+BY_ROUND = {
+    "a part of the loss": LOSS.format(more="self.part * output.square().mean(-1)")
+    + "def optimizer(self, parameters, participant):\n"
+    "    self.part = participant.round - 1.0\n"
+    "    return torch.optim.SGD(parameters, lr=0.1)\n",
+    "the distance from the round's model": LOSS.format(
+        more="sum((a - b).square().sum() for a, b in zip(self.own.parameters(), self.first))"
+    )
+    + "first = ()\n"
+    "def model(self):\n"
+    "    self.own = nn.Linear(4, 3)\n"
+    "    return self.own\n"
+    "def optimizer(self, parameters, participant):\n"
+    "    self.first = [each.detach().clone() for each in parameters]\n"
+    "    return torch.optim.SGD(parameters, lr=0.1)\n",
+    "rates by the norms of the weights": optimizer(
+        "torch.optim.SGD([{'params': [p], 'lr': 0.1 * float(p.detach().norm())}"
+        " for p in parameters], lr=0.1)"
+    ),
+}
+
+
+@pytest.mark.parametrize("methods", BY_ROUND.values(), ids=BY_ROUND)
+async def test_what_changes_with_the_round_changes_in_stacks_too(opening, methods):
+    """A recorded step would go on with what it was in the first round."""
+    work = opening("federated.local_steps=7", methods=RAGGED + methods)
+    devices = devices_of(VirtualFleet(3))
+    real = [DeviceRun(work, device.participant, None) for device in devices]
+    model = real[0].layout.gather(real[0].model)
+    for round_ in (1, 2, 3):
+        model = await assert_trained_alike(devices, real, work, model, round_)
+
+
+async def test_a_device_with_an_optimizer_of_its_own_ends_training_in_stacks(opening):
+    """It is none of those that were compared at first."""
+    own = optimizer("torch.optim.SGD(parameters, lr=0.5 if participant.name[-1] == '3' else 0.1)")
+    work = opening("federated.local_steps=7", methods=RAGGED + own)
+    fleet = VirtualFleet(9, mode="auto")
+    devices = devices_of(fleet)
+    compared, joined = [*devices[:3], devices[4]], devices[2:4]
+    start = torch.zeros(15)
+    layout = TensorLayout.from_header(work.layout)
+    await updates(compared, work, start, layout)
+    fleet.run.mode = "stacked"  # whatever the times were
+    fleet.run._has_chosen = True
+    real = [DeviceRun(work, device.participant, None) for device in joined]
+    await assert_trained_alike(joined, real, work, start, 2)
+    assert fleet.run.mode == "one-by-one"
+    assert "optimizer() makes another one for client-3 than for client-2" in fleet.run.in_words
+    with pytest.raises(TaskError, match="optimizer\\(\\) makes another one for client-3"):
+        await updates(devices_of(VirtualFleet(4)), work, start, layout)
 
 
 OTHER = {
     "a mean over the batch": (forward("self.k(x - x.mean(0))"), "differ by"),
     "the device's own rate": (
         optimizer("torch.optim.SGD(parameters, lr=0.1 * (1 + int(participant.name[-1])))"),
-        "differ by",
+        "makes another one for client-",
     ),
     "decay without a gradient": (
         forward("self.k(x)", "self.unused = nn.Linear(9, 9)")
@@ -104,7 +169,19 @@ OTHER = {
     ),
     "a hook of the gradient": (
         forward("self.k(x)", "self.scale = None; self.k.weight.register_hook(lambda g: -g)"),
+        "cannot use hooks of the gradient",
+    ),
+    "a mean over the batch, with dropout": (
+        forward("self.k(nn.functional.dropout(x, 0.1, self.training) - x.mean(0))"),
         "differ by",
+    ),
+    "coins of Python": (
+        forward("self.k(x) if __import__('random').random() < 0.5 else self.k(-x)"),
+        "cannot draw numbers from Python's random or NumPy",
+    ),
+    "coins of NumPy": (
+        forward("self.k(x) if __import__('numpy').random.rand() < 0.5 else self.k(-x)"),
+        "cannot draw numbers from Python's random or NumPy",
     ),
     "a norm of the whole": (
         optimizer("type('Lars', (torch.optim.SGD,), {})(parameters, lr=0.1)"),

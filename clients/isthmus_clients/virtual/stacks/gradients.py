@@ -5,6 +5,8 @@ Shape legend: K = devices of the batch, S = steps, B = examples of a step.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -18,10 +20,22 @@ from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
 from isthmus.task.scoring import batches, losses
 from isthmus_clients.training.local_run import CPU
+from isthmus_clients.virtual.stacks.randomness import Predictable, no_other_generators
 from isthmus_clients.virtual.stacks.recorded_step import descent, is_random, simplified, step_bytes
 
 Stacked = dict[str, torch.Tensor]
 """Parameters by name, each (K, *shape)."""
+
+
+_RENEWED = 0.001
+"""Difference from the gradient of a single model, as a part of it, from which a step is recorded
+again; rounding is far below."""
+
+_REFUSED = 0.01
+"""The same from which models cannot be stacked."""
+
+_ROUNDING = 1e-6
+"""Difference, as a part of the parameters, that counts as none: of a gradient near zero."""
 
 
 class _Recorded(NamedTuple):
@@ -33,11 +47,18 @@ class _Recorded(NamedTuple):
 
 
 class Gradients:
-    """Gradients of all devices' losses; the computation is recorded once for each input shape."""
+    """Gradients of all devices' losses; the computation is recorded once for each input shape.
+
+    Numbers of Python, and tensors other than parameters, inputs and targets, are constants of what
+    is recorded. So `check` compares it with the model itself in every round.
+    """
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         self._scored = _Scored(task, model)
         self._recorded: dict[tuple[object, ...], _Recorded] = {}
+        self._round = 0
+        self._checked: set[tuple[object, ...]] = set()
+        """Shapes of inputs whose computation was checked in the round."""
         self.bytes_per_device = 0
         """Of the tensors that exist at the same time in a step; 0 if it is not recorded yet."""
         self.are_random = False
@@ -69,6 +90,82 @@ class Gradients:
         (examples,) = self._run("descent", stacked, (inputs, target, weights), minus)
         return examples
 
+    def check(
+        self,
+        round_: int,
+        stacked: Stacked,
+        inputs: torch.Tensor,
+        target: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """Record a step again if its gradient for the first device is not that of the model itself.
+
+        Args:
+            round_: number of the round; there is one check of each input shape in a round.
+            stacked: parameters, all of them those that the model has.
+            inputs: see `__call__`.
+            target: likewise.
+            weights: likewise.
+
+        Raises:
+            TaskError: the gradient of a step that was recorded now differs, too.
+        """
+        if round_ != self._round:
+            self._round, self._checked = round_, set()
+        key = _key(inputs, target)
+        if key in self._checked:
+            return
+        batch = inputs, target, weights
+        was_recorded = key in self._recorded
+        difference = self._difference(stacked, batch)
+        if not difference <= _RENEWED and was_recorded:
+            del self._recorded[key]
+            difference = self._difference(stacked, batch)
+        if not difference <= _REFUSED:  # nan, too
+            raise TaskError(
+                f"the gradient of stacked models differs by {difference:.1%} from that of a single "
+                "one; train one by one"
+            )
+        self._checked.add(key)
+
+    def _difference(
+        self, stacked: Stacked, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> float:
+        """The length of the difference of the first device's gradients, as a part of them."""
+        self._prepare(stacked, batch)
+        predictable = Predictable() if self.are_random else contextlib.nullcontext()
+        inputs, target, weights = (each[0] for each in batch)
+        is_present, model = weights > 0, self._scored.model.train()
+        named = dict(model.named_parameters())
+        parameters = [named[name] for name in stacked]
+        device = inputs.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), predictable:
+            found, _ = self(stacked, *batch)
+            with user_code("loss()"), torch.enable_grad():
+                examples = self._scored(inputs[is_present], target[is_present])
+                loss = (examples * weights[is_present]).sum()
+                alone = torch.autograd.grad(loss, parameters, allow_unused=True)
+        error = length = size = 0.0
+        for name, parameter, gradient in zip(stacked, parameters, alone, strict=True):
+            expected = torch.zeros_like(parameter) if gradient is None else gradient
+            error += float((found[name][0] - expected).square().sum())
+            length += float(expected.square().sum())
+            size += float(parameter.detach().square().sum())
+        if not math.isfinite(length) or error <= _ROUNDING**2 * size:
+            return 0.0  # a device that diverges by itself says nothing
+        return math.sqrt(error / max(length, 1e-60))
+
+    def _prepare(
+        self, stacked: Stacked, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """The arguments of a step, which is recorded for their shapes."""
+        arguments = (*(part.detach() for part in stacked.values()), *batch)
+        key = _key(*batch[:2])
+        if key not in self._recorded:
+            with user_code("the loss of many devices at once (torch.vmap)"):
+                self._recorded[key] = self._record(list(stacked), arguments)
+        return arguments
+
     def _run(
         self,
         what: Literal["gradients", "descent"],
@@ -76,15 +173,11 @@ class Gradients:
         batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         rates: Sequence[float],
     ) -> Sequence[torch.Tensor]:
-        arguments = (*(part.detach() for part in stacked.values()), *batch)
-        key = tuple((each.shape, each.dtype) for each in batch[:2])
-        with user_code("the loss of many devices at once (torch.vmap)"):
-            if key not in self._recorded:
-                self._recorded[key] = self._record(list(stacked), arguments)
-            with torch.no_grad():
-                compute = getattr(self._recorded[key], what)
-                results: Sequence[torch.Tensor] = compute(*arguments, *rates)
-                return results
+        arguments = self._prepare(stacked, batch)
+        compute = getattr(self._recorded[_key(*batch[:2])], what)
+        with user_code("the loss of many devices at once (torch.vmap)"), torch.no_grad():
+            results: Sequence[torch.Tensor] = compute(*arguments, *rates)
+            return results
 
     def _record(self, names: Sequence[str], arguments: Sequence[torch.Tensor]) -> _Recorded:
         count = len(names)
@@ -94,7 +187,8 @@ class Gradients:
             gradients, examples = self._all(parameters, *arguments[count:])
             return *(gradients[name] for name in names), examples
 
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        self._scored.model.train()
+        with warnings.catch_warnings(), no_other_generators(), torch.random.fork_rng(devices=[]):
             # Whether an operation without a batching rule is slower is measured.
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
             gradients = simplified(make_fx(step)(*arguments))
@@ -125,6 +219,10 @@ class Gradients:
         own = {f"model.{name}": part for name, part in parameters.items()}
         scored: torch.Tensor = torch.func.functional_call(self._scored, own, (inputs, target))
         return scored
+
+
+def _key(inputs: torch.Tensor, target: torch.Tensor) -> tuple[object, ...]:
+    return inputs.shape, inputs.dtype, target.shape, target.dtype
 
 
 def mean_gradients(
@@ -163,7 +261,7 @@ class _Scored(nn.Module):
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
         self.task = task
-        self.model = model.train()
+        self.model = model
 
     def forward(self, inputs: Any, target: Any) -> torch.Tensor:
         _, values = losses(self.task, self.model, inputs, target)

@@ -15,6 +15,7 @@ from isthmus.errors import TaskError
 from isthmus.job import Job
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, Task
+from isthmus.task.made_optimizers import pairs_by_name
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus_clients.training.steps.made_optimizer import make_optimizer
 from isthmus_clients.virtual.stacks.gradients import Stacked
@@ -39,9 +40,10 @@ def stacked_optimizers(
     run: tuple[Task, Job, nn.Module],
     stacked: Stacked,
     indices: Sequence[Sequence[list[int]]],
-    participant: Participant,
+    participants: Sequence[Participant],
     position: RoundPosition,
     earlier: Mapping[str, ScheduleState],
+    alike: set[str],
 ) -> TaskOptimizers:
     """The task's optimizers over all devices' parameters at once, with the round's first rates.
 
@@ -51,16 +53,30 @@ def stacked_optimizers(
         run: the task, the job, and a model with the names of the stacked parameters.
         stacked: the parameters.
         indices: the examples of each step of each device.
-        participant: the first device, which stands for all.
+        participants: the devices, of which the first one's optimizers are those of all.
         position: of the round.
         earlier: the schedules of the round before.
+        alike: names of devices that are known to have the same optimizers; new ones are added.
 
     Raises:
-        TaskError: an optimizer is not element-wise, or the devices are at different positions.
+        TaskError: an optimizer is not element-wise, devices have others, or are at different
+            positions, or the task changes gradients by hooks.
     """
     task, job, model = run
     named = dict(model.named_parameters())
-    made = make_optimizer(task, participant, participant.round, named)
+    first, *others = participants
+    unknown = [each for each in others if each.name not in alike]
+    options = {each.name: _options(_made(task, each, named), named) for each in unknown}
+    made = _made(task, first, named)  # the last one, as optimizer() may change the task
+    own = _options(made, named) if unknown else ""
+    for name, theirs in options.items():
+        if theirs != own:
+            raise TaskError(
+                f"stacked models have one optimizer, and optimizer() makes another one for {name} "
+                f"than for {first.name}; train one by one"
+            )
+    alike.update(each.name for each in participants)
+    _check_hooks(named)
     schedule = job_schedule(job, position.cohort * job.federated.batch_size)
     optimizers = TaskOptimizers(made, named.values(), schedule, earlier)
     _check_elementwise(optimizers.named.values())
@@ -74,6 +90,38 @@ def stacked_optimizers(
         _use_stacked(optimizer, {named[name]: part for name, part in stacked.items()})
     optimizers.go_to(position.start)
     return optimizers
+
+
+def _made(task: Task, participant: Participant, named: Mapping[str, nn.Parameter]) -> object:
+    return make_optimizer(task, participant, participant.round, named)
+
+
+def _options(made: object, named: Mapping[str, nn.Parameter]) -> str:
+    """The kinds and options of optimizers, and the names of their parameters."""
+    names = {id(parameter): name for name, parameter in named.items()}
+    return repr(
+        [
+            (
+                name,
+                type(optimizer),
+                type(scheduler),
+                [
+                    {**group, "params": [names.get(id(each)) for each in group["params"]]}
+                    for group in optimizer.param_groups
+                ],
+            )
+            for name, (optimizer, scheduler) in pairs_by_name(made, [*named.values()]).items()
+        ]
+    )
+
+
+def _check_hooks(named: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in named.items():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise TaskError(
+                f"stacked models cannot use hooks of the gradient of a parameter ({name!r}), which "
+                "would get those of several devices; remove them, or train one by one"
+            )
 
 
 def _use_stacked(

@@ -91,6 +91,8 @@ class StackedTraining:
         self.model = run.model
         self.gradients = Gradients(run.task, run.model)
         self._schedules: dict[str, ScheduleState] = {}
+        self._alike: set[str] = set()
+        """Devices whose optimizers are known to have the same options as those of others."""
 
     def forget_schedules(self) -> None:
         """Begin a new run: schedules of the learning rate start anew."""
@@ -156,7 +158,7 @@ class StackedTraining:
                 added,
                 datasets,
                 indices,
-                dataclasses.replace(runs[0].participant, round=work.round),
+                [dataclasses.replace(run.participant, round=work.round) for run in runs],
                 passes,
                 position_of(work.position),
             )
@@ -195,13 +197,20 @@ class StackedTraining:
             )
         return results
 
+    def _load(self, model: Stacked) -> None:
+        """Let the task's `optimizer()` and the check of gradients see the round's model."""
+        named = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, part in model.items():
+                named[name].copy_(part)
+
     def _steps(
         self,
         model: Stacked,
         added: Stacked,
         datasets: Sequence[Dataset[Any]],
         indices: Sequence[Sequence[list[int]]],
-        participant: Participant,
+        participants: Sequence[Participant],
         passes: Sequence[int] | None,
         position: RoundPosition,
     ) -> tuple[Stacked, list[float], Stacked]:
@@ -220,21 +229,25 @@ class StackedTraining:
             for each in stacked_batches(self.task, *padded, steps_max, batch_size)
         )
         stacked = {name: part.expand(count, *part.shape).clone() for name, part in model.items()}
+        self._load(model)
+        optimizers = stacked_optimizers(
+            (self.task, self.job, self.model),
+            stacked,
+            indices,
+            participants,
+            position,
+            self._schedules,
+            self._alike,
+        )
+        self._schedules = optimizers.schedules
+        weights = present / present.sum(2, keepdim=True).clamp(min=1.0)
+        first = inputs[0], targets[0], weights[0]
+        self.gradients.check(participants[0].round, stacked, *first)
         means = {}
         if passes:
             passes = [*passes, *[0] * empty]
             sums = mean_gradients(self.gradients, stacked, inputs, targets, present, passes)
             means = {name: part[:k] for name, part in sums.items()}
-        weights = present / present.sum(2, keepdim=True).clamp(min=1.0)
-        optimizers = stacked_optimizers(
-            (self.task, self.job, self.model),
-            stacked,
-            indices,
-            participant,
-            position,
-            self._schedules,
-        )
-        self._schedules = optimizers.schedules
         total = torch.zeros(count, dtype=torch.float64, device=self.device)
         mu, clip_norm = self.job.federated.proximal, self.job.federated.clip_norm
         may_be_plain = not (mu or added or clip_norm)
