@@ -20,7 +20,7 @@ from isthmus.job import read_job
 from isthmus.task import Participant, load_task, user_code
 from isthmus.task.definition import Parameters, defines
 from isthmus.task.held_out import HeldOut
-from isthmus.task.made_optimizers import SEVERAL
+from isthmus.task.made_optimizers import SEVERAL, made_by
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus.task.scoring import (
     batches,
@@ -282,8 +282,7 @@ class VirtualRun:
 
     def _make_optimizers(self) -> TaskOptimizers:
         participant = dataclasses.replace(self.participant, round=self.round)
-        with user_code("optimizer()"):
-            made = self.task.optimizer(Parameters(self.model.named_parameters()), participant)
+        made = made_by(self.task, Parameters(self.model.named_parameters()), participant)
         if isinstance(made, Mapping):
             raise TaskError(SEVERAL)
         schedule = job_schedule(self.job, self.job.datacenter.batch_size)

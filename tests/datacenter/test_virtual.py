@@ -6,6 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from isthmus.errors import TaskError
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_datacenter.virtual import VirtualDatacenter
@@ -47,3 +51,21 @@ def test_a_simulated_datacenter_trains_as_one_rank_does(
     late = VirtualDatacenter()
     send(late, open=setup.open_request("run"))
     assert train(late, 10, 13, middle) != middle
+
+
+def test_a_simulated_datacenter_refuses_an_optimizer_that_freezes_a_parameter(
+    write_task: Any, make_job: Any, tmp_path: Path
+) -> None:
+    write_task("""
+        def optimizer(self, parameters, participant):
+            parameters.named["weight"].requires_grad_(False)
+            return super().optimizer(parameters, participant)
+        """)
+    work = link_pb2.OpenRun(
+        run_id="run",
+        job=make_job("datacenter.ranks=1").model_dump_json(),
+        base=str(tmp_path),
+        layout=TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)}).header,
+    )
+    with pytest.raises(TaskError, match=r"^optimizer\(\) froze 'weight', "):
+        send(VirtualDatacenter(), open=work)

@@ -98,11 +98,47 @@ def test_a_job_that_cannot_work_is_refused(check_job, overrides, sentence):
             "def optimizer(self, parameters, participant):\n    return None",
             r"optimizer\(\) returned NoneType",
         ),
+        (
+            "def optimizer(self, parameters, participant):\n"
+            "    parameters.named['weight'].requires_grad_(False)\n"
+            "    return torch.optim.SGD(parameters, lr=0.1)",
+            r"optimizer\(\) froze 'weight', which would stay so in later rounds; freeze it in "
+            r"model\(\), or leave it out of the optimizer$",
+        ),
     ],
 )
 def test_a_task_that_cannot_be_trained_is_refused(check_job, methods, sentence):
     with pytest.raises(UserError, match=f"^{sentence}"):
         check_job(FEDERATED, methods=methods)
+
+
+@pytest.mark.parametrize(
+    ("what", "methods"),
+    [
+        (
+            r"optimizer\(\)",
+            """
+            def optimizer(self, parameters, participant):
+                parameters.named["weight"].requires_grad_(False)
+                return super().optimizer(parameters, participant)
+            """,
+        ),
+        (
+            "training",
+            """
+            def forward(self, model, inputs):
+                output = model(inputs)
+                if model.training:
+                    model.weight.requires_grad_(False)
+                return output
+            """,
+        ),
+    ],
+)
+def test_a_datacenter_whose_task_freezes_a_parameter_is_refused(check_job, what, methods):
+    overrides = ("strategy.policy=datacenter", "datacenter.ranks=1", "datacenter.batch_size=4")
+    with pytest.raises(UserError, match=f"^{what} froze 'weight', which would stay so in later"):
+        check_job(*overrides, methods=methods)
 
 
 async def test_a_run_whose_policy_needs_a_datacenter_ends_at_once(write_task, make_job, tmp_path):

@@ -137,3 +137,19 @@ def test_a_variant_that_fails_is_repeated_by_the_same_command(sweep, tmp_path, w
     assert "task.settings.fails=false" in (directory / "comparison.html").read_text()
     task.write_text(whole)
     assert "failed" not in sweep(*arguments)
+
+
+@pytest.mark.parametrize("training", ["one-by-one", "auto"])
+def test_a_simulation_says_which_parameter_the_optimizer_freezes(
+    sweep, write_task, tmp_path, training
+):
+    write_task("""
+        def optimizer(self, parameters, participant):
+            parameters.named["weight"].requires_grad_(False)
+            return super().optimizer(parameters, participant)
+        """)
+    told = sweep(
+        "--set", f"simulation.training={training}", "--run-dir", str(tmp_path / "run"), code=1
+    )
+    assert "optimizer() froze 'weight', which would stay so in later rounds" in told
+    assert "Traceback" not in told

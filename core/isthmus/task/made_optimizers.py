@@ -1,4 +1,4 @@
-"""Check what a task's `optimizer()` returned: one optimizer or several, with schedulers or not."""
+"""Call a task's `optimizer()`, and check what it made: one or several, with schedulers or not."""
 
 from __future__ import annotations
 
@@ -9,11 +9,40 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from isthmus.errors import TaskError
+from isthmus.task.definition import Parameters, Participant, Task
+from isthmus.task.loading import user_code
 
 SEVERAL = (
     "optimizer() returned several optimizers, which only training_step() can use, each with a loss "
     "of its own; define it, or return one optimizer"
 )
+
+
+def made_by(task: Task, parameters: Parameters, participant: Participant) -> object:
+    """What a task's `optimizer()` returns; the parameters can be trained as before.
+
+    A parameter that it froze would stay so in the participant's later rounds, and which rounds a
+    participant was in would decide what it trains.
+
+    Raises:
+        TaskError: it failed, or froze a parameter.
+    """
+    trainable = {name: each for name, each in parameters.named.items() if each.requires_grad}
+    frozen = None
+    try:
+        with user_code("optimizer()"):
+            made: object = task.optimizer(parameters, participant)
+    finally:
+        for name, parameter in trainable.items():
+            if not parameter.requires_grad:
+                frozen = frozen or name
+                parameter.requires_grad_(True)
+    if frozen is not None:
+        raise TaskError(
+            f"optimizer() froze {frozen!r}, which would stay so in later rounds; freeze it in "
+            "model(), or leave it out of the optimizer"
+        )
+    return made
 
 
 def pairs_by_name(

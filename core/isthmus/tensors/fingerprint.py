@@ -50,11 +50,13 @@ def explain_difference(model: nn.Module, expected: Mapping[str, Sequence[float]]
 
 
 def explain_change(model: nn.Module, before: Mapping[str, Sequence[float]]) -> str | None:
-    """Name a frozen parameter that training has changed in a sentence, or None.
+    """Name a frozen parameter that training has changed, or one that it froze, or None.
 
     `before` is a fingerprint from before the training.
     """
     for name, values in fingerprint(model).items():
+        if name not in before:
+            return newly_frozen(name)
         if torch.tensor(values).ne(torch.tensor(before[name])).any():
             return changed_frozen(name)
     return None
@@ -69,6 +71,17 @@ def changed_frozen(name: str) -> str:
     return (
         f"training changed {name!r}, which is frozen and not exchanged; register it as a buffer, "
         "which has its first values again in every round, or set requires_grad"
+    )
+
+
+def newly_frozen(name: str) -> str:
+    """The sentence for a parameter that training has frozen.
+
+    It would stay frozen in this participant's later rounds, and not on others.
+    """
+    return (
+        f"training froze {name!r}, which would stay so in later rounds; freeze it in model(), or "
+        "leave it out of the optimizer"
     )
 
 

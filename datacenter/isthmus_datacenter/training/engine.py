@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 from isthmus.errors import TaskError, UserError
 from isthmus.job import Job
 from isthmus.task import Participant, Task, load_task, user_code
+from isthmus.task.made_optimizers import made_by
 from isthmus.task.optimizers import ScheduleState, job_schedule
 from isthmus.task.scoring import build_same_model, count_examples, pair_of
 from isthmus.tensors.exchange_set import TensorLayout
@@ -280,7 +281,7 @@ class Engine:
         participant = dataclasses.replace(self._participant(), round=self.round)
         optimizer = ShardedOptimizer(
             shard,
-            lambda parameters: self.task.optimizer(parameters, participant),
+            lambda parameters: made_by(self.task, parameters, participant),
             section.clip_norm,
             section.precision == "fp16",
             job_schedule(self.job, self.order.replicas * section.batch_size),

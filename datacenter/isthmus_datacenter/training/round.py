@@ -17,7 +17,7 @@ import torch
 from isthmus.errors import StorageError, TaskError
 from isthmus.task.definition import defines
 from isthmus.task.scoring import Averages
-from isthmus.tensors.fingerprint import changed_frozen
+from isthmus.tensors.fingerprint import changed_frozen, newly_frozen
 from isthmus_datacenter.checkpointing.checkpoints import MidRoundCheckpoint, RankProgress
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
 from isthmus_datacenter.messages import Command, ControlSignal, ReadSignal
@@ -279,6 +279,8 @@ class _Round:
                 checkpoint = MidRoundCheckpoint(self._lineage, step + 1)
                 self._save_mid_round(checkpoint, loss_sum, units, signal)
         for name, values in engine.shard.frozen_samples().items():
+            if name not in frozen:
+                raise TaskError(newly_frozen(name))
             if not torch.equal(values, frozen[name]):
                 raise TaskError(changed_frozen(name))
         mean = None

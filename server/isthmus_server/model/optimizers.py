@@ -12,8 +12,9 @@ from torch import nn
 
 from isthmus.errors import JobError, TaskError
 from isthmus.job import Job, ServerOptimizer
-from isthmus.task import Participant, Task, user_code
+from isthmus.task import Participant, Task
 from isthmus.task.definition import Parameters
+from isthmus.task.made_optimizers import made_by
 from isthmus.task.optimizers import NO_LENGTH, TaskOptimizers
 
 
@@ -86,8 +87,7 @@ def check_round_length(job: Job, task: Task, model: nn.Module) -> None:
     participant = Participant(name="server", regime="federated", round=1)
     parameters = Parameters(model.named_parameters())
     try:
-        with user_code("optimizer()"):
-            optimizers = TaskOptimizers(task.optimizer(parameters, participant), parameters)
+        optimizers = TaskOptimizers(made_by(task, parameters, participant), parameters)
     except TaskError:
         return
     if optimizers.needs_position:

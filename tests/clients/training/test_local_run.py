@@ -350,3 +350,44 @@ def test_a_frozen_parameter_that_training_changes_is_named(open_run):
     run = open_run("federated.local_steps=2", methods=teacher)
     with pytest.raises(TaskError, match=r"^training changed '1.(weight|bias)', which is frozen"):
         train(run)
+
+
+FREEZING = """
+def optimizer(self, parameters, participant):
+    for parameter in parameters.of("weight"):
+        parameter.requires_grad_(participant.round < 2)
+    return torch.optim.SGD([each for each in parameters if each.requires_grad], lr=0.1)
+"""
+
+
+def test_an_optimizer_that_freezes_a_parameter_is_refused_in_each_round_that_it_does(open_run):
+    run = open_run("federated.local_steps=2", methods=FREEZING)
+    first = train(run, 1)[0]
+    for _ in range(2):
+        with pytest.raises(TaskError, match=r"^optimizer\(\) froze 'weight', .* leave it out of"):
+            train(run, 2)
+    assert torch.equal(train(run, 1)[0], first)
+
+
+def test_an_optimizer_without_a_parameter_leaves_it_as_it_was(open_run):
+    bias_only = """
+        def optimizer(self, parameters, participant):
+            return torch.optim.SGD(parameters.of("bias"), lr=0.1)
+    """
+    run = open_run("federated.local_steps=2", methods=bias_only)
+    update, *_ = train(run)
+    parts = dict(run.layout.parts(update))
+    assert parts["weight"].eq(0).all()
+    assert parts["bias"].ne(0).any()
+
+
+def test_a_parameter_that_training_freezes_is_named(open_run):
+    late = """
+        def forward(self, model, inputs):
+            output = model(inputs)
+            model.bias.requires_grad_(False)
+            return output
+    """
+    run = open_run("federated.local_steps=2", methods=late)
+    with pytest.raises(TaskError, match=r"^training froze 'bias', .* freeze it in model\(\)"):
+        train(run)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from isthmus.tensors.fingerprint import explain_difference, fingerprint
+from isthmus.tensors.fingerprint import explain_change, explain_difference, fingerprint
 from isthmus.transport.requests import fingerprint_messages, fingerprint_of
 
 
@@ -66,3 +66,11 @@ def test_a_parameter_frozen_on_one_side_only_is_named():
 
 def test_an_empty_fingerprint_matches_every_model():
     assert explain_difference(adapted(1), {}) is None
+
+
+def test_a_parameter_that_training_freezes_is_named():
+    model = adapted()
+    before = fingerprint(model)
+    assert explain_change(model, before) is None
+    model["adapter"].bias.requires_grad_(False)
+    assert explain_change(model, before).startswith("training froze 'adapter.bias', ")

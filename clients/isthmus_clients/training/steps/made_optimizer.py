@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from torch import nn
 
 from isthmus.errors import TaskError
-from isthmus.task import Participant, Task, user_code
+from isthmus.task import Participant, Task
 from isthmus.task.definition import Parameters, defines
-from isthmus.task.made_optimizers import SEVERAL
+from isthmus.task.made_optimizers import SEVERAL, made_by
 
 
 def make_optimizer(
@@ -19,11 +19,10 @@ def make_optimizer(
     """What the task's `optimizer()` returns for a round and parameters by name.
 
     Raises:
-        TaskError: it failed, or returned several for steps that only know one.
+        TaskError: it failed, froze a parameter, or returned several for steps that only know one.
     """
     participant = dataclasses.replace(participant, round=round_)
-    with user_code("optimizer()"):
-        made = task.optimizer(Parameters(trained.items()), participant)
+    made = made_by(task, Parameters(trained.items()), participant)
     if isinstance(made, Mapping) and not defines(task, "training_step"):
         raise TaskError(SEVERAL)
     return made
