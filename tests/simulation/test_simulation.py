@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from isthmus.errors import JobError, UserError
+from isthmus.errors import CannotContinue, JobError, UserError
+from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.profiles import DeviceProfile
 from isthmus_server.local.session import LocalRun
 from isthmus_server.python.saved_model import load_model
@@ -350,3 +351,15 @@ def test_a_directory_with_a_real_run_stays_one(make_job, write_task, tmp_path):
     with pytest.raises(UserError, match=r"continue it with `isthmus run --resume "):
         Simulation.new(job, tmp_path, tmp_path / "real")
     LocalRun.resumed(tmp_path / "real").store.close()
+
+
+@pytest.mark.parametrize("training", ["one-by-one", "auto"])
+def test_a_defect_that_a_device_meets_fails_its_requests_and_not_the_command(
+    simulate, monkeypatch, training
+):
+    def train(*arguments, **options):
+        raise KeyError("0.weight")
+
+    monkeypatch.setattr(DeviceRun, "train", train)
+    with pytest.raises(CannotContinue, match=r"internal error: KeyError: '0\.weight'"):
+        simulate(f"simulation.training={training}", "attempts=1")

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import uuid
 
 from isthmus.errors import IsthmusError, UpdateError
 from isthmus.transport.blobs import Buffer, Write
-from isthmus.transport.requests import blob_of, model_of
+from isthmus.transport.requests import blob_of, failure, model_of
 from isthmus.transport.shared_memory import Take
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
 from isthmus_server.transport.enrolment import Enrolments
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import Peer
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +115,11 @@ class InProcessLink(Link):
                 peer.bytes_out += blob.size
             reply, payload = await worker.work(request, buffer, lambda progress: None)
         except IsthmusError as error:
-            reply, payload = link_pb2.Reply(failure=link_pb2.Failure(reason=str(error))), None
+            reply, payload = failure(str(error)), None
+        except Exception as error:  # as of a real participant: the server decides what follows
+            # Hundreds of devices may fail in the same way, and the command ends in one sentence.
+            log.debug("request %s of %s failed", request.id, name, exc_info=True)
+            reply, payload = failure(f"internal error: {type(error).__name__}: {error}"), None
         reply.id = request.id
         self._unacknowledged[request.id] = _Result(name, request, blob_of(reply).sha256, payload)
         return reply

@@ -74,6 +74,15 @@ async def test_an_error_of_a_worker_is_a_failure_with_its_message(link):
     assert "no longer has the model" in retracted.failure.reason
 
 
+async def test_an_unexpected_error_of_a_worker_is_a_failure_as_of_a_real_participant(link):
+    async def work(request, model, progress):
+        raise KeyError("0.weight")
+
+    link.worker.work = work
+    reply = await link.ask("a", request(link))
+    assert reply.failure.reason == "internal error: KeyError: '0.weight'"
+
+
 async def test_a_participant_that_leaves_fails_its_pending_requests(link):
     link.worker.may_go.clear()
     asking = asyncio.create_task(link.ask("a", request(link)))
