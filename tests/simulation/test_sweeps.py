@@ -8,6 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from isthmus.errors import UserError
+from isthmus_clients.training.local_run import DeviceRun
+from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_simulation.commands import simulate
 
 JOB = """
@@ -153,3 +155,32 @@ def test_a_simulation_says_which_parameter_the_optimizer_freezes(
     )
     assert "optimizer() froze 'weight', which would stay so in later rounds" in told
     assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("where", ["device", "server"])
+def test_a_variant_that_meets_a_defect_leaves_the_results_of_the_others(
+    job, tmp_path, monkeypatch, where
+):
+    owner, name = (DeviceRun, "train") if where == "device" else (Coordinator, "_run")
+    whole = getattr(owner, name)
+
+    def defective(self, *arguments, **options):
+        if self.job.task.settings["fails"]:
+            raise KeyError("0.weight")
+        return whole(self, *arguments, **options)
+
+    monkeypatch.setattr(owner, name, defective)
+    directory, results = tmp_path / "sweep", tmp_path / "results.json"
+    arguments = (
+        *(job, *COMMON, "--run-dir", str(directory), "--json", str(results)),
+        *("--set", "federated.secure_aggregation=false", "--set", "attempts=1"),
+        *("--vary", "task.settings.fails=true,false"),
+    )
+    ended = CliRunner().invoke(simulate, arguments)
+    assert ended.exit_code == 1
+    assert isinstance(ended.exception, SystemExit)  # and no traceback
+    assert "1 of 2 runs failed" in ended.output
+    failed, done = (each["runs"] for each in json.loads(results.read_text())["variants"])
+    assert "internal error: KeyError: '0.weight'" in failed[0]["failed"]
+    assert done[0]["accuracy"] > 0
+    assert "task.settings.fails=false" in (directory / "comparison.html").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.errors import JobError, UserError
+from isthmus.errors import IsthmusError, JobError, UserError
 from isthmus.job import Job, with_changes
 from isthmus.printable import in_a_line
 from isthmus_server.local.variations import in_words, value_text
@@ -27,6 +28,8 @@ from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
 from isthmus_server.views.html_report.comparison_page import Curve, comparison_page
 from isthmus_server.views.report import format_metrics
+
+log = logging.getLogger(__name__)
 
 _UNLIMITED = 1_000_000
 """Maximum number of rounds of a run under another policy, which ends when its budget is used up."""
@@ -178,8 +181,9 @@ class JobComparison:
             else:
                 store = self._runs.create(directory, job, self.base)
             state, final = await self._runs.train(store)
-        except UserError as error:
-            return {"seed": seed, "failed": str(error)}
+        except Exception as error:  # a defect that one variant meets leaves the others' results
+            log.debug("the run in %s failed", directory, exc_info=True)
+            return {"seed": seed, "failed": _reason(error)}
         return {"seed": seed, "rounds": state.round, "cost": state.spent, **_named(final.metrics)}
 
     def _seeded(self, number: int, seed: int) -> Job:
@@ -263,6 +267,19 @@ class JobComparison:
         limit = f" for a budget of {budget:g}" if budget is not None else ""
         seeds = f"mean of {len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
         return f"{self.job.name}: delivered models{limit}, {seeds}"
+
+
+def _reason(error: Exception) -> str:
+    """Why a run failed, in one sentence; the first error of several.
+
+    >>> _reason(ExceptionGroup("unhandled errors in a TaskGroup", [KeyError("weight")]))
+    "internal error: KeyError: 'weight'"
+    """
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, IsthmusError | OSError):
+        return str(error)
+    return f"internal error: {type(error).__name__}: {error}"
 
 
 def _cell(key: str, value: Any) -> str:

@@ -11,7 +11,7 @@ import click
 import pytest
 from rich.console import Console
 
-from isthmus.errors import TaskError, UserError
+from isthmus.errors import RoundFailed, TaskError, UserError
 from isthmus_server.comparison_commands import run_comparison
 from isthmus_server.local.compare import JobComparison
 from isthmus_server.storage.records import FinalModel
@@ -40,7 +40,7 @@ class Runs:
         self.trained.append(store.directory.name)
         with contextlib.closing(store):
             end = self.ends.pop(0) if self.ends else {"accuracy": 0.5}
-        if isinstance(end, Exception):
+        if isinstance(end, BaseException):
             raise end
         state = SimpleNamespace(round=3, spent=2.0)
         return state, FinalModel(metrics=end, model_sha256="", model_path="", round=3)
@@ -86,6 +86,38 @@ def test_a_run_that_fails_leaves_the_results_of_the_others(compare, tmp_path):
     assert re.search(r"5 .* 3.0 .* 2.0 .* - .* 0.5 .* 1 of 2", printed)
     page = (tmp_path / "sweep" / "comparison.html").read_text()
     assert "federated.cohort=4" in page
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (KeyError("0.weight"), "internal error: KeyError: '0.weight'"),
+        (
+            ExceptionGroup("in a TaskGroup", [ExceptionGroup("inner", [ValueError("no")])]),
+            "internal error: ValueError: no",
+        ),
+        (ExceptionGroup("in a TaskGroup", [TaskError("loss() failed")]), "loss() failed"),
+        (RoundFailed("nobody came"), "nobody came"),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+    ],
+)
+def test_a_defect_that_one_run_meets_leaves_the_results_of_the_others(
+    compare, tmp_path, error, sentence
+):
+    found, printed = compare([{"rounds": 2}, {"rounds": 3}], Runs(error))
+    failed, done = (variant["runs"] for variant in found["variants"])
+    assert failed == [{"seed": 1, "failed": sentence}]
+    assert done[0]["accuracy"] == 0.5
+    assert f"run 1 of 2: rounds=2, seed 1 failed: {sentence}" in printed
+    assert "rounds=3" in (tmp_path / "sweep" / "comparison.html").read_text()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, asyncio.CancelledError])
+def test_a_comparison_that_is_stopped_trains_no_other_run(compare, error):
+    runs = Runs(error())
+    with pytest.raises(error):
+        compare([{"rounds": 2}, {"rounds": 3}], runs)
+    assert runs.trained == ["rounds=2-1"]
 
 
 def test_a_comparison_of_which_all_runs_fail_has_a_table_and_a_page(compare, tmp_path):
