@@ -71,6 +71,8 @@ def test_every_combination_and_seed_is_a_run_with_the_bits_of_a_single_one(sweep
         {"federated.proximal": 0.5},
     ]
     assert [len(each["runs"]) for each in found["variants"]] == [2, 2]
+    assert "MB of devices" in told
+    assert "seconds" not in told  # of devices without profiles
     assert "federated.proximal=0.5" in (directory / "comparison.html").read_text()
     models = {file: file.read_bytes() for file in directory.glob("*/model.safetensors")}
     assert len(set(models.values())) == len(models) == 4
@@ -102,6 +104,17 @@ def test_what_a_sweep_cannot_do_is_refused(job, tmp_path, arguments, sentence):
     assert isinstance(result.exception, UserError)
     assert sentence in str(result.exception)
     assert not list(tmp_path.glob("sweep/*/job.json"))
+
+
+def test_devices_with_profiles_have_their_simulated_time_in_the_table(sweep, tmp_path):
+    results = tmp_path / "results.json"
+    arguments = ("--run-dir", str(tmp_path / "sweep"), "--json", str(results))
+    told = sweep("--vary", "simulation.step_seconds=50,5", *arguments)
+    assert "seconds" in told
+    slow, fast = (each["runs"][0] for each in json.loads(results.read_text())["variants"])
+    assert slow["seconds"] == pytest.approx(200)  # two rounds of two steps
+    assert fast["seconds"] == pytest.approx(20)
+    assert slow["device_bytes"] == fast["device_bytes"] > 0
 
 
 def test_without_seeds_the_runs_have_that_of_the_job(sweep, tmp_path):

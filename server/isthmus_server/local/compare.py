@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import re
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -14,13 +13,13 @@ from typing import Any, Protocol
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from isthmus.errors import IsthmusError, JobError, UserError
 from isthmus.job import Job, with_changes
 from isthmus.printable import in_a_line
-from isthmus_server.local.variations import in_words, value_text
+from isthmus_server.local.comparison_table import OWN, comparison_table, metrics_of, statistics_of
+from isthmus_server.local.variations import in_words
 from isthmus_server.privacy.run_budgets import check_budgets
 from isthmus_server.storage.records import FinalModel, RoundRecord
 from isthmus_server.storage.run_description import FILE, RunDescription, is_simulated
@@ -36,9 +35,6 @@ _UNLIMITED = 1_000_000
 
 _LONGEST_NAME = 100
 """Bytes of the name of a variant's directory, without what makes it unique."""
-
-_OWN = ("seed", "rounds", "cost", "failed")
-"""Keys of a run's results that are not metrics of the task."""
 
 Changes = Mapping[str, Any]
 """What a variant changes in the job, by key."""
@@ -147,7 +143,7 @@ class JobComparison:
                         results[number].append(await self._result(number, seed))
                         console.print(Text(self._progress(number, seed, results)), soft_wrap=True)
         console.print(Text(self._title(), style="italic"), soft_wrap=True)
-        console.print(self._table(results), crop=False)
+        console.print(comparison_table(self.variants, results), crop=False)
         page = self.directory / "comparison.html"
         curves = list(self._curves(results))
         page.write_text(comparison_page(self.job.name, curves), encoding="utf-8")
@@ -156,7 +152,7 @@ class JobComparison:
             "budget": self.job.budget,
             "seeds": len(self.seeds),
             "variants": [
-                {"changes": dict(changes), "runs": runs}
+                {"changes": dict(changes), "runs": runs, **statistics_of(runs)}
                 for changes, runs in zip(self.variants, results, strict=True)
             ],
         }
@@ -184,7 +180,16 @@ class JobComparison:
         except Exception as error:  # a defect that one variant meets leaves the others' results
             log.debug("the run in %s failed", directory, exc_info=True)
             return {"seed": seed, "failed": _reason(error)}
-        return {"seed": seed, "rounds": state.round, "cost": state.spent, **_named(final.metrics)}
+        with contextlib.closing(Store.open(directory)) as store:
+            stored = store.run_state()  # the one in memory has the time at which the run began
+        return {
+            "seed": seed,
+            "rounds": state.round,
+            "cost": state.spent,
+            "seconds": stored.elapsed,
+            "device_bytes": stored.device_bytes,
+            **_named(final.metrics),
+        }
 
     def _seeded(self, number: int, seed: int) -> Job:
         return with_changes(self._jobs[number], {"seed": seed})
@@ -220,7 +225,7 @@ class JobComparison:
         if "failed" in result:
             end = f"{what} failed: {result['failed']}"
         else:
-            end = f"{what}: {format_metrics(_metrics(result))}"
+            end = f"{what}: {format_metrics(metrics_of(result))}"
         return in_a_line(f"run {done} of {len(self.variants) * len(self.seeds)}: {end}")
 
     def _curves(self, results: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[Curve]:
@@ -237,35 +242,15 @@ class JobComparison:
                         for record in store.attempts()
                         if isinstance(record, RoundRecord) and record.metrics
                     }
-                yield Curve(number, name, result["seed"], changes, rounds, _metrics(result))
-
-    def _table(self, results: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
-        """A row for each variant: its changes, and the means of its runs that have not failed."""
-        keys = list(self.variants[0])
-        ended = [[run for run in runs if "failed" not in run] for runs in results]
-        metrics = dict.fromkeys(name for runs in ended for run in runs for name in _metrics(run))
-        columns = {"rounds": ".1f", "cost": ".1f", **dict.fromkeys(metrics, ".4g")}
-        rows = [[_mean(runs, name, form) for name, form in columns.items()] for runs in ended]
-        if any(len(some) < len(runs) for some, runs in zip(ended, results, strict=True)):
-            columns["failed"] = ""
-            for row, some, runs in zip(rows, ended, results, strict=True):
-                row.append(f"{len(runs) - len(some)} of {len(runs)}")
-        table = Table()
-        for key in keys:
-            name = "policy" if key == "strategy.policy" else key
-            table.add_column(Text(name), overflow="fold")
-        for column, name in enumerate(columns):
-            width = max(len(row[column]) for row in rows)  # a figure is never cut
-            table.add_column(Text(name), justify="right", overflow="fold", min_width=width)
-        for changes, row in zip(self.variants, rows, strict=True):
-            table.add_row(*(Text(_cell(key, changes[key])) for key in keys), *map(Text, row))
-        return table
+                yield Curve(number, name, result["seed"], changes, rounds, metrics_of(result))
 
     def _title(self) -> str:
         """What the figures are of: the models that the runs deliver, as `evaluation` says."""
         budget = None if "budget" in self.variants[0] else self.job.budget
         limit = f" for a budget of {budget:g}" if budget is not None else ""
-        seeds = f"mean of {len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
+        seeds = "one seed"
+        if len(self.seeds) > 1:
+            seeds = f"mean of {len(self.seeds)} seeds +- their standard deviation"
         return f"{self.job.name}: delivered models{limit}, {seeds}"
 
 
@@ -282,30 +267,13 @@ def _reason(error: Exception) -> str:
     return f"internal error: {type(error).__name__}: {error}"
 
 
-def _cell(key: str, value: Any) -> str:
-    """A value of a key in the table; policies are names."""
-    return str(value) if key == "strategy.policy" else value_text(value)
-
-
-def _mean(runs: Sequence[Mapping[str, Any]], name: str, form: str) -> str:
-    """The mean of a figure over runs that all have it."""
-    if not runs or not all(name in run for run in runs):
-        return "-"
-    return format(statistics.mean(run[name] for run in runs), form)
-
-
-def _metrics(result: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of the task in the results of a run."""
-    return {name: value for name, value in result.items() if name not in _OWN}
-
-
 def _named(metrics: Mapping[str, float]) -> dict[str, float]:
     """A task's metrics, renamed where the results have something else of that name.
 
     >>> _named({"accuracy": 0.5, "cost": 7.0})
     {'accuracy': 0.5, 'metric cost': 7.0}
     """
-    return {f"metric {name}" if name in _OWN else name: each for name, each in metrics.items()}
+    return {f"metric {name}" if name in OWN else name: each for name, each in metrics.items()}
 
 
 def _directory_names(variants: Sequence[Changes]) -> list[str]:

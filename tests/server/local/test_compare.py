@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import json
+import math
 import re
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from isthmus.errors import RoundFailed, TaskError, UserError
 from isthmus_server.comparison_commands import run_comparison
 from isthmus_server.local.compare import JobComparison
+from isthmus_server.local.comparison_table import comparison_table
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.store import Store
 
@@ -67,7 +69,15 @@ def compare(make_job, tmp_path):
 def test_a_metric_of_the_task_does_not_replace_the_cost(compare):
     found, printed = compare([{"rounds": 2}], Runs({"cost": 7.0, "rounds": 9.0}))
     assert found["variants"][0]["runs"] == [
-        {"seed": 1, "rounds": 3, "cost": 2.0, "metric cost": 7.0, "metric rounds": 9.0}
+        {
+            "seed": 1,
+            "rounds": 3,
+            "cost": 2.0,
+            "seconds": 0.0,
+            "device_bytes": 0,
+            "metric cost": 7.0,
+            "metric rounds": 9.0,
+        }
     ]
     assert "metric cost 7 metric rounds 9" in printed
 
@@ -201,4 +211,37 @@ def test_results_for_programs_have_null_where_json_has_no_figure(make_job, tmp_p
     assert second == {
         "changes": {"task.settings.x": 2},
         "runs": [{"seed": 1, "failed": "no"}],
+        "means": {},
+        "deviations": {},
     }
+    assert first["means"]["loss"] is None
+
+
+def test_the_spread_over_seeds_is_shown_and_among_the_results(compare):
+    runs = Runs({"loss": 0.25}, {"loss": 0.5}, {"loss": 0.75}, {"loss": float("inf")})
+    variants = [{"federated.cohort": 4}, {"federated.cohort": 5}]
+    found, printed = compare(variants, runs, seeds=(1, 2))
+    first, second = found["variants"]
+    assert first["means"]["loss"] == 0.5
+    assert first["deviations"]["loss"] == pytest.approx(0.125**0.5)
+    assert math.isnan(second["deviations"]["loss"])
+    assert "mean of 2 seeds +- their standard deviation" in printed
+    assert re.search(r"│ 4 +│ +3.0 │ +2.0 │ +0.5 \+- 0.35 │", printed)
+
+
+def test_one_seed_has_no_spread(compare):
+    found, printed = compare([{"rounds": 2}], Runs({"loss": 0.25}))
+    assert found["variants"][0]["deviations"] == {}
+    assert "+-" not in printed
+
+
+def test_time_and_bytes_have_columns_if_they_are_known():
+    run = {"seed": 1, "rounds": 3, "cost": 2.0, "seconds": 12.5, "device_bytes": 3_000_000}
+    second = {**run, "seed": 2, "seconds": 14.5}
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(comparison_table([{"rounds": 3}], [[run, second]]))
+    printed = console.export_text()
+    assert re.search(r"┃ rounds ┃ rounds ┃ cost ┃ +seconds ┃ MB of devices ┃", printed)
+    assert re.search(r"│ 3 +│ +3.0 │ +2.0 │ 13.5 \+- 1.4 │ +3 │", printed)
+    nothing = {**run, "seconds": 0.0, "device_bytes": 0}
+    assert len(comparison_table([{"rounds": 3}], [[nothing]]).columns) == 3
