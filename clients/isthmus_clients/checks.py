@@ -20,15 +20,17 @@ _RUN = "check"
 
 
 def check(job: Job, task: Task, base: Path) -> str:
-    """Train one batch of the data of the first client that `isthmus run` starts.
+    """Train one batch of the data of the first client that `isthmus run` or a simulation starts.
 
-    Returns what was tried; empty if the job starts no client, or has an app that trains.
+    Returns what was tried; empty if neither has clients, or the job has an app that trains.
 
     Raises:
         UserError: the data, the loss or the optimizer cannot be used, with the reason.
     """
     flower = job.federated.flower
-    if not job.federated.clients or (flower is not None and flower.app is not None):
+    # The data of a client depends on how many there are, as it is divided among them.
+    clients = job.federated.clients or job.simulation.clients
+    if not clients or (flower is not None and flower.app is not None):
         return ""
     from isthmus_clients.training.local_run import DeviceRun
 
@@ -45,7 +47,7 @@ def check(job: Job, task: Task, base: Path) -> str:
         frozen=fingerprint_messages(fingerprint(model, division.personal.names)),
         personal=division.personal.header if division.personal.size else b"",
     )
-    participant = Participant(name=name, regime="federated", shard=(0, job.federated.clients))
+    participant = Participant(name=name, regime="federated", shard=(0, clients))
     run = DeviceRun(opening, participant, None, device=job.federated.device)
     position = RoundPosition(0, job.federated_round_steps, job.federated.cohort)
     train = link_pb2.TrainLocal(

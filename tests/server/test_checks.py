@@ -38,6 +38,22 @@ def test_one_batch_of_each_side_is_tried(check_job):
     )
 
 
+def test_a_batch_of_the_first_simulated_client_is_tried(check_job):
+    overrides = (FEDERATED, "federated.clients=0", "simulation.clients=9")
+    methods = """
+        def local_data(self, participant):
+            assert participant.shard == (0, 9)
+            return super().local_data(participant)
+        """
+    first, second = check_job(*overrides, methods=methods).splitlines()
+    assert first.endswith("policy federated, 9 simulated clients, 0 datacenter ranks")
+    assert second.endswith("one training batch of client-0")
+
+
+def test_the_clients_of_a_run_are_tried_rather_than_those_of_a_simulation(check_job):
+    assert "policy federated, 4 clients, " in check_job(FEDERATED, "simulation.clients=9")
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

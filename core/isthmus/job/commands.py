@@ -28,7 +28,8 @@ def check(path: Path, overrides: tuple[str, ...]) -> None:
     """Validate JOB, load its task, and train and evaluate one batch of each side's data.
 
     Tried is what `isthmus run` starts on this machine: the first client, and the datacenter with
-    the whole model on one rank.
+    the whole model on one rank. The first client of a job that starts none is that of its
+    simulation, if it has one.
     """
     checked = load_job(path, overrides)
     base = path.resolve().parent
@@ -51,9 +52,12 @@ def check(path: Path, overrides: tuple[str, ...]) -> None:
         load_app(flower.app, base=base)
     points = sorted(entry_points(group=CHECKS), key=lambda point: point.name, reverse=True)
     tried = [point.load()(checked, task, base) for point in points]
+    clients = f"{checked.federated.clients} clients"
+    if not checked.federated.clients and checked.simulation.clients is not None:
+        clients = f"{checked.simulation.clients} simulated clients"
     click.echo(
         f"{path} is fine: {checked.rounds} rounds of {type(task).__name__}, "
-        f"policy {checked.strategy.policy}, {checked.federated.clients} clients, "
+        f"policy {checked.strategy.policy}, {clients}, "
         f"{checked.datacenter.ranks} datacenter ranks\n"
         f"tried   {', '.join(filter(None, tried))}"
     )
