@@ -178,7 +178,8 @@ class ServerSession:
         if len(self._keys) < self.config.clients_min:
             refusal.refuse(
                 "too-few-keys",
-                f"{len(self._keys)} clients came; clients_min={self.config.clients_min}",
+                f"{len(self._keys)} device{'s' * (len(self._keys) != 1)} answered and "
+                f"{self.config.clients_min} are needed (federated.quorum)",
             )
         entries = sorted(self._keys.values(), key=lambda message: message.name.encode())
         self._cohort = Cohort(self.config, Roster(tuple(entries)))

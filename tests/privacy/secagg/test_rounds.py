@@ -60,6 +60,13 @@ def test_one_dropout_at_any_stage_but_the_first_is_within_the_bound_of_six():
     assert ProtocolRound(6).config.graph(6).survivors_min == 4
 
 
+def test_a_round_to_which_too_few_devices_come_names_the_key_of_the_job():
+    dropouts = dict.fromkeys(names(6)[:5], Stage.ADVERTISE_KEYS)
+    sentence = r"^1 device answered and \d are needed \(federated\.quorum\)"
+    with pytest.raises(AggregationAborted, match=sentence):
+        ProtocolRound(6, dropouts).run()
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_three_of_six_dropouts_at_one_stage_abort(stage):
     dropouts = dict.fromkeys(names(6)[:3], stage)

@@ -67,7 +67,8 @@ class UnmaskedAttempt(SecureAggregationAttempt):
         self._check_complete()
         if self._received < self._needed:
             raise AggregationAborted(
-                f"{self._received} clients came; clients_min={self._config.clients_min}"
+                f"{self._received} device{'s' * (self._received != 1)} answered and "
+                f"{self._needed} are needed (federated.quorum)"
             )
         await self._unmaskings.note_before(self._summed, before_unmasking)
         return RingSum(self._total, tuple(sorted(self._summed)))
