@@ -17,6 +17,7 @@ import click
 from rich.console import Console
 
 from isthmus.errors import UserError
+from isthmus.job import Job
 from isthmus_server.commands import (
     GRACE_SECONDS,
     fresh_directory,
@@ -86,9 +87,11 @@ def compare(
     refuse_seed(overrides)
     loaded = loaded_job(job, overrides)
     varied = parse_variations(vary)
-    named = "" if varied else "datacenter,federated"
+    others = [] if varied or policies is not None else _baselines(loaded)
+    if policies is not None:
+        others = policies.split(",")
     names = [loaded.strategy.policy]
-    for name in (named if policies is None else policies).split(","):
+    for name in others:
         if name and name not in names:
             names.append(name)
     if len(names) > 1 or not varied:
@@ -107,6 +110,18 @@ def compare(
         base = job.resolve().parent
         numbers = range(1, seeds + 1)
         run_comparison(JobComparison(loaded, base, directory, variants, numbers, runs), json_file)
+
+
+def _baselines(job: Job) -> list[str]:
+    """The baselines for which a job has participants; says which others are left out."""
+    missing = {
+        "datacenter": "datacenter.ranks=0" if not job.datacenter.ranks else "",
+        "federated": "federated.clients=0" if not job.federated.clients else "",
+    }
+    for name, key in missing.items():
+        if key and name != job.strategy.policy:
+            click.echo(f"the policy {name} is not compared: {key} starts no participant for it")
+    return [name for name, key in missing.items() if not key]
 
 
 def parse_variations(texts: Sequence[str]) -> list[Variation]:

@@ -54,6 +54,16 @@ def test_an_address_of_another_form_is_refused(tmp_path, table_job, address):
         invoke(commands.run, table_job, "--run-dir", tmp_path / "run", "--address", address)
 
 
+def test_a_comparison_leaves_out_baselines_without_participants(make_job, capsys):
+    assert comparison_commands._baselines(make_job("federated.clients=4")) == ["federated"]
+    assert capsys.readouterr().out == (
+        "the policy datacenter is not compared: datacenter.ranks=0 starts no participant for it\n"
+    )
+    both = make_job("federated.clients=4", "datacenter.ranks=1")
+    assert comparison_commands._baselines(both) == ["datacenter", "federated"]
+    assert not capsys.readouterr().out
+
+
 def test_a_comparison_needs_a_budget(tmp_path, table_job):
     with pytest.raises(UserError, match=r"^a comparison of policies needs a budget"):
         invoke(comparison_commands.compare, table_job, "--run-dir", tmp_path / "runs")
