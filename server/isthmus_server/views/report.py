@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from isthmus_server.storage.records import (
     EndedAttempt,
     FailedAttempt,
     FinalModel,
+    Receipt,
     Record,
     RoundRecord,
     adapter,
@@ -27,6 +29,9 @@ from isthmus_server.storage.records import (
 from isthmus_server.storage.store import Store
 from isthmus_server.views.privacy.device_examples import PromisedToExamples
 from isthmus_server.views.privacy.examples_spending import SpentOnExamples
+
+_TOLD = 8
+"""Participants of an attempt whose receipts are told; a cohort may lose hundreds."""
 
 _DETAILS = (*(f"_{suffix}" for suffix in SPREAD), "_error")
 """Ends of the names of devices' metrics that only the JSON report has."""
@@ -170,10 +175,9 @@ def _table(report: Report, attempts: Sequence[EndedAttempt]) -> Table:
 def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
     """Receipts with a reason, unusable updates, and participants that declined or left."""
     lines = [
-        f"round {record.round}: {receipt.participant} {receipt.outcome}: {receipt.reason}"
+        f"round {record.round}: {line}"
         for record in attempts
-        for receipt in record.receipts
-        if receipt.reason
+        for line in told_receipts(record.receipts)
     ]
     lines += [
         f"round {record.round}: {record.unusable}" for record in report.rounds if record.unusable
@@ -190,6 +194,16 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
         if isinstance(event, ParticipantDeclined | ParticipantLeft)
     ]
     return [in_a_line(line) for line in lines]
+
+
+def told_receipts(receipts: Sequence[Receipt]) -> list[str]:
+    """Lines for a few of the receipts with a reason, and a count of the others by outcome."""
+    told = [receipt for receipt in receipts if receipt.reason]
+    lines = [f"{each.participant} {each.outcome}: {each.reason}" for each in told[:_TOLD]]
+    if more := Counter(each.outcome for each in told[_TOLD:]):
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in more.most_common())
+        lines.append(f"and {more.total()} more: {counts}")
+    return lines
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:

@@ -140,3 +140,17 @@ def test_updates_that_did_not_count_are_shown_by_every_view(make_job, tmp_path):
     store.close()
     sentence = "2 of 3 devices had no usable update; their own logs say why"
     assert output.getvalue().count(sentence) == 3
+
+
+def test_only_a_few_lost_devices_of_a_round_are_told():
+    receipts = [
+        Receipt(
+            participant=f"d{number}", regime="federated", status="dropped", reason="lost",
+            late=number >= 10,
+        )
+        for number in range(12)
+    ]  # fmt: skip
+    lines = report.told_receipts(receipts)
+    assert lines[0] == "d0 dropped: lost"
+    assert len(lines) == 9
+    assert lines[-1] == "and 4 more: 2 dropped, 2 late"
