@@ -28,7 +28,7 @@ from isthmus_server.storage.events import (
     WaitingForParticipants,
 )
 from isthmus_server.storage.records import ComparisonRecord, FinalModel, RoundRecord
-from isthmus_server.views.report import format_metrics
+from isthmus_server.views.report import format_metrics, told_receipts
 
 _LINE_SECONDS = 10.0
 """Between two lines about the work of one participant, where there is no terminal."""
@@ -132,10 +132,9 @@ class ProgressView:
             f"{metrics:<32} cost {record.cost.price:<6g} {_privacy(record)}"
             f"{record.seconds:6.2f} s  [dim]{_safe(record.reason)}[/dim]"
         )
-        for receipt in record.receipts:
-            if receipt.reason:
-                outcome = f"{_safe(receipt.participant)} {receipt.outcome}"
-                self._print(f"           [yellow]{outcome}:[/yellow] {_safe(receipt.reason)}")
+        for line in told_receipts(record.receipts):
+            who, _, reason = line.partition(": ")
+            self._print(f"           [yellow]{_safe(who)}:[/yellow] {_safe(reason)}")
         if record.evaluation is not None and record.evaluation.error:
             error = f"evaluation on devices: {_safe(record.evaluation.error)}"
             self._print(f"           [yellow]{error}[/yellow]")
