@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import get_args
 
+from isthmus.job import StrategySection
+from isthmus.job.section import Day
+from isthmus.job.strategy import Window
 from isthmus_server.strategy.policies.adaptive import budget_plan, evidence
 from isthmus_server.strategy.policies.adaptive.datacenter_role import DatacenterRole, RoleChooser
 from isthmus_server.strategy.policies.adaptive.state import (
@@ -33,10 +39,13 @@ class EdgeRound:
 class EdgePlanner:
     """Plans rounds with devices."""
 
-    def __init__(self, settings: AdaptiveSettings, roles: RoleChooser, edge_share: float) -> None:
+    def __init__(
+        self, settings: AdaptiveSettings, roles: RoleChooser, strategy: StrategySection
+    ) -> None:
         self._settings = settings
         self._roles = roles
-        self._edge_share = edge_share
+        self._edge_share = strategy.target_edge_share
+        self._windows = _most_windows(strategy.windows)
 
     def plan(self, observation: Observation, round_: EdgeRound) -> Plan:
         """Return the plan of a round with devices."""
@@ -80,9 +89,28 @@ class EdgePlanner:
         return self._roles.if_useful(observation, state)
 
     def _step_size(self, observation: Observation, state: AdaptiveState) -> tuple[float, str]:
-        """Return the factor on the server's step: half of it for devices that forget."""
+        """Return the factor on the server's step: half of it for devices that forget.
+
+        So it is from the start for devices that have several windows a day. Where these are of
+        other devices, whole steps in the first window take the model so far that half steps later
+        do not make up for it.
+        """
         scale, loss_ratio = state.step_scale, evidence.peak_device_loss_ratio(observation)
+        if self._windows > 1:
+            scale *= self._settings.damped
+            return scale, f"; they have {self._windows} windows a day: steps x {scale:g}"
         if loss_ratio <= self._settings.forgotten:
             return scale, ""
         scale *= self._settings.damped
         return scale, f"; their loss rose to {loss_ratio:.2g} times the first: steps x {scale:g}"
+
+
+def _most_windows(windows: Sequence[Window]) -> int:
+    """The most windows of devices that open on one day of the week."""
+    opened = Counter(
+        day
+        for window in windows
+        if window.side == "federated"
+        for day in window.days or get_args(Day)
+    )
+    return max(opened.values(), default=0)

@@ -21,6 +21,8 @@ open::
     edge, gradient used   once what devices learn also holds for public data they apply the
                           datacenter's gradient. If they forget what others taught they do so with
                           half steps, and only if a race shows that it does no harm
+    edge, in turns        steps are half as long from the start if the devices have several windows
+                          a day: other devices may come in each
     edge, devices closed  the round waits for their window
 
 With `objective = "time"` or `"cost"` and pi = 1 there is no warm start and no probation:
@@ -60,7 +62,7 @@ class Adaptive:
         self._warm_start = WarmStart(settings, comparisons)
         self._race = Race(settings, roles, comparisons)
         self._probation = Probation(settings, comparisons)
-        self._edge = EdgePlanner(settings, roles, self.edge_share)
+        self._edge = EdgePlanner(settings, roles, strategy)
         objective = strategy.objective
         self._target = TargetPlanner(settings, objective) if objective != "quality" else None
 

@@ -63,7 +63,8 @@ class AdaptiveSettings(Section):
     """Devices forget what others taught if their loss in a round exceeds this multiple of the
     first. They then rehearse public data, and the server takes shorter steps."""
     damped: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Factor on the length of these shorter steps."""
+    """Factor on the length of these shorter steps. Devices with several windows a day have them
+    from the start."""
     apart: Annotated[float, Field(gt=0)] = 0.6
     """Public data differ from the devices' if `estimates.gradient_divergence` exceeds this; the
     datacenter then trains in parallel in every other round."""

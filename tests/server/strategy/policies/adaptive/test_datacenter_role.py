@@ -308,6 +308,26 @@ def test_the_interval_of_a_comparison_is_wider_than_that_of_one_test(devices, er
     assert 2.5 < result.radius(WITH_GRADIENT, error) < 4.5
 
 
+DEVICES = {"side": "federated", "opens": "00:00", "closes": "06:00"}
+LATER = {"side": "federated", "opens": "06:00", "closes": "12:00"}
+
+
+@pytest.mark.parametrize(
+    ("windows", "scale"),
+    [
+        ((DEVICES, LATER), 0.5),
+        ((DEVICES,), 1.0),
+        ((DEVICES, {**LATER, "side": "datacenter"}), 1.0),
+        (({**DEVICES, "days": ("sat",)}, {**LATER, "days": ("sun", "mon")}), 1.0),
+        (({**DEVICES, "days": ("sat", "sun")}, {**LATER, "days": ("sun", "mon")}), 0.5),
+    ],
+)
+def test_steps_are_short_from_the_start_if_devices_may_come_in_turns(windows, scale):
+    plan = load_policy(strategy_of("adaptive", windows=windows)).plan(observe(1, []))
+    assert plan.step_scale == scale
+    assert ("they have 2 windows a day: steps x 0.5" in plan.reason) == (scale < 1)
+
+
 def test_steps_stay_short_once_devices_have_forgotten():
     """Also where public data cover part of the target, and if the loss falls again."""
     history = transfer_rounds(9, 0.4, device_losses=[1.0, 0.4, 2.6, 0.3])
