@@ -55,18 +55,6 @@ def test_check_summarises_a_job(isthmus, job_file):
     )
 
 
-def test_a_key_that_is_misspelt_by_an_option_is_not_blamed_on_the_file(isthmus, job_file):
-    option = ("--set", "federated.cohrt=3")
-    code, _, told = isthmus("job", "check", job_file, *option)
-    assert code
-    assert "--set: unknown key federated.cohrt; did you mean cohort?" in told
-    assert str(job_file) not in told
-    job_file.write_text(job_file.read_text() + "[strategy]\npolcy = 1\n")
-    _, _, told = isthmus("job", "check", job_file, *option)
-    assert f"{job_file}: " in told
-    assert "unknown key federated.cohrt; did you mean cohort? (given by --set)" in told
-
-
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [

@@ -31,7 +31,7 @@ from isthmus.job.flower import add_project_config
 from isthmus.job.learning_rate import LearningRateSection
 from isthmus.job.measurements import EvaluationSection, StatisticsSection, add_statistics
 from isthmus.job.privacy import PrivacySection
-from isthmus.job.section import FREE, PositiveSeconds, S, Section, sentences, with_origin
+from isthmus.job.section import FREE, PositiveSeconds, S, Section, sentences
 from isthmus.job.simulation import SimulationSection
 from isthmus.job.strategy import PricesSection, StrategySection
 
@@ -303,7 +303,7 @@ def parse_job(
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise JobError(f"{origin} is not valid TOML: {error}") from error
-    for override in (given := list(overrides)):
+    for override in overrides:
         apply_override(table, override)
     if folder is not None:
         add_project_config(table, folder)
@@ -311,7 +311,7 @@ def parse_job(
     try:
         return Job.model_validate(table)
     except ValidationError as error:
-        raise JobError(with_origin(error, Job, origin, given)) from None
+        raise JobError(f"{origin}: {'; '.join(sentences(error, Job))}") from None
 
 
 def write_job(job: Job) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -122,23 +121,6 @@ def sentences(error: ValidationError, kind: type[Section], prefix: str = "") -> 
             wrong = item["msg"][0].lower() + item["msg"][1:]
             messages.append(f"{_shown(key, item['input'])}: {wrong}")
     return messages
-
-
-def with_origin(
-    error: ValidationError, kind: type[Section], origin: str, overrides: Collection[str]
-) -> str:
-    """Pydantic's errors in a file's table, some of whose keys are of `--set`'s `overrides`."""
-    given = {override.partition("=")[0].strip() for override in overrides}
-    told = sentences(error, kind)
-    # There is one sentence for each of Pydantic's errors, in their order.
-    places = [".".join(map(str, item["loc"])) for item in error.errors(include_url=False)]
-    if all(place in given for place in places):
-        return f"--set: {'; '.join(told)}"
-    parts = [
-        f"{each} (given by --set)" if place in given else each
-        for each, place in zip(told, places, strict=True)
-    ]
-    return f"{origin}: {'; '.join(parts)}"
 
 
 def _shown(key: str, value: object) -> str:
