@@ -33,7 +33,7 @@ async def test_a_failed_attempt_is_repeated_and_paid_for(deployment):
     assert report["status"] == "finished"
     (failed,) = report["failed_attempts"]
     assert (failed["round"], failed["attempt"]) == (2, 1)
-    assert "clients_min=3" in failed["error"]
+    assert "3 are needed (federated.quorum)" in failed["error"]
     assert "b: no power" in failed["error"]
     assert [receipt["participant"] for receipt in failed["receipts"]] == list(deployment.names)
     assert [(row["round"], row["attempt"]) for row in report["rounds"]] == [(1, 1), (2, 2), (3, 1)]
