@@ -178,8 +178,7 @@ class ServerSession:
         if len(self._keys) < self.config.clients_min:
             refusal.refuse(
                 "too-few-keys",
-                f"{len(self._keys)} device{'s' * (len(self._keys) != 1)} answered and "
-                f"{self.config.clients_min} are needed (federated.quorum)",
+                too_few(len(self._keys), self.config.clients_min),
             )
         entries = sorted(self._keys.values(), key=lambda message: message.name.encode())
         self._cohort = Cohort(self.config, Roster(tuple(entries)))
@@ -388,3 +387,13 @@ class ServerSession:
             if len(message.neighbours.indices & present) < threshold:
                 return self._cohort.name(owner)
         return None
+
+
+def too_few(answered: int, needed: int) -> str:
+    """The sentence for a sum that too few devices take part in.
+
+    >>> too_few(1, 3)
+    '1 device answered and 3 are needed (federated.quorum)'
+    """
+    devices = "device" if answered == 1 else "devices"
+    return f"{answered} {devices} answered and {needed} are needed (federated.quorum)"

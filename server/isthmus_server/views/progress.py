@@ -132,8 +132,7 @@ class ProgressView:
             f"{metrics:<32} cost {record.cost.price:<6g} {_privacy(record)}"
             f"{record.seconds:6.2f} s  [dim]{_safe(record.reason)}[/dim]"
         )
-        for line in told_receipts(record.receipts):
-            who, _, reason = line.partition(": ")
+        for who, reason in told_receipts(record.receipts):
             self._print(f"           [yellow]{_safe(who)}:[/yellow] {_safe(reason)}")
         if record.evaluation is not None and record.evaluation.error:
             error = f"evaluation on devices: {_safe(record.evaluation.error)}"

@@ -175,9 +175,9 @@ def _table(report: Report, attempts: Sequence[EndedAttempt]) -> Table:
 def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
     """Receipts with a reason, unusable updates, and participants that declined or left."""
     lines = [
-        f"round {record.round}: {line}"
+        f"round {record.round}: {who}: {reason}"
         for record in attempts
-        for line in told_receipts(record.receipts)
+        for who, reason in told_receipts(record.receipts)
     ]
     lines += [
         f"round {record.round}: {record.unusable}" for record in report.rounds if record.unusable
@@ -196,13 +196,13 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
     return [in_a_line(line) for line in lines]
 
 
-def told_receipts(receipts: Sequence[Receipt]) -> list[str]:
-    """Lines for a few of the receipts with a reason, and a count of the others by outcome."""
+def told_receipts(receipts: Sequence[Receipt]) -> list[tuple[str, str]]:
+    """Outcome and reason of a few of the receipts with one, and a count of the others."""
     told = [receipt for receipt in receipts if receipt.reason]
-    lines = [f"{each.participant} {each.outcome}: {each.reason}" for each in told[:_TOLD]]
+    lines = [(f"{each.participant} {each.outcome}", each.reason) for each in told[:_TOLD]]
     if more := Counter(each.outcome for each in told[_TOLD:]):
         counts = ", ".join(f"{count} {outcome}" for outcome, count in more.most_common())
-        lines.append(f"and {more.total()} more: {counts}")
+        lines.append((f"and {more.total()} more", counts))
     return lines
 
 

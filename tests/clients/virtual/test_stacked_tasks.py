@@ -136,6 +136,17 @@ async def test_what_changes_with_the_round_changes_in_stacks_too(opening, method
         model = await assert_trained_alike(devices, real, work, model, round_)
 
 
+async def test_devices_with_other_optimizers_than_a_stack_before_are_noticed(opening):
+    """In each of the first two rounds all of the cohort have the same."""
+    own = optimizer("torch.optim.SGD(parameters, lr=0.1 * (1 + int(participant.name[-1]) // 2))")
+    work = opening("federated.local_steps=7", methods=own)
+    layout = TensorLayout.from_header(work.layout)
+    devices = devices_of(VirtualFleet(4))
+    await updates(devices[:2], work, torch.zeros(15), layout)
+    with pytest.raises(TaskError, match="another one for client-2 than for client-0"):
+        await updates(devices[2:], work, torch.zeros(15), layout, 2)
+
+
 async def test_a_device_with_an_optimizer_of_its_own_ends_training_in_stacks(opening):
     """It is none of those that were compared at first."""
     own = optimizer("torch.optim.SGD(parameters, lr=0.5 if participant.name[-1] == '3' else 0.1)")
@@ -151,7 +162,7 @@ async def test_a_device_with_an_optimizer_of_its_own_ends_training_in_stacks(ope
     real = [DeviceRun(work, device.participant, None) for device in joined]
     await assert_trained_alike(joined, real, work, start, 2)
     assert fleet.run.mode == "one-by-one"
-    assert "optimizer() makes another one for client-3 than for client-2" in fleet.run.in_words
+    assert "optimizer() makes another one for client-3 than for client-0" in fleet.run.in_words
     with pytest.raises(TaskError, match="optimizer\\(\\) makes another one for client-3"):
         await updates(devices_of(VirtualFleet(4)), work, start, layout)
 

@@ -151,6 +151,6 @@ def test_only_a_few_lost_devices_of_a_round_are_told():
         for number in range(12)
     ]  # fmt: skip
     lines = report.told_receipts(receipts)
-    assert lines[0] == "d0 dropped: lost"
+    assert lines[0] == ("d0 dropped", "lost")
     assert len(lines) == 9
-    assert lines[-1] == "and 4 more: 2 dropped, 2 late"
+    assert lines[-1] == ("and 4 more", "2 dropped, 2 late")

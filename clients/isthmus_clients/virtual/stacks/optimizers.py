@@ -43,6 +43,7 @@ def stacked_optimizers(
     participants: Sequence[Participant],
     position: RoundPosition,
     earlier: Mapping[str, ScheduleState],
+    reference: Participant,
     alike: set[str],
 ) -> TaskOptimizers:
     """The task's optimizers over all devices' parameters at once, with the round's first rates.
@@ -53,10 +54,11 @@ def stacked_optimizers(
         run: the task, the job, and a model with the names of the stacked parameters.
         stacked: the parameters.
         indices: the examples of each step of each device.
-        participants: the devices, of which the first one's optimizers are those of all.
+        participants: the devices, of which the first one's optimizers are used.
         position: of the round.
         earlier: the schedules of the round before.
-        alike: names of devices that are known to have the same optimizers; new ones are added.
+        reference: a device, in the same round, whose optimizers all others' have to be like.
+        alike: names of devices that are known to be; new ones are added.
 
     Raises:
         TaskError: an optimizer is not element-wise, devices have others, or are at different
@@ -64,18 +66,17 @@ def stacked_optimizers(
     """
     task, job, model = run
     named = dict(model.named_parameters())
-    first, *others = participants
-    unknown = [each for each in others if each.name not in alike]
-    options = {each.name: _options(_made(task, each, named), named) for each in unknown}
-    made = _made(task, first, named)  # the last one, as optimizer() may change the task
-    own = _options(made, named) if unknown else ""
-    for name, theirs in options.items():
-        if theirs != own:
-            raise TaskError(
-                f"stacked models have one optimizer, and optimizer() makes another one for {name} "
-                f"than for {first.name}; train one by one"
-            )
-    alike.update(each.name for each in participants)
+    unknown = [each for each in participants if each.name not in alike]
+    if unknown:
+        own = _options(_made(task, reference, named), named)
+        for each in unknown:
+            if _options(_made(task, each, named), named) != own:
+                raise TaskError(
+                    "stacked models have one optimizer, and optimizer() makes another one for "
+                    f"{each.name} than for {reference.name}; train one by one"
+                )
+        alike.update(each.name for each in unknown)
+    made = _made(task, participants[0], named)  # the last one, as optimizer() may change the task
     _check_hooks(named)
     schedule = job_schedule(job, position.cohort * job.federated.batch_size)
     optimizers = TaskOptimizers(made, named.values(), schedule, earlier)

@@ -89,10 +89,11 @@ class StackedTraining:
         self.job, self.task, self.layout = run.job, run.task, run.layout
         self.device = next(run.model.parameters()).device
         self.model = run.model
+        self._first = run.participant
         self.gradients = Gradients(run.task, run.model)
         self._schedules: dict[str, ScheduleState] = {}
         self._alike: set[str] = set()
-        """Devices whose optimizers are known to have the same options as those of others."""
+        """Devices whose optimizers are known to have the options of the first one's."""
 
     def forget_schedules(self) -> None:
         """Begin a new run: schedules of the learning rate start anew."""
@@ -237,6 +238,7 @@ class StackedTraining:
             participants,
             position,
             self._schedules,
+            dataclasses.replace(self._first, round=participants[0].round),
             self._alike,
         )
         self._schedules = optimizers.schedules

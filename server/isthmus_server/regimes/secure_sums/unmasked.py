@@ -17,6 +17,7 @@ from isthmus.transport.blobs import into
 from isthmus_privacy.compression.packing import unpacked
 from isthmus_privacy.crypto.masking import ring_vector
 from isthmus_privacy.secagg import RingSum, RoundConfig
+from isthmus_privacy.secagg.server import too_few
 from isthmus_server.regimes.call import call
 from isthmus_server.regimes.secure_sums.attempt import (
     ENOUGH,
@@ -66,10 +67,7 @@ class UnmaskedAttempt(SecureAggregationAttempt):
         )
         self._check_complete()
         if self._received < self._needed:
-            raise AggregationAborted(
-                f"{self._received} device{'s' * (self._received != 1)} answered and "
-                f"{self._needed} are needed (federated.quorum)"
-            )
+            raise AggregationAborted(too_few(self._received, self._needed))
         await self._unmaskings.note_before(self._summed, before_unmasking)
         return RingSum(self._total, tuple(sorted(self._summed)))
 
