@@ -201,12 +201,7 @@ class Store:
         self._db.execute(
             "UPDATE attempts SET state='committed', record=?, run_state=? "
             "WHERE round=? AND attempt=?",
-            (
-                json.dumps(record.to_json()),
-                json.dumps(state.to_json()),
-                record.round,
-                record.attempt,
-            ),
+            (*map(json.dumps, (record.to_json(), state.to_json())), record.round, record.attempt),
         )
         self.log.write_head()
         self._drop_old_checkpoints()
@@ -234,13 +229,14 @@ class Store:
     def log_event(self, event: ReportedEvent) -> None:
         """Store an event for the report; one that cannot be stored now is stored with a later one.
 
-        Events are published wherever something happens, where a failing disk must do no harm.
+        Events come from everywhere, where a failing disk must do no harm, and a slow one no delay.
         """
         self._unstored_events.append(json.dumps(event.to_json()))
         try:
-            while self._unstored_events:
-                self._db.execute("INSERT INTO events VALUES (?)", (self._unstored_events[0],))
-                self._unstored_events.popleft()
+            with self.log.not_synced():
+                while self._unstored_events:
+                    self._db.execute("INSERT INTO events VALUES (?)", (self._unstored_events[0],))
+                    self._unstored_events.popleft()
         except sqlite3.Error as error:
             log.warning("%s: an event could not be stored: %s", self.directory, error)
 

@@ -148,6 +148,22 @@ def test_events_are_read_back_in_order(new_run):
     assert [event.at for event in store.events()] == [event.at for event in events]
 
 
+def test_events_alone_do_not_wait_for_the_disk(new_run):
+    """A fleet of thousands that connects would otherwise wait for each device."""
+    store, levels = new_run(), {}
+    for operation, commit in (
+        ("event", lambda: store.log_event(ParticipantJoined(participant="a"))),
+        ("plan", lambda: plan_round(store, 1)),
+    ):
+        statements: list[str] = []
+        store._db.set_trace_callback(statements.append)
+        commit()
+        store._db.set_trace_callback(None)
+        levels[operation] = [each for each in statements if "synchronous" in each]
+    assert levels == {"event": ["PRAGMA synchronous=NORMAL", "PRAGMA synchronous=FULL"], "plan": []}
+    assert store._db.execute("PRAGMA synchronous").fetchone() == (2,)
+
+
 def test_an_event_that_cannot_be_stored_is_stored_with_the_next(new_run, open_again):
     store = new_run()
     first = ParticipantJoined(participant="a")
