@@ -250,13 +250,14 @@ class StackedTraining:
             passes = [*passes, *[0] * empty]
             sums = mean_gradients(self.gradients, stacked, inputs, targets, present, passes)
             means = {name: part[:k] for name, part in sums.items()}
-        total = torch.zeros(count, dtype=torch.float64, device=self.device)
+        losses = []
         mu, clip_norm = self.job.federated.proximal, self.job.federated.clip_norm
-        may_be_plain = not (mu or added or clip_norm)
+        may_be_plain, rates = not (mu or added or clip_norm), None
         for step in range(steps_max):
             optimizers.go_to(position.of_step(step, steps_max))
             batch = inputs[step], targets[step], weights[step]
-            rates = plain_descent(optimizers, stacked) if may_be_plain else None
+            if may_be_plain and (step == 0 or optimizers.needs_position):
+                rates = plain_descent(optimizers, stacked)
             if rates is not None:
                 examples = self.gradients.descend(stacked, *batch, rates)
             else:
@@ -269,7 +270,7 @@ class StackedTraining:
                     stacked[name].grad = gradient
                 clip_each(stacked, clip_norm)
                 optimizers.step()
-            total += torch.where(present[step] > 0, examples, 0.0).sum(1)
+            losses.append(examples)
             done = [i for i, steps in enumerate(indices) if len(steps) == step + 1]
             if len(done) == k:
                 ends = {name: part.detach()[:k] for name, part in stacked.items()}
@@ -278,5 +279,6 @@ class StackedTraining:
                     if ends[name].stride(0) == 0:
                         ends[name] = ends[name].clone()
                     ends[name][done] = part.detach()[done]
+        total = torch.where(present > 0, torch.stack(losses), 0.0).sum(2).double().sum(0)
         mean_losses = total / present.sum((0, 2)).clamp(min=1.0)
         return ends, mean_losses[:k].tolist(), means
