@@ -53,19 +53,27 @@ def test_a_simulated_datacenter_trains_as_one_rank_does(
     assert train(late, 10, 13, middle) != middle
 
 
-def test_a_simulated_datacenter_refuses_an_optimizer_that_freezes_a_parameter(
-    write_task: Any, make_job: Any, tmp_path: Path
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_simulated_datacenter_refuses_an_optimizer_that_freezes_or_unfreezes_a_parameter(
+    write_task: Any, make_job: Any, tmp_path: Path, is_trained: bool
 ) -> None:
-    write_task("""
+    write_task(f"""
+        def model(self):
+            model = nn.Linear(4, 3)
+            model.weight.requires_grad_({is_trained})
+            return model
+
         def optimizer(self, parameters, participant):
-            parameters.named["weight"].requires_grad_(False)
+            parameters.named["weight"].requires_grad_({not is_trained})
             return super().optimizer(parameters, participant)
         """)
+    shapes = {"bias": (3,), "weight": (3, 4)} if is_trained else {"bias": (3,)}
     work = link_pb2.OpenRun(
         run_id="run",
         job=make_job("datacenter.ranks=1").model_dump_json(),
         base=str(tmp_path),
-        layout=TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)}).header,
+        layout=TensorLayout.from_shapes(shapes).header,
     )
-    with pytest.raises(TaskError, match=r"^optimizer\(\) froze 'weight', "):
+    done = "froze" if is_trained else "unfroze"
+    with pytest.raises(TaskError, match=rf"^optimizer\(\) {done} 'weight', "):
         send(VirtualDatacenter(), open=work)

@@ -121,6 +121,16 @@ def test_a_job_that_cannot_work_is_refused(check_job, overrides, sentence):
             r"optimizer\(\) froze 'weight', which would stay so in later rounds; freeze it in "
             r"model\(\), or leave it out of the optimizer$",
         ),
+        (
+            "def model(self):\n"
+            "    model = nn.Linear(4, 3)\n"
+            "    model.weight.requires_grad_(False)\n"
+            "    return model\n"
+            "def optimizer(self, parameters, participant):\n"
+            "    parameters.named['weight'].requires_grad_(True)\n"
+            "    return torch.optim.SGD(parameters, lr=0.1)",
+            r"optimizer\(\) unfroze 'weight', which is not exchanged, because it is frozen; ",
+        ),
     ],
 )
 def test_a_task_that_cannot_be_trained_is_refused(check_job, methods, sentence):

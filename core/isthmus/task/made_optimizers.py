@@ -19,28 +19,35 @@ SEVERAL = (
 
 
 def made_by(task: Task, parameters: Parameters, participant: Participant) -> object:
-    """What a task's `optimizer()` returns; the parameters can be trained as before.
+    """What a task's `optimizer()` returns; the same parameters can be trained as before.
 
     A parameter that it froze would stay so in the participant's later rounds, and which rounds a
-    participant was in would decide what it trains.
+    participant was in would decide what it trains. One that it unfroze would be trained, and not
+    exchanged.
 
     Raises:
-        TaskError: it failed, or froze a parameter.
+        TaskError: it failed, froze a parameter, or unfroze one.
     """
-    trainable = {name: each for name, each in parameters.named.items() if each.requires_grad}
-    frozen = None
+    trainable = {name: each.requires_grad for name, each in parameters.named.items()}
+    changed = None
     try:
         with user_code("optimizer()"):
             made: object = task.optimizer(parameters, participant)
     finally:
-        for name, parameter in trainable.items():
-            if not parameter.requires_grad:
-                frozen = frozen or name
-                parameter.requires_grad_(True)
-    if frozen is not None:
+        for name, parameter in parameters.named.items():
+            if parameter.requires_grad != trainable[name]:
+                changed = changed or name
+                parameter.requires_grad_(trainable[name])
+    if changed is not None and trainable[changed]:
         raise TaskError(
-            f"optimizer() froze {frozen!r}, which would stay so in later rounds; freeze it in "
+            f"optimizer() froze {changed!r}, which would stay so in later rounds; freeze it in "
             "model(), or leave it out of the optimizer"
+        )
+    if changed is not None:
+        raise TaskError(
+            f"optimizer() unfroze {changed!r}, which is not exchanged, because it is frozen; do "
+            "not freeze it in model() or by the job, and leave it out of the optimizer until it is "
+            "trained"
         )
     return made
 

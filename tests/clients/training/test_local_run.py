@@ -352,19 +352,21 @@ def test_a_frozen_parameter_that_training_changes_is_named(open_run):
         train(run)
 
 
-FREEZING = """
-def optimizer(self, parameters, participant):
-    for parameter in parameters.of("weight"):
-        parameter.requires_grad_(participant.round < 2)
-    return torch.optim.SGD([each for each in parameters if each.requires_grad], lr=0.1)
-"""
-
-
-def test_an_optimizer_that_freezes_a_parameter_is_refused_in_each_round_that_it_does(open_run):
-    run = open_run("federated.local_steps=2", methods=FREEZING)
+@pytest.mark.parametrize(("at_first", "done"), [(True, "froze"), (False, "unfroze")])
+def test_an_optimizer_that_changes_what_is_frozen_is_refused_when_it_does(open_run, at_first, done):
+    changing = f"""
+        def model(self):
+            model = nn.Linear(4, 3)
+            model.weight.requires_grad_({at_first})
+            return model
+        def optimizer(self, parameters, participant):
+            parameters.named["weight"].requires_grad_({at_first} == (participant.round < 2))
+            return torch.optim.SGD([each for each in parameters if each.requires_grad], lr=0.1)
+    """
+    run = open_run("federated.local_steps=2", methods=changing)
     first = train(run, 1)[0]
     for _ in range(2):
-        with pytest.raises(TaskError, match=r"^optimizer\(\) froze 'weight', .* leave it out of"):
+        with pytest.raises(TaskError, match=rf"^optimizer\(\) {done} 'weight', .* leave it out of"):
             train(run, 2)
     assert torch.equal(train(run, 1)[0], first)
 
