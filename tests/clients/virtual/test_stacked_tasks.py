@@ -72,6 +72,10 @@ SAME = {
     ),
     "constants in another order": forward("self.k(x) * torch.ones_like(x.t()).t().view(-1)[0]"),
     "a number as a parameter": forward("self.k(x) * self.scale"),
+    "a number with a state": forward("self.k(x) * self.scale")
+    + optimizer("torch.optim.Adagrad(parameters, 0.1)"),
+    "decay without a gradient": forward("self.k(x)", "self.unused = nn.Linear(9, 9)")
+    + optimizer("torch.optim.AdamW(parameters, weight_decay=0.9)"),
 }
 
 
@@ -167,16 +171,75 @@ async def test_a_device_with_an_optimizer_of_its_own_ends_training_in_stacks(ope
         await updates(devices_of(VirtualFleet(4)), work, start, layout)
 
 
+LATER = {
+    "a rate": optimizer(
+        "torch.optim.SGD(parameters, 0.1 * max(1, participant.round - 1)"
+        " ** int(participant.name[-1]))"
+    ),
+    "a schedule": optimizer(
+        "(s := torch.optim.SGD(parameters, 0.1), torch.optim.lr_scheduler.StepLR("
+        "s, 9, 0.5 ** int(participant.name[-1])))"
+    ),
+    "a part of the loss": LOSS.format(more="self.part * output.square().mean(-1)")
+    + "def optimizer(self, parameters, participant):\n"
+    "    self.part = float(participant.round > 2 and participant.name[-1] == '2')\n"
+    "    return torch.optim.SGD(parameters, lr=0.1)\n",
+}
+
+
+@pytest.mark.parametrize("methods", LATER.values(), ids=LATER)
+async def test_devices_that_are_told_apart_in_later_rounds_are_noticed(opening, methods):
+    work = opening("federated.local_steps=7", methods=methods)
+    layout = TensorLayout.from_header(work.layout)
+    devices = devices_of(VirtualFleet(3))
+    told = ""
+    for round_ in (1, 2, 3):
+        results = await updates(
+            devices, work, torch.zeros(15), layout, round_, return_exceptions=True
+        )
+        told = told or " ".join(str(each) for each in results if isinstance(each, TaskError))
+    assert "optimizer() makes another one for client-" in told
+
+
+async def test_what_changes_with_the_round_is_noticed_if_the_first_device_diverges(opening):
+    broken = """
+def local_data(self, participant):
+    data = rows(8, seed=sum(participant.name.encode()))
+    if participant.name == "client-0":
+        data.tensors[0].fill_(float("inf"))
+    return data
+"""
+    work = opening("federated.local_steps=7", methods=broken + BY_ROUND["a part of the loss"])
+    layout = TensorLayout.from_header(work.layout)
+    start = torch.linspace(-1, 1, layout.size)
+    both = devices_of(VirtualFleet(2)), devices_of(VirtualFleet(2))
+    for round_ in (1, 2, 3):
+        together = await updates(both[0], work, start, layout, round_, return_exceptions=True)
+        ((alone, _),) = await updates(both[1][1:], work, start, layout, round_)
+        assert isinstance(together[0], TaskError)
+        torch.testing.assert_close(together[1][0], alone)
+
+
+async def test_short_batches_of_later_rounds_are_compared_too(opening):
+    """Whole batches of the first round have the same mean in a stack as alone."""
+    sizes = """
+def local_data(self, participant):
+    return rows(8 if int(participant.name[-1]) < 2 else 6, seed=sum(participant.name.encode()))
+"""
+    work = opening("federated.local_epochs=1", methods=sizes + forward("self.k(x - x.mean(0))"))
+    layout = TensorLayout.from_header(work.layout)
+    start = torch.linspace(-1, 1, layout.size)
+    devices = devices_of(VirtualFleet(4))
+    await updates(devices[:2], work, start, layout)
+    with pytest.raises(TaskError, match="the gradient of stacked models differs by"):
+        await updates(devices, work, start, layout, 2)
+
+
 OTHER = {
-    "a mean over the batch": (forward("self.k(x - x.mean(0))"), "differ by"),
+    "a mean over the batch": (forward("self.k(x - x.mean(0))"), "differs by"),
     "the device's own rate": (
         optimizer("torch.optim.SGD(parameters, lr=0.1 * (1 + int(participant.name[-1])))"),
         "makes another one for client-",
-    ),
-    "decay without a gradient": (
-        forward("self.k(x)", "self.unused = nn.Linear(9, 9)")
-        + optimizer("torch.optim.AdamW(parameters, weight_decay=0.9)"),
-        "differ by",
     ),
     "a hook of the gradient": (
         forward("self.k(x)", "self.scale = None; self.k.weight.register_hook(lambda g: -g)"),
@@ -184,7 +247,19 @@ OTHER = {
     ),
     "a mean over the batch, with dropout": (
         forward("self.k(nn.functional.dropout(x, 0.1, self.training) - x.mean(0))"),
-        "differ by",
+        "differs by",
+    ),
+    "other examples of the batch, drawn in an order": (
+        forward("self.k(x + x[torch.randperm(len(x))])"),
+        "differs by",
+    ),
+    "other examples of the batch, drawn by number": (
+        forward("self.k(x + x[torch.randint(0, len(x), (len(x),))])"),
+        "differs by",
+    ),
+    "a number of calls": (
+        forward("self.k(x) * (self.calls.append(1) or 1 + len(self.calls) / 500)", "self.calls=[]"),
+        "computes another loss when it is called again",
     ),
     "coins of Python": (
         forward("self.k(x) if __import__('random').random() < 0.5 else self.k(-x)"),

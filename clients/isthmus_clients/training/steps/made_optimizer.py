@@ -21,7 +21,8 @@ def make_optimizer(
     Raises:
         TaskError: it failed, froze a parameter, or returned several for steps that only know one.
     """
-    participant = dataclasses.replace(participant, round=round_)
+    if participant.round != round_:
+        participant = dataclasses.replace(participant, round=round_)
     made = made_by(task, Parameters(trained.items()), participant)
     if isinstance(made, Mapping) and not defines(task, "training_step"):
         raise TaskError(SEVERAL)

@@ -57,8 +57,10 @@ class Gradients:
         self._scored = _Scored(task, model)
         self._recorded: dict[tuple[object, ...], _Recorded] = {}
         self._round = 0
-        self._checked: set[tuple[object, ...]] = set()
-        """Shapes of inputs whose computation was checked in the round."""
+        self._checked: set[tuple[object, str]] = set()
+        """Shapes of inputs, and kinds of batches, whose computation was checked in the round."""
+        self.unused: set[str] = set()
+        """Parameters that had no gradient when a model was checked; optimizers skip these."""
         self.bytes_per_device = 0
         """Of the tensors that exist at the same time in a step; 0 if it is not recorded yet."""
         self.are_random = False
@@ -95,65 +97,93 @@ class Gradients:
         round_: int,
         stacked: Stacked,
         inputs: torch.Tensor,
-        target: torch.Tensor,
+        targets: torch.Tensor,
         weights: torch.Tensor,
     ) -> None:
-        """Record a step again if its gradient for the first device is not that of the model itself.
+        """Record a step again if the gradient of a device is not that of the model itself.
+
+        Of a whole batch, and of a short one, where examples would see those that fill it up.
 
         Args:
             round_: number of the round; there is one check of each input shape in a round.
             stacked: parameters, all of them those that the model has.
-            inputs: see `__call__`.
-            target: likewise.
-            weights: likewise.
+            inputs: of all steps, see `stacked_batches`.
+            targets: likewise.
+            weights: of the examples (S, K, B); those that fill up a batch have 0.
 
         Raises:
-            TaskError: the gradient of a step that was recorded now differs, too.
+            TaskError: the gradient of a step that was recorded now differs, too, or losses differ
+                when they are computed again.
         """
         if round_ != self._round:
             self._round, self._checked = round_, set()
-        key = _key(inputs, target)
-        if key in self._checked:
-            return
-        batch = inputs, target, weights
+        key, counts = _key(inputs[0], targets[0]), (weights > 0).sum(2)
+        is_whole = counts == weights.shape[2]
+        for kind, found in (("whole", is_whole), ("short", (counts > 0) & ~is_whole)):
+            if (key, kind) in self._checked:
+                continue
+            for k in found.any(0).nonzero().flatten().tolist():
+                step = int(found[:, k].int().argmax())
+                if self._check_device(key, k, stacked, inputs[step], targets[step], weights[step]):
+                    self._checked.add((key, kind))
+                    break
+
+    def _check_device(
+        self, key: tuple[object, ...], k: int, stacked: Stacked, *batch: torch.Tensor
+    ) -> bool:
+        """See `check`; False if the device's gradient is not finite, which says nothing."""
         was_recorded = key in self._recorded
-        difference = self._difference(stacked, batch)
-        if not difference <= _RENEWED and was_recorded:
+        difference = self._difference(k, stacked, *batch)
+        if difference is not None and not difference <= _RENEWED and was_recorded:
             del self._recorded[key]
-            difference = self._difference(stacked, batch)
-        if not difference <= _REFUSED:  # nan, too
+            difference = self._difference(k, stacked, *batch)
+        if difference is not None and not difference <= _REFUSED:  # nan, too
             raise TaskError(
                 f"the gradient of stacked models differs by {difference:.1%} from that of a single "
                 "one; train one by one"
             )
-        self._checked.add(key)
+        return difference is not None
 
     def _difference(
-        self, stacked: Stacked, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    ) -> float:
-        """The length of the difference of the first device's gradients, as a part of them."""
+        self,
+        k: int,
+        stacked: Stacked,
+        inputs: torch.Tensor,
+        target: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> float | None:
+        """The length of the difference of a device's gradients, as a part of them."""
+        batch = inputs, target, weights
         self._prepare(stacked, batch)
         predictable = Predictable() if self.are_random else contextlib.nullcontext()
-        inputs, target, weights = (each[0] for each in batch)
-        is_present, model = weights > 0, self._scored.model.train()
+        is_present, model = weights[k] > 0, self._scored.model.train()
+        example = inputs[k][is_present], target[k][is_present]
         named = dict(model.named_parameters())
         parameters = [named[name] for name in stacked]
         device = inputs.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []), predictable:
             found, _ = self(stacked, *batch)
             with user_code("loss()"), torch.enable_grad():
-                examples = self._scored(inputs[is_present], target[is_present])
-                loss = (examples * weights[is_present]).sum()
+                examples = self._scored(*example)
+                loss = (examples * weights[k][is_present]).sum()
                 alone = torch.autograd.grad(loss, parameters, allow_unused=True)
+            with user_code("loss()"), torch.no_grad():
+                again = self._scored(*example)
+        if not torch.allclose(examples, again, rtol=1e-5, atol=1e-7, equal_nan=True):
+            raise TaskError(
+                "stacked models repeat a recorded step, and forward() or loss() computes another "
+                "loss when it is called again; train one by one"
+            )
+        self.unused = {name for name, each in zip(stacked, alone, strict=True) if each is None}
         error = length = size = 0.0
         for name, parameter, gradient in zip(stacked, parameters, alone, strict=True):
             expected = torch.zeros_like(parameter) if gradient is None else gradient
-            error += float((found[name][0] - expected).square().sum())
+            error += float((found[name][k] - expected).square().sum())
             length += float(expected.square().sum())
             size += float(parameter.detach().square().sum())
-        if not math.isfinite(length) or error <= _ROUNDING**2 * size:
-            return 0.0  # a device that diverges by itself says nothing
-        return math.sqrt(error / max(length, 1e-60))
+        if not math.isfinite(length):
+            return None
+        return 0.0 if error <= _ROUNDING**2 * size else math.sqrt(error / max(length, 1e-60))
 
     def _prepare(
         self, stacked: Stacked, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]

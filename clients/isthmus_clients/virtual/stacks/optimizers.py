@@ -6,6 +6,7 @@ Shape legend: K = devices of a stack.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +45,6 @@ def stacked_optimizers(
     position: RoundPosition,
     earlier: Mapping[str, ScheduleState],
     reference: Participant,
-    alike: set[str],
 ) -> TaskOptimizers:
     """The task's optimizers over all devices' parameters at once, with the round's first rates.
 
@@ -58,7 +58,6 @@ def stacked_optimizers(
         position: of the round.
         earlier: the schedules of the round before.
         reference: a device, in the same round, whose optimizers all others' have to be like.
-        alike: names of devices that are known to be; new ones are added.
 
     Raises:
         TaskError: an optimizer is not element-wise, devices have others, or are at different
@@ -66,17 +65,11 @@ def stacked_optimizers(
     """
     task, job, model = run
     named = dict(model.named_parameters())
-    unknown = [each for each in participants if each.name not in alike]
-    if unknown:
-        own = _options(_made(task, reference, named), named)
-        for each in unknown:
-            if _options(_made(task, each, named), named) != own:
-                raise TaskError(
-                    "stacked models have one optimizer, and optimizer() makes another one for "
-                    f"{each.name} than for {reference.name}; train one by one"
-                )
-        alike.update(each.name for each in unknown)
-    made = _made(task, participants[0], named)  # the last one, as optimizer() may change the task
+    watched = _Watched.of(participants[0])
+    made = _made(task, watched, named)
+    if watched.is_told_apart:
+        _check_alike(task, participants, reference, named)
+        made = _made(task, participants[0], named)  # the last one, as it may change the task
     _check_hooks(named)
     schedule = job_schedule(job, position.cohort * job.federated.batch_size)
     optimizers = TaskOptimizers(made, named.values(), schedule, earlier)
@@ -97,19 +90,86 @@ def _made(task: Task, participant: Participant, named: Mapping[str, nn.Parameter
     return make_optimizer(task, participant, participant.round, named)
 
 
+class _Watched(Participant):
+    """A device that notes whether the task's `optimizer()` asks which one it is.
+
+    If it does not, it makes the same for all devices of a round.
+    """
+
+    @classmethod
+    def of(cls, participant: Participant) -> _Watched:
+        watched = cls(**vars(participant))
+        vars(watched)["read"] = set()
+        return watched
+
+    def __getattribute__(self, name: str) -> Any:
+        read = super().__getattribute__("__dict__").get("read")
+        if read is not None:
+            read.add(name)
+        return super().__getattribute__(name)
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether anything that differs between devices was read."""
+        read: set[str] = super().__getattribute__("__dict__")["read"]
+        return not read <= {"round", "regime", "is_told_apart"}
+
+
+def _check_alike(
+    task: Task,
+    participants: Sequence[Participant],
+    reference: Participant,
+    named: Mapping[str, nn.Parameter],
+) -> None:
+    """Compare what `optimizer()` makes for devices, and what it leaves in the task.
+
+    Raises:
+        TaskError: it differs from that of `reference`.
+    """
+
+    def made(participant: Participant) -> str:
+        return _options(_made(task, participant, named), named) + _numbers(task)
+
+    own = made(reference)
+    for each in participants:
+        if made(each) != own:
+            raise TaskError(
+                "stacked models have one optimizer, and optimizer() makes another one for "
+                f"{each.name} than for {reference.name}, or prepares the task otherwise; train one "
+                "by one"
+            )
+
+
+def _numbers(task: Task) -> str:
+    """The numbers and words among a task's attributes."""
+    return repr({k: v for k, v in vars(task).items() if isinstance(v, bool | int | float | str)})
+
+
 def _options(made: object, named: Mapping[str, nn.Parameter]) -> str:
-    """The kinds and options of optimizers, and the names of their parameters."""
+    """The kinds and options of optimizers and schedules, and the names of their parameters.
+
+    Functions count as different.
+    """
     names = {id(parameter): name for name, parameter in named.items()}
+
+    def plain(options: Mapping[str, Any]) -> dict[str, object]:
+        return {
+            name: value.tolist() if isinstance(value, torch.Tensor) else value
+            for name, value in options.items()
+            if name not in ("params", "optimizer")
+        }
+
     return repr(
         [
             (
                 name,
                 type(optimizer),
-                type(scheduler),
                 [
-                    {**group, "params": [names.get(id(each)) for each in group["params"]]}
+                    (plain(group), [names.get(id(each)) for each in group["params"]])
                     for group in optimizer.param_groups
                 ],
+                type(scheduler),
+                None if scheduler is None else plain(vars(scheduler)),
             )
             for name, (optimizer, scheduler) in pairs_by_name(made, [*named.values()]).items()
         ]
@@ -139,7 +199,9 @@ def _use_stacked(
             part = stacked[parameter]
             optimizer.state[part] = {
                 name: value.expand(part.shape).clone()
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                if isinstance(value, torch.Tensor)
+                and value.shape == parameter.shape
+                and name != "step"
                 else value
                 for name, value in state.items()
             }

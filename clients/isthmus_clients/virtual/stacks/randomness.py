@@ -24,7 +24,10 @@ _DRAWS = frozenset(
 
 
 class Predictable(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's has no types
-    """All numbers of PyTorch's default generator are one half, or 0 if they are whole.
+    """All numbers of PyTorch's default generator are one half, or if they are whole the largest.
+
+    Permutations are in falling order. With either, examples that only fill up a batch are noticed
+    if others are combined with them. Where no largest number is known, it is 0.
 
     Of two ways of training each draws other ones otherwise, and their updates cannot be compared.
     Other generators, as of the order of the examples, have the same seed in both ways.
@@ -47,8 +50,15 @@ class Predictable(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         if func is torch.ops.aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(result[1])
         if func._schema.name in _DRAWS and given.get("generator") is None:
-            whole = not (result.is_floating_point() or result.is_complex())
-            result.fill_(0 if whole else 0.5)
+            if result.is_floating_point() or result.is_complex():
+                result.fill_(0.5)
+            elif func._schema.name == "aten::randperm":
+                result.copy_(torch.arange(len(result)).flip(0))
+            else:
+                names = (argument.name for argument in func._schema.arguments)
+                named = {**dict(zip(names, args, strict=False)), **given}
+                end = named.get("high", named.get("to"))
+                result.fill_(0 if end is None else end - 1)
         return result
 
 

@@ -92,8 +92,6 @@ class StackedTraining:
         self._first = run.participant
         self.gradients = Gradients(run.task, run.model)
         self._schedules: dict[str, ScheduleState] = {}
-        self._alike: set[str] = set()
-        """Devices whose optimizers are known to have the options of the first one's."""
 
     def forget_schedules(self) -> None:
         """Begin a new run: schedules of the learning rate start anew."""
@@ -239,12 +237,10 @@ class StackedTraining:
             position,
             self._schedules,
             dataclasses.replace(self._first, round=participants[0].round),
-            self._alike,
         )
         self._schedules = optimizers.schedules
         weights = present / present.sum(2, keepdim=True).clamp(min=1.0)
-        first = inputs[0], targets[0], weights[0]
-        self.gradients.check(participants[0].round, stacked, *first)
+        self.gradients.check(participants[0].round, stacked, inputs, targets, weights)
         means = {}
         if passes:
             passes = [*passes, *[0] * empty]
@@ -263,7 +259,10 @@ class StackedTraining:
             else:
                 gradients, examples = self.gradients(stacked, *batch)
                 for name, gradient in gradients.items():
-                    if mu:  # FedProx's mu/2 |w - w_round|^2 (Li et al. 2020)
+                    is_used = name not in self.gradients.unused
+                    if not is_used and name not in added:
+                        continue
+                    if mu and is_used:  # FedProx's mu/2 |w - w_round|^2 (Li et al. 2020)
                         gradient.add_(stacked[name].detach() - model[name], alpha=mu)
                     if name in added:
                         gradient.add_(added[name])
