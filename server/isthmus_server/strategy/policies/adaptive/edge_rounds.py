@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import get_args
 
 from isthmus.job import StrategySection
@@ -106,11 +105,34 @@ class EdgePlanner:
 
 
 def _most_windows(windows: Sequence[Window]) -> int:
-    """The most windows of devices that open on one day of the week."""
-    opened = Counter(
-        day
-        for window in windows
-        if window.side == "federated"
-        for day in window.days or get_args(Day)
-    )
-    return max(opened.values(), default=0)
+    """The most windows of devices that open on one day of the week.
+
+    Without those within another one of the day, in which no other devices come.
+    """
+    opened: dict[str, set[_Times]] = {}
+    for window in windows:
+        if window.side == "federated":
+            for day in window.days or get_args(Day):
+                opened.setdefault(day, set()).add((window.opens, window.closes))
+    return max((_outermost(times) for times in opened.values()), default=0)
+
+
+_Times = tuple[str, str]
+"""When a window opens and closes."""
+
+
+def _outermost(times: Collection[_Times]) -> int:
+    """How many windows of a day are not within another one.
+
+    >>> _outermost([("06:00", "12:00"), ("08:00", "09:00"), ("22:00", "06:00"), ("23:00", "02:00")])
+    2
+    """
+    return sum(not any(_is_within(one, other) for other in times) for one in times)
+
+
+def _is_within(one: _Times, other: _Times) -> bool:
+    """Whether a window is within another one that opens on the same day."""
+    (opens, closes), (first, last) = one, other
+    if first == last:  # all day
+        return opens != closes or opens > first
+    return one != other and first <= opens and (closes <= opens, closes) <= (last <= first, last)

@@ -320,6 +320,11 @@ LATER = {"side": "federated", "opens": "06:00", "closes": "12:00"}
         ((DEVICES, {**LATER, "side": "datacenter"}), 1.0),
         (({**DEVICES, "days": ("sat",)}, {**LATER, "days": ("sun", "mon")}), 1.0),
         (({**DEVICES, "days": ("sat", "sun")}, {**LATER, "days": ("sun", "mon")}), 0.5),
+        (({**DEVICES, "days": ("sat", "sat")},), 1.0),
+        ((DEVICES, DEVICES), 1.0),
+        ((DEVICES, {**DEVICES, "opens": "02:00", "days": ("sat",)}), 1.0),
+        ((LATER, {**DEVICES, "closes": "00:00"}), 1.0),
+        ((LATER, {**DEVICES, "opens": "22:00"}), 0.5),
     ],
 )
 def test_steps_are_short_from_the_start_if_devices_may_come_in_turns(windows, scale):
