@@ -190,7 +190,8 @@ def run_comparison(
         json_file.write_text(f"{text}\n", encoding="utf-8")
     runs = [run for variant in figures["variants"] for run in variant["runs"]]
     if failed := sum("failed" in run for run in runs):
-        again = f"the same command with  --run-dir {comparison.directory}  repeats them"
+        directory = shlex.quote(str(comparison.directory))
+        again = f"the same command with  --run-dir {directory}  repeats them"
         click.echo(f"{failed} of {len(runs)} runs failed; {again}", err=True)
         raise click.exceptions.Exit(1)
 

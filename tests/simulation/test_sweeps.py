@@ -129,7 +129,7 @@ def test_without_seeds_the_runs_have_that_of_the_job(sweep, tmp_path):
 
 
 def test_a_variant_that_fails_is_repeated_by_the_same_command(sweep, tmp_path, write_task):
-    directory, results, task = tmp_path / "sweep", tmp_path / "results.json", tmp_path / "task.py"
+    directory, results, task = tmp_path / "a sweep", tmp_path / "results.json", tmp_path / "task.py"
     whole = task.read_text()
     fails = 'if self.settings["fails"]: raise ValueError("not yet")'
     write_task(f"""
@@ -144,7 +144,7 @@ def test_a_variant_that_fails_is_repeated_by_the_same_command(sweep, tmp_path, w
     told = sweep(*arguments, code=1)
     assert "run 1 of 2: task.settings.fails=true, seed 0 failed: " in told
     assert "run 2 of 2: task.settings.fails=false, seed 0: accuracy" in told
-    again = f"the same command with  --run-dir {directory}  repeats them"
+    again = f"the same command with  --run-dir '{directory}'  repeats them"
     assert f"1 of 2 runs failed; {again}" in told
     failed, done = (each["runs"] for each in json.loads(results.read_text())["variants"])
     assert "not yet" in failed[0]["failed"]
