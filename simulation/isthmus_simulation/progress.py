@@ -17,7 +17,7 @@ _INTERVAL = 10.0
 
 
 class SimulationProgress:
-    """Prints how devices train, once that is decided, and now and then the time that is left."""
+    """Prints how devices train, when that is decided, and now and then the time that is left."""
 
     def __init__(self, console: Console, job: Job, fleet: VirtualFleet, clock: Clock) -> None:
         """Set up; call it with each event."""
@@ -25,7 +25,7 @@ class SimulationProgress:
         self._began = self._said = time.monotonic()
         self._simulated_from = clock.now()
         self._rounds = 0
-        self._training_said = False
+        self._training_said = ""
 
     def __call__(self, event: Event) -> None:
         """Count rounds; print what is new."""
@@ -33,8 +33,8 @@ class SimulationProgress:
             return
         self._rounds += 1
         run = self._fleet.run
-        if run is not None and run.decided and not self._training_said:
-            self._training_said = True
+        if run is not None and run.decided and run.in_words != self._training_said:
+            self._training_said = run.in_words
             self._console.print(f"devices train {run.in_words}", soft_wrap=True)
         now = time.monotonic()
         left = self._job.rounds - event.record.round

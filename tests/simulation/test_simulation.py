@@ -2,17 +2,22 @@
 
 import asyncio
 import contextlib
+import io
 import re
 import subprocess
 import sys
 
 import pytest
 import torch
+from rich.console import Console
 
 from isthmus.errors import CannotContinue, JobError, UserError
 from isthmus_clients.training.local_run import DeviceRun
+from isthmus_clients.virtual.messages import Measured
+from isthmus_clients.virtual.piece_trainer import PieceTrainer
 from isthmus_clients.virtual.profiles import DeviceProfile
 from isthmus_server.local.session import LocalRun
+from isthmus_server.observability.observers import Observers
 from isthmus_server.python.saved_model import load_model
 from isthmus_server.storage.store import Store
 from isthmus_server.views.report import read_report
@@ -27,7 +32,7 @@ def simulate(write_task, make_job, tmp_path):
     """Simulate a job of the table task; returns its report."""
     write_task()
 
-    def run(*overrides, name="simulated", devices=6, cohort=4, leave_after=None):
+    def run(*overrides, name="simulated", devices=6, cohort=4, leave_after=None, observers=None):
         usual = (
             f"simulation.clients={devices}",
             f"federated.cohort={cohort}",
@@ -42,7 +47,7 @@ def simulate(write_task, make_job, tmp_path):
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
             if leave_after is not None:
                 runner.get_loop().call_later(leave_after, simulation.leave)
-            runner.run(simulation.run())
+            runner.run(simulation.run(observers))
         return report_of(tmp_path / name)
 
     return run
@@ -67,6 +72,21 @@ async def test_devices_one_by_one_give_the_bits_of_real_devices(simulate, deploy
     real, _ = await deployment.run("real", *same)  # six agents, which mask their updates
     virtual = await asyncio.to_thread(simulate, *same, ONE_BY_ONE)
     assert virtual.final.model_sha256 == real["final"]["model_sha256"]
+
+
+def test_a_simulation_says_when_devices_begin_to_train_one_by_one(
+    simulate, write_task, monkeypatch
+):
+    write_task("""
+        def optimizer(self, parameters, participant):
+            late = participant.round > 1 and participant.name == "client-3"
+            return torch.optim.SGD(parameters, lr=0.2 if late else 0.1)
+        """)
+    monkeypatch.setattr(PieceTrainer, "measure", lambda *given: Measured(0.0, 1.0))
+    console = Console(file=io.StringIO())
+    simulate("simulation.training=auto", devices=4, observers=Observers(console))
+    told = re.findall(r"devices train (in stacked models|one by one)", console.file.getvalue())
+    assert told == ["in stacked models", "one by one"]
 
 
 FACTORS = """
