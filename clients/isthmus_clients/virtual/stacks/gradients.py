@@ -117,7 +117,10 @@ class Gradients:
         """
         if round_ != self._round:
             self._round, self._checked = round_, set()
-        key, counts = _key(inputs[0], targets[0]), (weights > 0).sum(2)
+        key = _key(inputs[0], targets[0])
+        if {(key, "whole"), (key, "short")} <= self._checked:
+            return
+        counts = (weights > 0).sum(2)
         is_whole = counts == weights.shape[2]
         for kind, found in (("whole", is_whole), ("short", (counts > 0) & ~is_whole)):
             if (key, kind) in self._checked:

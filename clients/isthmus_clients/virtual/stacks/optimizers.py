@@ -5,7 +5,8 @@ Shape legend: K = devices of a stack.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def stacked_optimizers(
     position: RoundPosition,
     earlier: Mapping[str, ScheduleState],
     reference: Participant,
-) -> TaskOptimizers:
+) -> tuple[TaskOptimizers, Callable[[], None]]:
     """The task's optimizers over all devices' parameters at once, with the round's first rates.
 
     The task makes them for the parameters of one model, whose places the stacked ones take.
@@ -59,6 +60,9 @@ def stacked_optimizers(
         earlier: the schedules of the round before.
         reference: a device, in the same round, whose optimizers all others' have to be like.
 
+    Returns:
+        The optimizers, and what refuses schedules that have meanwhile asked for the device.
+
     Raises:
         TaskError: an optimizer is not element-wise, devices have others, or are at different
             positions, or the task changes gradients by hooks.
@@ -67,7 +71,7 @@ def stacked_optimizers(
     named = dict(model.named_parameters())
     watched = _Watched.of(participants[0])
     made = _made(task, watched, named)
-    if watched.is_told_apart:
+    if is_compared := watched.is_told_apart:
         _check_alike(task, participants, reference, named)
         made = _made(task, participants[0], named)  # the last one, as it may change the task
     _check_hooks(named)
@@ -83,7 +87,15 @@ def stacked_optimizers(
     for optimizer in optimizers.named.values():
         _use_stacked(optimizer, {named[name]: part for name, part in stacked.items()})
     optimizers.go_to(position.start)
-    return optimizers
+
+    def check() -> None:
+        if not is_compared and watched.is_told_apart:
+            raise TaskError(
+                "stacked models have one schedule, and that of optimizer() asks in its steps which "
+                "device it is for; train one by one"
+            )
+
+    return optimizers, check
 
 
 def _made(task: Task, participant: Participant, named: Mapping[str, nn.Parameter]) -> object:
@@ -146,15 +158,12 @@ def _numbers(task: Task) -> str:
 
 
 def _options(made: object, named: Mapping[str, nn.Parameter]) -> str:
-    """The kinds and options of optimizers and schedules, and the names of their parameters.
-
-    Functions count as different.
-    """
+    """The kinds and options of optimizers and schedules, and the names of their parameters."""
     names = {id(parameter): name for name, parameter in named.items()}
 
     def plain(options: Mapping[str, Any]) -> dict[str, object]:
         return {
-            name: value.tolist() if isinstance(value, torch.Tensor) else value
+            name: _plain(value)
             for name, value in options.items()
             if name not in ("params", "optimizer")
         }
@@ -174,6 +183,16 @@ def _options(made: object, named: Mapping[str, nn.Parameter]) -> str:
             for name, (optimizer, scheduler) in pairs_by_name(made, [*named.values()]).items()
         ]
     )
+
+
+def _plain(value: object) -> object:
+    """A value whose text is that of equal values only."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__code__, value.__defaults__, cells
+    return [*map(_plain, value)] if isinstance(value, list | tuple) else value
 
 
 def _check_hooks(named: Mapping[str, nn.Parameter]) -> None:

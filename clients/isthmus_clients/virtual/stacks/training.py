@@ -229,7 +229,7 @@ class StackedTraining:
         )
         stacked = {name: part.expand(count, *part.shape).clone() for name, part in model.items()}
         self._load(model)
-        optimizers = stacked_optimizers(
+        optimizers, check_schedules = stacked_optimizers(
             (self.task, self.job, self.model),
             stacked,
             indices,
@@ -279,5 +279,6 @@ class StackedTraining:
                         ends[name] = ends[name].clone()
                     ends[name][done] = part.detach()[done]
         total = torch.where(present > 0, torch.stack(losses), 0.0).sum(2).double().sum(0)
+        check_schedules()
         mean_losses = total / present.sum((0, 2)).clamp(min=1.0)
         return ends, mean_losses[:k].tolist(), means
