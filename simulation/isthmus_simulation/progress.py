@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
+from collections.abc import Iterator
 
 from rich.console import Console
 
@@ -14,6 +17,37 @@ from isthmus_server.views.durations import duration
 
 _INTERVAL = 10.0
 """Seconds of real time between two estimates."""
+
+_MOST_ERRORS = 1000
+"""Different errors of devices of which it is known that they were logged."""
+
+
+@contextlib.contextmanager
+def errors_of_devices_once() -> Iterator[None]:
+    """Log each error of devices once during the block: all of them may fail in the same way."""
+
+    class New(logging.Filter):
+        def __init__(self) -> None:
+            super().__init__()
+            self._texts: set[str] = set()
+
+        def filter(self, record: logging.LogRecord) -> bool:
+            if record.levelno < logging.ERROR or not record.name.startswith("isthmus_clients"):
+                return True
+            text = record.getMessage()
+            is_new = text not in self._texts
+            if len(self._texts) < _MOST_ERRORS:
+                self._texts.add(text)
+            return is_new
+
+    added = [(handler, New()) for handler in logging.getLogger().handlers]
+    for handler, errors in added:
+        handler.addFilter(errors)
+    try:
+        yield
+    finally:
+        for handler, errors in added:
+            handler.removeFilter(errors)
 
 
 class SimulationProgress:

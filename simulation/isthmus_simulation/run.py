@@ -37,7 +37,7 @@ from isthmus_server.storage.store import Store
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.inprocess import InProcessLink
 from isthmus_simulation.population import Population, SimulationEvents
-from isthmus_simulation.progress import SimulationProgress
+from isthmus_simulation.progress import SimulationProgress, errors_of_devices_once
 from isthmus_simulation.rank_crew import RankCrew
 from isthmus_simulation.virtual_time import VirtualClock
 
@@ -131,6 +131,7 @@ class Simulation:
             stack.enter_context(store.locked())
             await stack.enter_async_context(observers.serving())
             await stack.enter_async_context(observers.watching(store, events, job.name))
+            stack.enter_context(errors_of_devices_once())
             fleet = stack.enter_context(
                 contextlib.closing(fleet_of(job, store.directory, self._crew))
             )

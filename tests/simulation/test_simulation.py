@@ -373,6 +373,12 @@ def test_a_directory_with_a_real_run_stays_one(make_job, write_task, tmp_path):
     LocalRun.resumed(tmp_path / "real").store.close()
 
 
+FAILS = """
+def optimizer(self, parameters, participant):
+    raise ValueError("too warm")
+"""
+
+
 @pytest.mark.parametrize("training", ["one-by-one", "auto"])
 def test_a_defect_that_a_device_meets_fails_its_requests_and_not_the_command(
     simulate, monkeypatch, training
@@ -383,3 +389,10 @@ def test_a_defect_that_a_device_meets_fails_its_requests_and_not_the_command(
     monkeypatch.setattr(DeviceRun, "train", train)
     with pytest.raises(CannotContinue, match=r"internal error: KeyError: '0\.weight'"):
         simulate(f"simulation.training={training}", "attempts=1")
+
+
+def test_what_fails_alike_on_all_devices_is_logged_once(simulate, write_task, caplog):
+    write_task(methods=FAILS)
+    with pytest.raises(CannotContinue, match="no device had a usable update"):
+        simulate("attempts=1", "federated.secure_aggregation=true", ONE_BY_ONE)
+    assert caplog.text.count("because of its task") == 1

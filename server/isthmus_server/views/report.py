@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +31,7 @@ from isthmus_server.views.privacy.device_examples import PromisedToExamples
 from isthmus_server.views.privacy.examples_spending import SpentOnExamples
 
 _TOLD = 8
-"""Participants of an attempt whose receipts are told; a cohort may lose hundreds."""
+"""Reasons for which an attempt lost participants that are told; a cohort may lose hundreds."""
 
 _DETAILS = (*(f"_{suffix}" for suffix in SPREAD), "_error")
 """Ends of the names of devices' metrics that only the JSON report has."""
@@ -197,12 +197,18 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
 
 
 def told_receipts(receipts: Sequence[Receipt]) -> list[tuple[str, str]]:
-    """Outcome and reason of a few of the receipts with one, and a count of the others."""
-    told = [receipt for receipt in receipts if receipt.reason]
-    lines = [(f"{each.participant} {each.outcome}", each.reason) for each in told[:_TOLD]]
-    if more := Counter(each.outcome for each in told[_TOLD:]):
-        counts = ", ".join(f"{count} {outcome}" for outcome, count in more.most_common())
-        lines.append((f"and {more.total()} more", counts))
+    """Who was lost and why: a line for each reason, the most frequent one first."""
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for each in receipts:
+        if each.reason:
+            alike[each.outcome, in_a_line(each.reason)].append(each.participant)
+    lines = []
+    ordered = sorted(alike.items(), key=lambda item: -len(item[1]))
+    for (outcome, reason), (first, *others) in ordered[:_TOLD]:
+        more = f" and {len(others)} more" * bool(others)
+        lines.append((f"{first}{more} {outcome}", reason))
+    if left := ordered[_TOLD:]:
+        lines.append((f"and {sum(len(names) for _, names in left)} more", "other reasons"))
     return lines
 
 

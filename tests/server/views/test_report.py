@@ -142,15 +142,15 @@ def test_updates_that_did_not_count_are_shown_by_every_view(make_job, tmp_path):
     assert output.getvalue().count(sentence) == 3
 
 
-def test_only_a_few_lost_devices_of_a_round_are_told():
+def test_devices_that_were_lost_for_one_reason_are_told_in_a_line():
+    reasons = ["the round's 5 s were over"] * 200 + ["not finite:\nlower the rate"]
+    reasons += [f"it cannot train on shard {number}" for number in range(10)]
     receipts = [
-        Receipt(
-            participant=f"d{number}", regime="federated", status="dropped", reason="lost",
-            late=number >= 10,
-        )
-        for number in range(12)
-    ]  # fmt: skip
+        Receipt(participant=f"d{number}", regime="federated", status="dropped", reason=reason)
+        for number, reason in enumerate(reasons)
+    ]
     lines = report.told_receipts(receipts)
-    assert lines[0] == ("d0 dropped", "lost")
-    assert len(lines) == 9
-    assert lines[-1] == ("and 4 more", "2 dropped, 2 late")
+    assert lines[0] == ("d0 and 199 more dropped", "the round's 5 s were over")
+    assert lines[1] == ("d200 dropped", r"not finite:\nlower the rate")
+    assert lines[2] == ("d201 dropped", "it cannot train on shard 0")
+    assert lines[8:] == [("and 4 more", "other reasons")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from isthmus.errors import JobError, TaskError
 from isthmus.job.federated import FederatedSection
 from isthmus.task.definition import defines
@@ -13,7 +15,8 @@ def check_run(run: DeviceRun) -> None:
 
     Raises:
         TaskError: there is a loss of a batch as a whole, a personal parameter, a matrix that is
-            changed by factors, a running statistic, or an endless data set.
+            changed by factors, a running statistic, a parameter that is not float32, or an endless
+            data set.
     """
     if run.personal.size:
         raise TaskError(
@@ -30,6 +33,12 @@ def check_run(run: DeviceRun) -> None:
             f"stacked models cannot keep running statistics ({statistics[0]!r}); "
             "set exchange.buffers = 'frozen', use GroupNorm, or train one by one"
         )
+    for name, parameter in run.model.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise TaskError(
+                f"stacked models have float32 parameters, and {name!r} has {parameter.dtype}; "
+                "train one by one"
+            )
     if defines(run.task, "training_step"):
         raise TaskError(
             "stacked models compute the losses of all examples together, and training_step() is "
