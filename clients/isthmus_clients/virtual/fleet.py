@@ -141,13 +141,22 @@ class FleetRun:
             await self._train(work, batch, take)
             return
         received = bytes(memoryview(batch[0].memory)[batch[0].room :])
+        taken = 0
+
+        def count(number: int, result: TrainedOrFailed) -> None:
+            nonlocal taken
+            take(number, result)
+            taken = number + 1
+
         try:
-            await self._train(work, batch, take)
+            await self._train(work, batch, count)
         except TaskError as error:  # something that the sample did not have
             self._one_by_one(str(error))
-            for training in batch:
+            # The server may be reading the updates of those that were taken.
+            first, rest = taken, batch[taken:]
+            for training in rest:
                 training.memory[training.room :] = received
-            await self._train(work, batch, take)
+            await self._train(work, rest, lambda number, result: take(first + number, result))
 
     async def _train(
         self, work: link_pb2.TrainLocal, batch: Sequence[DeviceTraining], take: Take

@@ -11,6 +11,7 @@ from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.device import VirtualDevice, devices_of
 from isthmus_clients.virtual.fleet import VirtualFleet
+from isthmus_clients.virtual.stacks.training import DeviceTraining
 
 
 @pytest.mark.parametrize(
@@ -131,6 +132,31 @@ def test_a_device_has_its_shard():
     assert VirtualDevice(VirtualFleet(4), 2).participant == Participant(
         name="client-2", regime="federated", shard=(2, 4)
     )
+
+
+async def test_updates_that_were_taken_stay_when_the_others_cannot_be_stacked(opening, monkeypatch):
+    """The server reads them where they are, while other processes still train."""
+    device = VirtualDevice(VirtualFleet(3), 0)
+    run = VirtualFleet(3, mode="auto").open(opening(), device.participant)
+    run.mode, run._is_checked, run._has_chosen = "stacked", True, True
+    batch = [DeviceTraining(run.shared, bytearray(b"model"), 0) for _ in range(3)]
+    trained, found = [], {}
+
+    async def train(work, devices, take):
+        begun = [bytes(each.memory) for each in devices]
+        trained.append(begun)
+        for number, each in enumerate(devices):
+            each.memory[:] = b"moved"
+            if run.mode == "stacked" and number:
+                raise TaskError("the second one is another one")
+            take(number, f"{run.mode} {number}")
+
+    monkeypatch.setattr(run, "_train", train)
+    await run.train(link_pb2.TrainLocal(), batch, found.__setitem__)
+    assert trained == [[b"model"] * 3, [b"model"] * 2]
+    assert found == {0: "stacked 0", 1: "one-by-one 0", 2: "one-by-one 1"}
+    assert [bytes(each.memory) for each in batch] == [b"moved"] * 3
+    assert "the second one is another one" in run.in_words
 
 
 def test_private_devices_are_not_stacked(opening):
