@@ -37,7 +37,7 @@ from simulation_peers.mnist_users import write_data
 
 HERE = Path(__file__).parent
 MODELS = ("mlp", "cnn")
-ROUNDS, QUICK_ROUNDS = 20, 5
+ROUNDS, QUICK_ROUNDS = 50, 5
 POPULATION, POPULATION_COHORT, POPULATION_ROUNDS, QUICK_POPULATION_ROUNDS = 1_000_000, 1000, 10, 2
 CONTENDERS = ("isthmus", "flower", "pfl")
 

@@ -17,7 +17,7 @@ DEFAULT = "adaptive"
 VARIED: Mapping[str, Sequence[float]] = {
     "gradient_pull": (0.25, 1.0),
     "rehearsal_pull": (0.125, 0.5),
-    "apart": (0.3, 1.2),
+    "apart": (0.85, 3.4),
 }
 """Settings of `adaptive` and the values that are tried next to the default: half and twice that."""
 VARIANTS: Mapping[str, Mapping[str, float]] = {

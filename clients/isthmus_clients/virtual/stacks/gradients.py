@@ -319,16 +319,17 @@ def stacked_batches(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Inputs and targets (S, K, B, ...), and which examples are real (S, K, B).
 
-    A device with fewer steps or a short last batch is padded with its first example.
+    A device with fewer steps or a short last batch is padded with the example that it uses first.
     """
     inputs, targets = [], []
     lengths = torch.zeros(steps_max, len(datasets), 1)
     for k, (dataset, steps) in enumerate(zip(datasets, indices, strict=True)):
-        flat = []
+        flat: list[int] = []
+        filler = steps[0][:1] if steps else [0]
         for step in steps:
-            flat += step + [0] * (batch_size - len(step))
+            flat += step + filler * (batch_size - len(step))
         lengths[: len(steps), k, 0] = torch.tensor([float(len(step)) for step in steps])
-        flat += [0] * (batch_size * steps_max - len(flat))
+        flat += filler * (batch_size * steps_max - len(flat))
         x, y = next(batches(task, dataset, flat, len(flat), CPU))
         if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
             raise TaskError(

@@ -66,7 +66,7 @@ class RoleChooser:
             weight = min(weight, self._unmeasured_weight)
             reason = f", and take {weight:.3g} of the datacenter's gradient for the rest"
             return DatacenterRole(reason, weight, measures=observation.can_measure_gradients)
-        divergence = evidence.gradient_divergence(observation, ratios[0], 1 - self._edge_share)
+        divergence = evidence.gradient_divergence(observation, ratios[0])
         loss_ratio = evidence.peak_device_loss_ratio(observation)
         undone = loss_ratio > settings.undone
         if divergence > settings.apart and (undone or state.edge_rounds % 2):

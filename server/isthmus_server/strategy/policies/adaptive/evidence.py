@@ -116,19 +116,18 @@ def most_opposed(observation: Observation, names: Collection[str]) -> str | None
     return min(sorted(names), key=lambda name: cosines[name])
 
 
-def gradient_divergence(observation: Observation, ratio: float, share: float) -> float:
+def gradient_divergence(observation: Observation, ratio: float) -> float:
     """Estimate how much public data differ from the devices', from the first hybrid rounds.
 
-    It is sqrt(share) x ratio x the mean cosine between the datacenter's gradient and what devices
-    sent, over the rounds after the first. Where the data are alike, what devices learn from their
-    own examples also serves the public ones, and the gradient turns away from their step; where
-    they differ, it keeps pulling in the same direction. A gradient over few classes is longer by
-    one over the root of their number, which the root of `share` corrects.
+    It is ratio x the mean cosine between the datacenter's gradient and what devices sent, over the
+    rounds after the first, x the gradient's first norm divided by its mean norm. Where the data are
+    alike, what devices learn from their own examples also serves the public ones, and the gradient
+    turns away from their step; where they differ, it is long, keeps pulling in the same direction,
+    and shrinks because it is followed.
 
     Args:
         observation: with the history.
         ratio: norm of the datacenter's first gradient divided by the devices'.
-        share: part of the target that only the public data cover.
 
     Returns:
         The estimate; 0 until `SIMILARITY_ROUNDS` hybrid rounds were committed.
@@ -136,6 +135,7 @@ def gradient_divergence(observation: Observation, ratio: float, share: float) ->
     first = [past for past in observation.history if past.regime == "hybrid"]
     first = first[:SIMILARITY_ROUNDS]
     cosines = [past.cosine for past in first[1:] if past.cosine is not None]
-    if len(first) < SIMILARITY_ROUNDS or not cosines:
+    norms = [norm for past in first if (norm := past.norms.get("datacenter"))]
+    if len(first) < SIMILARITY_ROUNDS or not cosines or not norms:
         return 0.0
-    return math.sqrt(share) * ratio * statistics.fmean(cosines)
+    return ratio * statistics.fmean(cosines) * norms[0] / statistics.fmean(norms)

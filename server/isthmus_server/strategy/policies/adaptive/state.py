@@ -65,8 +65,8 @@ class AdaptiveSettings(Section):
     damped: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Factor on the length of these shorter steps. Devices with several windows a day have them
     from the start."""
-    apart: Annotated[float, Field(gt=0)] = 0.6
-    """Public data differ from the devices' if `estimates.gradient_divergence` exceeds this; the
+    apart: Annotated[float, Field(gt=0)] = 1.7
+    """Public data differ from the devices' if `evidence.gradient_divergence` exceeds this; the
     datacenter then trains in parallel in every other round."""
     undone: Annotated[float, Field(gt=1)] = 1.33
     """Like `forgotten`, for parallel training in every round."""

@@ -157,14 +157,18 @@ def test_a_harmful_race_excludes_the_most_opposed_datacenter_first():
     assert "no datacenter is available" in policy.plan(gone).reason
 
 
-def transfer_rounds(rounds, cosine, gradient=2.0, device_losses=()):
-    """Committed transfer rounds with these norms, cosines and losses of the devices."""
+def transfer_rounds(rounds, cosine, gradient=2.0, device_losses=(), shrinks=0.95):
+    """Committed transfer rounds with these norms, cosines and losses of the devices.
+
+    The gradient's norm is `shrinks` times as long in each round.
+    """
     losses = [*device_losses, *[1.0] * (rounds - len(device_losses))]
     return [
         dataclasses.replace(
             past_round(round_, "hybrid"),
             gradients=gradients_of(gradient),
             cosine=cosine,
+            norms={"datacenter": gradient * shrinks**round_},
             training={"federated": {"loss": losses[round_ - 1]}},
         )
         for round_ in range(1, rounds + 1)
@@ -187,7 +191,9 @@ def merges(history, strategy, rounds=6, **more):
 @pytest.mark.parametrize(
     ("history", "expected"),
     [
-        (transfer_rounds(6, 0.9), "twtwtw"),  # sqrt(0.5) x 2 x 0.9 = 1.27
+        (transfer_rounds(6, 0.9), "twtwtw"),  # 2 x 0.9 x 1.13 = 2.0
+        (transfer_rounds(6, 0.8), "twtwtw"),  # 1.8
+        (transfer_rounds(6, 0.8, shrinks=1.0), "tttttt"),  # 1.6: the devices do not follow it
         (transfer_rounds(5, 0.9), "tttttt"),  # not yet observation
         (transfer_rounds(6, 0.4), "tttttt"),  # the gradient turns away from what devices do: alike
         (transfer_rounds(6, 0.9, gradient=0.9), "tttttt"),  # nor is it long
@@ -205,7 +211,7 @@ def test_the_datacenter_trains_in_parallel_where_public_data_differ(history, exp
 def test_only_the_first_rounds_decide_whether_public_data_differ():
     """What rounds of another kind measure later cannot change it, nor can a resumed run."""
     first, later = transfer_rounds(6, 0.9), transfer_rounds(30, -0.5, gradient=9.0)[6:]
-    assert gradient_divergence(observe(history=first), 0.5, 0.5) == pytest.approx(0.318, abs=1e-3)
+    assert gradient_divergence(observe(history=first), 0.5) == pytest.approx(0.510, abs=1e-3)
     assert merges([*first, *later], HALF) == merges(first, HALF)
 
 
