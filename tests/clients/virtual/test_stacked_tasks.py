@@ -73,6 +73,14 @@ SAME = {
     "    made = torch.optim.SGD(parameters, lr=0.1)\n"
     "    return made, torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.9**step)\n",
     "an index that is padding": EMBEDDED,
+    "an order without a broken example": """
+def local_data(self, participant):
+    data = rows(6 + 4 * int(participant.name[-1]), seed=int(participant.name[-1]))
+    data.tensors[0][0] = float("nan")
+    return data
+def order(self, dataset, batch_size, generator):
+    return 1 + torch.randperm(len(dataset) - 1, generator=generator)
+""",
     "1, 1.0 and True": forward(
         "self.k((((x > 0) + 1).float())) + self.k(((x > 0) + True).float()) * self.scale"
     ),
