@@ -19,6 +19,7 @@ from isthmus_server.strategy.policies.adaptive.state import (
     AdaptiveState,
     RaceState,
 )
+from isthmus_server.strategy.policies.adaptive.step_size import StepSize
 from isthmus_server.strategy.policy import Observation
 
 
@@ -40,8 +41,11 @@ class DatacenterRole:
 class RoleChooser:
     """Chooses the datacenter's role from the target, the losses and the gradients."""
 
-    def __init__(self, settings: AdaptiveSettings, strategy: StrategySection) -> None:
+    def __init__(
+        self, settings: AdaptiveSettings, steps: StepSize, strategy: StrategySection
+    ) -> None:
         self._settings = settings
+        self._steps = steps
         self._edge_share = strategy.target_edge_share
         self._unmeasured_weight = strategy.transfer_weight
         """The weight where gradients cannot be measured: in buffered mode, and with Flower."""
@@ -98,7 +102,10 @@ class RoleChooser:
     ) -> tuple[AdaptiveState, DatacenterRole]:
         """Choose the datacenter's role where the whole target is the devices'.
 
-        They apply its gradient if the public data resemble theirs, or as rehearsal.
+        They apply its gradient if the public data resemble theirs. If they forget what others
+        taught, public data may remind them: their gradient does if a race shows that it does no
+        harm. Devices that come at different hours cannot race, so the datacenter trains in
+        parallel, which harms less than its gradient if the public data are wrong.
         """
         measures = self._measurement_due(observation, state)
         if state.uses_gradient:
@@ -108,8 +115,10 @@ class RoleChooser:
         alike, forgotten = self._why_useful(observation, state)
         if not alike and not forgotten:
             return state, DatacenterRole("", measures=measures)
-        can_race = self._settings.race_rounds and not budget_plan.has_device_hours(observation)
-        if not alike and can_race:
+        if not alike and budget_plan.has_device_hours(observation):
+            reason = f"{forgotten}, so the datacenter trains in parallel"
+            return state, DatacenterRole(reason, trains=True)
+        if not alike and self._settings.race_rounds:
             return self._test_or_not(observation, state, forgotten)
         state = dataclasses.replace(state, uses_gradient=True)
         return state, self.rehearsal(observation, state, alike or forgotten, measures=measures)
@@ -158,9 +167,16 @@ class RoleChooser:
         *,
         measures: bool = False,
     ) -> DatacenterRole:
-        """Return the role in which devices take the gradient though the whole target is theirs."""
+        """Return the role in which devices take the gradient though the whole target is theirs.
+
+        With whole steps the server's momentum can carry what it adds to each round too far.
+        """
         pull, ratios = self._settings.rehearsal_pull, evidence.gradient_ratios(observation)
         weight = pull / max(ratios) if ratios else self._unmeasured_weight
+        if not self._steps.is_short(observation, state):
+            weight /= 2 ** evidence.overshoots(observation, self._settings.overshoot)
+            if self._steps.in_turns:
+                weight /= 2
         reason = f"{why}, so they take {weight:.3g} of its gradient" if why else ""
         role = DatacenterRole(reason, weight, measures=measures)
         return self._of_several(role, observation, state, math.inf, pull, max)

@@ -19,10 +19,11 @@ open::
                           does, training returns to the warm model with zero momentum and half
                           steps; after the second time quarter steps, and no further tests
     edge, gradient used   once what devices learn also holds for public data they apply the
-                          datacenter's gradient. If they forget what others taught they do so with
-                          half steps, and only if a race shows that it does no harm
-    edge, in turns        steps are half as long from the start if the devices have several windows
-                          a day: other devices may come in each
+                          datacenter's gradient. If they forget what others taught, steps are half
+                          as long, and they do so only if a race shows that it does no harm
+    edge, in turns        with several windows a day other devices may come in each: steps are half
+                          as long until those of another window show that they forgot little. If
+                          they forget, the datacenter trains in parallel
     edge, devices closed  the round waits for their window
 
 With `objective = "time"` or `"cost"` and pi = 1 there is no warm start and no probation:
@@ -30,7 +31,7 @@ With `objective = "time"` or `"cost"` and pi = 1 there is no warm start and no p
 target metric.
 
 The parts: `warm_start`, `datacenter_role` (weight of the gradient), `race` (veto), `probation`,
-`edge_rounds` (step size, and the plan), over `budget_plan` and `evidence`. Phases only move
+`step_size`, `edge_rounds` (the plan), over `budget_plan` and `evidence`. Phases only move
 forward, so the policy cannot oscillate. For the best quality, greedy gain per cost is not a
 criterion (docs/strategy.md says why).
 """
@@ -46,6 +47,7 @@ from isthmus_server.strategy.policies.adaptive.edge_rounds import EdgePlanner, E
 from isthmus_server.strategy.policies.adaptive.probation import Probation
 from isthmus_server.strategy.policies.adaptive.race import Race
 from isthmus_server.strategy.policies.adaptive.state import AdaptiveSettings, AdaptiveState
+from isthmus_server.strategy.policies.adaptive.step_size import StepSize
 from isthmus_server.strategy.policies.adaptive.target_planner import TargetPlanner
 from isthmus_server.strategy.policies.adaptive.warm_start import OUTSIDE_OF_HOURS, WarmStart
 from isthmus_server.strategy.policy import Answer, Observation, Plan, settings_of
@@ -57,12 +59,13 @@ class Adaptive:
     def __init__(self, strategy: StrategySection) -> None:
         settings = settings_of(strategy, AdaptiveSettings)
         comparisons = Comparisons(settings)
-        roles = RoleChooser(settings, strategy)
+        steps = StepSize(settings, strategy)
+        roles = RoleChooser(settings, steps, strategy)
         self.edge_share = strategy.target_edge_share
         self._warm_start = WarmStart(settings, comparisons)
         self._race = Race(settings, roles, comparisons)
         self._probation = Probation(settings, comparisons)
-        self._edge = EdgePlanner(settings, roles, strategy)
+        self._edge = EdgePlanner(settings, roles, steps, strategy)
         objective = strategy.objective
         self._target = TargetPlanner(settings, objective) if objective != "quality" else None
 

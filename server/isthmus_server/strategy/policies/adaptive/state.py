@@ -64,12 +64,13 @@ class AdaptiveSettings(Section):
     first. They then rehearse public data, and the server takes shorter steps."""
     damped: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Factor on the length of these shorter steps. Devices with several windows a day have them
-    from the start."""
+    until it is seen that those of another window forgot little (`undone`)."""
     apart: Annotated[float, Field(gt=0)] = 1.7
     """Public data differ from the devices' if `evidence.gradient_divergence` exceeds this; the
     datacenter then trains in parallel in every other round."""
     undone: Annotated[float, Field(gt=1)] = 1.33
-    """Like `forgotten`, for parallel training in every round."""
+    """Like `forgotten`, for parallel training in every round where public data differ, and for
+    short steps of devices with several windows a day."""
     race_rounds: Annotated[int, Field(ge=0)] = 3
     """Rounds of each branch of a race; 0: the gradient is used without one."""
     race_share: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -141,6 +142,8 @@ class AdaptiveState:
     failed_probations: int = 0
     step_scale: float = 1.0
     """Factor on the devices' steps."""
+    windows: tuple[str, ...] = ()
+    """Windows in which devices trained, if they have several a day."""
     excluded: tuple[str, ...] = ()
     """Datacenters whose gradient a race has shown to do harm, while others are still used."""
     uses_gradient: bool = False
@@ -160,6 +163,7 @@ class AdaptiveState:
                 **state,
                 "race": RaceState(**state.get("race", {})),
                 "excluded": tuple(state.get("excluded", ())),
+                "windows": tuple(state.get("windows", ())),
                 "target": None if target is None else TargetState(**target),
             }
         )
