@@ -30,9 +30,6 @@ from isthmus_server.views.report import format_metrics
 
 log = logging.getLogger(__name__)
 
-_UNLIMITED = 1_000_000
-"""Maximum number of rounds of a run under another policy, which ends when its budget is used up."""
-
 _LONGEST_NAME = 100
 """Bytes of the name of a variant's directory, without what makes it unique."""
 
@@ -107,12 +104,8 @@ class JobComparison:
         self._runs = runs
 
     def _job_of(self, changes: Changes) -> Job:
-        all_changes = dict(changes)
-        policy = changes.get("strategy.policy", self.job.strategy.policy)
-        if policy != self.job.strategy.policy:
-            all_changes.setdefault("rounds", _UNLIMITED)
         try:
-            job = with_changes(self.job, all_changes)
+            job = with_changes(self.job, dict(changes))
             check_budgets(job)
         except JobError as error:
             raise JobError(f"with {in_words(changes)}: {error}") from None
@@ -144,6 +137,9 @@ class JobComparison:
                         console.print(Text(self._progress(number, seed, results)), soft_wrap=True)
         console.print(Text(self._title(), style="italic"), soft_wrap=True)
         console.print(comparison_table(self.variants, results), crop=False)
+        for number, runs in enumerate(results):
+            if short := self._what_ended_early(number, runs):
+                console.print(Text(short), soft_wrap=True)
         page = self.directory / "comparison.html"
         curves = list(self._curves(results))
         page.write_text(comparison_page(self.job.name, curves), encoding="utf-8")
@@ -227,6 +223,20 @@ class JobComparison:
         else:
             end = f"{what}: {format_metrics(metrics_of(result))}"
         return in_a_line(f"run {done} of {len(self.variants) * len(self.seeds)}: {end}")
+
+    def _what_ended_early(self, number: int, runs: Sequence[Mapping[str, Any]]) -> str:
+        """A sentence if a policy's runs ended by `rounds` with budget for more; "" otherwise."""
+        job, ended = self._jobs[number], [run for run in runs if "failed" not in run]
+        if job.budget is None or not ended or "strategy.policy" not in self.variants[number]:
+            return ""
+        cost = statistics_of(ended)["means"]["cost"]
+        affordable = job.budget >= cost * (1 + 1 / job.rounds)
+        if not affordable or any(run["rounds"] < job.rounds for run in ended):
+            return ""
+        return (
+            f"{in_words(self.variants[number])}: rounds={job.rounds} ended it at a cost of "
+            f"{cost:.4g}; raise rounds to compare at the whole budget of {job.budget:g}"
+        )
 
     def _curves(self, results: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[Curve]:
         """What was measured in each round of each run that has not failed."""

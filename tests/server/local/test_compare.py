@@ -190,6 +190,27 @@ def test_a_budget_that_is_varied_is_not_in_the_title(compare, make_job):
     assert "table: delivered models, one seed" in printed
 
 
+def test_rounds_limit_every_policy_and_it_is_said_whose_budget_is_not_used_up(
+    compare, make_job, tmp_path
+):
+    """The job's own policy and the others: every run ends after 3 rounds, at a cost of 2."""
+    job, policies = make_job("budget=4", "rounds=3"), ("federated", "datacenter")
+    variants = [{"strategy.policy": policy} for policy in policies]
+    _, printed = compare(variants, Runs(), job=job)
+    for policy in policies:
+        with contextlib.closing(Store.open(tmp_path / "sweep" / f"{policy}-1")) as store:
+            assert store.description.job.rounds == 3
+        line = f"{policy}: rounds=3 ended it at a cost of 2; raise rounds to compare at the whole"
+        assert f"{line} budget of 4" in printed
+
+
+@pytest.mark.parametrize("change", ["budget=2.5", "rounds=4"])
+def test_a_budget_without_another_round_ended_the_policy(compare, make_job, change):
+    job = make_job("budget=4", "rounds=3", change)
+    _, printed = compare([{"strategy.policy": "federated"}], Runs(), job=job)
+    assert "ended it" not in printed
+
+
 def test_each_variant_has_directories_of_its_own(compare, tmp_path):
     values = ["a b", "a?b", "A?B", "c", "?", "\N{GREEK SMALL LETTER LAMDA}" * 90]
     runs = Runs()
