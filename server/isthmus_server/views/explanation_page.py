@@ -242,8 +242,11 @@ def _planned(explained: ExplainedDecision) -> list[str]:
         cohort = plan.cohort or observation.cohort
         lines.append(f"{len(explained.invited)} devices are invited for {cohort} updates")
     if plan.regime != "federated":
+        steps = plan.datacenter_steps or observation.datacenter_steps
         lines.append(
-            f"{plan.datacenter_steps or observation.datacenter_steps} steps in the datacenter"
+            f"the datacenter's gradient is the mean of {steps} batches"
+            if (plan.merge or observation.merge) == "transfer" and plan.regime == "hybrid"
+            else f"{_count(steps, 'step')} in the datacenter"
         )
     if plan.regime == "hybrid" and plan.merge:
         lines.append(f"merged by merge={plan.merge!r}")

@@ -167,3 +167,19 @@ def test_comparisons_windows_waits_and_the_parts_of_a_plan_are_shown(make_job, t
         "what came of it it was not finished",
     ):
         assert sentence in page
+
+
+@pytest.mark.parametrize(
+    ("merge", "steps", "sentence"),
+    [
+        ("transfer", 8, "the datacenter's gradient is the mean of 8 batches"),
+        ("weighted", 8, "8 steps in the datacenter"),
+        ("weighted", 1, "1 step in the datacenter"),
+    ],
+)
+def test_the_work_of_the_datacenter_is_named(make_job, tmp_path, merge, steps, sentence):
+    store = Store.create(tmp_path / "run", make_job(), tmp_path)
+    plan = Plan("hybrid", "both", merge=merge, datacenter_steps=steps)
+    store.plan(planned_attempt(1, plan=plan, observation=observe(1)))
+    store.close()
+    assert sentence in why_output(tmp_path / "run", 1)

@@ -64,9 +64,7 @@ class RoleChooser:
         weight = settings.transfer_part * (1 - self._edge_share) / self._edge_share
         if not ratios:
             if observation.can_measure_gradients and not state.edge_rounds:
-                return DatacenterRole(
-                    "; in round 1 both sides' gradients are measured", measures=True
-                )
+                return DatacenterRole("", measures=True)
             weight = min(weight, self._unmeasured_weight)
             reason = f", and take {weight:.3g} of the datacenter's gradient for the rest"
             return DatacenterRole(reason, weight, measures=observation.can_measure_gradients)
@@ -109,9 +107,9 @@ class RoleChooser:
         """
         measures = self._measurement_due(observation, state)
         if state.uses_gradient:
-            return state, self.rehearsal(
-                observation, state, "; it was found useful for them", measures=measures
-            )
+            since = f" since round {state.gradient_since}" if state.gradient_since else ""
+            why = f"; public data have been found useful for them{since}"
+            return state, self.rehearsal(observation, state, why, measures=measures)
         alike, forgotten = self._why_useful(observation, state)
         if not alike and not forgotten:
             return state, DatacenterRole("", measures=measures)
@@ -120,7 +118,7 @@ class RoleChooser:
             return state, DatacenterRole(reason, trains=True)
         if not alike and self._settings.race_rounds:
             return self._test_or_not(observation, state, forgotten)
-        state = dataclasses.replace(state, uses_gradient=True)
+        state = dataclasses.replace(state, uses_gradient=True, gradient_since=observation.round)
         return state, self.rehearsal(observation, state, alike or forgotten, measures=measures)
 
     def _test_or_not(
@@ -177,7 +175,12 @@ class RoleChooser:
             weight /= 2 ** evidence.overshoots(observation, self._settings.overshoot)
             if self._steps.in_turns:
                 weight /= 2
-        reason = f"{why}, so they take {weight:.3g} of its gradient" if why else ""
+        reason = (
+            f"{why}, so they take {weight:.3g} of the datacenter's gradient (at most {pull:g} times "
+            "as long as theirs)"
+            if why
+            else ""
+        )
         role = DatacenterRole(reason, weight, measures=measures)
         return self._of_several(role, observation, state, math.inf, pull, max)
 

@@ -63,7 +63,9 @@ class Race:
         outcome = in_words(result, WITH_GRADIENT, CURRENT)
         margin, error = self._settings.margin, self._settings.error
         if result.is_no_worse(WITH_GRADIENT, margin, error):
-            state = dataclasses.replace(state, race=RaceState(), uses_gradient=True)
+            state = dataclasses.replace(
+                state, race=RaceState(), uses_gradient=True, gradient_since=observation.round
+            )
             return EdgeRound(state, outcome, start=WITH_GRADIENT)
         if result.loses(WITH_GRADIENT, error):
             used = set(observation.datacenter_names) - set(state.excluded)

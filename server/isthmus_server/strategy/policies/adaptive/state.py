@@ -148,6 +148,8 @@ class AdaptiveState:
     """Datacenters whose gradient a race has shown to do harm, while others are still used."""
     uses_gradient: bool = False
     """Whether devices apply the datacenter's gradient although the whole target is theirs."""
+    gradient_since: int = 0
+    """The round since which they do; 0 if not, or if it is not known."""
     race: RaceState = dataclasses.field(default_factory=RaceState)
     target: TargetState | None = None
     """None before the first round, and without a target metric."""

@@ -142,6 +142,10 @@ def test_the_gradient_counts_half_if_whole_steps_carry_it_too_far(windows, losse
         second, regime="hybrid", norms={"federated": length, "datacenter": 0.1}, cosine=1.0
     )
     strategy = strategy_of("adaptive", windows=windows)
-    plan = plan_in_turns([first, second], strategy, uses_gradient=True, windows=BOTH)
+    state = {"uses_gradient": True, "gradient_since": 2, "windows": BOTH}
+    plan = plan_in_turns([first, second], strategy, **state)
     assert plan.transfer_weight == pytest.approx(weight)
-    assert f"they take {weight:.3g} of its gradient" in plan.reason
+    assert (
+        "public data have been found useful for them since round 2, so they take "
+        f"{weight:.3g} of the datacenter's gradient (at most 0.25 times as long as theirs)"
+    ) in plan.reason
