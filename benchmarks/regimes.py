@@ -143,9 +143,10 @@ def _more_options(parser: argparse.ArgumentParser) -> None:
         "--change",
         action="append",
         default=[],
-        metavar="KEY=VALUE",
+        metavar="CHANGE",
         help="with --datasets: run each problem once more with loss=10 (and the inverse learning "
-        "rate), steps=3 (at a third of it) or dropout=0.3; may be repeated",
+        "rate), steps=3 (at a third of it), dropout=0.3, renamed (classes) or shuffled (devices); "
+        "may be repeated",
     )
     parser.add_argument(
         "--leave-one-out",

@@ -188,7 +188,14 @@ class Simulated(Task):
     """The task of every scenario; SGD on devices, AdamW in the datacenter."""
 
     def model(self) -> nn.Module:
-        return self._data_set.model(self.settings["hidden"])
+        model = self._data_set.model(self.settings["hidden"])
+        if self.settings["split"]["renamed"]:
+            names = _other_names(self._data_set.labels)
+            last = [each for each in model.modules() if isinstance(each, nn.Linear)][-1]
+            with torch.no_grad():
+                for parameter in (last.weight, last.bias):
+                    parameter[names] = parameter.clone()
+        return model
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         scale = self.settings["loss_scale"]
@@ -203,18 +210,18 @@ class Simulated(Task):
 
     def local_data(self, participant: Participant) -> TensorDataset:
         if participant.regime == "datacenter":
-            return _pairs(self._parts().public)
+            return self._pairs(self._parts().public)
         assert participant.shard is not None
-        return _pairs(self._parts().devices[participant.shard[0]])
+        return self._pairs(self._parts().devices[participant.shard[0]])
 
     def eval_data(self) -> TensorDataset:
         """Public rows, because most operators have no others, or rows that resemble the target."""
         if self.settings["eval_data"] == "public":
-            return _pairs(self._parts().held_out)
-        return _pairs(test_rows(self.settings["data"], self.data, evaluated=True)[1])
+            return self._pairs(self._parts().held_out)
+        return self._pairs(test_rows(self.settings["data"], self.data, evaluated=True)[1])
 
     def public_eval(self) -> TensorDataset:
-        return _pairs(self._parts().held_out)
+        return self._pairs(self._parts().held_out)
 
     def optimizer(
         self, parameters: Iterable[nn.Parameter], participant: Participant
@@ -222,6 +229,16 @@ class Simulated(Task):
         if participant.regime == "federated":
             return torch.optim.SGD(parameters, lr=self.settings["client_lr"], fused=True)
         return torch.optim.AdamW(parameters, lr=self.settings["datacenter_lr"], fused=True)
+
+    def named(self, rows: Rows) -> Rows:
+        """The rows with the task's numbers of the classes."""
+        if not self.settings["split"]["renamed"]:
+            return rows
+        return rows._replace(target=_other_names(self._data_set.labels)[rows.target])
+
+    def _pairs(self, rows: Rows) -> TensorDataset:
+        rows = self.named(rows)
+        return TensorDataset(rows.inputs, rows.target)
 
     @property
     def _data_set(self) -> DataSet:
@@ -232,5 +249,6 @@ class Simulated(Task):
         return parts(self.settings["data"], self.data, split_json, self.settings["split_seed"])
 
 
-def _pairs(rows: Rows) -> TensorDataset:
-    return TensorDataset(rows.inputs, rows.target)
+def _other_names(labels: int) -> torch.Tensor:
+    """Another number for each class."""
+    return torch.randperm(labels, generator=torch.Generator().manual_seed(labels))

@@ -62,6 +62,10 @@ class Split(Section):
     """Strength of a fixed affine map on the public features, x + shift (M x + b)."""
     label_noise: Fraction = 0.0
     """Share of public labels replaced by a random public class, or a random public target."""
+    shuffled: bool = False
+    """The devices exchange their names, which choose the cohorts."""
+    renamed: bool = False
+    """The classes exchange their numbers, and the outputs of the initial model with them."""
     swapped_classes: Fraction = 0.0
     """Share of the public classes whose labels are swapped with each other; in a regression the
     share of targets with the opposite sign."""

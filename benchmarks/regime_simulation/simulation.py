@@ -277,4 +277,5 @@ def _score(scenario: Scenario, coordinator: Coordinator) -> float:
     model.layout.scatter(model.served_vector, module)
     evaluated = scenario.eval_data == "target"
     rows, _ = data_sets.test_rows(scenario.data, model.task.data, evaluated)
-    return data_sets.score(scenario.data, module, rows)
+    assert isinstance(model.task, data_sets.Simulated)
+    return data_sets.score(scenario.data, module, model.task.named(rows))

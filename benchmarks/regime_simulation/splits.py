@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,12 +63,25 @@ def split_rows(train: Rows, kinds: int, labels: int, split_json: str, seed: int)
     altered = _altered(rows.at(public), split, public_kinds, labels, draw)
     held_out = max(1, int(HELD_OUT * len(public)))
     partition = _native if split["native"] else _dirichlet
-    devices = partition(rows.kind, private, order, split, draw)
+    indices = partition(rows.kind, private, order, split, draw)
+    devices = [rows.at(index) for index in _filled(indices, split["zones"], draw)]
     return Parts(
         public=altered.at(slice(held_out, None)),
         held_out=altered.at(slice(None, held_out)),
-        devices=[rows.at(index) for index in _filled(devices, split["zones"], draw)],
+        devices=_shuffled(devices, split["zones"]) if split["shuffled"] else devices,
     )
+
+
+def _shuffled(devices: Sequence[Rows], zones: int) -> Sequence[Rows]:
+    """The same devices under other names; each stays in its zone."""
+    members = [list(range(zone, len(devices), zones)) for zone in range(zones)]
+    moved: list[Rows] = list(devices)
+    for each in members:
+        for before, after in zip(
+            each, random.Random("shuffled").sample(each, len(each)), strict=True
+        ):
+            moved[after] = devices[before]
+    return moved
 
 
 def _altered(

@@ -5,11 +5,12 @@ import random
 
 import pytest
 import regimes
-from regime_simulation import curves, leave_one_out, runs, scenario
+from regime_simulation import curves, data_sets, leave_one_out, runs, scenario
 from regime_simulation.changes import changed
 from regime_simulation.runs import Row, measure
 from regime_simulation.scenario import Federated, Run, Scenario, Split, Zone
 from regime_simulation.simulation import Outcome, Point, simulate
+from regime_simulation.splits import split_rows
 
 from isthmus.errors import JobError, UserError
 
@@ -224,6 +225,37 @@ def test_the_scale_of_the_loss_changes_no_decision(data):
         scaled = simulate(changed(FREE, f"loss={factor}"), 1, data, {"policy": "adaptive"}, 0)
         assert (scaled.rounds, scaled.decisions) == (whole.rounds, whole.decisions)
         assert scaled.score == pytest.approx(whole.score, abs=0.2)
+
+
+def test_the_names_of_classes_change_no_round(data):
+    whole = simulate(FREE, 1, data, {"policy": "adaptive"}, 0)
+    renamed = changed(FREE, "renamed")
+    other = simulate(renamed, 1, data, {"policy": "adaptive"}, 0)
+    assert renamed.name == "small-renamed"
+    assert other.rounds == whole.rounds
+    assert other.score == pytest.approx(whole.score, abs=0.2)
+
+
+@pytest.mark.parametrize("zones", [1, 2])
+def test_shuffled_devices_stay_in_their_zones(data, zones):
+    split = FREE.split.model_copy(update={"zones": zones, "clients": 20})
+    train, _ = data_sets.read("letters", data)
+    found = [
+        split_rows(train, 26, 26, each.model_dump_json(), 1).devices
+        for each in (split, split.model_copy(update={"shuffled": True}))
+    ]
+    for zone in range(zones):
+        plain, shuffled = (
+            [each.inputs.sum().item() for each in rows[zone::zones]] for rows in found
+        )
+        assert plain != shuffled
+        assert sorted(plain) == sorted(shuffled)
+
+
+def test_a_regression_has_no_classes_to_rename():
+    scenario = Scenario(name="a", data="diabetes", split=Split(public_classes=4))
+    with pytest.raises(UserError, match="'diabetes' has no classes to be renamed"):
+        changed(scenario, "renamed")
 
 
 def test_a_run_goes_on_although_devices_do_not_answer(data):

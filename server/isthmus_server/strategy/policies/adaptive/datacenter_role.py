@@ -175,12 +175,9 @@ class RoleChooser:
             weight /= 2 ** evidence.overshoots(observation, self._settings.overshoot)
             if self._steps.in_turns:
                 weight /= 2
-        reason = (
-            f"{why}, so they take {weight:.3g} of the datacenter's gradient (at most {pull:g} times "
-            "as long as theirs)"
-            if why
-            else ""
-        )
+        bound = f"at most {pull:g} times as long as theirs"
+        taken = f", so they take {weight:.3g} of the datacenter's gradient ({bound})"
+        reason = f"{why}{taken}" if why else ""
         role = DatacenterRole(reason, weight, measures=measures)
         return self._of_several(role, observation, state, math.inf, pull, max)
 

@@ -59,7 +59,8 @@ class EdgePlanner:
         hybrid = transfer or role.trains
         cost_share = settings.parallel_share if role.trains else settings.transfer_share
         measured = "; both sides' gradients are measured" if role.measures else ""
-        reason = f"the devices hold {self._edge_share:.0%} of the target{role.reason}{measured}{why_scale}"
+        share = f"the devices hold {self._edge_share:.0%} of the target"
+        reason = f"{share}{role.reason}{measured}{why_scale}"
         return Plan(
             "hybrid" if hybrid else "federated",
             f"{round_.why}; {reason}" if round_.why else reason,
