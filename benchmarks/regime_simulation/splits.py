@@ -74,14 +74,10 @@ def split_rows(train: Rows, kinds: int, labels: int, split_json: str, seed: int)
 
 def _shuffled(devices: Sequence[Rows], zones: int) -> Sequence[Rows]:
     """The same devices under other names; each stays in its zone."""
-    members = [list(range(zone, len(devices), zones)) for zone in range(zones)]
-    moved: list[Rows] = list(devices)
-    for each in members:
-        for before, after in zip(
-            each, random.Random("shuffled").sample(each, len(each)), strict=True
-        ):
-            moved[after] = devices[before]
-    return moved
+    shuffled, draw = list(devices), random.Random("shuffled")
+    for zone in range(zones):
+        shuffled[zone::zones] = draw.sample(shuffled[zone::zones], len(shuffled[zone::zones]))
+    return shuffled
 
 
 def _altered(
