@@ -71,7 +71,9 @@ class RunDescription:
         except FileNotFoundError:
             if any((directory / name).exists() for name in ("run.head", "run.sqlite")):
                 raise damaged(f"{FILE} is missing", directory) from None
-            raise UserError(f"{directory} contains no run (no {FILE})") from None
+            below = min((each.parent for each in directory.glob(f"*/{FILE}")), default=None)
+            instead = f"; there are runs in the folders below it, such as {below}" if below else ""
+            raise UserError(f"{directory} contains no run (no {FILE}){instead}") from None
         try:
             format_ = json.loads(data).get("format")
         except (ValueError, AttributeError, RecursionError) as error:

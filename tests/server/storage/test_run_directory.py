@@ -151,6 +151,14 @@ def test_a_directory_without_a_run_is_one_sentence(tmp_path):
         Store.open(tmp_path)
 
 
+def test_a_directory_of_runs_names_one_of_them(make_job, tmp_path):
+    """As of a comparison or a sweep."""
+    for name in ("federated-1", "adaptive-1"):
+        Store.create(tmp_path / name, make_job(), tmp_path).close()
+    with pytest.raises(UserError, match=r"below it, such as .*/adaptive-1$"):
+        Store.open(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("file", "blob"),
     [
