@@ -15,9 +15,10 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from isthmus.errors import IsthmusError, JobError, UserError
+from isthmus.errors import IsthmusError, JobError, TaskError, UserError
 from isthmus.job import Job, with_changes
 from isthmus.printable import in_a_line
+from isthmus.task import load_task
 from isthmus_server.local.comparison_table import OWN, comparison_table, metrics_of, statistics_of
 from isthmus_server.local.variations import in_words
 from isthmus_server.privacy.run_budgets import check_budgets
@@ -25,6 +26,7 @@ from isthmus_server.storage.records import FinalModel, RoundRecord
 from isthmus_server.storage.run_description import FILE, RunDescription, is_simulated
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
+from isthmus_server.strategy.loading import load_policy
 from isthmus_server.views.html_report.comparison_page import Curve, comparison_page
 from isthmus_server.views.report import format_metrics
 
@@ -92,7 +94,8 @@ class JobComparison:
             runs: trains them.
 
         Raises:
-            UserError: a variant is no valid job, or there is no budget to compare policies at.
+            UserError: a variant is no valid job, its policy cannot be loaded, or there is no budget
+                to compare policies at.
         """
         self.job = job
         self.base = base
@@ -107,6 +110,7 @@ class JobComparison:
         try:
             job = with_changes(self.job, dict(changes))
             check_budgets(job)
+            self._check_policy(job)
         except JobError as error:
             raise JobError(f"with {in_words(changes)}: {error}") from None
         if job.budget is None and "strategy.policy" in changes:
@@ -114,6 +118,26 @@ class JobComparison:
                 "a comparison of policies needs a budget: set one in the job, or --set budget=..."
             )
         return job
+
+    def _check_policy(self, job: Job) -> None:
+        """Refuse a policy that is unknown, or has other settings, before another variant trains.
+
+        A task that cannot be loaded is an error of the variant's runs, which leaves the others.
+
+        Raises:
+            JobError: the policy cannot be loaded.
+        """
+        if ":" in job.strategy.policy:
+            try:  # makes the modules in the folder of its file importable
+                load_task(
+                    job.task.source,
+                    job.task.settings,
+                    base=self.base,
+                    data=job.task.data_in(self.base),
+                )
+            except TaskError:
+                return
+        load_policy(job.strategy)
 
     async def run(self, console: Console) -> dict[str, Any]:
         """Run the job in each variant and with each seed; print and return the results.

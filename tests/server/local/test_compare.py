@@ -166,6 +166,59 @@ def test_runs_that_are_not_those_of_the_comparison_are_refused_before_any_is_tra
     assert not runs.trained
 
 
+POLICIES = """
+class Mine:
+    def __init__(self, strategy):
+        strategy.settings["level"]
+
+    def plan(self, observation):
+        raise AssertionError
+"""
+
+
+@pytest.mark.parametrize(
+    ("varied", "sentence"),
+    [
+        (
+            ("strategy.policy", "federated", "adaptiv"),
+            "^with adaptiv: strategy.policy='adaptiv' is unknown; choose one of adaptive, ",
+        ),
+        (
+            ("strategy.settings", {"error": 0.1}, {"eror": 0.1}),
+            "^with .*eror.*: unknown key strategy.settings.eror; did you mean error",
+        ),
+        (
+            ("strategy.policy", "federated", "own_policies:Mein"),
+            "^with own_policies:Mein: .* has no attribute 'Mein'",
+        ),
+        (
+            ("strategy.policy", "federated", "own_policies:Mine"),
+            "^with own_policies:Mine: .* cannot be constructed: KeyError: 'level'",
+        ),
+    ],
+)
+def test_a_policy_that_cannot_be_loaded_is_refused_before_any_run(
+    compare, make_job, write_task, tmp_path, varied, sentence
+):
+    key, *values = varied
+    write_task()
+    (tmp_path / "own_policies.py").write_text(POLICIES)
+    runs, job = Runs(), make_job("budget=8", "strategy.policy=adaptive")
+    with pytest.raises(UserError, match=sentence):
+        compare([{key: value} for value in values], runs, job=job)
+    assert not runs.trained
+
+
+def test_a_policy_of_the_job_in_the_folder_of_its_task_can_be_compared(
+    compare, make_job, write_task, tmp_path
+):
+    write_task()
+    (tmp_path / "own_policies.py").write_text(POLICIES)
+    runs, job = Runs(), make_job("strategy.policy=own_policies:Mine")
+    compare([{"strategy.settings.level": 1}, {"strategy.settings.level": 2}], runs, job=job)
+    assert len(runs.trained) == 2
+
+
 def test_names_and_values_are_shown_as_they_are(compare):
     values = ["[/x]", [True, False], "f1[macro]", ":smile:"]
     metrics = {"f1[macro]": 0.5, "[/y]": 0.25}
