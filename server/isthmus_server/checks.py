@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -11,16 +10,19 @@ from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus.task import Task
 from isthmus.task.device_sums.bounded_means import evaluation_vector
-from isthmus.task.device_sums.evaluation import check_evaluates_on_devices
+from isthmus.task.device_sums.evaluation import EvaluationVector, check_evaluates_on_devices
 from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.division import divide
 from isthmus_server.model.optimizers import check_round_length, make_optimizer
 from isthmus_server.privacy.run_budgets import check_budgets
 from isthmus_server.regimes.base import load_extension
+from isthmus_server.rounds.device_sums.followed_metrics import (
+    check_followed_metrics,
+    followed_metrics,
+)
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.strategy.observation import unknown_metric
-from isthmus_server.strategy.policy import Policy
 
 
 def check(job: Job, task: Task, base: Path) -> str:
@@ -45,14 +47,19 @@ def check(job: Job, task: Task, base: Path) -> str:
     check_round_length(job, task, model)
     load_extension(job.federated, division.exchanged)
     check_budgets(job)
+    vector, on_devices, left_out = _device_metrics(job, task), [], []
+    if vector is not None:
+        on_devices, left_out = vector.figure_names, vector.left_out
+    check_followed_metrics(job, task, policy, vector)
     batch = job.evaluation.batch_size
     metrics = HeldOut(task).measure(
         lambda data, count: evaluate(
             task, model, data, range(min(count, batch)), batch, torch.device("cpu")
         ).result()
     )
-    on_devices, left_out = _device_metrics(job, task)
-    _check_metrics(job, policy, [*metrics, *on_devices])
+    for key, name in followed_metrics(job, policy).items():
+        if name not in {*metrics, *on_devices}:
+            raise JobError(unknown_metric(name, key, [*metrics, *on_devices]))
     tried = f"one batch of held-out data ({', '.join(sorted(metrics))})" if metrics else ""
     if metrics and division.personal.size:
         tried += ", with the initial values of what is personal"
@@ -64,25 +71,13 @@ def check(job: Job, task: Task, base: Path) -> str:
     return tried or "no evaluation: eval_data() returns None and evaluation.devices is 0"
 
 
-def _device_metrics(job: Job, task: Task) -> tuple[list[str], list[str]]:
-    """The metrics that devices will measure, and those that they will not.
+def _device_metrics(job: Job, task: Task) -> EvaluationVector | None:
+    """What devices will measure, if they do.
 
     Raises:
         UserError: the task has no validation data, or its `device_metrics` cannot be used.
     """
     if not job.evaluation.devices:
-        return [], []
+        return None
     check_evaluates_on_devices(job, task)
-    vector = evaluation_vector(job, task)
-    return vector.figure_names, vector.left_out
-
-
-def _check_metrics(job: Job, policy: Policy, known: Collection[str]) -> None:
-    target, metric = job.strategy.target_metric, getattr(policy, "metric", None)
-    if target is not None and target.name not in known:
-        raise JobError(unknown_metric(target.name, "strategy.target_metric.name", known))
-    best = job.evaluation.keep_best
-    if best is not None and best.name not in known:
-        raise JobError(unknown_metric(best.name, "evaluation.keep_best.name", known))
-    if metric is not None and metric not in known:
-        raise JobError(unknown_metric(metric, "strategy.settings.metric", known))
+    return evaluation_vector(job, task)

@@ -167,6 +167,44 @@ def test_a_datacenter_whose_task_freezes_a_parameter_is_refused(check_job, what,
         check_job(*overrides, methods=methods)
 
 
+PLATEAU = (
+    "strategy.policy=plateau",
+    *[f"strategy.settings.{n}=federated" for n in ("first", "then")],
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "methods", "sentence"),
+    [
+        (
+            PLATEAU,
+            "eval_data = isthmus.Task.eval_data",
+            r"strategy.settings.metric='loss' follows a metric, and nothing evaluates the model; ",
+        ),
+        (
+            PLATEAU,
+            "def eval_data(self): return None",
+            r"strategy.settings.metric='loss' follows a metric, and nothing evaluates the model; ",
+        ),
+        (
+            PLATEAU,
+            "eval_data = isthmus.Task.eval_data\ndef public_eval(self): return rows(9, seed=1)",
+            r"strategy.settings.metric='loss' is a metric on eval_data\(\), which Learn does not ",
+        ),
+        (
+            ("strategy.policy=adaptive", "datacenter.ranks=1", "datacenter.batch_size=4"),
+            "eval_data = isthmus.Task.eval_data",
+            r'strategy.policy="adaptive" follows the loss on eval_data\(\), which Learn does not ',
+        ),
+    ],
+)
+def test_a_policy_without_the_metric_that_it_follows_is_refused(
+    check_job, overrides, methods, sentence
+):
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        check_job(*overrides, methods=methods)
+
+
 async def test_a_run_whose_policy_needs_a_datacenter_ends_at_once(write_task, make_job, tmp_path):
     write_task()
     job = make_job("strategy.policy=hybrid", "federated.clients=8")

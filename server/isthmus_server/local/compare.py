@@ -19,9 +19,11 @@ from isthmus.errors import IsthmusError, JobError, TaskError, UserError
 from isthmus.job import Job, with_changes
 from isthmus.printable import in_a_line
 from isthmus.task import load_task
+from isthmus.task.device_sums.bounded_means import evaluation_vector
 from isthmus_server.local.comparison_table import OWN, comparison_table, metrics_of, statistics_of
 from isthmus_server.local.variations import in_words
 from isthmus_server.privacy.run_budgets import check_budgets
+from isthmus_server.rounds.device_sums.followed_metrics import check_followed_metrics
 from isthmus_server.storage.records import FinalModel, RoundRecord
 from isthmus_server.storage.run_description import FILE, RunDescription, is_simulated
 from isthmus_server.storage.run_state import RunState
@@ -94,7 +96,7 @@ class JobComparison:
             runs: trains them.
 
         Raises:
-            UserError: a variant is no valid job, its policy cannot be loaded, or there is no budget
+            UserError: a variant is no valid job, its policy cannot be used, or there is no budget
                 to compare policies at.
         """
         self.job = job
@@ -120,24 +122,25 @@ class JobComparison:
         return job
 
     def _check_policy(self, job: Job) -> None:
-        """Refuse a policy that is unknown, or has other settings, before another variant trains.
+        """Refuse a policy that cannot be used before another variant trains.
 
         A task that cannot be loaded is an error of the variant's runs, which leaves the others.
 
         Raises:
-            JobError: the policy cannot be loaded.
+            JobError: it is unknown, has other settings, or follows a metric that no round has.
         """
-        if ":" in job.strategy.policy:
-            try:  # makes the modules in the folder of its file importable
-                load_task(
-                    job.task.source,
-                    job.task.settings,
-                    base=self.base,
-                    data=job.task.data_in(self.base),
-                )
-            except TaskError:
-                return
-        load_policy(job.strategy)
+        section, vector = job.task, None
+        try:
+            task = load_task(
+                section.source, section.settings, base=self.base, data=section.data_in(self.base)
+            )
+            if job.evaluation.devices:
+                vector = evaluation_vector(job, task)
+        except TaskError:
+            if ":" not in job.strategy.policy:  # others may be in the folder of the task's file
+                load_policy(job.strategy)
+        else:
+            check_followed_metrics(job, task, load_policy(job.strategy), vector)
 
     async def run(self, console: Console) -> dict[str, Any]:
         """Run the job in each variant and with each seed; print and return the results.

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, UserError
 from isthmus_server.strategy.gradients import REST
 from isthmus_server.strategy.policy import (
     BEST,
@@ -41,6 +41,8 @@ def checked_answer(policy: Policy, name: str, observation: Observation) -> Answe
     where = f"the policy {name!r}"
     try:
         answer = policy.plan(observation)
+    except UserError as error:  # a sentence for users
+        raise JobError(f"{where} failed in round {observation.round}: {error}") from error
     except Exception as error:  # third-party code may raise anything
         raise JobError(
             f"{where} failed in round {observation.round}: {type(error).__name__}: {error}"

@@ -159,6 +159,11 @@ def improves(metrics: Mapping[str, float], previous: PastRound | None, best: Bes
 
 def unknown_metric(name: str, key: str, known: Collection[str]) -> str:
     """The sentence for a key of the job that names a metric which the task does not have."""
+    if not known:
+        return (
+            f"{key}={name!r} follows a metric, and nothing evaluates the model; add eval_data() to "
+            "the task, or validation_data() and set evaluation.devices"
+        )
     return f"{key}={name!r} is not a held-out metric of the task; it has {', '.join(sorted(known))}"
 
 

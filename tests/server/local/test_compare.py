@@ -209,6 +209,16 @@ def test_a_policy_that_cannot_be_loaded_is_refused_before_any_run(
     assert not runs.trained
 
 
+def test_a_policy_that_follows_a_metric_which_no_round_has_is_refused_before_any_run(
+    compare, make_job, write_task
+):
+    write_task("eval_data = isthmus.Task.eval_data")
+    runs, variants = Runs(), [{"strategy.policy": name} for name in ("federated", "plateau")]
+    with pytest.raises(UserError, match=r"^with plateau: strategy.settings.metric='loss' follows "):
+        compare(variants, runs, job=make_job("budget=8", "strategy.policy=federated"))
+    assert not runs.trained
+
+
 def test_a_policy_of_the_job_in_the_folder_of_its_task_can_be_compared(
     compare, make_job, write_task, tmp_path
 ):

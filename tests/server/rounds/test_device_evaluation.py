@@ -271,6 +271,58 @@ async def test_a_policy_that_follows_a_metric_that_no_round_has_is_refused(
         await run(deployment, "run", *settings)
 
 
+PUBLIC_ONLY = (
+    VALIDATES
+    + """
+eval_data = isthmus.Task.eval_data
+def public_eval(self):
+    return rows(9, seed=1)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            ("strategy.policy=plateau",),
+            r"^strategy.settings.metric='loss' is a metric on eval_data\(\), which Learn does not "
+            r"have; add it, or name one of public_eval\(\), such as public_loss$",
+        ),
+        (
+            ("strategy.target_metric={name='accuracy', at_least=0.9}",),
+            r"^strategy.target_metric.name='accuracy' is a metric on eval_data\(\), which Learn ",
+        ),
+        (
+            ("strategy.policy=plateau", "strategy.settings.metric=devices_f1"),
+            "^strategy.settings.metric='devices_f1' is not a held-out metric of the task",
+        ),
+        (
+            (
+                "evaluation.devices=0",
+                "strategy.policy=plateau",
+                "strategy.settings.metric=devices_loss",
+            ),
+            "^strategy.settings.metric='devices_loss' is measured on devices, and evaluation.devic",
+        ),
+    ],
+)
+async def test_public_rows_alone_have_no_metric_of_another_name(deployment, settings, reason):
+    await deployment.start(PUBLIC_ONLY, NAMES)
+    store = deployment.create_run("run", *SETTINGS, *settings)
+    with pytest.raises(JobError, match=reason):
+        Coordinator(store, deployment.link)
+
+
+@pytest.mark.parametrize("metric", ["public_loss", "devices_loss"])
+async def test_a_policy_can_follow_public_rows_or_devices(deployment, metric):
+    await deployment.start(PUBLIC_ONLY, NAMES)
+    both = ("strategy.settings.first=federated", "strategy.settings.then=federated")
+    settings = ("strategy.policy=plateau", *both, f"strategy.settings.metric={metric}", "rounds=2")
+    store, _, _ = await run(deployment, "run", *settings)
+    assert len(read_report(store).rounds) == 2
+
+
 async def test_a_target_can_be_a_metric_of_devices(deployment):
     await deployment.start(WITHOUT_CENTRAL, NAMES)
     target = "strategy.target_metric={name='devices_accuracy', at_least=0.0}"

@@ -204,3 +204,9 @@ def test_a_policy_that_breaks_its_contract_is_named(write_policy, body, sentence
     with pytest.raises(JobError, match=sentence) as caught:
         checked_answer(policy, name, observe(3))
     assert f"the policy {name!r}" in str(caught.value)
+
+
+def test_a_sentence_that_a_policy_raises_is_shown_as_it_is(write_policy):
+    name = write_policy("import isthmus.errors as e\n        raise e.UserError('give it a level')")
+    with pytest.raises(JobError, match=r"failed in round 3: give it a level$"):
+        checked_answer(load_policy(StrategySection(policy=name)), name, observe(3))

@@ -15,10 +15,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from isthmus.errors import CannotContinue, JobError, RoundFailed
-from isthmus.task import Task
 from isthmus.task.device_sums.bounded_means import BoundedMeans, evaluation_vector
 from isthmus.task.device_sums.evaluation import EvaluationVector, check_evaluates_on_devices
-from isthmus.task.device_sums.metrics import DEVICES
 from isthmus.task.device_sums.statistics import StatisticsVector
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.model.summed_evaluation import TRIES, GroupEvaluation, SummedEvaluation
@@ -27,11 +25,14 @@ from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector
+from isthmus_server.rounds.device_sums.followed_metrics import (
+    check_followed_metrics,
+    followed_metrics,
+    known_metrics,
+)
 from isthmus_server.rounds.device_sums.summing import DeviceSummation, DeviceSums
 from isthmus_server.rounds.readiness import Retries
 from isthmus_server.storage.records import Receipt
-from isthmus_server.strategy.observation import unknown_metric
-from isthmus_server.strategy.policies.adaptive import Adaptive
 from isthmus_server.strategy.policy import Policy
 from isthmus_server.strategy.round_spec import RoundSpec, evaluates
 from isthmus_server.transport.bundle import published
@@ -79,8 +80,8 @@ class RoundEvaluator:
         self._summation = DeviceSummation(context, cohorts, busy)
         self._clock = clock
         self._vector: EvaluationVector | None = None
-        self._followed: list[str] = []
-        """Metrics that decide something: the best model, the end of the run, or a plan."""
+        self._followed: dict[str, str] = {}
+        """Metrics that decide something, by the keys that name them."""
         self._evaluated = False
         """Whether devices could evaluate a model before."""
         if self._job.evaluation.devices:
@@ -90,10 +91,7 @@ class RoundEvaluator:
     @property
     def known_metrics(self) -> list[str] | None:
         """Names of all metrics that a round can have; None if central data decide."""
-        task = type(self._model.task)
-        if task.eval_data is not Task.eval_data or task.public_eval is not Task.public_eval:
-            return None
-        return [] if self._vector is None else self._vector.figure_names
+        return known_metrics(self._model.task, self._vector)
 
     def check_policy(self, policy: Policy) -> None:
         """Refuse a policy, or a target, that follows a metric which no round will have.
@@ -101,57 +99,21 @@ class RoundEvaluator:
         Raises:
             JobError: with the key to change.
         """
-        known, strategy = self.known_metrics, self._job.strategy
-        best = self._job.evaluation.keep_best
-        followed = {"strategy.settings.metric": getattr(policy, "metric", None)}
-        if strategy.target_metric is not None:
-            followed["strategy.target_metric.name"] = strategy.target_metric.name
-        if best is not None:
-            followed["evaluation.keep_best.name"] = best.name
-        self._followed = [name for name in followed.values() if name is not None]
-        if known is None:
-            if best is not None and best.name.startswith(DEVICES):
-                self._check_device_metric(best.name)
-            return
-        if strategy.target_metric is None and isinstance(policy, Adaptive):
-            raise JobError(
-                'strategy.policy="adaptive" follows the loss on eval_data(), which '
-                f"{type(self._model.task).__name__} does not have; add it, or choose another policy"
-            )
-        for key, name in followed.items():
-            if name is not None and name not in known:
-                raise JobError(
-                    unknown_metric(name, key, known)
-                    if known
-                    else f"{key}={name!r} follows a metric, and nothing evaluates the model; add "
-                    "eval_data() to the task, or validation_data() and set evaluation.devices"
-                )
-
-    def _check_device_metric(self, name: str) -> None:
-        """Refuse a metric of `keep_best` that devices do not measure; without it no round is best.
-
-        Raises:
-            JobError: with the key to change.
-        """
-        key = "evaluation.keep_best.name"
-        if self._vector is None:
-            raise JobError(
-                f"{key}={name!r} is measured on devices, and evaluation.devices is 0; set it"
-            )
-        if name not in self._vector.figure_names:
-            raise JobError(unknown_metric(name, key, self._vector.figure_names))
+        check_followed_metrics(self._job, self._model.task, policy, self._vector)
+        self._followed = followed_metrics(self._job, policy)
 
     def _check_evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Refuse `keep_best` where nothing evaluates, which only the task's data show.
+        """Refuse to follow a metric where nothing evaluates, which only the task's data show.
 
         Raises:
             JobError: no data were found.
         """
-        best = self._job.evaluation.keep_best
-        if best is not None and not metrics:
+        if metrics:
+            return
+        for key, name in self._followed.items():
             raise JobError(
-                f"evaluation.keep_best.name={best.name!r} follows a metric, and nothing evaluates "
-                "the model: eval_data() returned None"
+                f"{key}={name!r} follows a metric, and nothing evaluates the model: eval_data() "
+                "returned None"
             )
 
     def central(self) -> dict[str, float]:
@@ -178,7 +140,7 @@ class RoundEvaluator:
         sums, tried, failure = await self._tried(vector.size, spec.round, spec.attempt * TRIES)
         self._check_counted(sums, failure)
         clipped = {} if sums is None else vector.clipped(sums.total)
-        for name in self._followed:
+        for name in self._followed.values():
             if name in clipped and clipped[name].share > CLIPPED_SHARE:
                 raise CannotContinue(f"{clipped[name].sentence}: this metric decides about the run")
         receipts = [receipt for each in tried for receipt in each]
