@@ -34,7 +34,8 @@ def check(job: Job, task: Task, base: Path) -> str:
         UserError: one of them cannot be used, with the reason.
     """
     policy = load_policy(job.strategy)
-    check_participants(job, policy)
+    _check_population(job)
+    check_participants(job, policy, job.federated.clients or job.simulation.clients)
     if 0 < job.federated.clients < job.federated.cohort:
         raise JobError(
             f"federated.cohort={job.federated.cohort} is above federated.clients="
@@ -69,6 +70,19 @@ def check(job: Job, task: Task, base: Path) -> str:
             asked += f", but not {', '.join(left_out)}, which have no bounds ([privacy])"
         return f"{tried}; {asked}" if tried else asked
     return tried or "no evaluation: eval_data() returns None and evaluation.devices is 0"
+
+
+def _check_population(job: Job) -> None:
+    """Refuse a population that `isthmus simulate` refuses, in a job with a table for it.
+
+    Raises:
+        JobError: it is too small for a cohort, or too few of it are connected.
+    """
+    simulation, federated = job.simulation, job.federated
+    if "simulation" not in job.model_fields_set:
+        return
+    if simulation.clients is not None or federated.clients >= federated.cohort:
+        simulation.connections(simulation.population(federated), federated.invited)
 
 
 def _device_metrics(job: Job, task: Task) -> EvaluationVector | None:

@@ -5,6 +5,8 @@ from rich.console import Console
 
 from isthmus.errors import UserError
 from isthmus.job.commands import check
+from isthmus.task import load_task
+from isthmus_server.checks import check as server_check
 from isthmus_server.local.session import LocalRun
 
 NAN_ROW = """
@@ -203,6 +205,45 @@ def test_a_policy_without_the_metric_that_it_follows_is_refused(
 ):
     with pytest.raises(UserError, match=f"^{sentence}"):
         check_job(*overrides, methods=methods)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ("simulation.clients=3",),
+            r"a population of 3 devices \(simulation.clients\) is smaller than the cohort of 4 ",
+        ),
+        (
+            ("simulation.clients=3", "federated.clients=0", "datacenter.ranks=1"),
+            r"a population of 3 devices \(simulation.clients\) is smaller than the cohort of 4 ",
+        ),
+        (
+            ("simulation.connected=3",),
+            "simulation.connected=3 is below the 4 devices that a round invites; raise it",
+        ),
+    ],
+)
+def test_a_population_that_cannot_be_simulated_is_refused(check_job, overrides, sentence):
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        check_job(FEDERATED, *overrides)
+
+
+def test_a_simulated_job_whose_devices_are_named_on_the_command_line_is_fine(check_job):
+    assert "policy federated, 0 clients, " in check_job(
+        FEDERATED, "federated.clients=0", "simulation.step_seconds=2"
+    )
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "alternate"])
+def test_simulated_devices_are_those_that_a_policy_needs(write_task, make_job, tmp_path, policy):
+    write_task()
+    job = make_job(
+        *(f"strategy.policy={policy}", "datacenter.ranks=1"),
+        *("federated.clients=0", "simulation.clients=9"),
+    )
+    task = load_task(job.task.source, {}, base=tmp_path)
+    assert server_check(job, task, tmp_path) == "one batch of held-out data (accuracy, loss)"
 
 
 async def test_a_run_whose_policy_needs_a_datacenter_ends_at_once(write_task, make_job, tmp_path):
