@@ -74,6 +74,19 @@ def test_the_clients_of_a_run_are_tried_rather_than_those_of_a_simulation(check_
             "datacenter; raise it, or choose another policy",
         ),
         (
+            ["strategy.policy=adaptive", "federated.clients=0", "datacenter.ranks=1"],
+            "strategy.policy='adaptive' trains federated rounds, which need 3 devices .* and "
+            "federated.clients=0 starts fewer; ",
+        ),
+        (
+            ["strategy.policy=adaptive", "strategy.target_edge_share=0"],
+            "strategy.policy='adaptive' trains datacenter rounds, and datacenter.ranks=0 starts ",
+        ),
+        (
+            ["strategy.policy=rule", "strategy.target_edge_share=0.5"],
+            "strategy.policy='rule' trains hybrid rounds, and datacenter.ranks=0 starts no ",
+        ),
+        (
             ["datacenter.ranks=2"],
             r"datacenter.batch_size=32 for each of 2 replica\(s\) is a batch of 64 examples, and "
             r"local_data\(\) of the datacenter has 20; lower it",
@@ -244,6 +257,34 @@ def test_simulated_devices_are_those_that_a_policy_needs(write_task, make_job, t
     )
     task = load_task(job.task.source, {}, base=tmp_path)
     assert server_check(job, task, tmp_path) == "one batch of held-out data (accuracy, loss)"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("datacenter.ranks=0",),  # a server's participants join it
+        ("datacenter.ranks=1", "strategy.target_edge_share=0"),
+        (
+            *("datacenter.ranks=1", "strategy.objective=time"),
+            "strategy.target_metric={name='accuracy', at_least=0.9}",
+        ),
+    ],
+)
+def test_adaptive_needs_devices_only_where_they_may_not_be_left_out(
+    write_task, make_job, tmp_path, overrides
+):
+    write_task()
+    job = make_job("strategy.policy=adaptive", "federated.clients=0", *overrides)
+    task = load_task(job.task.source, {}, base=tmp_path)
+    assert server_check(job, task, tmp_path) == "one batch of held-out data (accuracy, loss)"
+
+
+async def test_a_run_whose_policy_needs_devices_ends_at_once(write_task, make_job, tmp_path):
+    write_task()
+    job = make_job("strategy.policy=adaptive", "datacenter.ranks=1")
+    run = LocalRun.new(job, tmp_path, tmp_path / "run")
+    with pytest.raises(UserError, match=r"trains federated rounds, which need .* devices"):
+        await run.run(None, Console(), None)
 
 
 async def test_a_run_whose_policy_needs_a_datacenter_ends_at_once(write_task, make_job, tmp_path):

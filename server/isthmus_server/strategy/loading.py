@@ -1,6 +1,6 @@
 """Load the policy that a job names: a built-in one, an entry point of a package, or module:Name.
 
-A policy may have the attributes `regimes`, all that it may plan, and `metric`, the held-out metric
+A policy may have the attributes `regimes`, those that it needs, and `metric`, the held-out metric
 that it uses: a job in which one of them cannot exist is then refused before it is trained.
 """
 

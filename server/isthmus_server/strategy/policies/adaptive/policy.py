@@ -50,7 +50,7 @@ from isthmus_server.strategy.policies.adaptive.state import AdaptiveSettings, Ad
 from isthmus_server.strategy.policies.adaptive.step_size import StepSize
 from isthmus_server.strategy.policies.adaptive.target_planner import TargetPlanner
 from isthmus_server.strategy.policies.adaptive.warm_start import OUTSIDE_OF_HOURS, WarmStart
-from isthmus_server.strategy.policy import Answer, Observation, Plan, settings_of
+from isthmus_server.strategy.policy import Answer, Kind, Observation, Plan, settings_of
 
 
 class Adaptive:
@@ -68,6 +68,17 @@ class Adaptive:
         self._edge = EdgePlanner(settings, roles, steps, strategy)
         objective = strategy.objective
         self._target = TargetPlanner(settings, objective) if objective != "quality" else None
+        self.regimes = self._certain_regimes()
+
+    def _certain_regimes(self) -> tuple[Kind, ...]:
+        """The regimes without which it cannot end a run.
+
+        Where it needs devices they can train without a datacenter, so `hybrid` is not among them.
+        With another objective than quality the datacenter alone may reach the target.
+        """
+        if self.edge_share == 0:
+            return ("datacenter",)
+        return () if self._target is not None and self.edge_share == 1 else ("federated",)
 
     def plan(self, observation: Observation) -> Answer:
         """Make one step of the state machine in the module's docstring."""
