@@ -259,6 +259,27 @@ def test_simulated_devices_are_those_that_a_policy_needs(write_task, make_job, t
     assert server_check(job, task, tmp_path) == "one batch of held-out data (accuracy, loss)"
 
 
+ADAPTIVE = "strategy.policy=adaptive"
+HALF = "strategy.target_edge_share=0.5"
+
+
+@pytest.mark.parametrize("devices", ["federated.clients=4", "simulation.clients=4"])
+def test_a_part_of_the_target_that_nobody_learns_is_noted(check_job, devices):
+    *_, note = check_job(ADAPTIVE, HALF, "federated.clients=0", devices).splitlines()
+    assert note == (
+        "note    strategy.target_edge_share=0.5 leaves 0.5 of the target to the data of a "
+        "datacenter, and datacenter.ranks=0 starts none: that part is not learned; raise "
+        "datacenter.ranks, or set strategy.target_edge_share=1"
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides", [(ADAPTIVE,), (FEDERATED, HALF), (ADAPTIVE, HALF, "federated.clients=0")]
+)
+def test_without_such_a_part_there_is_no_note(check_job, overrides):
+    assert "note" not in check_job(*overrides)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

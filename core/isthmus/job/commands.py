@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from isthmus.job.schema import job_schema, load_job
+from isthmus.job.schema import Job, job_schema, load_job
 from isthmus.task.loading import load_task
 
 CHECKS = "isthmus.checks"
@@ -60,6 +60,25 @@ def check(path: Path, overrides: tuple[str, ...]) -> None:
         f"policy {checked.strategy.policy}, {clients}, "
         f"{checked.datacenter.ranks} datacenter ranks\n"
         f"tried   {', '.join(filter(None, tried))}"
+    )
+    if note := _unlearned(checked):
+        click.echo(f"note    {note}")
+
+
+def _unlearned(checked: Job) -> str:
+    """Says that a part of the target is in the data of a datacenter that nobody starts.
+
+    Empty if not, and for a job that starts nobody: its participants join a server. Other policies
+    either ignore the share or refuse a job without datacenter.
+    """
+    share, clients = checked.strategy.target_edge_share, checked.federated.clients
+    starts = bool(clients or checked.simulation.clients) and not checked.datacenter.ranks
+    if checked.strategy.policy != "adaptive" or not 0 < share < 1 or not starts:
+        return ""
+    return (
+        f"strategy.target_edge_share={share:g} leaves {1 - share:.3g} of the target to the data of "
+        "a datacenter, and datacenter.ranks=0 starts none: that part is not learned; raise "
+        "datacenter.ranks, or set strategy.target_edge_share=1"
     )
 
 
