@@ -153,6 +153,18 @@ def test_a_task_that_cannot_be_trained_is_refused(check_job, methods, sentence):
         check_job(FEDERATED, methods=methods)
 
 
+def test_a_batch_of_one_row_for_batch_norm_is_refused_with_what_to_do(check_job):
+    methods = """
+        def model(self):
+            return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+        def local_data(self, participant):
+            return rows(1, seed=1)
+        """
+    sentence = r"Expected more than 1 value .*; BatchNorm cannot train on a batch of one row, .*"
+    with pytest.raises(UserError, match=rf"^forward\(\) failed.*: {sentence}or use GroupNorm$"):
+        check_job(FEDERATED, methods=methods)
+
+
 @pytest.mark.parametrize(
     ("what", "methods"),
     [

@@ -197,6 +197,14 @@ _PRODUCT_MODULE = re.compile(r"isthmus(_(?!task_)\w+)?(\.|$)")
 """Modules of Isthmus; a user's file is loaded as `isthmus_task_...`."""
 
 
+_ADVICE = {
+    "Expected more than 1 value per channel when training": "BatchNorm cannot train on a batch of "
+    "one row, such as the rest of the data after whole batches: change batch_size, leave such rows "
+    "out in local_data(), or use GroupNorm",
+}
+"""What to do about errors of PyTorch whose own message does not say it, by its beginning."""
+
+
 def _at_user_line(what: str, error: BaseException) -> str:
     """`what failed at file.py:12: Kind: message`, pointing at the last line outside libraries."""
     if isinstance(error, SyntaxError) and error.filename:
@@ -206,6 +214,8 @@ def _at_user_line(what: str, error: BaseException) -> str:
         f"{frame.f_code.co_filename}:{line}" for frame, line in frames if _is_of_user(frame)
     ]
     message = " ".join(str(error).split()) or "no message"
+    advice = [text for begin, text in _ADVICE.items() if message.startswith(begin)]
+    message = "; ".join([message, *advice])
     kind = type(error).__name__
     if not user_lines:
         return f"{what} failed: {kind}: {message}"
