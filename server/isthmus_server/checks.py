@@ -35,7 +35,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     """
     policy = load_policy(job.strategy)
     _check_population(job)
-    check_participants(job, policy, job.federated.clients or job.simulation.clients)
+    check_participants(job, policy, _devices(job))
     if 0 < job.federated.clients < job.federated.cohort:
         raise JobError(
             f"federated.cohort={job.federated.cohort} is above federated.clients="
@@ -70,6 +70,14 @@ def check(job: Job, task: Task, base: Path) -> str:
             asked += f", but not {', '.join(left_out)}, which have no bounds ([privacy])"
         return f"{tried}; {asked}" if tried else asked
     return tried or "no evaluation: eval_data() returns None and evaluation.devices is 0"
+
+
+def _devices(job: Job) -> int:
+    """The number of devices of a run on this machine, or of a simulation."""
+    count = job.federated.clients or job.simulation.clients or 0
+    if not count and job.datacenter.ranks and "simulation" in job.model_fields_set:
+        return job.federated.cohort  # a simulation gets at least so many with --clients
+    return count
 
 
 def _check_population(job: Job) -> None:

@@ -261,11 +261,14 @@ def test_a_simulated_job_whose_devices_are_named_on_the_command_line_is_fine(che
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "alternate"])
-def test_simulated_devices_are_those_that_a_policy_needs(write_task, make_job, tmp_path, policy):
+@pytest.mark.parametrize("simulation", ["clients=9", "step_seconds=2"])  # or with --clients
+def test_simulated_devices_are_those_that_a_policy_needs(
+    write_task, make_job, tmp_path, policy, simulation
+):
     write_task()
     job = make_job(
         *(f"strategy.policy={policy}", "datacenter.ranks=1"),
-        *("federated.clients=0", "simulation.clients=9"),
+        *("federated.clients=0", f"simulation.{simulation}"),
     )
     task = load_task(job.task.source, {}, base=tmp_path)
     assert server_check(job, task, tmp_path) == "one batch of held-out data (accuracy, loss)"
