@@ -113,7 +113,7 @@ class RoleChooser:
         alike, forgotten = self._why_useful(observation, state)
         if not alike and not forgotten:
             return state, DatacenterRole("", measures=measures)
-        if not alike and budget_plan.has_device_hours(observation):
+        if not alike and self._come_and_go(observation):
             reason = f"{forgotten}, so the datacenter trains in parallel"
             return state, DatacenterRole(reason, trains=True)
         if not alike and self._settings.race_rounds:
@@ -144,7 +144,10 @@ class RoleChooser:
         rounds = settings.alike_rounds * (3 if state.warm_accepted else 1)
         public_ratio = evidence.public_loss_ratio(observation, state.warm_accepted)
         alike = forgotten = ""
-        if state.edge_rounds >= rounds and public_ratio < settings.alike:
+        # The datacenter's own training lowers the public loss too: later on it is no evidence.
+        in_parallel = sum(past.regime == "hybrid" for past in observation.history)
+        tested = not self._come_and_go(observation) or in_parallel <= 2 * settings.alike_rounds
+        if tested and state.edge_rounds >= rounds and public_ratio < settings.alike:
             alike = (
                 f"; public data are like theirs (the public loss fell to {public_ratio:.2g} of the "
                 f"first, the threshold is {settings.alike:g})"
@@ -156,6 +159,10 @@ class RoleChooser:
                 f"times the first, the threshold is {settings.forgotten:g})"
             )
         return alike, forgotten
+
+    def _come_and_go(self, observation: Observation) -> bool:
+        """Whether other devices may be there at other times, so that they cannot race."""
+        return self._steps.in_turns or budget_plan.has_device_hours(observation)
 
     def rehearsal(
         self,

@@ -54,7 +54,7 @@ class EdgePlanner:
         state, role = self._role(observation, state, round_.role)
         keep = FORK if state.race.branch == "fork" else round_.keep
         scale, why_scale = self._steps.choose(observation, state)
-        windows = tuple(sorted({*state.windows, *self._steps.open_windows(observation)}))
+        windows = tuple(sorted({*state.windows, *self._steps.only_window(observation)}))
         transfer = role.transfer_weight > 0
         hybrid = transfer or role.trains
         cost_share = settings.parallel_share if role.trains else settings.transfer_share

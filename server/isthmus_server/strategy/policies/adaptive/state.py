@@ -143,7 +143,7 @@ class AdaptiveState:
     step_scale: float = 1.0
     """Factor on the devices' steps."""
     windows: tuple[str, ...] = ()
-    """Windows in which devices trained, if they have several a day."""
+    """Windows in which devices trained while no other one was open, if they have several a day."""
     excluded: tuple[str, ...] = ()
     """Datacenters whose gradient a race has shown to do harm, while others are still used."""
     uses_gradient: bool = False

@@ -48,7 +48,8 @@ class StepSize:
         if not self.in_turns:
             return scale, ""
         # Public data that hold a part of the target are taught in every window.
-        if len(state.windows) > 1 and loss_ratio <= self._settings.undone and self._all_theirs:
+        forgot_little = 0 < loss_ratio <= self._settings.undone  # 0: not known
+        if len(state.windows) > 1 and forgot_little and self._all_theirs:
             why = f"; in another window their loss was only {loss_ratio:.2g} times the first"
             return scale, f"{why}: steps x {scale:g}"
         return short, f"; they have {self._a_day} windows a day: steps x {short:g}"
@@ -57,15 +58,16 @@ class StepSize:
         """Whether the steps are shorter than what was accepted before."""
         return self.choose(observation, state)[0] < state.step_scale
 
-    def open_windows(self, observation: Observation) -> set[str]:
-        """The windows of devices that are open now; none unless devices may come in turns."""
+    def only_window(self, observation: Observation) -> set[str]:
+        """The window of devices that is open now; none if there are several, or no turns."""
         if not self.in_turns:
             return set()
-        return {
+        windows = {
             f"{window.opens}-{window.closes}"
             for window in self._windows
             if forecast([window], "federated", observation.now).ready
         }
+        return windows if len(windows) == 1 else set()
 
 
 def _most_windows(windows: Sequence[Window]) -> int:

@@ -85,13 +85,16 @@ def plan_in_turns(history, strategy=IN_TURNS, hour=1.0, **state):
         (BOTH, 1.3, 1.0),
         (BOTH, 1.4, 0.5),  # they forgot more than a third
         (BOTH[:1], 0.9, 0.5),  # no devices of the other window have trained yet
+        (BOTH, None, 0.5),  # their loss is not known
     ],
 )
 def test_steps_are_whole_once_devices_of_another_window_forgot_little(windows, second_loss, scale):
     history = rounds_with([1.0, 0.6, second_loss])
+    if second_loss is None:
+        history = [dataclasses.replace(past, training={}) for past in history]
     plan = plan_in_turns(history, windows=windows)
     assert plan.step_scale == scale
-    assert (f"their loss was only {second_loss:.2g} times the first" in plan.reason) == (scale == 1)
+    assert ("their loss was only 1.3 times the first" in plan.reason) == (scale == 1)
 
 
 def test_steps_stay_short_in_turns_where_public_data_hold_a_part_of_the_target():
@@ -116,12 +119,27 @@ def test_the_datacenter_trains_in_parallel_where_devices_in_turns_forget():
     assert "2.3 times the first, the threshold is 2), so the datacenter trains in" in plan.reason
 
 
-def test_devices_in_turns_take_the_gradient_of_public_data_like_theirs():
-    history = rounds_with([1.0, 0.6, 2.3, 0.9], public_loss=3.0)
+@pytest.mark.parametrize(
+    ("parallel_rounds", "merge"), [(0, "transfer"), (6, "transfer"), (7, "weighted")]
+)
+def test_devices_in_turns_take_the_gradient_of_public_data_like_theirs(parallel_rounds, merge):
+    """The public loss is no evidence once the datacenter has trained on public data for a while."""
+    history = rounds_with([1.0, 0.6, 2.3, *[0.9] * (parallel_rounds + 1)], public_loss=3.0)
     history[-1] = dataclasses.replace(history[-1], metrics={"public_loss": 1.5})
+    for at in range(3, 3 + parallel_rounds):
+        history[at] = dataclasses.replace(history[at], regime="hybrid")
     plan = plan_in_turns(history)
-    assert (plan.merge, plan.transfer_weight) == ("transfer", 0.25)
-    assert plan.step_scale == 0.5
+    assert (plan.merge, plan.step_scale) == (merge, 0.5)
+    assert plan.transfer_weight == (0.25 if merge == "transfer" else None)
+
+
+def test_devices_in_turns_do_not_race_although_there_is_always_a_window():
+    windows = (DEVICES, {**LATER, "closes": "00:00"})
+    strategy = strategy_of("adaptive", windows=windows)
+    history = rounds_with([1.0, 0.6, 2.3], public_loss=3.0)
+    state = {"phase": "edge", "edge_rounds": 3}
+    plan = load_policy(strategy).plan(observe(4, history, state=state, rounds=200))
+    assert plan.merge == "weighted"
 
 
 @pytest.mark.parametrize(
