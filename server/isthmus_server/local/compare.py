@@ -258,7 +258,7 @@ class JobComparison:
             return ""
         cost = statistics_of(ended)["means"]["cost"]
         affordable = job.budget >= cost * (1 + 1 / job.rounds)
-        if not affordable or any(run["rounds"] < job.rounds for run in ended):
+        if not cost or not affordable or any(run["rounds"] < job.rounds for run in ended):
             return ""
         return (
             f"{in_words(self.variants[number])}: rounds={job.rounds} ended it at a cost of "

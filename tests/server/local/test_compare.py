@@ -24,6 +24,7 @@ class Runs:
     """Runs that end at once, with given metrics; an error in their place is raised."""
 
     simulated = False
+    spent = 2.0
 
     def __init__(self, *ends):
         self.ends, self.trained = list(ends), []
@@ -44,7 +45,7 @@ class Runs:
             end = self.ends.pop(0) if self.ends else {"accuracy": 0.5}
         if isinstance(end, BaseException):
             raise end
-        state = SimpleNamespace(round=3, spent=2.0)
+        state = SimpleNamespace(round=3, spent=self.spent)
         return state, FinalModel(metrics=end, model_sha256="", model_path="", round=3)
 
     def leave(self):
@@ -267,10 +268,15 @@ def test_rounds_limit_every_policy_and_it_is_said_whose_budget_is_not_used_up(
         assert f"{line} budget of 4" in printed
 
 
-@pytest.mark.parametrize("change", ["budget=2.5", "rounds=4"])
-def test_a_budget_without_another_round_ended_the_policy(compare, make_job, change):
-    job = make_job("budget=4", "rounds=3", change)
-    _, printed = compare([{"strategy.policy": "federated"}], Runs(), job=job)
+@pytest.mark.parametrize(
+    ("change", "cost"), [("budget=2.5", 2.0), ("rounds=4", 2.0), ("seed=1", 0.0)]
+)
+def test_rounds_did_not_end_a_policy_that_ended_before_or_has_no_price(
+    compare, make_job, change, cost
+):
+    runs, job = Runs(), make_job("budget=4", "rounds=3", change)
+    runs.spent = cost
+    _, printed = compare([{"strategy.policy": "federated"}], runs, job=job)
     assert "ended it" not in printed
 
 
