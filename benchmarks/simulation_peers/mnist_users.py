@@ -28,9 +28,9 @@ def write_data(images: torch.Tensor, digits: torch.Tensor, file: Path) -> None:
 class Users:
     """The users' images (1000, 8, 1, 28, 28) and digits (1000, 8), and the test set."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         """Load the file."""
-        data = torch.load(os.environ["DATA"], weights_only=True)
+        data = torch.load(os.environ["DATA"], weights_only=True, map_location=device)
         count = USERS * IMAGES
         self.inputs = data["inputs"][:count].view(USERS, IMAGES, 1, 28, 28)
         self.digits = data["digits"][:count].view(USERS, IMAGES)

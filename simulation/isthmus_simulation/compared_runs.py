@@ -10,7 +10,7 @@ from isthmus.job import Job
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
-from isthmus_simulation.run import Simulation, check
+from isthmus_simulation.run import Simulation, check, gpus_of
 
 
 class SimulatedRuns:
@@ -33,6 +33,7 @@ class SimulatedRuns:
             JobError: the job cannot be simulated.
         """
         check(job)
+        gpus_of(job)
         return ""
 
     @contextlib.asynccontextmanager

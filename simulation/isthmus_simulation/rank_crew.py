@@ -21,7 +21,7 @@ from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.channel import Channel
 from isthmus_clients.virtual.messages import PieceRequest
-from isthmus_clients.virtual.stacks.training import StackedTraining
+from isthmus_clients.virtual.stacks.training import DeviceTraining, StackedTraining
 from isthmus_clients.virtual.workers import PieceWorker
 from isthmus_server.storage.run_description import RunDescription
 from isthmus_simulation.rank_description import RankDescription
@@ -150,6 +150,10 @@ class RankCrew:
             raise worker.lost() from None
         return workers
 
+    def memory(self, size: int) -> Buffer:
+        """See `Crew.memory`."""
+        return bytearray(size)
+
     def leave(self) -> None:
         """See `Crew.leave`: the ranks stay until `close`."""
 
@@ -226,12 +230,16 @@ class _RankWorker(PieceWorker):
         super().__init__(channel, layout)
         self._crew, self.name = crew, name
 
+    def blocks(self, batch: Sequence[DeviceTraining]) -> Sequence[int]:
+        """See `PieceWorker`."""
+        return ()
+
     def send_model(self, received: Buffer) -> None:
         """See `PieceWorker`."""
         self.send(PieceRequest("model", received=len(received)))
         self.channel.send_vector(received)
 
-    def take_update(self, number: int, place: Buffer) -> None:
+    def take_update(self, place: Buffer) -> None:
         """See `PieceWorker`."""
         self.channel.receive_into(place)
 

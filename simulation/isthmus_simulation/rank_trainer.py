@@ -120,10 +120,11 @@ def _serve(channel: Channel, base: Path, device: str) -> NoReturn:
                 channel.send(PieceAnswer(str(error)).encode())
             continue
         assert trainer is not None
-        answer, updates = trainer.answer(request, received)
+        memories = [bytearray(request.room) + received for _ in request.participants]
+        answer = trainer.answer(request, memories)
         channel.send(answer.encode())
-        for update in updates:
-            channel.send_vector(update)
+        for memory, result in zip(memories, answer.results, strict=False):
+            channel.send_vector(memoryview(memory)[: result.size])
 
 
 def _opened(request: PieceRequest, base: Path, device: str) -> DeviceRun:

@@ -19,7 +19,9 @@ from isthmus.transport.blobs import Buffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.virtual.fleet import VirtualFleet
+from isthmus_clients.virtual.forked_crew import ForkedCrew
 from isthmus_clients.virtual.profiles import DeviceProfile
+from isthmus_clients.virtual.workers import Crew
 from isthmus_datacenter.virtual import VirtualDatacenter
 from isthmus_server.observability.observers import Observers
 from isthmus_server.privacy.run_budgets import check_budgets
@@ -61,6 +63,7 @@ class Simulation:
         self.store = store
         self._crew = crew
         check(store.job)
+        self._gpus = gpus_of(store.job) if crew is None else []
         self._coordinator: Coordinator | None = None
         self._leaving = False
 
@@ -72,6 +75,8 @@ class Simulation:
             JobError: the job cannot be simulated, or no noise meets a privacy budget of it.
         """
         check(job)
+        if crew is None:
+            gpus_of(job)
         check_budgets(job)
         mark_simulated(directory)
         return cls(Store.create(directory, job, base), crew)
@@ -133,7 +138,7 @@ class Simulation:
             await stack.enter_async_context(observers.watching(store, events, job.name))
             stack.enter_context(errors_of_devices_once())
             fleet = stack.enter_context(
-                contextlib.closing(fleet_of(job, store.directory, self._crew))
+                contextlib.closing(fleet_of(job, store.directory, self._crew or self._forks()))
             )
             population = Population(job, link, fleet)
             events.whole_population = population.is_whole
@@ -149,14 +154,19 @@ class Simulation:
                 link.join("datacenter-0", link_pb2.DATACENTER, TimedDatacenter(seconds))
             population.connect(coordinator.state.round + 1)
             events.subscribe(population.follow)
-            if self._crew is not None:
-                observers.console.print(self._crew.in_words, soft_wrap=True)
+            if fleet.crew is not None and fleet.crew.in_words:
+                observers.console.print(fleet.crew.in_words, soft_wrap=True)
             progress = SimulationProgress(observers.console, job, fleet, clock)
             events.subscribe(progress)
             with _existing_objects_kept():
                 final = await self._end_of(coordinator)
         progress.end()
         return final
+
+    def _forks(self) -> ForkedCrew | None:
+        """Processes on the GPUs of this machine, if the job names some."""
+        processes = self.store.job.simulation.processes or len(self._gpus)
+        return ForkedCrew(processes, self._gpus) if self._gpus else None
 
     async def _end_of(self, coordinator: Coordinator) -> FinalModel:
         """Run the coordinator; it is cancelled if a rank is lost."""
@@ -194,7 +204,39 @@ def _existing_objects_kept() -> Iterator[None]:
         gc.unfreeze()
 
 
-def fleet_of(job: Job, directory: Path, crew: RankCrew | None = None) -> VirtualFleet:
+def gpus_of(job: Job) -> list[str]:
+    """The GPUs of this machine that the processes of a simulation train on; none for its cores.
+
+    Raises:
+        JobError: there is no such GPU, or the job cannot be simulated on one.
+    """
+    choice = job.federated.device
+    if choice == "cpu":
+        return []
+    count = torch.cuda.device_count()  # does not begin to use them
+    keeps = job.exchange.has_personal
+    if choice == "auto" and (not count or keeps):
+        return []
+    if keeps:
+        raise JobError(
+            "simulated devices with personal parameters (exchange.personal, "
+            "exchange.buffers = 'local') train on the cores of this machine; set "
+            "federated.device to 'cpu'"
+        )
+    if choice == "mps":
+        raise JobError(
+            "simulated devices train on cores or on CUDA devices; set federated.device to 'cpu'"
+        )
+    first = int(choice.partition(":")[2] or 0)
+    if first >= count:
+        raise JobError(
+            f"federated.device is {choice!r}, and PyTorch finds {count} CUDA devices here; "
+            "install a driver and PyTorch with CUDA, or choose 'auto' or 'cpu'"
+        )
+    return [choice] if ":" in choice else [f"cuda:{number}" for number in range(count)]
+
+
+def fleet_of(job: Job, directory: Path, crew: Crew | None = None) -> VirtualFleet:
     """The simulated devices of a job; `directory` is the run's."""
     section = job.simulation
     return VirtualFleet(

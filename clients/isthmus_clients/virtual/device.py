@@ -57,6 +57,10 @@ class VirtualHost(InProcessHost):
                 self._personal = states.open(key, self.run.personal)
             return self.run.examples
 
+    def buffer(self, size: int, room: int = 0) -> Buffer:
+        """See `TaskHost.buffer`; a device keeps no memory between rounds."""
+        return memoryview(self._fleet.memory(room + size))[room:]
+
     def train(
         self,
         request_id: str,
@@ -84,7 +88,7 @@ class VirtualHost(InProcessHost):
             return super().evaluate(request_id, work, payload)
 
     def release(self, request_id: str, accepted: bool = True) -> None:
-        """See `TaskHost.release`; a device keeps no memory between rounds."""
+        """See `TaskHost.release`."""
         super().release(request_id, accepted)
         self._spare = None
 

@@ -12,6 +12,7 @@ from typing import Literal
 from isthmus.errors import IsthmusError, TaskError
 from isthmus.job import Job
 from isthmus.task import Participant
+from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.residuals import Residuals
@@ -251,6 +252,11 @@ class VirtualFleet:
             if self.run is None or self.run.run_id != work.run_id:
                 self.run = FleetRun(work, participant, self.data, self.mode, self.crew, self.run)
             return self.run
+
+    def memory(self, size: int) -> Buffer:
+        """Memory for what a device receives, in which it may train; see `TaskHost.buffer`."""
+        trainer = None if self.run is None else self.run.trainer
+        return trainer.memory(size) if isinstance(trainer, TrainingWorkers) else bytearray(size)
 
     def nth_request(self, name: str, purpose: str) -> str:
         """A name of a device's request; a device that comes back may get one for the same purpose.

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
+import functools
+import itertools
 import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from isthmus.errors import TaskError
+from isthmus.errors import IsthmusError, TaskError, UserError
 from isthmus.system.process import die_with_parent, keep_freed_memory
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.channel import Channel
-from isthmus_clients.virtual.messages import PieceRequest
+from isthmus_clients.virtual.messages import PieceAnswer, PieceRequest
 from isthmus_clients.virtual.piece_trainer import PieceTrainer
-from isthmus_clients.virtual.stacks.training import StackedTraining
-from isthmus_clients.virtual.workers import PieceWorker, most_devices
+from isthmus_clients.virtual.shared_blocks import SharedBlocks
+from isthmus_clients.virtual.stacks.training import DeviceTraining, StackedTraining
+from isthmus_clients.virtual.workers import PieceWorker
 
 _STOP_SECONDS = 5.0
 
@@ -30,20 +32,65 @@ _STOP_SECONDS = 5.0
 class ForkedCrew:
     """Forks processes for each run (an `isthmus_clients.virtual.workers.Crew`)."""
 
-    device = "cpu"
+    def __init__(self, count: int, gpus: Sequence[str] = ()) -> None:
+        """Set up; the processes end when they are told to, or with this process.
 
-    def __init__(self, count: int) -> None:
-        """`count` processes; they end when they are told to, or with this process."""
-        self._count = count
+        Args:
+            count: number of processes.
+            gpus: what they train on, in turn; the CPU without any. This process uses none of them,
+                as a fork of one that does could not.
+        """
+        self._count, self._gpus = count, gpus
         self._forks: list[_Fork] = []
+        self._blocks: SharedBlocks | None = None
+
+    @property
+    def device(self) -> str:
+        """See `Crew.device`."""
+        return "cuda" if self._gpus else "cpu"
+
+    @property
+    def in_words(self) -> str:
+        """See `Crew.in_words`."""
+        gpus = len({*self._gpus[: self._count]})
+        return f"devices train on GPUs: {gpus}, processes: {self._count}" if gpus else ""
 
     def open(
         self, work: link_pb2.OpenRun, shared: DeviceRun, stacked: StackedTraining | None
     ) -> Sequence[PieceWorker]:
         """See `Crew.open`."""
-        trainer = PieceTrainer(shared, stacked)
-        self._forks = [_Fork(trainer, shared.layout) for _ in range(self._count)]
+        layout = shared.layout
+        # Two vectors are received with some jobs, and the result may be two others.
+        self._blocks = SharedBlocks(layout.gradient_room + 2 * layout.nbytes)
+
+        def trainer_on(gpu: str) -> PieceTrainer:
+            run = DeviceRun(work, shared.participant, None, device=gpu)
+            return PieceTrainer(run, stacked and StackedTraining(run))
+
+        makers: list[Callable[[], PieceTrainer]]
+        makers = [functools.partial(trainer_on, gpu) for gpu in self._gpus]
+        if not makers:
+            here = PieceTrainer(shared, stacked)
+            makers = [lambda: here]
+        chosen = itertools.islice(itertools.cycle(makers), self._count)
+        self._forks = [_Fork(maker, self._blocks, layout) for maker in chosen]
+        try:
+            for fork in self._forks:
+                if error := fork.wait().error:
+                    raise UserError(error)
+        except UserError:
+            self.leave()
+            raise
+        except (EOFError, OSError):
+            self.leave()
+            raise _ended() from None
         return self._forks
+
+    def memory(self, size: int) -> Buffer:
+        """See `Crew.memory`."""
+        assert self._blocks is not None
+        is_small = size <= self._blocks.block_bytes  # models to score may be many
+        return self._blocks.new(size) if is_small else bytearray(size)
 
     def leave(self) -> None:
         """See `Crew.leave`."""
@@ -54,53 +101,37 @@ class ForkedCrew:
         self._forks = []
 
 
-class _SharedMemory:
-    """Memory of this process and of one fork: a slot for each update of a piece, and the model.
-
-    Pages take memory when they are used for the first time.
-    """
-
-    def __init__(self, layout: TensorLayout) -> None:
-        self._slot_bytes = layout.gradient_and_update.nbytes
-        self._slots_bytes = most_devices(layout) * self._slot_bytes
-        self._view = memoryview(mmap.mmap(-1, self._slots_bytes + 2 * layout.nbytes))
-
-    def received(self, size: int) -> memoryview:
-        """What devices have received: a model, and with some jobs a gradient."""
-        return self._view[self._slots_bytes : self._slots_bytes + size]
-
-    def slot(self, number: int, size: int) -> memoryview:
-        """The update of a device of the piece."""
-        start = number * self._slot_bytes
-        return self._view[start : start + size]
+def _ended() -> TaskError:
+    return TaskError("a process that trains simulated devices has ended; was there enough memory?")
 
 
 class _Fork(PieceWorker):
-    """One process."""
+    """One process; devices have their memory in blocks that it shares."""
 
-    def __init__(self, trainer: PieceTrainer, layout: TensorLayout) -> None:
+    def __init__(
+        self, make: Callable[[], PieceTrainer], blocks: SharedBlocks, layout: TensorLayout
+    ) -> None:
         own, other = socket.socketpair()
         super().__init__(Channel(own), layout)
-        self._memory = _SharedMemory(layout)
         context = multiprocessing.get_context("fork")
-        arguments = trainer, self._memory, Channel(other), self.channel, os.getpid()
+        arguments = make, blocks, Channel(other), self.channel, os.getpid()
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         other.close()
 
+    def blocks(self, batch: Sequence[DeviceTraining]) -> Sequence[int]:
+        """See `PieceWorker`."""
+        return [SharedBlocks.number(training.memory) for training in batch]
+
     def send_model(self, received: Buffer) -> None:
         """See `PieceWorker`."""
-        self._memory.received(len(received))[:] = received
 
-    def take_update(self, number: int, place: Buffer) -> None:
+    def take_update(self, place: Buffer) -> None:
         """See `PieceWorker`."""
-        memoryview(place)[:] = self._memory.slot(number, len(place))
 
     def lost(self) -> TaskError:
         """See `PieceWorker`."""
-        return TaskError(
-            "a process that trains simulated devices has ended; was there enough memory?"
-        )
+        return _ended()
 
     def end(self) -> None:
         """Wait for its end, after the channels of all forks were closed."""
@@ -110,7 +141,11 @@ class _Fork(PieceWorker):
 
 
 def _serve(
-    trainer: PieceTrainer, memory: _SharedMemory, channel: Channel, other: Channel, parent: int
+    make: Callable[[], PieceTrainer],
+    blocks: SharedBlocks,
+    channel: Channel,
+    other: Channel,
+    parent: int,
 ) -> None:
     """The loop of a process."""
     die_with_parent(parent)
@@ -121,9 +156,14 @@ def _serve(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
+        try:
+            trainer = make()
+        except IsthmusError as error:
+            channel.send(PieceAnswer(str(error)).encode())
+            return
+        channel.send(PieceAnswer().encode())
         while True:
             request = PieceRequest.decode(channel.receive())
-            answer, updates = trainer.answer(request, memory.received(request.received))
-            for number, update in enumerate(updates):
-                memory.slot(number, len(update))[:] = update
-            channel.send(answer.encode())
+            size = request.room + request.received
+            memories = [blocks.find(number, size) for number in request.blocks]
+            channel.send(trainer.answer(request, memories).encode())

@@ -1,7 +1,7 @@
 """What a simulation and a process that trains its devices say to each other, as JSON.
 
-Models and updates are not in these messages. Forks share their memory, and ranks get a model after
-the request `model`, and send the updates of a piece after their answer.
+Models and updates are not in these messages. Forks share the memory of devices, and ranks get a
+model after the request `model`, and send the updates of a piece after their answer.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class PieceRequest:
     room: int = 0
     """Bytes in front of that in a device's memory, see `TaskHost.buffer`."""
     is_stacked: bool = False
+    blocks: Sequence[int] = ()
+    """For a fork, the memory of each device, see `SharedBlocks`."""
 
     def encode(self) -> bytes:
         """As JSON."""

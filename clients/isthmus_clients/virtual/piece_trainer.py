@@ -95,45 +95,37 @@ class PieceTrainer:
         first, second = layout.decode(found), layout.decode(expected)
         return float((first - second).norm() / second.norm().clamp(min=1e-30))
 
-    def answer(
-        self, request: PieceRequest, received: Buffer
-    ) -> tuple[PieceAnswer, Sequence[Buffer]]:
+    def answer(self, request: PieceRequest, memories: Sequence[Buffer]) -> PieceAnswer:
         """Do what another process asks.
 
         Args:
             request: `train`, `measure` or `forget`.
-            received: what each device has received.
-
-        Returns:
-            The answer, and the encoded update of each device, empty after an error.
+            memories: of each device, with what it has received, see `TaskHost.buffer`. Its first
+                bytes become its encoded update, unless that has failed.
         """
         if request.kind == "forget":
             self.forget_schedules()
-            return PieceAnswer(), ()
+            return PieceAnswer()
         work = link_pb2.TrainLocal.FromString(request.work)
-        batch = []
-        for participant in request.participants:
-            own = bytearray(request.room + len(received))
-            own[request.room :] = received
-            batch.append(DeviceTraining(self._run_of(participant), own, request.room))
+        batch = [
+            DeviceTraining(self._run_of(participant), memory, request.room)
+            for participant, memory in zip(request.participants, memories, strict=True)
+        ]
         try:
             if request.kind == "measure":
-                return PieceAnswer(measured=self.measure(work, batch)), ()
+                return PieceAnswer(measured=self.measure(work, batch))
             trained = self.train(work, batch, is_stacked=request.is_stacked)
         except Exception as error:
             log.debug("a piece failed", exc_info=True)
-            return PieceAnswer(_reason(error)), ()
-        results: list[DeviceResult] = []
-        updates: list[Buffer] = []
-        for figures, training in zip(trained, batch, strict=True):
-            if isinstance(figures, TaskError):
-                training.result = bytearray()
-                results.append(DeviceResult(b"", 0, str(figures)))
-            else:
-                encoded = figures.SerializeToString()
-                results.append(DeviceResult(encoded, len(training.result)))
-            updates.append(training.result)
-        return PieceAnswer(results=results), updates
+            return PieceAnswer(_reason(error))
+        return PieceAnswer(
+            results=[
+                DeviceResult(b"", 0, str(figures))
+                if isinstance(figures, TaskError)
+                else DeviceResult(figures.SerializeToString(), len(training.result))
+                for figures, training in zip(trained, batch, strict=True)
+            ]
+        )
 
     def _run_of(self, participant: Participant) -> DeviceRun:
         """A device, with its data."""

@@ -65,7 +65,10 @@ class PieceWorker(abc.ABC):
         participants = [training.run.participant for training in batch]
         received = len(first.memory) - first.room
         encoded = work.SerializeToString()
-        self.send(PieceRequest(kind, encoded, participants, received, first.room, is_stacked))
+        blocks = self.blocks(batch)
+        self.send(
+            PieceRequest(kind, encoded, participants, received, first.room, is_stacked, blocks)
+        )
 
     def send(self, request: PieceRequest) -> None:
         """Send a request."""
@@ -86,27 +89,30 @@ class PieceWorker(abc.ABC):
         return PieceAnswer.decode(self.channel.receive())
 
     def take(self, batch: Sequence[DeviceTraining], answer: PieceAnswer) -> list[TrainedOrFailed]:
-        """Copy the updates of a piece to the memory of its devices."""
+        """Take the updates of a piece, in the memory of its devices."""
         taken: list[TrainedOrFailed] = []
-        for number, (training, result) in enumerate(zip(batch, answer.results, strict=True)):
+        for training, result in zip(batch, answer.results, strict=True):
             if result.error:
                 taken.append(TaskError(result.error))
                 continue
             if not 0 < result.size <= self._update_bytes:
                 raise OSError(f"an update of {result.size} bytes")
-            own = training.vectors[0]
-            training.result = own if len(own) == result.size else bytearray(result.size)
-            self.take_update(number, training.result)
+            training.result = training.place(result.size)
+            self.take_update(training.result)
             taken.append(link_pb2.Trained.FromString(result.trained))
         return taken
 
     @abc.abstractmethod
-    def send_model(self, received: Buffer) -> None:
-        """Send what all devices of the next pieces have received."""
+    def blocks(self, batch: Sequence[DeviceTraining]) -> Sequence[int]:
+        """See `PieceRequest`."""
 
     @abc.abstractmethod
-    def take_update(self, number: int, place: Buffer) -> None:
-        """Receive the update of a device of a piece; in the order of their numbers."""
+    def send_model(self, received: Buffer) -> None:
+        """Send what all devices of the next pieces have received, if it has not their memory."""
+
+    @abc.abstractmethod
+    def take_update(self, place: Buffer) -> None:
+        """Receive the next update of a piece, if it is not written there."""
 
     @abc.abstractmethod
     def lost(self) -> TaskError:
@@ -121,6 +127,11 @@ class Crew(Protocol):
         """What they train on, `cpu` or `cuda`."""
         ...
 
+    @property
+    def in_words(self) -> str:
+        """What they are, for the console; empty if they are usual."""
+        ...
+
     def open(
         self, work: link_pb2.OpenRun, shared: DeviceRun, stacked: StackedTraining | None
     ) -> Sequence[PieceWorker]:
@@ -129,6 +140,10 @@ class Crew(Protocol):
         Raises:
             UserError: some process cannot open it.
         """
+        ...
+
+    def memory(self, size: int) -> Buffer:
+        """Memory for what a device receives in the run that was opened last."""
         ...
 
     def leave(self) -> None:
@@ -237,6 +252,10 @@ class TrainingWorkers:
             with _noticing(worker):
                 worker.send(PieceRequest("forget"))
                 worker.wait()
+
+    def memory(self, size: int) -> Buffer:
+        """See `Crew.memory`."""
+        return self._crew.memory(size)
 
     def close(self) -> None:
         """See `Crew.leave`."""

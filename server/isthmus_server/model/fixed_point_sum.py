@@ -96,7 +96,7 @@ class WeightedSum:
             weight: of the update; negative to subtract it.
         """
         fixed = self._converted(tile)
-        part, number = self._sum[offset : offset + len(tile)], offset // TILE
+        part, number = self._sum[offset : offset + tile.numel()], offset // TILE
         with self._tile_locks[number % _TILE_LOCKS]:
             if self._initialized[number]:
                 part.add_(fixed, alpha=weight)
@@ -111,8 +111,9 @@ class WeightedSum:
             scratch.scaled = torch.empty(TILE)
             scratch.fixed = torch.empty(TILE, dtype=torch.int64)
         # Scaling by a power of two and rounding to an integer are exact in float32 as well.
-        scaled = torch.mul(tile, 2.0**self.fraction_bits, out=scratch.scaled[: len(tile)])
-        fixed: torch.Tensor = scratch.fixed[: len(tile)]
+        count = tile.numel()  # much faster than len()
+        scaled = torch.mul(tile, 2.0**self.fraction_bits, out=scratch.scaled[:count])
+        fixed: torch.Tensor = scratch.fixed[:count]
         return fixed.copy_(scaled.round_())
 
     def withdraw(self, tiles: Iterable[tuple[int, torch.Tensor]], weight: int) -> None:

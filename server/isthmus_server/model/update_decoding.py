@@ -13,16 +13,13 @@ import mmap
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, BinaryIO
+from typing import IO, BinaryIO
 
 import torch
 
 from isthmus.errors import UpdateError
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_server.model.fixed_point_sum import MAGNITUDE_BITS, TILE, WeightedSum
-
-if TYPE_CHECKING:
-    from isthmus.transport.blobs import Write
 
 _ELEMENT_BYTES = 4
 _MAX_MAGNITUDE = float(1 << MAGNITUDE_BITS)
@@ -61,22 +58,27 @@ class UpdateSpool:
             expected_bytes: size of the update if known; a file is created at once if it is larger
                 than `max_memory_bytes`.
         """
-        self._max_memory_bytes = max_memory_bytes
+        self._max_memory_bytes, self._expected_bytes = max_memory_bytes, expected_bytes
+        self._whole: memoryview | None = None
+        """The bytes in the memory of a participant in this process, instead of the file."""
         self._file: IO[bytes] = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by `__exit__`
             max_size=max_memory_bytes, dir=str(directory)
         )
         if expected_bytes > max_memory_bytes:
             self._file.rollover()
 
-    @property
-    def write(self) -> Write:
-        """The function to which `Link.fetch` passes the bytes, in order."""
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Take the next bytes, in the order in which `Link.fetch` passes them.
 
-        def write(offset: int, data: bytes | memoryview) -> None:
-            assert offset == self._file.tell()
-            self._file.write(data)
-
-        return write
+        Writable memory is that of a participant in this process, which keeps it as it is until the
+        update is acknowledged. A whole update is not copied from there.
+        """
+        view = memoryview(data)
+        if not view.readonly and len(view) == self._expected_bytes:
+            self._whole = view
+            return
+        assert offset == self._file.tell()
+        self._file.write(data)
 
     def take(self, file: BinaryIO) -> None:
         """Use a file that has the whole update, instead of bytes that are written.
@@ -105,20 +107,29 @@ class UpdateSpool:
         Raises:
             UpdateError: of another one.
         """
-        size = self._file.seek(0, io.SEEK_END)
-        self._file.seek(0)
-        if size != layout.nbytes or self._file.read(len(layout.header)) != layout.header:
+        if self._whole is not None:
+            size, header = len(self._whole), bytes(self._whole[: len(layout.header)])
+        else:
+            size = self._file.seek(0, io.SEEK_END)
+            self._file.seek(0)
+            header = self._file.read(len(layout.header))
+        if size != layout.nbytes or header != layout.header:
             raise UpdateError(
                 f"it is not an update of this exchange set ({size} bytes came, "
                 f"{layout.nbytes} are expected)"
             )
 
     def tiles(self, layout: TensorLayout, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Decode the first `end` elements, tile by tile; each tile reuses the memory of the last.
+        """Decode the first `end` elements, tile by tile; each may use the memory of the last.
 
         Yields:
             The tile's first element and its values, float32 (at most `TILE`).
         """
+        if self._whole is not None:
+            values = decode_tile(self._whole[len(layout.header) :])[:end]
+            for start in range(0, end, TILE):
+                yield start, values[start : start + TILE]
+            return
         self._file.seek(len(layout.header))
         buffer = memoryview(bytearray(_ELEMENT_BYTES * min(TILE, max(end, 1))))
         for start in range(0, end, TILE):
@@ -129,6 +140,9 @@ class UpdateSpool:
     @contextlib.contextmanager
     def view(self) -> Iterator[memoryview]:
         """All bytes, read-only; a file is mapped and not copied."""
+        if self._whole is not None:
+            yield self._whole.toreadonly()
+            return
         self._file.flush()
         size = self._file.seek(0, io.SEEK_END)
         self._file.seek(0)
@@ -244,7 +258,7 @@ class StreamingUpdate:
     def _add(self, tile: torch.Tensor) -> None:
         check_tile(self._layout, self._added, tile)
         self._total.add(self._added, self._scaled(tile), self._weight)
-        self._added += len(tile)
+        self._added += tile.numel()
 
     def _scaled(self, tile: torch.Tensor) -> torch.Tensor:
         return tile if self._scale == 1 else tile * self._scale

@@ -43,6 +43,26 @@ def test_an_update_is_spooled_and_added(tmp_path, max_memory_bytes):
     assert total.weight == 30
 
 
+@pytest.mark.parametrize("has_file", [False, True])
+def test_a_whole_update_in_the_memory_of_a_participant_is_not_copied(tmp_path, has_file):
+    total, payload = WeightedSum(3, 30), bytearray(LAYOUT.encode(torch.tensor([1.0, 2.0, 3.0])))
+    most = 16 if has_file else 1 << 20
+    with UpdateSpool(tmp_path, most, expected_bytes=LAYOUT.nbytes) as spool:
+        update = StreamingUpdate(spool, total, LAYOUT, 10)
+        update.write(0, memoryview(payload))
+        assert update.complete
+        assert spool.read(LAYOUT).tolist() == [1.0, 2.0, 3.0]
+        with spool.view() as view:
+            assert view == payload
+            assert view.readonly
+        payload[-4:] = LAYOUT.encode(torch.tensor([1.0, 2.0, 5.0]))[-4:]
+        assert spool.read(LAYOUT).tolist() == [1.0, 2.0, 5.0]
+        payload[-4:] = LAYOUT.encode(torch.tensor([1.0, 2.0, 3.0]))[-4:]
+        update.withdraw()
+    add(tmp_path, total, [4.0, 5.0, 6.0], 20)
+    assert total.mean().tolist() == [4.0, 5.0, 6.0]
+
+
 def test_a_large_update_is_spooled_to_an_unlinked_file(tmp_path):
     with UpdateSpool(tmp_path, max_memory_bytes=16) as spool:
         send(spool.write, LAYOUT.encode(torch.zeros(3)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,8 +20,10 @@ from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
 from isthmus.task.scoring import batches, losses
 from isthmus_clients.training.local_run import CPU
+from isthmus_clients.virtual.stacks.captured_step import captured
 from isthmus_clients.virtual.stacks.randomness import Predictable, no_other_generators
 from isthmus_clients.virtual.stacks.recorded_step import descent, is_random, simplified, step_bytes
+from isthmus_clients.virtual.stacks.scripted_step import Step, scripted
 
 Stacked = dict[str, torch.Tensor]
 """Parameters by name, each (K, *shape)."""
@@ -38,11 +40,29 @@ _ROUNDING = 1e-6
 """Difference, as a part of the parameters, that counts as none: of a gradient near zero."""
 
 
+class _Repeated:
+    """A recorded step that is made faster when it is needed."""
+
+    def __init__(self, recorded: torch.fx.GraphModule) -> None:
+        self._recorded: torch.fx.GraphModule | None = recorded
+        self._compute: Step = recorded
+
+    def __call__(self, *arguments: torch.Tensor | float) -> Sequence[torch.Tensor]:
+        if self._recorded is not None:
+            recorded, self._recorded = self._recorded, None
+            tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+            if not tensors[0].is_cuda:
+                self._compute = scripted(recorded, arguments)
+            elif not is_random(recorded):
+                self._compute = captured(recorded, tensors)
+        return self._compute(*arguments)
+
+
 class _Recorded(NamedTuple):
     """A step for one shape of its inputs: computations of tensors, the first of them parameters."""
 
-    gradients: Callable[..., Sequence[torch.Tensor]]
-    descent: Callable[..., Sequence[torch.Tensor]]
+    gradients: _Repeated
+    descent: _Repeated
     """Changes the parameters by the gradients."""
 
 
@@ -74,7 +94,8 @@ class Gradients:
         `inputs` and `target` are (K, B, ...), `weights` and the losses (K, B).
         """
         *gradients, examples = self._run("gradients", stacked, (inputs, target, weights), ())
-        return dict(zip(stacked, gradients, strict=True)), examples
+        # Those of a graph of kernels are overwritten by the next step.
+        return dict(zip(stacked, gradients, strict=True)), examples.clone()
 
     def descend(
         self,
@@ -89,6 +110,12 @@ class Gradients:
         `rates` are those of the parameters; for the others see `__call__`.
         """
         minus = [-rate for rate in rates]
+        if inputs.is_cuda:  # where numbers would be constants of the graph
+            gradients, examples = self(stacked, inputs, target, weights)
+            with torch.no_grad():
+                for (name, part), rate in zip(stacked.items(), minus, strict=True):
+                    part.add_(gradients[name], alpha=rate)
+            return examples
         (examples,) = self._run("descent", stacked, (inputs, target, weights), minus)
         return examples
 
@@ -207,10 +234,9 @@ class Gradients:
         rates: Sequence[float],
     ) -> Sequence[torch.Tensor]:
         arguments = self._prepare(stacked, batch)
-        compute = getattr(self._recorded[_key(*batch[:2])], what)
+        compute: _Repeated = getattr(self._recorded[_key(*batch[:2])], what)
         with user_code("the loss of many devices at once (torch.vmap)"), torch.no_grad():
-            results: Sequence[torch.Tensor] = compute(*arguments, *rates)
-            return results
+            return compute(*arguments, *rates)
 
     def _record(self, names: Sequence[str], arguments: Sequence[torch.Tensor]) -> _Recorded:
         count = len(names)
@@ -228,7 +254,7 @@ class Gradients:
         self.are_random |= is_random(gradients)
         devices = len(arguments[-1])
         self.bytes_per_device = max(self.bytes_per_device, -(-step_bytes(gradients) // devices))
-        return _Recorded(gradients, descent(gradients, count))
+        return _Recorded(_Repeated(gradients), _Repeated(descent(gradients, count)))
 
     def _all(
         self, parameters: Stacked, inputs: torch.Tensor, target: torch.Tensor, weights: torch.Tensor

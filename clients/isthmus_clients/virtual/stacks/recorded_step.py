@@ -119,7 +119,7 @@ def _simplify(recorded: torch.fx.GraphModule, node: torch.fx.Node) -> None:
     elif node.target is aten.clone.default:
         _without_copy(graph, node)
     elif node.target is aten.max_pool2d_with_indices.default:
-        node.target = _max_pool2d
+        _pool_by_channels(graph, node)
 
 
 def _same_values(recorded: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.Node | None:
@@ -311,11 +311,28 @@ def _transposed(graph: torch.fx.Graph, matrices: torch.fx.Node) -> torch.fx.Node
     return graph.call_function(aten.transpose.int, (matrices, 1, 2))
 
 
-def _max_pool2d(inputs: torch.Tensor, *settings: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same values and places; PyTorch's CPU kernel is vectorised over channels only."""
-    inputs = inputs.contiguous(memory_format=torch.channels_last)
-    pooled, places = aten.max_pool2d_with_indices.default(inputs, *settings)
-    return pooled.contiguous(), places.contiguous()
+def _pool_by_channels(graph: torch.fx.Graph, pool: torch.fx.Node) -> None:
+    """Compute the same values and places; the kernel for a CPU is vectorised over channels only."""
+    inputs = pool.all_input_nodes[0]
+    if inputs.meta["val"].device.type != "cpu":
+        return
+    with graph.inserting_before(pool):
+        by_channels = _clone(graph, inputs, torch.channels_last)
+        pool.args = (by_channels, *pool.args[1:])
+    for result in pool.users:
+        users = list(result.users)
+        with graph.inserting_after(result):
+            contiguous = _clone(graph, result, torch.contiguous_format)
+        for user in users:
+            user.replace_input_with(result, contiguous)
+        contiguous.meta = dict(result.meta)
+        del result.meta["tensor_meta"]  # it is not contiguous
+
+
+def _clone(
+    graph: torch.fx.Graph, node: torch.fx.Node, memory_format: torch.memory_format
+) -> torch.fx.Node:
+    return graph.call_function(aten.clone.default, (node,), {"memory_format": memory_format})
 
 
 def _same_format(one: torch.fx.Node, other: torch.fx.Node) -> bool:

@@ -50,7 +50,7 @@ class DeviceTraining:
     """Training of one device in a batch."""
 
     run: DeviceRun
-    memory: bytearray
+    memory: Buffer
     """Received vectors, as `TaskHost.buffer` lays them out."""
     room: int
     """Bytes in front of them."""
@@ -60,14 +60,17 @@ class DeviceTraining:
     @classmethod
     def of(cls, run: DeviceRun, payload: Buffer) -> DeviceTraining:
         """From a payload in memory of `TaskHost.buffer`."""
-        memory = memoryview(payload).obj
-        assert isinstance(memory, bytearray)
+        memory = memoryview(memoryview(payload).obj).cast("B")
         return cls(run, memory, len(memory) - len(payload))
 
     @property
     def vectors(self) -> list[memoryview]:
         """The encoded model, and a gradient that is added to that of every step if there is one."""
         return pieces(self.run.layout, memoryview(self.memory)[self.room :])
+
+    def place(self, size: int) -> memoryview:
+        """Where a result of `size` bytes is written, over what was received."""
+        return memoryview(self.memory)[:size]
 
     def copy(self) -> DeviceTraining:
         """The same in other memory, because training overwrites it."""
@@ -161,18 +164,15 @@ class StackedTraining:
                 passes,
                 position_of(work.position),
             )
-        layout = self.layout.gradient_and_update if passes else self.layout
+        layout, size = self.layout.gradient_and_update if passes else self.layout, self.layout.size
         model = dict(self.layout.parts(start))
         ends, means = (
             {name: part.cpu() for name, part in parts.items()} for parts in (ends, means)
         )
-        size = self.layout.size
         results: list[TrainedOrFailed] = []
         for k, training in enumerate(batch):
-            result: Buffer = training.vectors[0]
-            if passes:
-                result = bytearray(layout.nbytes)
-                result[: len(layout.header)] = layout.header
+            result = training.place(layout.nbytes)
+            result[: len(layout.header)] = layout.header
             vector = layout.decode(result)
             for name, part in self.layout.parts(vector[-size:]):
                 torch.sub(model[name], ends[name][k], out=part)
