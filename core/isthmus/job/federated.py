@@ -163,7 +163,7 @@ class FederatedSection(Section):
     """Compile the model with `torch.compile` for local steps."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d{1,3})?)$")] = "cpu"
     """What the devices that `isthmus run` starts train on: `auto`, `cpu`, `cuda`, `cuda:N` or
-    `mps`; the owners of other devices choose it by `--device`."""
+    `mps`, and those of `isthmus simulate` (not `mps`); owners choose it by `--device`."""
     secure_aggregation: bool = True
     """The server learns only the sum of a round's updates (Bell et al. 2020)."""
     clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0

@@ -35,7 +35,7 @@ class SimulationSection(Section):
     bits of real devices. `auto` measures which is faster."""
     processes: Annotated[int, Field(ge=1, le=256)] | None = None
     """Processes that train devices, with the same result for any number. Default: one for each
-    core. Under torchrun each rank is one process."""
+    core, or for each GPU with `federated.device`. Under torchrun each rank is one process."""
     step_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Simulated duration of a local step on the median device."""
     speed_spread: Spread = 0.0

@@ -21,6 +21,7 @@ from isthmus.task import Task, user_code
 from isthmus.task.scoring import batches, losses
 from isthmus_clients.training.local_run import CPU
 from isthmus_clients.virtual.stacks.captured_step import captured
+from isthmus_clients.virtual.stacks.grouped_convolution import use_products
 from isthmus_clients.virtual.stacks.randomness import Predictable, no_other_generators
 from isthmus_clients.virtual.stacks.recorded_step import descent, is_random, simplified, step_bytes
 from isthmus_clients.virtual.stacks.scripted_step import Step, scripted
@@ -251,6 +252,7 @@ class Gradients:
             # Whether an operation without a batching rule is slower is measured.
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
             gradients = simplified(make_fx(step)(*arguments))
+        use_products(gradients)
         self.are_random |= is_random(gradients)
         devices = len(arguments[-1])
         self.bytes_per_device = max(self.bytes_per_device, -(-step_bytes(gradients) // devices))
