@@ -155,8 +155,9 @@ def _added_columns(
     total = columns.new_zeros(groups, channels, len(inputs), *padded)
     for offsets in itertools.product(*map(range, kernel)):
         each = zip(offsets, sizes, stride, dilation, strict=True)
-        read: Any = [slice(d * at, d * at + s * (size - 1) + 1, s) for at, size, s, d in each]
-        total[..., *read].add_(columns[:, :, *offsets])
+        place: Any = (..., *(slice(d * at, d * at + s * (n - 1) + 1, s) for at, n, s, d in each))
+        column: Any = (slice(None), slice(None), *offsets)
+        total[place].add_(columns[column])
     for dimension, (size, p) in enumerate(zip(places, padding, strict=True), 3):
         total = total.narrow(dimension, p, size)
     return total.movedim(2, 0).reshape(inputs.shape)
