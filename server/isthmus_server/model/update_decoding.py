@@ -160,6 +160,7 @@ class UpdateSpool:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._whole = None
         self._file.close()
 
 

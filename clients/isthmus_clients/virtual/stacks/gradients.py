@@ -42,19 +42,23 @@ _ROUNDING = 1e-6
 
 
 class _Repeated:
-    """A recorded step that is made faster when it is needed."""
+    """A recorded step that is made faster when it is needed.
 
-    def __init__(self, recorded: torch.fx.GraphModule) -> None:
+    Scripts stay in memory to the end, so that a step that is recorded again in each round has none.
+    """
+
+    def __init__(self, recorded: torch.fx.GraphModule, *, is_renewed: bool) -> None:
         self._recorded: torch.fx.GraphModule | None = recorded
         self._compute: Step = recorded
+        self._is_renewed = is_renewed
 
     def __call__(self, *arguments: torch.Tensor | float) -> Sequence[torch.Tensor]:
         if self._recorded is not None:
             recorded, self._recorded = self._recorded, None
             tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
-            if not tensors[0].is_cuda:
+            if not tensors[0].is_cuda and not self._is_renewed:
                 self._compute = scripted(recorded, arguments)
-            elif not is_random(recorded):
+            if tensors[0].is_cuda and not is_random(recorded):
                 self._compute = captured(recorded, tensors)
         return self._compute(*arguments)
 
@@ -77,6 +81,8 @@ class Gradients:
     def __init__(self, task: Task, model: nn.Module) -> None:
         self._scored = _Scored(task, model)
         self._recorded: dict[tuple[object, ...], _Recorded] = {}
+        self._is_renewed = False
+        """Whether any step had to be recorded again."""
         self._round = 0
         self._checked: set[tuple[object, str]] = set()
         """Shapes of inputs, and kinds of batches, whose computation was checked in the round."""
@@ -110,7 +116,7 @@ class Gradients:
 
         `rates` are those of the parameters; for the others see `__call__`.
         """
-        minus = [-rate for rate in rates]
+        minus = [-float(rate) for rate in rates]  # of the type that a script expects
         if inputs.is_cuda:  # where numbers would be constants of the graph
             gradients, examples = self(stacked, inputs, target, weights)
             with torch.no_grad():
@@ -167,6 +173,7 @@ class Gradients:
         difference = self._difference(k, stacked, *batch)
         if difference is not None and not difference <= _RENEWED and was_recorded:
             del self._recorded[key]
+            self._is_renewed = True
             difference = self._difference(k, stacked, *batch)
         if difference is not None and not difference <= _REFUSED:  # nan, too
             raise TaskError(
@@ -256,7 +263,12 @@ class Gradients:
         self.are_random |= is_random(gradients)
         devices = len(arguments[-1])
         self.bytes_per_device = max(self.bytes_per_device, -(-step_bytes(gradients) // devices))
-        return _Recorded(_Repeated(gradients), _Repeated(descent(gradients, count)))
+        return _Recorded(
+            *(
+                _Repeated(each, is_renewed=self._is_renewed)
+                for each in (gradients, descent(gradients, count))
+            )
+        )
 
     def _all(
         self, parameters: Stacked, inputs: torch.Tensor, target: torch.Tensor, weights: torch.Tensor

@@ -45,7 +45,7 @@ def _script(
     step = torch.fx.GraphModule(recorded, copy.deepcopy(recorded.graph))
     inputs = [node for node in step.graph.nodes if node.op == "placeholder"]
     for node, argument in zip(inputs, arguments, strict=True):
-        node.type = type(argument) if isinstance(argument, float) else torch.Tensor
+        node.type = float if isinstance(argument, float) else torch.Tensor
     for node in step.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
             node.target = node.target.overloadpacket  # which TorchScript finds by the arguments
