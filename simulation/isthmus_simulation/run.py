@@ -225,13 +225,19 @@ def gpus_of(job: Job) -> list[str]:
         )
     if choice == "mps":
         raise JobError(
-            "simulated devices train on cores or on CUDA devices; set federated.device to 'cpu'"
+            "federated.device is 'mps', and simulated devices train on cores or on CUDA devices; "
+            "choose 'auto' or 'cpu'"
         )
     first = int(choice.partition(":")[2] or 0)
     if first >= count:
         raise JobError(
             f"federated.device is {choice!r}, and PyTorch finds {count} CUDA devices here; "
             "install a driver and PyTorch with CUDA, or choose 'auto' or 'cpu'"
+        )
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # of PyTorch
+        raise JobError(
+            "this process has used CUDA, and processes that it forks cannot; begin the simulation "
+            "in a new process, before anything uses a GPU"
         )
     return [choice] if ":" in choice else [f"cuda:{number}" for number in range(count)]
 

@@ -75,12 +75,14 @@ class Accelerators:
         if name == "cuda" and int(number or 0) >= self.cuda:
             found = f"{self.cuda} CUDA devices" if self.cuda else "no CUDA device"
             raise UserError(
-                f"--device {choice} was chosen, and PyTorch finds {found} here; install a driver "
+                f"{choice} was chosen (--device, or federated.device of a job), and PyTorch finds "
+                f"{found} here; install a driver "
                 "and PyTorch with CUDA, or choose auto or cpu"
             )
         if name == "mps" and not self.mps:
             raise UserError(
-                "--device mps was chosen, and PyTorch finds no GPU of Apple here; choose auto or "
+                "mps was chosen (--device, or federated.device of a job), and PyTorch finds no "
+                "GPU of Apple here; choose auto or "
                 "cpu"
             )
         return choice

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from isthmus.errors import IsthmusError, TaskError, UserError
+from isthmus.errors import TaskError, UserError
 from isthmus.system.process import die_with_parent, keep_freed_memory
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
@@ -21,7 +21,7 @@ from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.virtual.channel import Channel
 from isthmus_clients.virtual.messages import PieceAnswer, PieceRequest
-from isthmus_clients.virtual.piece_trainer import PieceTrainer
+from isthmus_clients.virtual.piece_trainer import PieceTrainer, reason_of
 from isthmus_clients.virtual.shared_blocks import SharedBlocks
 from isthmus_clients.virtual.stacks.training import DeviceTraining, StackedTraining
 from isthmus_clients.virtual.workers import PieceWorker
@@ -98,7 +98,7 @@ class ForkedCrew:
             fork.channel.close()
         for fork in self._forks:
             fork.end()
-        self._forks = []
+        self._forks, self._blocks = [], None
 
 
 def _ended() -> TaskError:
@@ -158,8 +158,8 @@ def _serve(
     with contextlib.suppress(EOFError, OSError):
         try:
             trainer = make()
-        except IsthmusError as error:
-            channel.send(PieceAnswer(str(error)).encode())
+        except Exception as error:  # noqa: BLE001 - of the task, or of a GPU
+            channel.send(PieceAnswer(reason_of(error)).encode())
             return
         channel.send(PieceAnswer().encode())
         while True:

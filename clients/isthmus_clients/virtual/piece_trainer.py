@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from isthmus.errors import TaskError
+from isthmus.errors import IsthmusError, TaskError
 from isthmus.task import Participant
 from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
@@ -63,7 +63,7 @@ class PieceTrainer:
             stacked, found, results = trained(is_stacked=True)
         except Exception as error:
             log.debug("stacked models cannot be trained", exc_info=True)
-            return Measured(float("inf"), 0.0, _reason(error))
+            return Measured(float("inf"), 0.0, reason_of(error))
         finally:
             self._stacked.forget_schedules()
         single, expected, _ = trained(is_stacked=False)
@@ -117,7 +117,7 @@ class PieceTrainer:
             trained = self.train(work, batch, is_stacked=request.is_stacked)
         except Exception as error:
             log.debug("a piece failed", exc_info=True)
-            return PieceAnswer(_reason(error))
+            return PieceAnswer(reason_of(error))
         return PieceAnswer(
             results=[
                 DeviceResult(b"", 0, str(figures))
@@ -146,9 +146,9 @@ class PieceTrainer:
         """Do nothing: there is no other process."""
 
 
-def _reason(error: Exception) -> str:
-    """Why a piece failed."""
-    return str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"
+def reason_of(error: Exception) -> str:
+    """Why a piece or a process failed."""
+    return str(error) if isinstance(error, IsthmusError) else f"{type(error).__name__}: {error}"
 
 
 def _train_alone(work: link_pb2.TrainLocal, training: DeviceTraining) -> TrainedOrFailed:

@@ -59,7 +59,7 @@ class SharedBlocks:
         if not self._free:
             first = len(self._mappings) * _BLOCKS
             os.ftruncate(self._file, (len(self._mappings) + 1) * self._mapping_bytes)
-            self._free = [*range(first + _BLOCKS - 1, first - 1, -1)]
+            self._free.extend(range(first + _BLOCKS - 1, first - 1, -1))  # blocks know this list
         number = self._free.pop()
         block = self._mapped(number, size)
         block.number = number

@@ -74,7 +74,7 @@ class UpdateSpool:
         update is acknowledged. A whole update is not copied from there.
         """
         view = memoryview(data)
-        if not view.readonly and len(view) == self._expected_bytes:
+        if not view.readonly and 0 < self._expected_bytes == len(view):
             self._whole = view
             return
         assert offset == self._file.tell()

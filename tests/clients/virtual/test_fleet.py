@@ -32,7 +32,12 @@ from isthmus_clients.virtual.stacks.training import DeviceTraining
 )
 @pytest.mark.parametrize(
     "optimizer",
-    ["SGD(parameters, lr=0.3)", "SGD(parameters, lr=0.3, momentum=0.9)", "AdamW(parameters)"],
+    [
+        "SGD(parameters, lr=0.3)",
+        "SGD(parameters, lr=1)",
+        "SGD(parameters, lr=0.3, momentum=0.9)",
+        "AdamW(parameters)",
+    ],
 )
 @pytest.mark.parametrize(("with_gradient_sent", "scale"), [(False, 0.0), (True, 4.0)])
 async def test_a_virtual_device_trains_as_a_real_one_does(

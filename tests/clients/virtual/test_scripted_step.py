@@ -62,6 +62,12 @@ def test_a_scripted_step_computes_the_same_bits_also_with_other_numbers(name):
             assert torch.equal(one, same)
 
 
+def test_a_step_with_whole_numbers_stays_in_python():
+    recorded, arguments = step_of(MODELS["perceptron"])
+    whole = [each if isinstance(each, torch.Tensor) else -1 for each in arguments]
+    assert scripted(recorded, whole) is recorded
+
+
 def test_the_arguments_of_the_comparison_stay_as_they_are():
     recorded, arguments = step_of(MODELS["perceptron"])
     before = [each.clone() for each in arguments if isinstance(each, torch.Tensor)]
@@ -79,6 +85,25 @@ def test_a_step_that_cannot_be_scripted_stays_in_python():
 
     next(n for n in recorded.graph.nodes if n.op == "call_function").target = twice
     recorded.recompile()
+    assert scripted(recorded, (torch.ones(2),)) is recorded
+
+
+def test_the_error_of_an_operation_is_that_of_pytorch():
+    recorded = make_fx(lambda x, k: (x.gather(0, k),))(torch.ones(2), torch.tensor([1]))
+    arguments = torch.ones(2), torch.tensor([1])
+    script = scripted(recorded, arguments)
+    assert script is not recorded
+    with pytest.raises(RuntimeError, match=r"^index 7 is out of bounds for .* size 2$"):
+        script(torch.ones(2), torch.tensor([7]))
+
+
+def test_a_step_of_many_operations_stays_in_python():
+    def many(x):
+        for number in range(250):
+            x = x * (1 + number)
+        return (x,)
+
+    recorded = make_fx(many)(torch.ones(2))
     assert scripted(recorded, (torch.ones(2),)) is recorded
 
 

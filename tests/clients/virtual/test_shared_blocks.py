@@ -27,6 +27,14 @@ def test_blocks_in_use_never_share_memory(numbers):
     assert all(bytes(block) == content for block, content in used)
 
 
+def test_as_much_memory_is_used_again_as_was_used_at_once():
+    blocks = SharedBlocks(10)
+    for _ in range(5):
+        used = [blocks.new(10) for _ in range(200)]
+        assert {SharedBlocks.number(each) for each in used} <= set(range(256))
+        del used
+
+
 def test_a_slice_keeps_its_block():
     blocks = SharedBlocks(10)
     block = blocks.new(10)

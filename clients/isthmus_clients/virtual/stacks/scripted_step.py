@@ -17,6 +17,10 @@ Step = Callable[..., Sequence[torch.Tensor]]
 
 log = logging.getLogger(__name__)
 
+_MOST_OPERATIONS = 200
+"""Of a step that is scripted. Scripting takes a second for some hundred, and steps of so many
+operations belong to larger models, whose operations take longer than Python between them."""
+
 
 def scripted(recorded: torch.fx.GraphModule, arguments: Sequence[torch.Tensor | float]) -> Step:
     """A step that computes the same bits as a recorded one; that one if there is no faster.
@@ -25,18 +29,23 @@ def scripted(recorded: torch.fx.GraphModule, arguments: Sequence[torch.Tensor | 
         recorded: operations of PyTorch, each with the overload that was recorded.
         arguments: with which both are compared; they stay as they are.
     """
+    if len(recorded.graph.nodes) > _MOST_OPERATIONS:
+        return recorded
     try:
         script = _script(recorded, arguments)
+
+        def step(*arguments: torch.Tensor | float) -> Sequence[torch.Tensor]:
+            try:
+                with torch.jit.optimized_execution(False):  # which would compile for each new shape
+                    results: Sequence[torch.Tensor] = script(*arguments)
+                    return results
+            except RuntimeError as error:  # without the stack of the script
+                raise RuntimeError(str(error).rpartition("RuntimeError: ")[2].strip()) from None
+
+        return step if _are_equal(recorded, step, arguments) else recorded
     except Exception:  # of an operation that TorchScript does not know
         log.debug("a step stays in Python", exc_info=True)
         return recorded
-
-    def step(*arguments: torch.Tensor | float) -> Sequence[torch.Tensor]:
-        with torch.jit.optimized_execution(False):  # which would compile for each new shape
-            results: Sequence[torch.Tensor] = script(*arguments)
-            return results
-
-    return step if _are_equal(recorded, step, arguments) else recorded
 
 
 def _script(
@@ -61,8 +70,8 @@ def _are_equal(one: Step, other: Step, arguments: Sequence[torch.Tensor | float]
     results = []
     for step in (one, other):
         own = [each.clone() if isinstance(each, torch.Tensor) else each for each in arguments]
-        with torch.random.fork_rng(), torch.no_grad():
-            torch.manual_seed(0)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():  # no GPU is used for it
+            torch.default_generator.manual_seed(0)
             computed = step(*own)
         results.append([*computed, *(each for each in own if isinstance(each, torch.Tensor))])
     return len(results[0]) == len(results[1]) and all(
