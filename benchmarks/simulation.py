@@ -108,7 +108,7 @@ def contender(
     environment = {
         **os.environ,
         "DATA": str(data),
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": _import_path(),
         "FLWR_TELEMETRY_ENABLED": "0",
         "DEVICE": options.device,
         "PFL_PYTORCH_DEVICE": options.device,
@@ -145,10 +145,14 @@ def population(rounds: int) -> dict[str, float]:
         command = [sys.executable, "-m", "isthmus", "simulate", str(job), "--quiet"]
         command += ["--clients", str(POPULATION), "--cohort", str(POPULATION_COHORT)]
         command += ["--set", f"rounds={rounds}", "--run-dir", str(folder / "run")]
-        own = os.environ.get("PYTHONPATH")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), own)))}
+        environment = {**os.environ, "PYTHONPATH": _import_path()}
         seconds, peak = _run(command, environment)
     return {"population/seconds": seconds, "population/peak_mib": peak}
+
+
+def _import_path() -> str:
+    """Where children find these modules, and whatever this process was told to import."""
+    return os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
 
 
 def _run(command: list[str], environment: dict[str, str]) -> tuple[float, float]:

@@ -31,6 +31,7 @@ class SimulatedRuns:
 
         Raises:
             JobError: the job cannot be simulated.
+            UserError: it names a GPU that is not here.
         """
         check(job)
         gpus_of(job)

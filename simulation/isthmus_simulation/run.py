@@ -18,6 +18,7 @@ from isthmus.system.process import keep_freed_memory
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
+from isthmus_clients.training.accelerator import Accelerators
 from isthmus_clients.virtual.fleet import VirtualFleet
 from isthmus_clients.virtual.forked_crew import ForkedCrew
 from isthmus_clients.virtual.profiles import DeviceProfile
@@ -73,6 +74,7 @@ class Simulation:
 
         Raises:
             JobError: the job cannot be simulated, or no noise meets a privacy budget of it.
+            UserError: it names a GPU that is not here.
         """
         check(job)
         if crew is None:
@@ -208,16 +210,16 @@ def gpus_of(job: Job) -> list[str]:
     """The GPUs of this machine that the processes of a simulation train on; none for its cores.
 
     Raises:
-        JobError: there is no such GPU, or the job cannot be simulated on one.
+        UserError: there is no such GPU, or the job cannot be simulated on one.
     """
     choice = job.federated.device
     if choice == "cpu":
         return []
-    count = torch.cuda.device_count()  # does not begin to use them
-    keeps = job.exchange.has_personal
-    if choice == "auto" and (not count or keeps):
+    present = Accelerators.present()  # does not begin to use them
+    choice, is_asked = present.choose(choice), choice != "auto"
+    if not is_asked and (choice != "cuda" or job.exchange.has_personal):
         return []
-    if keeps:
+    if job.exchange.has_personal:
         raise JobError(
             "simulated devices with personal parameters (exchange.personal, "
             "exchange.buffers = 'local') train on the cores of this machine; set "
@@ -228,18 +230,12 @@ def gpus_of(job: Job) -> list[str]:
             "federated.device is 'mps', and simulated devices train on cores or on CUDA devices; "
             "choose 'auto' or 'cpu'"
         )
-    first = int(choice.partition(":")[2] or 0)
-    if first >= count:
-        raise JobError(
-            f"federated.device is {choice!r}, and PyTorch finds {count} CUDA devices here; "
-            "install a driver and PyTorch with CUDA, or choose 'auto' or 'cpu'"
-        )
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # of PyTorch
         raise JobError(
             "this process has used CUDA, and processes that it forks cannot; begin the simulation "
             "in a new process, before anything uses a GPU"
         )
-    return [choice] if ":" in choice else [f"cuda:{number}" for number in range(count)]
+    return [choice] if ":" in choice else [f"cuda:{number}" for number in range(present.cuda)]
 
 
 def fleet_of(job: Job, directory: Path, crew: Crew | None = None) -> VirtualFleet:

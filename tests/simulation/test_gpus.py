@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from isthmus.errors import JobError
+from isthmus.errors import UserError
+from isthmus_clients.training.accelerator import Accelerators
 from isthmus_server.python.saved_model import load_model
 from isthmus_simulation.run import gpus_of
 
@@ -27,18 +28,26 @@ def test_processes_train_on_the_gpus_that_the_job_names(monkeypatch, make_job, c
 
 
 @pytest.mark.parametrize(
-    ("choice", "keys", "sentence"),
+    ("choice", "present", "keys", "sentence"),
     [
-        ("cuda", (), "federated.device is 'cuda', and PyTorch finds 1 CUDA devices here"),
-        ("cuda:1", (), "federated.device is 'cuda:1', and PyTorch finds 1 CUDA devices here"),
-        ("mps", (), "train on cores or on CUDA devices"),
-        ("cuda:0", ("exchange.personal=['bias']",), "with personal parameters"),
+        ("cuda", Accelerators(), (), "PyTorch finds no CUDA device here"),
+        ("cuda:1", Accelerators(cuda=1), (), "PyTorch finds 1 CUDA devices here"),
+        ("mps", Accelerators(), (), "PyTorch finds no GPU of Apple here"),
+        ("mps", Accelerators(mps=True), (), "train on cores or on CUDA devices"),
+        ("cuda:0", Accelerators(cuda=1), ("exchange.personal=['bias']",), "personal parameters"),
     ],
 )
-def test_a_gpu_that_cannot_be_used_is_a_sentence(monkeypatch, make_job, choice, keys, sentence):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(choice != "cuda"))
-    with pytest.raises(JobError, match=sentence.replace("1 CUDA", "[01] CUDA")):
+def test_a_gpu_that_cannot_be_used_is_a_sentence(
+    monkeypatch, make_job, choice, present, keys, sentence
+):
+    monkeypatch.setattr(Accelerators, "present", lambda: present)
+    with pytest.raises(UserError, match=sentence):
         gpus_of(make_job(f"federated.device={choice}", *keys))
+
+
+def test_the_gpu_of_an_apple_machine_is_not_chosen_by_itself(monkeypatch, make_job):
+    monkeypatch.setattr(Accelerators, "present", lambda: Accelerators(mps=True))
+    assert gpus_of(make_job("federated.device=auto")) == []
 
 
 def test_devices_with_personal_parameters_train_on_cores_by_default(monkeypatch, make_job):

@@ -76,14 +76,12 @@ class Accelerators:
             found = f"{self.cuda} CUDA devices" if self.cuda else "no CUDA device"
             raise UserError(
                 f"{choice} was chosen (--device, or federated.device of a job), and PyTorch finds "
-                f"{found} here; install a driver "
-                "and PyTorch with CUDA, or choose auto or cpu"
+                f"{found} here; install a driver and PyTorch with CUDA, or choose auto or cpu"
             )
         if name == "mps" and not self.mps:
             raise UserError(
                 "mps was chosen (--device, or federated.device of a job), and PyTorch finds no "
-                "GPU of Apple here; choose auto or "
-                "cpu"
+                "GPU of Apple here; choose auto or cpu"
             )
         return choice
 

@@ -58,7 +58,7 @@ class VirtualHost(InProcessHost):
             return self.run.examples
 
     def buffer(self, size: int, room: int = 0) -> Buffer:
-        """See `TaskHost.buffer`; a device keeps no memory between rounds."""
+        """See `TaskHost.buffer`; the fleet has the memory."""
         return memoryview(self._fleet.memory(room + size))[room:]
 
     def train(
@@ -88,7 +88,7 @@ class VirtualHost(InProcessHost):
             return super().evaluate(request_id, work, payload)
 
     def release(self, request_id: str, accepted: bool = True) -> None:
-        """See `TaskHost.release`."""
+        """See `TaskHost.release`; a device keeps no memory between rounds."""
         super().release(request_id, accepted)
         self._spare = None
 

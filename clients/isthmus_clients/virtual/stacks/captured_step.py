@@ -30,7 +30,7 @@ def captured(
     """
     try:
         return _Captured(recorded, arguments)
-    except Exception:  # of an operation that waits for the GPU, or has no memory left
+    except RuntimeError:  # of an operation that waits for the GPU, or has no memory left
         log.debug("a step is launched kernel by kernel", exc_info=True)
         return recorded
 

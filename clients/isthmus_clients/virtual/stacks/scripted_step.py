@@ -43,7 +43,7 @@ def scripted(recorded: torch.fx.GraphModule, arguments: Sequence[torch.Tensor | 
                 raise RuntimeError(str(error).rpartition("RuntimeError: ")[2].strip()) from None
 
         return step if _are_equal(recorded, step, arguments) else recorded
-    except Exception:  # of an operation that TorchScript does not know
+    except Exception:  # TorchScript has many kinds for what it does not know, without a base
         log.debug("a step stays in Python", exc_info=True)
         return recorded
 
