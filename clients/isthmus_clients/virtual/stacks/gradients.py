@@ -21,6 +21,7 @@ from isthmus.task import Task, user_code
 from isthmus.task.scoring import batches, losses
 from isthmus_clients.training.local_run import CPU
 from isthmus_clients.virtual.stacks.captured_step import captured
+from isthmus_clients.virtual.stacks.channels import StackedChannels
 from isthmus_clients.virtual.stacks.grouped_convolution import use_products
 from isthmus_clients.virtual.stacks.randomness import Predictable, no_other_generators
 from isthmus_clients.virtual.stacks.recorded_step import descent, is_random, simplified, step_bytes
@@ -258,7 +259,12 @@ class Gradients:
         with warnings.catch_warnings(), no_other_generators(), torch.random.fork_rng(devices=[]):
             # Whether an operation without a batching rule is slower is measured.
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-            gradients = simplified(make_fx(step)(*arguments))
+            try:
+                with contextlib.nullcontext() if arguments[-1].is_cuda else StackedChannels():
+                    recorded = make_fx(step)(*arguments)
+            except NotImplementedError:  # a loss that has gradients of its own
+                recorded = make_fx(step)(*arguments)
+            gradients = simplified(recorded)
         use_products(gradients)
         self.are_random |= is_random(gradients)
         devices = len(arguments[-1])

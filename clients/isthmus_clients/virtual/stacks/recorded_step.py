@@ -118,8 +118,6 @@ def _simplify(recorded: torch.fx.GraphModule, node: torch.fx.Node) -> None:
         node.target = aten.view.default
     elif node.target is aten.clone.default:
         _without_copy(graph, node)
-    elif node.target is aten.max_pool2d_with_indices.default:
-        _pool_by_channels(graph, node)
 
 
 def _same_values(recorded: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.Node | None:
@@ -309,30 +307,6 @@ def _transposed(graph: torch.fx.Graph, matrices: torch.fx.Node) -> torch.fx.Node
     if _is_transpose(matrices):
         return matrices.all_input_nodes[0]
     return graph.call_function(aten.transpose.int, (matrices, 1, 2))
-
-
-def _pool_by_channels(graph: torch.fx.Graph, pool: torch.fx.Node) -> None:
-    """Compute the same values and places; the kernel for a CPU is vectorised over channels only."""
-    inputs = pool.all_input_nodes[0]
-    if inputs.meta["val"].device.type != "cpu":
-        return
-    with graph.inserting_before(pool):
-        by_channels = _clone(graph, inputs, torch.channels_last)
-        pool.args = (by_channels, *pool.args[1:])
-    for result in pool.users:
-        users = list(result.users)
-        with graph.inserting_after(result):
-            contiguous = _clone(graph, result, torch.contiguous_format)
-        for user in users:
-            user.replace_input_with(result, contiguous)
-        contiguous.meta = dict(result.meta)
-        del result.meta["tensor_meta"]  # it is not contiguous
-
-
-def _clone(
-    graph: torch.fx.Graph, node: torch.fx.Node, memory_format: torch.memory_format
-) -> torch.fx.Node:
-    return graph.call_function(aten.clone.default, (node,), {"memory_format": memory_format})
 
 
 def _same_format(one: torch.fx.Node, other: torch.fx.Node) -> bool:
