@@ -76,8 +76,8 @@ class StackedChannels(TorchFunctionMode):
         _, source, version = self._rectified.get(id(inputs), (None, inputs, -1))
         if source._version != version:
             source = inputs
-        values: torch.Tensor = _MaxPool.of(source, *options)[0]
-        return values if source is inputs else torch.relu(values)
+        values: torch.Tensor = _MaxPool.of(source, source is not inputs, *options)[0]
+        return values
 
 
 def _pair(value: int | Pair) -> Pair:
@@ -195,16 +195,17 @@ class _ConvolutionBackward(_Operation):
 
 
 class _MaxPool(_Operation):
-    """Values and places of the largest elements."""
+    """The largest elements, or zero where they are negative if `rectify`, and their places."""
 
     @staticmethod
-    def forward(inputs: torch.Tensor, *options: Any) -> Any:
-        return aten.max_pool2d_with_indices(inputs, *options)
+    def forward(inputs: torch.Tensor, rectify: bool, *options: Any) -> Any:
+        values, places = aten.max_pool2d_with_indices(inputs, *options)
+        return aten.relu(values) if rectify else values, places
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(inputs[0], output[1])
+        ctx.save_for_backward(inputs[0], *output)
         ctx.options = inputs[1:]
 
     @staticmethod
@@ -223,15 +224,22 @@ class _MaxPool(_Operation):
 class _MaxPoolBackward(_Operation):
     @staticmethod
     def forward(
-        gradient: torch.Tensor, inputs: torch.Tensor, places: torch.Tensor, *options: Any
+        gradient: torch.Tensor,
+        inputs: torch.Tensor,
+        values: torch.Tensor,
+        places: torch.Tensor,
+        rectify: bool,
+        *options: Any,
     ) -> Any:
+        if rectify:
+            gradient = aten.threshold_backward(gradient, values, 0)
         return aten.max_pool2d_with_indices_backward(gradient, inputs, *options, places)
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
-        count, tensors = info.batch_size, zip(arguments[:3], in_dims[:3], strict=True)
+        count, tensors = info.batch_size, zip(arguments[:4], in_dims[:4], strict=True)
         channels = (_in_channels(each, dim, count) for each, dim in tensors)
-        found = _MaxPoolBackward.of(*channels, *arguments[3:])
+        found = _MaxPoolBackward.of(*channels, *arguments[4:])
         return found.unflatten(1, (count, -1)), 1
 
 

@@ -7,7 +7,7 @@ FIRST_STACK = 4
 multiple of it, so that most stacks of a batch are of one size."""
 _STACK = 64
 """Most devices of a stack."""
-_STEP_BYTES = {"cpu": 6 << 20, "cuda": 1 << 30}
+_STEP_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
 """Most bytes of the tensors of a step, unless one device takes more. On a processor they should
 stay in its cache, whose part for one core is some MiB."""
 
