@@ -6,8 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
 
+from isthmus import Task
 from isthmus_clients.virtual.stacks.channels import StackedChannels
+from isthmus_clients.virtual.stacks.gradients import Gradients
 
 aten = torch.ops.aten
 COUNT = 3
@@ -111,39 +114,131 @@ def test_frozen_parameters_are_those_of_all_models():
         check(model, 2, 8, frozen=frozen)
 
 
-class Twice(nn.Module):
-    """Uses the results of a ReLU in two ways."""
+class Model(nn.Module):
+    """Two convolutions, around what a test does."""
 
-    def __init__(self, change):
+    def __init__(self, between, is_frozen=False):
         super().__init__()
-        self.convolution, self.change = nn.Conv2d(2, 4, 3), change
+        self.first, self.second = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 3, 2)
+        self.norm, self.between = nn.GroupNorm(2, 4), between
+        self.first.requires_grad_(not is_frozen)
 
     def forward(self, images):
-        before = self.convolution(images)
-        after = nn.functional.relu(before)
-        if self.change:
-            before = before.mul_(2.0)
-        pooled = nn.functional.max_pool2d(after, 2, 2)
-        return (pooled.sum((1, 2, 3)) + (after * before).sum((1, 2, 3))).tanh()
+        return self.second(self.between(self, self.first(images)))
 
 
-@pytest.mark.parametrize("change", [False, True])
-def test_results_of_a_relu_that_are_used_elsewhere_too(change):
-    if change:  # autograd refuses it for a single model, whose gradient needs the ReLU's input
-        model = Twice(change)
-        stacked = {n: torch.randn(COUNT, *p.shape) for n, p in model.named_parameters()}
-        images = torch.randn(COUNT, 4, 2, 8, 8)
+class Squares(Task):
+    """Trains what it is given, by the mean square of the results."""
 
-        def outputs(own, images):
-            return torch.func.functional_call(model, own, images)
+    def model(self):
+        raise NotImplementedError
 
-        with torch.no_grad():
-            expected = torch.vmap(outputs)(stacked, images)
-            with StackedChannels():
-                found = torch.vmap(outputs)(stacked, images)
-        torch.testing.assert_close(found, expected)
-    else:
-        check(Twice(change), 2, 8)
+    def local_data(self, participant):
+        raise NotImplementedError
+
+    def optimizer(self, parameters, participant):
+        raise NotImplementedError
+
+    def loss(self, output, target):
+        return output.reshape(len(output), -1).square().mean(1)
+
+
+def is_by_channels(model):
+    """Whether a step of the model is recorded so, after it was checked."""
+    gradients = Gradients(Squares({}), model)
+    stacked = {
+        name: part.detach().expand(COUNT, *part.shape).clone()
+        for name, part in model.named_parameters()
+        if part.requires_grad
+    }
+    images, targets = torch.randn(1, COUNT, 4, 2, 6, 6), torch.zeros(1, COUNT, 4)
+    weights = torch.full((1, COUNT, 4), 0.25)
+    gradients.check(1, stacked, images, targets, weights)
+    return gradients._by_channels
+
+
+def pooled(images):
+    return functional.max_pool2d(images, 2)
+
+
+def changed_in_place(model, images):
+    return pooled(images.relu().add_(1.0))
+
+
+def changed_result(model, images):
+    rectified = functional.relu(images)
+    rectified += 1.0
+    return pooled(rectified)
+
+
+def changed_source(model, images):
+    rectified = functional.relu(images)
+    images.mul_(2.0)
+    return pooled(rectified)
+
+
+def without_gradient(model, images):
+    with torch.no_grad():
+        rectified = functional.relu(images)
+    return pooled(rectified) + pooled(images)
+
+
+def with_a_hook(model, images):
+    rectified = functional.relu(images)
+    if rectified.requires_grad:
+        rectified.register_hook(lambda gradient: 2.0 * gradient)
+    return pooled(rectified)
+
+
+def used_twice(model, images):
+    rectified = functional.relu(images)
+    return pooled(rectified) + (rectified * images).sum((2, 3), keepdim=True)
+
+
+def viewed(model, images):
+    flat = pooled(functional.relu(images)).view(len(images), -1)
+    return flat.tanh().view(len(images), 4, 3, 3)
+
+
+def normalised(model, images):
+    return pooled(functional.relu(model.norm(images)))
+
+
+@pytest.mark.parametrize("between", [without_gradient, used_twice, viewed, normalised])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_models_of_many_kinds_are_computed_by_channels(between, is_frozen):
+    assert is_by_channels(Model(between, is_frozen))
+
+
+@pytest.mark.parametrize("between", [changed_in_place, changed_result, changed_source])
+def test_a_pool_sees_what_has_changed_since_the_relu(between):
+    assert is_by_channels(Model(between, is_frozen=True))
+
+
+def of_each_image(model, images):
+    return torch.vmap(lambda image: model.first(image[None, :2])[0])(images)
+
+
+def by_derivatives(model, images):
+    def energy(each):
+        return functional.max_pool2d(functional.relu(each), 2).square().sum()
+
+    steps = torch.func.grad(lambda each: torch.func.grad(energy)(each).square().sum())(images)
+    return pooled(images + steps)
+
+
+@pytest.mark.parametrize("between", [of_each_image, by_derivatives, with_a_hook])
+def test_other_models_are_computed_by_the_rules_of_pytorch(between):
+    is_by_channels(Model(between))  # refuses other gradients than those of a model alone
+
+
+def test_another_gradient_records_the_step_by_the_rules_of_pytorch():
+    def hidden(model, images):
+        rectified = functional.relu(images)
+        images.data.mul_(2.0)  # which PyTorch does not count as a change
+        return pooled(rectified)
+
+    assert not is_by_channels(Model(hidden, is_frozen=True))
 
 
 def test_a_maximum_keeps_nan_and_the_first_of_equal_values():

@@ -9,15 +9,49 @@ Shape legend: K = devices of a stack, B = examples of a step, C = channels of a 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 Pair = Sequence[int]
+
+
+def record_by_channels(
+    step: Callable[..., Any], arguments: Sequence[torch.Tensor]
+) -> tuple[torch.fx.GraphModule, bool]:
+    """Record a step as said above, and whether that could be done.
+
+    Otherwise it is recorded with PyTorch's own rules, which know more: derivatives of gradients, a
+    `vmap` of the model's own, complex numbers.
+    """
+    try:
+        with StackedChannels():
+            return make_fx(step)(*arguments), True
+    except Exception:  # whatever it is, the task gets its own errors from PyTorch's rules
+        log.debug("convolutions are recorded with the rules of PyTorch", exc_info=True)
+    return make_fx(step)(*arguments), False
+
+
+class _Rectified(NamedTuple):
+    """What a ReLU was computed of, while neither has changed."""
+
+    source: torch.Tensor
+    state: tuple[object, ...]
+
+    @staticmethod
+    def state_of(source: torch.Tensor, result: torch.Tensor) -> tuple[object, ...]:
+        """Is the same as long as a ReLU of pooled elements is the pool of the ReLU's result."""
+        gradients = torch.is_grad_enabled(), source.requires_grad == result.requires_grad
+        return source._version, result._version, *gradients, bool(result._backward_hooks)
 
 
 class StackedChannels(TorchFunctionMode):
@@ -28,8 +62,8 @@ class StackedChannels(TorchFunctionMode):
 
     def __init__(self) -> None:
         """Begin without results."""
-        self._rectified: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
-        """Results of ReLUs by their identity, what they were computed of, and its version."""
+        self._rectified = WeakIdKeyDictionary()
+        """`_Rectified` by the result of the ReLU."""
 
     def __torch_function__(
         self,
@@ -45,6 +79,8 @@ class StackedChannels(TorchFunctionMode):
             functional.max_pool2d: self._pool,
             functional.relu: self._relu,
             torch.relu: self._relu,
+            functional.group_norm: _group_norm,
+            torch.Tensor.view: torch.Tensor.reshape,  # with channels last, a view may be impossible
         }
         if func in known and args and args[0].dim() == 4:  # a batch of images
             result = known[func](*args, **kwargs or {})
@@ -56,7 +92,7 @@ class StackedChannels(TorchFunctionMode):
         if inplace:
             return None
         result = torch.relu(inputs)
-        self._rectified[id(result)] = result, inputs, inputs._version
+        self._rectified[result] = _Rectified(inputs, _Rectified.state_of(inputs, result))
         return result
 
     def _pool(
@@ -73,11 +109,18 @@ class StackedChannels(TorchFunctionMode):
             return None
         pairs = map(_pair, (kernel_size, stride or kernel_size, padding, dilation))
         options = *pairs, ceil_mode
-        _, source, version = self._rectified.get(id(inputs), (None, inputs, -1))
-        if source._version != version:
-            source = inputs
-        values: torch.Tensor = _MaxPool.of(source, source is not inputs, *options)[0]
+        source, rectify = inputs, False
+        if inputs in self._rectified:
+            rectified: _Rectified = self._rectified[inputs]
+            rectify = rectified.state == _Rectified.state_of(rectified.source, inputs)
+            source = rectified.source if rectify else inputs
+        values: torch.Tensor = _MaxPool.of(source, rectify, *options)[0]
         return values
+
+
+def _group_norm(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As by PyTorch, whose rule for `vmap` refuses channels that are last."""
+    return functional.group_norm(inputs.contiguous(), *args, **kwargs)
 
 
 def _pair(value: int | Pair) -> Pair:

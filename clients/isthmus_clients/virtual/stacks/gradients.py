@@ -21,7 +21,7 @@ from isthmus.task import Task, user_code
 from isthmus.task.scoring import batches, losses
 from isthmus_clients.training.local_run import CPU
 from isthmus_clients.virtual.stacks.captured_step import captured
-from isthmus_clients.virtual.stacks.channels import StackedChannels
+from isthmus_clients.virtual.stacks.channels import record_by_channels
 from isthmus_clients.virtual.stacks.grouped_convolution import use_products
 from isthmus_clients.virtual.stacks.randomness import Predictable, no_other_generators
 from isthmus_clients.virtual.stacks.recorded_step import descent, is_random, simplified, step_bytes
@@ -30,10 +30,12 @@ from isthmus_clients.virtual.stacks.scripted_step import Step, scripted
 Stacked = dict[str, torch.Tensor]
 """Parameters by name, each (K, *shape)."""
 
-
 _RENEWED = 0.001
 """Difference from the gradient of a single model, as a part of it, from which a step is recorded
 again; rounding is far below."""
+
+_SAME = 0.0001
+"""The same from which convolutions are recorded with the rules of PyTorch."""
 
 _REFUSED = 0.01
 """The same from which models cannot be stacked."""
@@ -84,6 +86,8 @@ class Gradients:
         self._recorded: dict[tuple[object, ...], _Recorded] = {}
         self._is_renewed = False
         """Whether any step had to be recorded again."""
+        self._by_channels = next(model.parameters()).device.type == "cpu"
+        """Whether steps are recorded by `record_by_channels`."""
         self._round = 0
         self._checked: set[tuple[object, str]] = set()
         """Shapes of inputs, and kinds of batches, whose computation was checked in the round."""
@@ -155,9 +159,8 @@ class Gradients:
         key = _key(inputs[0], targets[0])
         if {(key, "whole"), (key, "short")} <= self._checked:
             return
-        counts = (weights > 0).sum(2)
-        is_whole = counts == weights.shape[2]
-        for kind, found in (("whole", is_whole), ("short", (counts > 0) & ~is_whole)):
+        counts, size = (weights > 0).sum(2), weights.shape[2]
+        for kind, found in (("whole", counts == size), ("short", (counts > 0) & (counts < size))):
             if (key, kind) in self._checked:
                 continue
             for k in found.any(0).nonzero().flatten().tolist():
@@ -175,6 +178,9 @@ class Gradients:
         if difference is not None and not difference <= _RENEWED and was_recorded:
             del self._recorded[key]
             self._is_renewed = True
+            difference = self._difference(k, stacked, *batch)
+        if difference is not None and self._by_channels and not difference <= _SAME:
+            self._recorded, self._by_channels = {}, False
             difference = self._difference(k, stacked, *batch)
         if difference is not None and not difference <= _REFUSED:  # nan, too
             raise TaskError(
@@ -259,10 +265,9 @@ class Gradients:
         with warnings.catch_warnings(), no_other_generators(), torch.random.fork_rng(devices=[]):
             # Whether an operation without a batching rule is slower is measured.
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-            try:
-                with contextlib.nullcontext() if arguments[-1].is_cuda else StackedChannels():
-                    recorded = make_fx(step)(*arguments)
-            except NotImplementedError:  # a loss that has gradients of its own
+            if self._by_channels:
+                recorded, self._by_channels = record_by_channels(step, arguments)
+            else:
                 recorded = make_fx(step)(*arguments)
             gradients = simplified(recorded)
         use_products(gradients)
