@@ -13,9 +13,9 @@ from isthmus_clients.virtual.stacks.sizes import most_devices, places
     ("device", "mib", "most"),
     [
         ("cpu", 1.3, 4),
-        ("cpu", 0.6, 8),
+        ("cpu", 0.6, 12),
         ("cpu", 0.01, 64),
-        ("cpu", 2.5, 2),
+        ("cpu", 2.5, 3),
         ("cpu", 50, 1),
         ("cuda", 1.3, 64),
         ("cuda", 60, 16),
