@@ -128,7 +128,7 @@ class Model(nn.Module):
 
 
 class Squares(Task):
-    """Trains what it is given, by the mean square of the results."""
+    """The loss is the mean square of the results; nothing else of the task is used."""
 
     def model(self):
         raise NotImplementedError
@@ -204,7 +204,13 @@ def normalised(model, images):
     return pooled(functional.relu(model.norm(images)))
 
 
-@pytest.mark.parametrize("between", [without_gradient, used_twice, viewed, normalised])
+def of_each_image(model, images):
+    return torch.vmap(lambda image: model.first(image[None, :2])[0])(images)
+
+
+@pytest.mark.parametrize(
+    "between", [without_gradient, used_twice, viewed, normalised, of_each_image]
+)
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_models_of_many_kinds_are_computed_by_channels(between, is_frozen):
     assert is_by_channels(Model(between, is_frozen))
@@ -215,10 +221,6 @@ def test_a_pool_sees_what_has_changed_since_the_relu(between):
     assert is_by_channels(Model(between, is_frozen=True))
 
 
-def of_each_image(model, images):
-    return torch.vmap(lambda image: model.first(image[None, :2])[0])(images)
-
-
 def by_derivatives(model, images):
     def energy(each):
         return functional.max_pool2d(functional.relu(each), 2).square().sum()
@@ -227,9 +229,12 @@ def by_derivatives(model, images):
     return pooled(images + steps)
 
 
-@pytest.mark.parametrize("between", [of_each_image, by_derivatives, with_a_hook])
-def test_other_models_are_computed_by_the_rules_of_pytorch(between):
-    is_by_channels(Model(between))  # refuses other gradients than those of a model alone
+def test_second_derivatives_are_recorded_by_the_rules_of_pytorch():
+    assert not is_by_channels(Model(by_derivatives))
+
+
+def test_a_hook_of_a_relu_is_called():
+    is_by_channels(Model(with_a_hook))  # refuses another gradient than that of a model alone
 
 
 def test_another_gradient_records_the_step_by_the_rules_of_pytorch():
