@@ -11,6 +11,7 @@ from isthmus.job import Job, read_job
 from isthmus.task import check_installed, check_named
 from isthmus.task.code_digest import code_digest
 from isthmus.task.device_sums.metrics import MAX_COUNTS
+from isthmus.tensors.always_sent import always_sent
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import fingerprint_of
@@ -281,6 +282,7 @@ class ActiveRun:
             or codec.one_in != compression.one_in
             or codec.bits < compression.bits
             or codec.seed != self.job.seed
+            or codec.always != always_sent(self.layout, compression.always)
         ):
             refusal.refuse(
                 "codec-differs",

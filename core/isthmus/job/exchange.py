@@ -1,4 +1,4 @@
-"""The job's table `[exchange]`: what participants exchange, and what stays on each device."""
+"""What participants exchange, what stays on each device, and how updates are compressed."""
 
 from __future__ import annotations
 
@@ -51,3 +51,23 @@ class ExchangeSection(Section):
     def has_personal(self) -> bool:
         """Whether something may stay on each device."""
         return bool(self.personal) or self.buffers == "local"
+
+
+class Compression(Section):
+    """Fewer bytes up: devices send some elements of an update in a round, with few bits each.
+
+    All devices send the same elements, so that secure aggregation sums what they send. What they
+    did not send, or rounded away, stays with them and is added to their next update.
+    """
+
+    bits: Annotated[int, Field(ge=2, le=8)] = 3
+    """An element has one of 2**bits - 1 values."""
+    one_in: Annotated[int, Field(ge=1, le=256)] = 4
+    """One of that many neighbouring elements is sent in a round; 1 sends all of them."""
+    always: tuple[Pattern, ...] = ()
+    """Patterns of the parameters and running statistics all of whose elements are sent in every
+    round, for small tensors that matter: norms, biases, embeddings of positions."""
+    step_ahead: Annotated[float, Field(ge=0, le=1)] = 0.7
+    """A device trains from the model to which this part is added of what it has not sent yet; true
+    is all of it, false nothing. It protects from large losses; where little is lost without it, it
+    may lose some tenths of a point itself. Simulated devices then train one by one."""

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from isthmus.errors import JobError
+from isthmus.job.exchange import Compression
 from isthmus.job.flower import FlowerSection
 from isthmus.job.privacy import FederatedPrivacy
 from isthmus.job.section import DeviceHours, GroupName, PositiveSeconds, Section
@@ -85,23 +86,6 @@ class Groups(Section):
     def accepts(self, name: str) -> bool:
         """Whether a declared group may be summed by itself."""
         return bool(name) and (not self.names or name in self.names)
-
-
-class Compression(Section):
-    """Fewer bytes up: devices send some elements of an update in a round, with few bits each.
-
-    All devices send the same elements, so that secure aggregation sums what they send. What they
-    did not send, or rounded away, stays with them and is added to their next update.
-    """
-
-    bits: Annotated[int, Field(ge=2, le=8)] = 3
-    """An element has one of 2**bits - 1 values."""
-    one_in: Annotated[int, Field(ge=1, le=256)] = 4
-    """One of that many neighbouring elements is sent in a round; 1 sends all of them."""
-    step_ahead: Annotated[float, Field(ge=0, le=1)] = 0.7
-    """A device trains from the model to which this part is added of what it has not sent yet; true
-    is all of it, false nothing. It protects from large losses; where little is lost without it, it
-    may lose some tenths of a point itself. Simulated devices then train one by one."""
 
 
 MAX_SECURE_COHORT = 1400

@@ -4,6 +4,7 @@ All clients of a round send the same elements, so that masks cancel and sums are
 elements. The update is divided into blocks of `one_in` neighbours, of which one is sent in a round;
 in `one_in` rounds in a row each is sent once. The seed of the job and the number of the round
 decide the order for each block, so that a device that takes part in every second round misses none.
+Some ranges of elements are in no block: all of them are sent in every round.
 
 What is not sent, and what rounding took away, is for the device to add to its next update (error
 feedback: Seide et al. 2014, Karimireddy et al. 2019). Rounding goes to the nearest level: a random
@@ -15,16 +16,20 @@ one would have an error of more than the value itself with few levels, which fee
 >>> both = [codec.coordinates(round_, 5).tolist() for round_ in (2, 3)]
 >>> sorted({*both[0], *both[1]})
 [0, 1, 2, 3, 4]
+>>> UpdateCodec(one_in=3, bits=3, always=((1, 3),)).coordinates(0, 5).tolist()[:2]
+[1, 2]
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import torch
 
-from isthmus_privacy.crypto.canonical import NUMBER, Message, tagged_hash
+from isthmus.tensors.always_sent import MAX_RANGES
+from isthmus_privacy.crypto.canonical import NUMBER, Message, items, row, tagged_hash
 from isthmus_privacy.crypto.masking import cipher, ring_vector
 
 MAX_ONE_IN = 256
@@ -37,7 +42,12 @@ class UpdateCodec(Message):
     """The elements of an update that are sent, and their precision."""
 
     TAG = "update-codec"
-    FIELDS = {"one_in": NUMBER, "bits": NUMBER, "seed": NUMBER}
+    FIELDS = {
+        "one_in": NUMBER,
+        "bits": NUMBER,
+        "seed": NUMBER,
+        "always": items(row(NUMBER, NUMBER), MAX_RANGES),
+    }
 
     one_in: int
     """One of that many neighbouring elements is sent in a round."""
@@ -45,16 +55,21 @@ class UpdateCodec(Message):
     """A client's element has 2**bits - 1 levels, zero in their middle."""
     seed: int = 0
     """Of the job: which elements are sent follows from it and the number of the round."""
+    always: tuple[tuple[int, int], ...] = ()
+    """Ranges of elements that are sent in every round: the first one, and the one after the last,
+    ascending."""
 
     @property
     def levels(self) -> int:
         """L: number of different values of an element."""
         return (1 << self.bits) - 1
 
-    def fits(self, levels: int) -> bool:
-        """Whether its fields are in their ranges, and go with a configuration's `levels`."""
+    def fits(self, levels: int, size: int) -> bool:
+        """Whether its fields are in their ranges, and go with a configuration's fields."""
         in_range = 1 <= self.one_in <= MAX_ONE_IN and 2 <= self.bits <= MAX_BITS
-        return in_range and levels == self.levels
+        ends = [0, *itertools.chain.from_iterable(self.always), size]
+        starts_before_end = all(start < end for start, end in self.always)
+        return in_range and levels == self.levels and starts_before_end and ends == sorted(ends)
 
     def ring_bits(self, clients: int) -> int:
         """Fewest bits of a ring in which a sum over that many clients cannot wrap."""
@@ -66,22 +81,37 @@ class UpdateCodec(Message):
 
     def kept(self, size: int) -> int:
         """Number of elements that are sent of an update of N = `size`."""
-        return -(-size // self.one_in)
+        always = sum(end - start for start, end in self.always)
+        return always + -(-(size - always) // self.one_in)
 
     def coordinates(self, round_: int, size: int) -> torch.Tensor:
-        """Indices (kept) of the elements that are sent in a round, int64, ascending.
+        """Indices (kept) of the elements that are sent in a round, int64, each once.
+
+        Those that are sent in every round are the first ones.
 
         Args:
             round_: number of the round.
             size: N, elements of the update.
         """
+        always = [torch.arange(start, end) for start, end in self.always]
+        size -= sum(map(len, always))
         first = torch.arange(0, size, self.one_in)
         cycle, step = divmod(round_, self.one_in)
         seed = tagged_hash("sent-elements", NUMBER.write(self.seed), NUMBER.write(cycle))
         stream = bytearray(2 * len(first))
         cipher(seed).update_into(bytes(len(stream)), stream)
         drawn = ring_vector(stream, 16).to(torch.int64)
-        return first + (drawn + step) % (size - first).clamp(max=self.one_in)
+        chosen = first + (drawn + step) % (size - first).clamp(max=self.one_in)
+        return torch.cat([*always, self._in_update(chosen)])
+
+    def _in_update(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Indices in the update of elements (M), which are given without those of `always`."""
+        if not self.always:
+            return chosen
+        lengths = torch.tensor([0, *(end - start for start, end in self.always)])
+        before = lengths.cumsum(0)  # elements of `always` in front of each range, and in all
+        starts = torch.tensor([start for start, _ in self.always]) - before[:-1]
+        return chosen + before[torch.searchsorted(starts, chosen, right=True)]
 
     def split(self, figures: torch.Tensor) -> torch.Tensor:
         """Divide numbers (M) of 32 bits into digits (M x digits), least significant first."""

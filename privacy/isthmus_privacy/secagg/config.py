@@ -275,7 +275,7 @@ class RoundConfig(Message):
         valid = {
             "bits": self.bits in RING_BITS if self.codec is None else 2 <= self.bits <= 32,
             "codec": self.codec is None
-            or (not self.whole and self.noise is None and self.codec.fits(self.levels)),
+            or (not (self.whole or self.noise) and self.codec.fits(self.levels, self.size)),
             "size": self.size <= MAX_SIZE,
             "clients_min": 2 <= self.clients_min <= self.clients_max,
             "clients_max": self.clients_max <= MAX_COHORT,

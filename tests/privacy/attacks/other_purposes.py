@@ -254,6 +254,15 @@ def coarser_updates_than_the_job_says():
     run.check_codec(make_config(codec=codec, bits=6, levels=7, slots=COMPRESSED_SLOTS))
 
 
+@expect_refusal("codec-differs")
+def other_elements_than_the_job_says():
+    federated = {"compression": {"bits": 3, "one_in": 2, "always": ["bias"]}}
+    job = Job(name="demo", task={"source": "task.py:Table"}, federated=federated)
+    run = ActiveRun("run", job, TensorLayout.from_shapes({"bias": (2,), "weight": (4,)}))
+    codec = UpdateCodec(one_in=2, bits=3, always=((0, 2), (3, 4)))
+    run.check_codec(make_config(codec=codec, bits=6, levels=7, slots=COMPRESSED_SLOTS))
+
+
 @expect_refusal("measurement-without-noise")
 def scores_of_a_private_run():
     private_run().check_measured()

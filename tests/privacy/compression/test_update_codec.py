@@ -15,8 +15,8 @@ from isthmus_privacy.secagg import COMPRESSED_SLOTS, RoundConfig, Stage, decode,
 FIGURES = {"loss": 2.5, "magnitude": -7.25, "unusable": 0.0}
 
 
-def compressed(*, clients, bits, one_in=1, size=50, **changes):
-    codec = UpdateCodec(one_in=one_in, bits=bits)
+def compressed(*, clients, bits, one_in=1, always=(), size=50, **changes):
+    codec = UpdateCodec(one_in=one_in, bits=bits, always=always)
     config = make_config(
         clients_max=clients,
         size=size,
@@ -65,19 +65,42 @@ def test_the_largest_updates_of_all_clients_never_wrap(clients, bits, sign):
     assert mean.figures["magnitude"] == pytest.approx(-7.25, abs=1e-3)
 
 
-@given(one_in=st.integers(1, 9), size=st.integers(0, 60), cycle=st.integers(0, 5))
-def test_every_element_is_sent_once_in_a_cycle_of_rounds(one_in, size, cycle):
-    codec = UpdateCodec(one_in=one_in, bits=4)
+@st.composite
+def ranges(draw, size):
+    """Ascending ranges of an update."""
+    ends = sorted(draw(st.sets(st.integers(0, size), max_size=8)))
+    return tuple(zip(ends[::2], ends[1::2], strict=False))
+
+
+@given(one_in=st.integers(1, 9), size=st.integers(0, 60), cycle=st.integers(0, 5), data=st.data())
+def test_every_element_is_sent_once_in_a_cycle_of_rounds(one_in, size, cycle, data):
+    """Those of some ranges are sent in each of its rounds, first."""
+    codec = UpdateCodec(one_in=one_in, bits=4, always=data.draw(ranges(size)))
+    assert codec.fits(codec.levels, size)
+    always = [k for start, end in codec.always for k in range(start, end)]
     rounds = range(cycle * one_in, (cycle + 1) * one_in)
-    sent = [codec.coordinates(number, size) for number in rounds]
+    sent = [codec.coordinates(number, size).tolist() for number in rounds]
     assert all(len(each) == codec.kept(size) for each in sent)
-    if size % one_in == 0:
-        assert torch.cat(sent).sort().values.equal(torch.arange(size))
-    assert set(torch.cat(sent).tolist()) == set(range(size))
+    assert all(each[: len(always)] == always for each in sent)
+    others = [k for each in sent for k in each[len(always) :]]
+    expected = sorted(set(range(size)) - set(always))
+    assert sorted(set(others)) == expected
+    if len(expected) % one_in == 0:
+        assert len(others) == len(expected)
 
 
-def test_the_mean_is_that_of_what_the_clients_say_they_sent():
-    config = compressed(clients=4, bits=3, one_in=4, clip=0.3, weight_max=50)
+@pytest.mark.parametrize("always", [((0, 51),), ((4, 4),), ((4, 6), (5, 7)), ((4, 6), (1, 2))])
+def test_ranges_that_no_update_has_are_refused_in_one_sentence(always):
+    codec = UpdateCodec(one_in=2, bits=3, always=always)
+    fields = {"bits": codec.ring_bits(6), "levels": codec.levels, "size": 50}
+    config = make_config(clients_max=6, codec=codec, slots=COMPRESSED_SLOTS, **fields)
+    with pytest.raises(PeerMisbehaved, match="is not a valid configuration"):
+        config.check()
+
+
+@pytest.mark.parametrize("always", [(), ((3, 5), (40, 50))])
+def test_the_mean_is_that_of_what_the_clients_say_they_sent(always):
+    config = compressed(clients=4, bits=3, one_in=4, always=always, clip=0.3, weight_max=50)
     updates, weights = [torch.randn(50) * 0.1 for _ in range(3)], [50, 20, 1]
     encoded = [
         encode(config, update, weight=weight, figures=FIGURES)
@@ -87,7 +110,7 @@ def test_the_mean_is_that_of_what_the_clients_say_they_sent():
     mean = decode(config, total, clients=3)
     expected = sum(each.sent for each in encoded) * 50 / sum(weights)
     torch.testing.assert_close(mean.vector, expected)
-    assert (mean.vector != 0).sum() <= 13
+    assert (mean.vector != 0).sum() <= (22 if always else 13)
 
 
 def test_masked_vectors_shrink_and_masks_cancel_in_the_bits_that_are_sent():

@@ -7,7 +7,10 @@ import math
 from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, TypedDict
 
-from isthmus.job.federated import Compression, FederatedSection
+from isthmus.job.exchange import Compression
+from isthmus.job.federated import FederatedSection
+from isthmus.tensors.always_sent import always_sent
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_privacy.compression.update_codec import MAX_BITS, MAX_RING_BITS, UpdateCodec
 from isthmus_privacy.dp.calibration import NoisePlan
@@ -80,7 +83,8 @@ def training_config(
         selected_ppm=spec.selected_ppm,
     )
     if settings.compression is not None and not spec.gradient_scale:
-        return _compressed(config, settings.compression, context.sums.magnitude, context.job.seed)
+        seed, magnitude = context.job.seed, context.sums.magnitude
+        return _compressed(config, settings.compression, context.layout, seed, magnitude)
     if context.job.federated.privacy is not None:  # devices send no loss and count the same
         config = dataclasses.replace(config, slots=SCORING_SLOTS, weight_max=1)
     privacy = context.privacy
@@ -88,7 +92,11 @@ def training_config(
 
 
 def _compressed(
-    config: RoundConfig, compression: Compression, magnitude: float | None, seed: int
+    config: RoundConfig,
+    compression: Compression,
+    layout: TensorLayout,
+    seed: int,
+    magnitude: float | None,
 ) -> RoundConfig:
     """The configuration of a sum of compressed updates.
 
@@ -99,7 +107,8 @@ def _compressed(
         bits, bound = min(MAX_BITS, MAX_RING_BITS - clients.bit_length()), config.clip
     else:
         bound = UNITS_PER_BIT * (bits + 1) * 2.0**magnitude
-    codec = UpdateCodec(one_in=compression.one_in, bits=bits, seed=seed)
+    always = always_sent(layout, compression.always)
+    codec = UpdateCodec(one_in=compression.one_in, bits=bits, seed=seed, always=always)
     return dataclasses.replace(
         config,
         codec=codec,

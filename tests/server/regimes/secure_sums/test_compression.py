@@ -11,15 +11,15 @@ from isthmus_server.regimes.committed_sums import CommittedSums
 ONE_IN = 4
 
 
-@pytest.fixture
-async def run(network, make_job, write_task, tmp_path):
+@pytest.fixture(params=["", ",always=['bias']"])
+async def run(request, network, make_job, write_task, tmp_path):
     write_task()
     await network.listen()
     job = make_job(
         "federated.cohort=5",
         "federated.quorum=4",
         "federated.secure_aggregation=true",
-        f"federated.compression={{bits=3, one_in={ONE_IN}}}",
+        f"federated.compression={{bits=3, one_in={ONE_IN}{request.param}}}",
         "time.round_seconds=6000",
         "time.lease_seconds=2000",
     )
@@ -65,6 +65,8 @@ async def test_what_is_not_sent_in_a_round_is_sent_in_later_ones(run, tmp_path):
     """Nothing is lost by a failed attempt either, nor by a device that starts again."""
     sums, arrived, trained = Sums(), torch.zeros(LAYOUT.size), torch.zeros(LAYOUT.size)
     made = record_updates(run)
+    always = 3 if run.job.federated.compression.always else 0
+    most_sent = always + -(-(LAYOUT.size - always) // ONE_IN)
     for round_ in range(1, 7):
         attempt = 1
         if round_ == 3:
@@ -77,7 +79,7 @@ async def test_what_is_not_sent_in_a_round_is_sent_in_later_ones(run, tmp_path):
                 device.agent._secure._residuals = None  # as after a kill
             attempt = 2
         result = await run.train(attempt=attempt, round_=round_, sums=sums)
-        assert int((result.pseudo_gradient != 0).sum()) <= -(-LAYOUT.size // ONE_IN)
+        assert int((result.pseudo_gradient != 0).sum()) <= most_sent
         sums.commit((round_, attempt), result)
         arrived += result.pseudo_gradient
         trained += torch.stack([made[name] for name in NAMES]).mean(0).float()

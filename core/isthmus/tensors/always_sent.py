@@ -1,0 +1,54 @@
+"""The elements of an update that compression sends in every round.
+
+>>> shapes = {"blocks.0.norm": (4,), "blocks.1.norm": (4,), "scores": (9,), "table": (2, 3)}
+>>> always_sent(TensorLayout.from_shapes(shapes), ["*norm", "table"])
+((0, 8), (17, 23))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from isthmus.errors import JobError
+from isthmus.tensors.exchange_set import TensorLayout
+
+MAX_RANGES = 4096
+"""Most ranges: they are sent to each device in each round, with 16 bytes each."""
+
+_KEY = "federated.compression.always"
+
+
+def always_sent(exchanged: TensorLayout, patterns: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """First elements of the matching tensors in the vector, and those after their last ones.
+
+    Neighbouring tensors are one range.
+
+    Args:
+        exchanged: the exchange set.
+        patterns: of `fnmatch`, for names of parameters and running statistics.
+
+    Raises:
+        JobError: a pattern matches nothing, or the tensors are too many ranges.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in exchanged.names):
+            names = exchanged.names
+            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise JobError(
+                f"{_KEY}: {pattern!r} matches nothing that is exchanged; that is {shown}"
+            )
+    ranges: list[tuple[int, int]] = []
+    for entry in exchanged.entries:
+        if not entry.count or not any(fnmatchcase(entry.name, pattern) for pattern in patterns):
+            continue
+        start, end = entry.offset, entry.offset + entry.count
+        if ranges and ranges[-1][1] == start:
+            start = ranges.pop()[0]
+        ranges.append((start, end))
+    if len(ranges) > MAX_RANGES:
+        raise JobError(
+            f"{_KEY} matches tensors in {len(ranges)} places of the update, and the maximum is "
+            f"{MAX_RANGES}; use patterns of fewer tensors"
+        )
+    return tuple(ranges)
