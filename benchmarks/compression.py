@@ -97,7 +97,8 @@ SUBJECTS = (
         "shakespeare",
         EXAMPLES / "shakespeare" / "job.toml",
         200,
-        "{bits=4, one_in=5}",
+        "{bits=3, one_in=6, step_ahead=0.85, "
+        'always=["characters.*", "positions.*", "*norm*", "*.bias"]}',
         (
             "federated.clients=8",
             "federated.cohort=8",
