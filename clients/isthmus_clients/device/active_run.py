@@ -283,11 +283,13 @@ class ActiveRun:
             or codec.bits < compression.bits
             or codec.seed != self.job.seed
             or codec.always != always_sent(self.layout, compression.always)
+            or codec.statistics != self.layout.size - self.layout.trained_size
         ):
             refusal.refuse(
                 "codec-differs",
                 f"{self.job.name!r} was opened with seed={self.job.seed} and federated.compression="
-                f"{compression}, and this sum has {codec}",
+                f"{compression}, and this sum has {codec} with {len(codec.always)} ranges of "
+                "elements that are always sent",
             )
 
     def with_account(self, account: ExamplesAccount, examples: int) -> ActiveRun:

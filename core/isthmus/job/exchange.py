@@ -64,9 +64,10 @@ class Compression(Section):
     """An element has one of 2**bits - 1 values."""
     one_in: Annotated[int, Field(ge=1, le=256)] = 4
     """One of that many neighbouring elements is sent in a round; 1 sends all of them."""
-    always: tuple[Pattern, ...] = ()
-    """Patterns of the parameters and running statistics all of whose elements are sent in every
-    round, for small tensors that matter: norms, biases, embeddings of positions."""
+    always: Annotated[tuple[Pattern, ...], Field(max_length=64)] = ()
+    """Patterns of the parameters all of whose elements are sent in every round, for small tensors
+    that matter: norms, biases, embeddings of positions. Running statistics always are, with 32
+    bits."""
     step_ahead: Annotated[float, Field(ge=0, le=1)] = 0.7
     """A device trains from the model to which this part is added of what it has not sent yet; true
     is all of it, false nothing. It protects from large losses; where little is lost without it, it

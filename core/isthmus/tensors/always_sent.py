@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -20,17 +21,22 @@ _KEY = "federated.compression.always"
 
 
 def always_sent(exchanged: TensorLayout, patterns: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """First elements of the matching tensors in the vector, and those after their last ones.
+    """First elements of the matching parameters in the vector, and those after their last ones.
 
-    Neighbouring tensors are one range.
+    Neighbouring parameters are one range. Running statistics may match, and are in none.
 
     Args:
         exchanged: the exchange set.
-        patterns: of `fnmatch`, for names of parameters and running statistics.
+        patterns: of `fnmatch`, for names.
 
     Raises:
         JobError: a pattern matches nothing, or the tensors are too many ranges.
     """
+    return _always_sent(exchanged, tuple(patterns))
+
+
+@functools.lru_cache(maxsize=4)
+def _always_sent(exchanged: TensorLayout, patterns: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in exchanged.names):
             names = exchanged.names
@@ -40,7 +46,9 @@ def always_sent(exchanged: TensorLayout, patterns: Sequence[str]) -> tuple[tuple
             )
     ranges: list[tuple[int, int]] = []
     for entry in exchanged.entries:
-        if not entry.count or not any(fnmatchcase(entry.name, pattern) for pattern in patterns):
+        if entry.statistic or not entry.count:
+            continue
+        if not any(fnmatchcase(entry.name, pattern) for pattern in patterns):
             continue
         start, end = entry.offset, entry.offset + entry.count
         if ranges and ranges[-1][1] == start:

@@ -263,6 +263,15 @@ def other_elements_than_the_job_says():
     run.check_codec(make_config(codec=codec, bits=6, levels=7, slots=COMPRESSED_SLOTS))
 
 
+@expect_refusal("codec-differs")
+def running_statistics_as_elements_that_may_be_left_out():
+    job = Job(name="demo", task={"source": "task.py:Table"}, federated={"compression": {}})
+    layout = TensorLayout.from_shapes({"mean": (2,), "weight": (4,)}, ["mean"])
+    codec = UpdateCodec(one_in=4, bits=3)
+    run = ActiveRun("run", job, layout)
+    run.check_codec(make_config(codec=codec, bits=6, levels=7, slots=COMPRESSED_SLOTS))
+
+
 @expect_refusal("measurement-without-noise")
 def scores_of_a_private_run():
     private_run().check_measured()

@@ -108,7 +108,14 @@ def _compressed(
     else:
         bound = UNITS_PER_BIT * (bits + 1) * 2.0**magnitude
     always = always_sent(layout, compression.always)
-    codec = UpdateCodec(one_in=compression.one_in, bits=bits, seed=seed, always=always)
+    codec = UpdateCodec(
+        one_in=compression.one_in,
+        bits=bits,
+        seed=seed,
+        always=always,
+        statistics=layout.size - layout.trained_size,
+        statistics_clip=config.clip,
+    )
     return dataclasses.replace(
         config,
         codec=codec,
