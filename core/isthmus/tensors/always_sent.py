@@ -42,7 +42,8 @@ def _always_sent(exchanged: TensorLayout, patterns: tuple[str, ...]) -> tuple[tu
             names = exchanged.names
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise JobError(
-                f"{_KEY}: {pattern!r} matches nothing that is exchanged; that is {shown}"
+                f"{_KEY}: {pattern!r} matches no exchanged tensor; correct or remove it. These are "
+                f"exchanged: {shown}"
             )
     ranges: list[tuple[int, int]] = []
     for entry in exchanged.entries:
