@@ -283,13 +283,13 @@ class ActiveRun:
             or codec.bits < compression.bits
             or codec.seed != self.job.seed
             or codec.always != always_sent(self.layout, compression.always)
-            or codec.statistics != self.layout.size - self.layout.trained_size
+            or config.size != self.layout.size
         ):
             refusal.refuse(
                 "codec-differs",
                 f"{self.job.name!r} was opened with seed={self.job.seed} and federated.compression="
-                f"{compression}, and this sum has {codec} with {len(codec.always)} ranges of "
-                "elements that are always sent",
+                f"{compression}, and this sum has {codec}, {len(codec.always)} ranges of elements "
+                f"that are always sent, and {config.size} elements in all",
             )
 
     def with_account(self, account: ExamplesAccount, examples: int) -> ActiveRun:

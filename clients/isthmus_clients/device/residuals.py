@@ -111,10 +111,8 @@ class Residual:
     ) -> tuple[torch.Tensor, float]:
         """Weigh an update, and add what earlier ones left; an update that is not finite stays.
 
-        Running statistics are left as they are, because the codec sends them in full.
-
         Args:
-            update: (N) float32, statistics last, changed in place.
+            update: (N) float32, changed in place.
             examples: weight of the update.
             config: with a codec.
 
@@ -125,10 +123,9 @@ class Residual:
             return update, 0.0
         share = min(examples, config.weight_max) / config.weight_max
         self._share = max(self._share, share)
-        assert config.codec is not None
-        trained = config.size - config.codec.statistics
-        update[:trained].mul_(share).add_(self.vector[:trained])
+        update.mul_(share).add_(self.vector)
         self._unsent = update
+        assert config.codec is not None
         kept = config.codec.coordinates(config.round, config.size)
         return update, magnitude_of(update[kept])
 

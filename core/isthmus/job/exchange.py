@@ -66,8 +66,7 @@ class Compression(Section):
     """One of that many neighbouring elements is sent in a round; 1 sends all of them."""
     always: Annotated[tuple[Pattern, ...], Field(max_length=64)] = ()
     """Patterns of the parameters all of whose elements are sent in every round, for small tensors
-    that matter: norms, biases, embeddings of positions. Running statistics always are, with 32
-    bits."""
+    that matter: norms, biases, embeddings of positions."""
     step_ahead: Annotated[float, Field(ge=0, le=1)] = 0.7
     """A device trains from the model to which this part is added of what it has not sent yet; true
     is all of it, false nothing. It protects from large losses; where little is lost without it, it

@@ -35,6 +35,29 @@ def always_sent(exchanged: TensorLayout, patterns: Sequence[str]) -> tuple[tuple
     return _always_sent(exchanged, tuple(patterns))
 
 
+def check_compression(exchanged: TensorLayout, patterns: Sequence[str], buffers: str) -> None:
+    """Refuse to compress the updates of an exchange set in which running statistics are averaged.
+
+    Devices move them to a target in each round, so that what was left of one round would be sent
+    twice, and a variance could become negative.
+
+    Args:
+        exchanged: the exchange set.
+        patterns: see `always_sent`.
+        buffers: the job's `exchange.buffers`.
+
+    Raises:
+        JobError: see above and `always_sent`.
+    """
+    if exchanged.statistics and buffers == "average":
+        raise JobError(
+            f"federated.compression cannot send the running statistics of normalisation layers, "
+            f"such as {exchanged.statistics[0]!r}; set exchange.buffers to 'local', 'recompute' or "
+            "'frozen', or remove the compression"
+        )
+    always_sent(exchanged, patterns)
+
+
 @functools.lru_cache(maxsize=4)
 def _always_sent(exchanged: TensorLayout, patterns: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     for pattern in patterns:

@@ -4,9 +4,7 @@ All clients of a round send the same elements, so that masks cancel and sums are
 elements. The update is divided into blocks of `one_in` neighbours, of which one is sent in a round;
 in `one_in` rounds in a row each is sent once. The seed of the job and the number of the round
 decide the order for each block, so that a device that takes part in every second round misses none.
-Some ranges of elements are in no block: all of them are sent in every round. So are running
-statistics, the last elements, in full: devices move them to a target in each round anew, so that
-what is left of one round must not be added in the next, and a rounded variance could be negative.
+Some ranges of elements are in no block: all of them are sent in every round.
 
 What is not sent, and what rounding took away, is for the device to add to its next update (error
 feedback: Seide et al. 2014, Karimireddy et al. 2019). Rounding goes to the nearest level: a random
@@ -31,7 +29,7 @@ import math
 import torch
 
 from isthmus.tensors.always_sent import MAX_RANGES
-from isthmus_privacy.crypto.canonical import NUMBER, REAL, Message, items, row, tagged_hash
+from isthmus_privacy.crypto.canonical import NUMBER, Message, items, row, tagged_hash
 from isthmus_privacy.crypto.masking import cipher, ring_vector
 
 MAX_ONE_IN = 256
@@ -49,8 +47,6 @@ class UpdateCodec(Message):
         "bits": NUMBER,
         "seed": NUMBER,
         "always": items(row(NUMBER, NUMBER), MAX_RANGES),
-        "statistics": NUMBER,
-        "statistics_clip": REAL,
     }
 
     one_in: int
@@ -62,10 +58,6 @@ class UpdateCodec(Message):
     always: tuple[tuple[int, int], ...] = dataclasses.field(default=(), repr=False)
     """Ranges of elements that are sent in every round: the first one, and the one after the last,
     ascending."""
-    statistics: int = 0
-    """Number of running statistics, which follow the other elements."""
-    statistics_clip: float = 1.0
-    """They are clipped to [-statistics_clip, statistics_clip]."""
 
     @property
     def levels(self) -> int:
@@ -75,7 +67,7 @@ class UpdateCodec(Message):
     def fits(self, levels: int, size: int) -> bool:
         """Whether its fields are in their ranges, and go with a configuration's fields."""
         in_range = 1 <= self.one_in <= MAX_ONE_IN and 2 <= self.bits <= MAX_BITS
-        ends = [0, *itertools.chain.from_iterable(self.always), size - self.statistics]
+        ends = [0, *itertools.chain.from_iterable(self.always), size]
         starts_before_end = all(start < end for start, end in self.always)
         return in_range and levels == self.levels and starts_before_end and ends == sorted(ends)
 
@@ -88,21 +80,21 @@ class UpdateCodec(Message):
         return -(-bits // self.bits)
 
     def kept(self, size: int) -> int:
-        """Number of elements that are sent of an update of N = `size`, without statistics."""
+        """Number of elements that are sent of an update of N = `size`."""
         always = sum(end - start for start, end in self.always)
-        return always + -(-(size - self.statistics - always) // self.one_in)
+        return always + -(-(size - always) // self.one_in)
 
     def coordinates(self, round_: int, size: int) -> torch.Tensor:
         """Indices (kept) of the elements that are sent in a round, int64, each once.
 
-        Those that are sent in every round are the first ones. Statistics are not among them.
+        Those that are sent in every round are the first ones.
 
         Args:
             round_: number of the round.
             size: N, elements of the update.
         """
         always = [torch.arange(start, end) for start, end in self.always]
-        size -= self.statistics + sum(map(len, always))
+        size -= sum(map(len, always))
         first = torch.arange(0, size, self.one_in)
         cycle, step = divmod(round_, self.one_in)
         seed = tagged_hash("sent-elements", NUMBER.write(self.seed), NUMBER.write(cycle))

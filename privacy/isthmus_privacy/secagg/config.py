@@ -131,8 +131,7 @@ class RoundConfig(Message):
     update and nothing else; `levels` and `clip` are not used, and every weight is 1."""
     codec: UpdateCodec | None = None
     """How clients compress their update, which they have multiplied by their weight / `weight_max`
-    before, without statistics; then `clip` bounds what they send, and `bits` and `levels` go with
-    the codec."""
+    before; then `clip` bounds what they send, and `bits` and `levels` go with the codec."""
 
     def __post_init__(self) -> None:
         """Compute `levels` if it is 0."""
@@ -158,8 +157,7 @@ class RoundConfig(Message):
         figures = 2 + len(self.slots)
         if self.codec is None:
             return self.size + figures
-        in_full = self.codec.statistics + figures
-        return self.codec.kept(self.size) + in_full * self.codec.digits(FIGURE_BITS)
+        return self.codec.kept(self.size) + figures * self.codec.digits(FIGURE_BITS)
 
     @property
     def word_bits(self) -> int:
@@ -173,16 +171,8 @@ class RoundConfig(Message):
 
     @property
     def figures(self) -> RoundConfig:
-        """The configuration of what a codec leaves as it is: statistics, weight and figures."""
-        assert self.codec is not None
-        return dataclasses.replace(
-            self,
-            codec=None,
-            size=self.codec.statistics,
-            clip=self.codec.statistics_clip,
-            bits=FIGURE_BITS,
-            levels=0,
-        )
+        """The configuration of the weight and figures alone, which a codec leaves as they are."""
+        return dataclasses.replace(self, codec=None, size=0, bits=FIGURE_BITS, levels=0)
 
     def graph(self, clients: int) -> GraphParameters:
         """Parameters of the communication graph for a roster of `clients`."""

@@ -114,16 +114,14 @@ def encode(
     vector = ring_vector(payload, config.word_bits)
     if config.codec is not None:
         codec, kept = config.codec, config.codec.kept(config.size)
-        statistics = update[config.size - codec.statistics :]
         others = encode(
-            config.figures, statistics, weight=weight, figures=figures, dither_key=dither_key
+            config.figures, torch.empty(0), weight=weight, figures=figures, dither_key=dither_key
         )
         vector[kept:] = codec.split(others.vector)
         indices = codec.coordinates(config.round, config.size)
         numbers, values = round_to_levels(update[indices], config.clip, codec.levels)
         vector[:kept] = numbers
         sent = torch.zeros(config.size).index_copy_(0, indices, values)
-        sent[config.size - codec.statistics :] = statistics  # nothing of them is sent later
         return Encoded(config.hash, payload, vector, sent=sent)
     if config.noise is not None:
         counted = update if weight else torch.zeros(1).expand(config.size)
@@ -222,7 +220,6 @@ def _decode_compressed(
     values = value_of(numbers[:kept], clients, config.clip, codec.levels).mul_(scale)
     indices = codec.coordinates(config.round, config.size)
     vector = torch.zeros(config.size).index_copy_(0, indices, values.float())
-    vector[config.size - codec.statistics :] = mean.vector
     rounding = math.sqrt(clients / 3) * scale * config.clip / (codec.levels - 1)
     return dataclasses.replace(mean, vector=vector, clipped=None, rounding=rounding)
 

@@ -22,7 +22,7 @@ from isthmus.job.exchange import ExchangeSection
 from isthmus.task import Task
 from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate
-from isthmus.tensors.always_sent import always_sent
+from isthmus.tensors.always_sent import check_compression
 from isthmus.tensors.division import divide
 from isthmus.tensors.finite import is_finite
 from isthmus.transport.blobs import describe
@@ -102,13 +102,14 @@ class GlobalModel:
 
     @classmethod
     def of(cls, job: Job, task: Task, *, shared: bool = False) -> GlobalModel:
-        """The model of a job; raises the same errors, and those of `always_sent`."""
+        """The model of a job; raises the same errors, and those of `check_compression`."""
         strategy, bits = job.strategy, job.federated.download_bits
         optimizer, average = strategy.server_optimizer, strategy.served_average
         first = task, job.seed, optimizer, average, job.exchange
         model = cls(*first, shared=shared, change_bits=bits)
         if job.federated.compression is not None:
-            always_sent(model.layout, job.federated.compression.always)
+            always = job.federated.compression.always
+        check_compression(model.layout, always, job.exchange.buffers)
         return model
 
     @property

@@ -3,7 +3,7 @@
 import pytest
 
 from isthmus.errors import JobError
-from isthmus.tensors.always_sent import MAX_RANGES, always_sent
+from isthmus.tensors.always_sent import MAX_RANGES, always_sent, check_compression
 from isthmus.tensors.exchange_set import TensorLayout
 
 LAYOUT = TensorLayout.from_shapes(
@@ -31,6 +31,14 @@ def test_neighbouring_tensors_are_one_range(patterns, ranges):
 def test_a_pattern_that_matches_nothing_is_a_sentence():
     with pytest.raises(JobError, match=r"always: 'norm' matches no exchanged tensor; correct"):
         always_sent(LAYOUT, ["*.bias", "norm"])
+
+
+def test_running_statistics_that_are_averaged_are_a_sentence():
+    with pytest.raises(JobError, match=r"statistics of .* such as 'n\.mean'; set"):
+        check_compression(LAYOUT, ["*.bias"], "average")
+    check_compression(LAYOUT, ["*.bias"], "recompute")
+    with pytest.raises(JobError, match="matches no exchanged tensor"):
+        check_compression(LAYOUT, ["norm"], "recompute")
 
 
 def test_too_many_ranges_are_a_sentence():

@@ -251,7 +251,7 @@ def coarser_updates_than_the_job_says():
     job = Job(name="demo", task={"source": "task.py:Table"}, federated=federated)
     run = ActiveRun("run", job, TensorLayout.from_shapes({"weight": (4,)}))
     codec = UpdateCodec(one_in=2, bits=3)
-    run.check_codec(make_config(codec=codec, bits=6, levels=7, slots=COMPRESSED_SLOTS))
+    run.check_codec(make_config(codec=codec, size=4, bits=6, levels=7, slots=COMPRESSED_SLOTS))
 
 
 @expect_refusal("codec-differs")
@@ -260,16 +260,17 @@ def other_elements_than_the_job_says():
     job = Job(name="demo", task={"source": "task.py:Table"}, federated=federated)
     run = ActiveRun("run", job, TensorLayout.from_shapes({"bias": (2,), "weight": (4,)}))
     codec = UpdateCodec(one_in=2, bits=3, always=((0, 2), (3, 4)))
-    run.check_codec(make_config(codec=codec, bits=6, levels=7, slots=COMPRESSED_SLOTS))
+    run.check_codec(make_config(codec=codec, size=6, bits=6, levels=7, slots=COMPRESSED_SLOTS))
 
 
 @expect_refusal("codec-differs")
-def running_statistics_as_elements_that_may_be_left_out():
+def more_elements_than_the_model_has():
     job = Job(name="demo", task={"source": "task.py:Table"}, federated={"compression": {}})
-    layout = TensorLayout.from_shapes({"mean": (2,), "weight": (4,)}, ["mean"])
+    run = ActiveRun("run", job, TensorLayout.from_shapes({"weight": (4,)}))
     codec = UpdateCodec(one_in=4, bits=3)
-    run = ActiveRun("run", job, layout)
-    run.check_codec(make_config(codec=codec, bits=6, levels=7, slots=COMPRESSED_SLOTS))
+    fields = {"codec": codec, "bits": 6, "levels": 7, "slots": COMPRESSED_SLOTS}
+    run.check_codec(make_config(size=4, **fields))
+    run.check_codec(make_config(size=1 << 39, **fields))
 
 
 @expect_refusal("measurement-without-noise")

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from tests.privacy.protocol import ProtocolRound, make_config
 
 from isthmus.errors import PeerMisbehaved
-from isthmus_clients.device.residuals import Residuals
 from isthmus_privacy.compression.packing import pack, unpack
 from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.crypto.masking import RING, TILE, word_bits
@@ -90,9 +89,9 @@ def test_every_element_is_sent_once_in_a_cycle_of_rounds(one_in, size, cycle, da
         assert len(others) == len(expected)
 
 
-@pytest.mark.parametrize("always", [((0, 49),), ((4, 4),), ((4, 6), (5, 7)), ((4, 6), (1, 2))])
+@pytest.mark.parametrize("always", [((0, 51),), ((4, 4),), ((4, 6), (5, 7)), ((4, 6), (1, 2))])
 def test_ranges_that_no_update_has_are_refused_in_one_sentence(always):
-    codec = UpdateCodec(one_in=2, bits=3, always=always, statistics=2)
+    codec = UpdateCodec(one_in=2, bits=3, always=always)
     fields = {"bits": codec.ring_bits(6), "levels": codec.levels, "size": 50}
     config = make_config(clients_max=6, codec=codec, slots=COMPRESSED_SLOTS, **fields)
     with pytest.raises(PeerMisbehaved, match="is not a valid configuration"):
@@ -112,40 +111,6 @@ def test_the_mean_is_that_of_what_the_clients_say_they_sent(always):
     expected = sum(each.sent for each in encoded) * 50 / sum(weights)
     torch.testing.assert_close(mean.vector, expected)
     assert (mean.vector != 0).sum() <= (22 if always else 13)
-
-
-def test_statistics_are_sent_in_full_and_leave_nothing_for_later():
-    codec = UpdateCodec(one_in=4, bits=2, statistics=6, statistics_clip=8.0)
-    config = make_config(
-        clients_max=4,
-        size=50,
-        codec=codec,
-        bits=codec.ring_bits(4),
-        levels=codec.levels,
-        slots=COMPRESSED_SLOTS,
-        clip=0.1,
-        weight_max=50,
-    )
-    config.check()
-    residual, weights = Residuals(None).open("run", "a", (1, 1), 50), [50, 20, 1]
-    residual.vector[-6:] = 3.0  # of an earlier version
-    updates = [torch.randn(50) for _ in weights]
-    mean_statistics = sum(w * each[-6:] for w, each in zip(weights, updates, strict=True)) / 71
-    own = updates[0][-6:].clone()
-    updates[0], _ = residual.add_to(updates[0], 50, config)
-    encoded = [
-        encode(config, update, weight=weight, figures=FIGURES)
-        for update, weight in zip(updates, weights, strict=True)
-    ]
-    assert encoded[0].sent[-6:].equal(own)
-    total = sum((each.vector for each in encoded[1:]), encoded[0].vector.clone())
-    mean = decode(config, total, clients=3)
-    torch.testing.assert_close(mean.vector[-6:], mean_statistics, rtol=0, atol=1e-5)
-    assert (mean.vector[:-6] != 0).sum() <= 11
-    residual.save((2, 1), encoded[0].sent)
-    left = Residuals(None)
-    left._memory[("run", "a")] = residual._memory
-    assert left.open("run", "a", (2, 1), 50).vector[-6:].equal(torch.zeros(6))
 
 
 def test_masked_vectors_shrink_and_masks_cancel_in_the_bits_that_are_sent():

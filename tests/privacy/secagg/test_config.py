@@ -68,8 +68,6 @@ def test_every_field_is_hashed():
         {"codec": UpdateCodec(one_in=2, bits=3)}, {"codec": UpdateCodec(one_in=3, bits=3)},
         {"codec": UpdateCodec(one_in=2, bits=4)}, {"codec": UpdateCodec(one_in=2, bits=3, seed=1)},
         {"codec": UpdateCodec(one_in=2, bits=3, always=((0, 1),))},
-        {"codec": UpdateCodec(one_in=2, bits=3, statistics=1)},
-        {"codec": UpdateCodec(one_in=2, bits=3, statistics_clip=2.0)},
         *({"noise": dataclasses.replace(NOISE, **change)} for change in (
             {}, {"clip": 9.0}, {"multiplier": 9.0}, {"honest": 9}, {"scale": 9.0},
         )),

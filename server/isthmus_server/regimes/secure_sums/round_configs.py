@@ -108,14 +108,7 @@ def _compressed(
     else:
         bound = UNITS_PER_BIT * (bits + 1) * 2.0**magnitude
     always = always_sent(layout, compression.always)
-    codec = UpdateCodec(
-        one_in=compression.one_in,
-        bits=bits,
-        seed=seed,
-        always=always,
-        statistics=layout.size - layout.trained_size,
-        statistics_clip=config.clip,
-    )
+    codec = UpdateCodec(one_in=compression.one_in, bits=bits, seed=seed, always=always)
     return dataclasses.replace(
         config,
         codec=codec,
