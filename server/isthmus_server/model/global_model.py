@@ -109,7 +109,7 @@ class GlobalModel:
         model = cls(*first, shared=shared, change_bits=bits)
         if job.federated.compression is not None:
             always = job.federated.compression.always
-        check_compression(model.layout, always, job.exchange.buffers)
+            check_compression(model.layout, always, job.exchange.buffers)
         return model
 
     @property
