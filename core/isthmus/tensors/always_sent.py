@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 from isthmus.errors import JobError
+from isthmus.tensors.division import matches
 from isthmus.tensors.exchange_set import TensorLayout
 
 MAX_RANGES = 4096
@@ -51,7 +51,7 @@ def check_compression(exchanged: TensorLayout, patterns: Sequence[str], buffers:
     """
     if exchanged.statistics and buffers == "average":
         raise JobError(
-            f"federated.compression cannot send the running statistics of normalisation layers, "
+            "federated.compression cannot send the running statistics of normalisation layers, "
             f"such as {exchanged.statistics[0]!r}; set exchange.buffers to 'local', 'recompute' or "
             "'frozen', or remove the compression"
         )
@@ -61,7 +61,7 @@ def check_compression(exchanged: TensorLayout, patterns: Sequence[str], buffers:
 @functools.lru_cache(maxsize=4)
 def _always_sent(exchanged: TensorLayout, patterns: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in exchanged.names):
+        if not any(matches(name, [pattern]) for name in exchanged.names):
             names = exchanged.names
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise JobError(
@@ -70,9 +70,7 @@ def _always_sent(exchanged: TensorLayout, patterns: tuple[str, ...]) -> tuple[tu
             )
     ranges: list[tuple[int, int]] = []
     for entry in exchanged.entries:
-        if entry.statistic or not entry.count:
-            continue
-        if not any(fnmatchcase(entry.name, pattern) for pattern in patterns):
+        if entry.statistic or not entry.count or not matches(entry.name, patterns):
             continue
         start, end = entry.offset, entry.offset + entry.count
         if ranges and ranges[-1][1] == start:

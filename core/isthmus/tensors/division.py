@@ -117,11 +117,11 @@ def divide(model: nn.Module, rules: ExchangeRules, *, on_device: bool = False) -
         )
     personal, frozen = set(), set()
     for name in names:
-        if _matches(name, rules.exclude):
+        if matches(name, rules.exclude):
             frozen.add(name)
-        elif _matches(name, rules.personal) or (rules.buffers == "local" and name in own):
+        elif matches(name, rules.personal) or (rules.buffers == "local" and name in own):
             personal.add(name)
-        elif rules.include and not _matches(name, rules.include):
+        elif rules.include and not matches(name, rules.include):
             frozen.add(name)
     for path, tensors in layers.items():
         statistics = set(tensors) & set(whole.statistics)
@@ -155,7 +155,8 @@ def _part(whole: TensorLayout, names: Iterable[str]) -> TensorLayout:
     )
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a tensor's name matches one of the job's patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
