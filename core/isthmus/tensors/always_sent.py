@@ -11,8 +11,7 @@ import functools
 from collections.abc import Sequence
 
 from isthmus.errors import JobError
-from isthmus.tensors.division import matches
-from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.exchange_set import TensorLayout, matches
 
 MAX_RANGES = 4096
 """Most ranges: they are sent to each device in each round, with 16 bytes each."""

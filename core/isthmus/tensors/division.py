@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import nn
 
 from isthmus.errors import JobError, TaskError
-from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.exchange_set import TensorLayout, matches
 from isthmus.tensors.low_rank import LowRankRules, adapted_matrices
 from isthmus.tensors.running_statistics import freeze_statistics, normalisation_layers
 
@@ -153,11 +153,6 @@ def _part(whole: TensorLayout, names: Iterable[str]) -> TensorLayout:
         {entry.name: entry.shape for entry in whole.entries if entry.name in chosen},
         chosen.intersection(whole.statistics),
     )
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a tensor's name matches one of the job's patterns."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str], key: str) -> None:

@@ -26,7 +26,8 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -302,6 +303,11 @@ class TensorLayout:
         if self.size == 0:
             return torch.empty(0, dtype=torch.float32)
         return torch.frombuffer(payload, dtype=torch.float32, offset=len(self.header))
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a tensor's name matches one of the job's patterns, which are those of `fnmatch`."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def digest(payload: bytes | bytearray | memoryview) -> bytes:

@@ -26,8 +26,9 @@ NAMES = tuple("abcd")
 SETTINGS = (
     "statistics.collect=true",
     "statistics.devices=4",
-    "statistics.quorum=3",
+    "statistics.quorum=4",
     "federated.cohort=4",
+    "federated.quorum=4",
     "federated.clients=4",
     "time.join_seconds=1",
 )
@@ -89,8 +90,9 @@ async def test_a_device_is_in_statistics_of_a_task_with_one_set_of_devices_only(
     _, first = await collected(deployment, "first")
     _, again = await collected(deployment, "again", "seed=9")
     assert again == first
+    fewer = ("statistics.devices=3", "statistics.quorum=3", "seed=10", "attempts=1")
     with pytest.raises(CannotContinue, match="statistics of one version of a task only with one"):
-        await collected(deployment, "fewer", "statistics.devices=3", "seed=10", "attempts=1")
+        await collected(deployment, "fewer", *fewer)
 
 
 async def test_a_task_whose_training_data_need_the_statistics_can_collect_them(deployment):
