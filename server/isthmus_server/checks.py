@@ -13,8 +13,8 @@ from isthmus.task.device_sums.bounded_means import evaluation_vector
 from isthmus.task.device_sums.evaluation import EvaluationVector, check_evaluates_on_devices
 from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate
-from isthmus.tensors.always_sent import check_compression
 from isthmus.tensors.division import divide
+from isthmus.tensors.sending_rates import check_compression
 from isthmus_server.model.optimizers import check_round_length, make_optimizer
 from isthmus_server.privacy.run_budgets import check_budgets
 from isthmus_server.regimes.base import load_extension
@@ -46,8 +46,8 @@ def check(job: Job, task: Task, base: Path) -> str:
     model = build_model(task, job.seed)
     division = divide(model, job.exchange)
     if job.federated.compression is not None:
-        always = job.federated.compression.always
-        check_compression(division.exchanged, always, job.exchange.buffers)
+        one_in_of = job.federated.compression.one_in_of
+        check_compression(division.exchanged, one_in_of, job.exchange.buffers)
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
     check_round_length(job, task, model)
     load_extension(job.federated, division.exchanged)

@@ -11,8 +11,8 @@ from isthmus.job import Job, read_job
 from isthmus.task import check_installed, check_named
 from isthmus.task.code_digest import code_digest
 from isthmus.task.device_sums.metrics import MAX_COUNTS
-from isthmus.tensors.always_sent import always_sent
 from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.sending_rates import sending_rates
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import fingerprint_of
 from isthmus.wire import link_pb2
@@ -282,14 +282,14 @@ class ActiveRun:
             or codec.one_in != compression.one_in
             or codec.bits < compression.bits
             or codec.seed != self.job.seed
-            or codec.always != always_sent(self.layout, compression.always)
+            or codec.rates != sending_rates(self.layout, compression.one_in_of)
             or config.size != self.layout.size
         ):
             refusal.refuse(
                 "codec-differs",
                 f"{self.job.name!r} was opened with seed={self.job.seed} and federated.compression="
-                f"{compression}, and this sum has {codec}, {len(codec.always)} ranges of elements "
-                f"that are always sent, and {config.size} elements in all",
+                f"{compression}, and this sum has {codec}, {len(codec.rates)} ranges of elements "
+                f"with another one_in, and {config.size} elements in all",
             )
 
     def with_account(self, account: ExamplesAccount, examples: int) -> ActiveRun:

@@ -18,7 +18,6 @@ from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.residuals import Residual, Residuals
 from isthmus_clients.device.secure_sessions import SecureSessions, unusable
 from isthmus_clients.training.secure import Credentials, SecureParticipation, encode_repeatably
-from isthmus_privacy.compression.packing import packed
 from isthmus_privacy.secagg import RoundConfig, Slot, StartModel
 
 SIMULATED = Credentials(bytes(32))
@@ -117,7 +116,7 @@ class UnmaskedSessions(SecureSessions):
             zeros = torch.zeros(1, dtype=vector.dtype).expand(vector.shape)  # takes no memory
             encoded = encode_repeatably(config, zeros, 0, unusable(figures), seed)
         attempt.sent = encoded.sent
-        self.payload = packed(encoded.payload, config.bits)
+        self.payload = encoded.ring.payload()
         return link_pb2.Reply(trained=link_pb2.Trained(result=unchecked(self.payload)))
 
     def _enrolled(self) -> Credentials:

@@ -9,6 +9,7 @@ from pydantic import Field
 from isthmus.job.section import Section
 
 Pattern = Annotated[str, Field(min_length=1)]
+OneIn = Annotated[int, Field(ge=1, le=256)]
 
 
 class LowRankSection(Section):
@@ -62,12 +63,12 @@ class Compression(Section):
 
     bits: Annotated[int, Field(ge=2, le=8)] = 3
     """An element has one of 2**bits - 1 values."""
-    one_in: Annotated[int, Field(ge=1, le=256)] = 4
+    one_in: OneIn = 4
     """One of that many neighbouring elements is sent in a round; 1 sends all of them."""
-    always: Annotated[tuple[Pattern, ...], Field(max_length=64)] = ()
-    """Patterns of the parameters all of whose elements are sent in every round, for small tensors
-    that matter: norms, biases, embeddings of positions."""
+    one_in_of: Annotated[dict[Pattern, OneIn], Field(max_length=64, default_factory=dict)]
+    """`one_in` of the parameters that match patterns: 1 for small ones that matter, such as norms,
+    biases and embeddings. If several patterns match a parameter, the smallest number counts."""
     step_ahead: Annotated[float, Field(ge=0, le=1)] = 0.7
-    """A device trains from the model to which this part is added of what it has not sent yet; true
-    is all of it, false nothing. It protects from large losses; where little is lost without it, it
-    may lose some tenths of a point itself. Simulated devices then train one by one."""
+    """A device trains from the model to which it has added this part of what it has not sent yet;
+    true is all of it, false nothing. It protects from large losses; where little is lost without
+    it, it may lose some tenths of a point itself. Simulated devices then train one by one."""

@@ -80,9 +80,3 @@ def unpack(payload: bytes | bytearray | memoryview, count: int, bits: int) -> to
         kept = flat.reshape(-1)[: len(out) * bits].reshape(-1, bits)
         out.copy_((kept << shifts).sum(1))
     return vector
-
-
-def unpacked(payload: bytearray, count: int, bits: int) -> torch.Tensor:
-    """The ring vector (count) of bytes that `packed` returned, in their memory if it can be."""
-    width = word_bits(bits)
-    return ring_vector(payload, width) if width == bits else unpack(payload, count, bits)

@@ -4,7 +4,7 @@ All clients of a round send the same elements, so that masks cancel and sums are
 elements. The update is divided into blocks of `one_in` neighbours, of which one is sent in a round;
 in `one_in` rounds in a row each is sent once. The seed of the job and the number of the round
 decide the order for each block, so that a device that takes part in every second round misses none.
-Some ranges of elements are in no block: all of them are sent in every round.
+Some ranges of elements have a number of their own in place of `one_in`: 1 sends all of them.
 
 What is not sent, and what rounding took away, is for the device to add to its next update (error
 feedback: Seide et al. 2014, Karimireddy et al. 2019). Rounding goes to the nearest level: a random
@@ -12,23 +12,22 @@ one would have an error of more than the value itself with few levels, which fee
 
 >>> codec = UpdateCodec(one_in=2, bits=3)
 >>> codec.levels, codec.ring_bits(clients=10), codec.kept(5)
-(7, 7, 3)
+(7, 6, 3)
 >>> both = [codec.coordinates(round_, 5).tolist() for round_ in (2, 3)]
 >>> sorted({*both[0], *both[1]})
 [0, 1, 2, 3, 4]
->>> UpdateCodec(one_in=3, bits=3, always=((1, 3),)).coordinates(0, 5).tolist()[:2]
+>>> UpdateCodec(one_in=3, bits=3, rates=((1, 3, 1),)).coordinates(0, 5).tolist()[:2]
 [1, 2]
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 
 import torch
 
-from isthmus.tensors.always_sent import MAX_RANGES
+from isthmus.tensors.sending_rates import MAX_RANGES
 from isthmus_privacy.crypto.canonical import NUMBER, Message, items, row, tagged_hash
 from isthmus_privacy.crypto.masking import cipher, ring_vector
 
@@ -41,12 +40,12 @@ MAX_RING_BITS = 32
 class UpdateCodec(Message):
     """The elements of an update that are sent, and their precision."""
 
-    TAG = "update-codec-2"
+    TAG = "update-codec-3"
     FIELDS = {
         "one_in": NUMBER,
         "bits": NUMBER,
         "seed": NUMBER,
-        "always": items(row(NUMBER, NUMBER), MAX_RANGES),
+        "rates": items(row(NUMBER, NUMBER, NUMBER), MAX_RANGES),
     }
 
     one_in: int
@@ -55,80 +54,78 @@ class UpdateCodec(Message):
     """A client's element has 2**bits - 1 levels, zero in their middle."""
     seed: int = 0
     """Of the job: which elements are sent follows from it and the number of the round."""
-    always: tuple[tuple[int, int], ...] = dataclasses.field(default=(), repr=False)
-    """Ranges of elements that are sent in every round: the first one, and the one after the last,
-    ascending."""
+    rates: tuple[tuple[int, int, int], ...] = dataclasses.field(default=(), repr=False)
+    """Ranges of elements with another number than `one_in`: the first one, the one after the last,
+    and this number, ascending."""
 
     @property
     def levels(self) -> int:
         """L: number of different values of an element."""
         return (1 << self.bits) - 1
 
-    def fits(self, levels: int, size: int) -> bool:
+    @property
+    def highest(self) -> int:
+        """The number of an element's highest level; that of the lowest is 0."""
+        return self.levels - 1
+
+    def fits(self, highest: int, size: int) -> bool:
         """Whether its fields are in their ranges, and go with a configuration's fields."""
-        in_range = 1 <= self.one_in <= MAX_ONE_IN and 2 <= self.bits <= MAX_BITS
-        ends = [0, *itertools.chain.from_iterable(self.always), size]
-        starts_before_end = all(start < end for start, end in self.always)
-        return in_range and levels == self.levels and starts_before_end and ends == sorted(ends)
+        numbers = [self.one_in, *(one_in for _, _, one_in in self.rates)]
+        in_range = min(numbers) >= 1 and max(numbers) <= MAX_ONE_IN and 2 <= self.bits <= MAX_BITS
+        ends = [0, *(end for each in self.rates for end in each[:2]), size]
+        starts_before_end = all(start < end for start, end, _ in self.rates)
+        return in_range and highest == self.highest and starts_before_end and ends == sorted(ends)
 
     def ring_bits(self, clients: int) -> int:
         """Fewest bits of a ring in which a sum over that many clients cannot wrap."""
-        return (clients * self.levels).bit_length()
-
-    def digits(self, bits: int) -> int:
-        """Elements that a number of that many bits is divided into, which cannot wrap either."""
-        return -(-bits // self.bits)
+        return (clients * self.highest).bit_length()
 
     def kept(self, size: int) -> int:
         """Number of elements that are sent of an update of N = `size`."""
-        always = sum(end - start for start, end in self.always)
-        return always + -(-(size - always) // self.one_in)
+        each = self._ranges(size).items()
+        return sum(-(-sum(end - start for start, end in ranges) // n) for n, ranges in each)
 
     def coordinates(self, round_: int, size: int) -> torch.Tensor:
         """Indices (kept) of the elements that are sent in a round, int64, each once.
 
-        Those that are sent in every round are the first ones.
+        Those of which more are sent come first.
 
         Args:
             round_: number of the round.
             size: N, elements of the update.
         """
-        always = [torch.arange(start, end) for start, end in self.always]
-        size -= sum(map(len, always))
-        first = torch.arange(0, size, self.one_in)
-        cycle, step = divmod(round_, self.one_in)
-        seed = tagged_hash("sent-elements", NUMBER.write(self.seed), NUMBER.write(cycle))
+        sent = []
+        for one_in, ranges in sorted(self._ranges(size).items()):
+            starts, ends = torch.tensor(ranges).T
+            lengths = ends - starts
+            after = lengths.cumsum(0)  # elements in this range and those before it
+            chosen = self._chosen(round_, one_in, int(after[-1]))
+            at = torch.searchsorted(after, chosen, right=True)
+            sent.append(chosen + (ends - after)[at])
+        return torch.cat(sent) if sent else torch.empty(0, dtype=torch.int64)
+
+    def _ranges(self, size: int) -> dict[int, list[tuple[int, int]]]:
+        """All ranges of elements of an update of N = `size`, by the number of their blocks."""
+        ranges: dict[int, list[tuple[int, int]]] = {}
+        at = 0
+        for start, end, one_in in (*self.rates, (size, size, self.one_in)):
+            for each, number in (((at, start), self.one_in), ((start, end), one_in)):
+                if each[0] < each[1]:
+                    ranges.setdefault(number, []).append(each)
+            at = end
+        return ranges
+
+    def _chosen(self, round_: int, one_in: int, count: int) -> torch.Tensor:
+        """Which of `count` elements are sent in a round: one of each block."""
+        first = torch.arange(0, count, one_in)
+        if one_in == 1:
+            return first
+        cycle, step = divmod(round_, one_in)
+        about = (NUMBER.write(number) for number in (self.seed, cycle, one_in))
         stream = bytearray(2 * len(first))
-        cipher(seed).update_into(bytes(len(stream)), stream)
+        cipher(tagged_hash("sent-elements", *about)).update_into(bytes(len(stream)), stream)
         drawn = ring_vector(stream, 16).to(torch.int64)
-        chosen = first + (drawn + step) % (size - first).clamp(max=self.one_in)
-        return torch.cat([*always, self._in_update(chosen)])
-
-    def _in_update(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Indices in the update of elements (M), which are given without those of `always`."""
-        if not self.always:
-            return chosen
-        lengths = torch.tensor([0, *(end - start for start, end in self.always)])
-        before = lengths.cumsum(0)  # elements of `always` in front of each range, and in all
-        starts = torch.tensor([start for start, _ in self.always]) - before[:-1]
-        return chosen + before[torch.searchsorted(starts, chosen, right=True)]
-
-    def split(self, figures: torch.Tensor) -> torch.Tensor:
-        """Divide numbers (M) of 32 bits into digits (M x digits), least significant first."""
-        digits = self.digits(32)
-        values = figures.to(torch.int64) & 0xFFFFFFFF
-        shifts = torch.arange(digits) * self.bits
-        return ((values.unsqueeze(1) >> shifts) & self.levels).reshape(-1)
-
-    def joined(self, digits: torch.Tensor) -> torch.Tensor:
-        """The sums (M) of the numbers that `split` divided, from the sums of their digits.
-
-        Digits of a client are at most `levels`, so that sums of digits wrap no sooner than those
-        of elements.
-        """
-        count = self.digits(32)
-        shifts = torch.arange(count) * self.bits
-        return (digits.to(torch.int64).reshape(-1, count) << shifts).sum(1)
+        return first + (drawn + step) % (count - first).clamp(max=one_in)
 
 
 def magnitude_of(values: torch.Tensor) -> float:

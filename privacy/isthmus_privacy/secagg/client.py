@@ -21,11 +21,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from isthmus_privacy.compression.packing import packed
 from isthmus_privacy.crypto import keys, refusal, shamir
 from isthmus_privacy.crypto.canonical import PositionSet
 from isthmus_privacy.crypto.keys import OneTimeKey, SigningKey
-from isthmus_privacy.crypto.masking import add_masks
 from isthmus_privacy.secagg.cohort import Cohort, check_roster
 from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
 from isthmus_privacy.secagg.encoding import Encoded
@@ -188,13 +186,12 @@ class ClientSession:
             holders = self._neighbours & owners.indices
             seeds = self._cohort.mask_seeds(self._position, mask, owners, holders, received_parts)
             partners = seeds.keys()
-            add_masks(
-                encoded.vector,
+            encoded.ring.mask(
                 plus=[self._self_mask_seed, *(seeds[v] for v in partners if v > self._position)],
                 minus=[seeds[v] for v in partners if v < self._position],
             )
             encoded.masked = True
-            payload = packed(encoded.payload, self.config.bits)
+            payload = encoded.ring.payload()
             # From here on these secrets are only needed through their shares.
             self._wipe_own()
             message = MaskedInput(

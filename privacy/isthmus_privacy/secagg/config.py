@@ -33,7 +33,6 @@ from isthmus_privacy.crypto.canonical import (
     tagged_hash,
     text,
 )
-from isthmus_privacy.crypto.masking import word_bits
 from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg.graph import (
     COMPLETE_UP_TO,
@@ -42,6 +41,7 @@ from isthmus_privacy.secagg.graph import (
     graph_parameters,
 )
 from isthmus_privacy.secagg.lottery import DRAW_SECONDS, MILLION, largest_share
+from isthmus_privacy.secagg.round_vector import FIGURE_BITS, RoundVector
 from isthmus_privacy.slots import COMPRESSED_SLOTS, MAX_COUNT, TRAINING_SLOTS, Slot
 
 MAX_LEVELS = 1 << 28
@@ -57,9 +57,6 @@ MAX_SIZE = 1 << 40
 MAX_SLOTS = 256
 RING_BITS = (16, 32, 64)
 """Rings of vectors without a codec; with one, any whole number of bits up to 32."""
-
-FIGURE_BITS = 32
-"""The ring of the weight and the figures that go with a compressed update."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,24 +147,25 @@ class RoundConfig(Message):
     def length(self) -> int:
         """Elements of a masked vector.
 
-        The update, weight, clipped fraction, and the slots; with noise, the update alone.
+        The update, weight, clipped fraction, and the slots. With noise, the update alone; with a
+        codec, what is sent of the update, as the others are figures of a ring of their own.
         """
         if self.noise is not None:
             return self.size
-        figures = 2 + len(self.slots)
-        if self.codec is None:
-            return self.size + figures
-        return self.codec.kept(self.size) + figures * self.codec.digits(FIGURE_BITS)
-
-    @property
-    def word_bits(self) -> int:
-        """Size of an element in memory; the masks are of this size, too."""
-        return word_bits(self.bits)
+        if self.codec is not None:
+            return self.codec.kept(self.size)
+        return self.size + 2 + len(self.slots)
 
     @property
     def payload_bytes(self) -> int:
         """Size of a masked vector in bytes."""
-        return -(-self.length * self.bits // 8)
+        own_ring = 0 if self.codec is None else self.figures.length * FIGURE_BITS // 8
+        return -(-self.length * self.bits // 8) + own_ring
+
+    def new_vector(self) -> RoundVector:
+        """Zeros of the form of a masked vector."""
+        figures = 0 if self.codec is None else self.figures.length
+        return RoundVector(length=self.length, bits=self.bits, figures=figures)
 
     @property
     def figures(self) -> RoundConfig:

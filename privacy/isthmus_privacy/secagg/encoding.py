@@ -13,7 +13,7 @@ is added to each, and `decode` gives their exact sums.
 
 The N elements are followed by the weight (exact), the fraction of clipped elements, and the
 configured slots. So no value of a single client is sent in clear, and the server learns from the
-sum if its clipping bound is too tight.
+sum if its clipping bound is too tight. With a codec these have a ring of their own.
 
 With `RoundConfig.noise` the vector is that of `isthmus_privacy.dp.noisy_vector` and nothing else.
 
@@ -45,6 +45,7 @@ from isthmus_privacy.crypto.masking import TILE, cipher, ring_vector
 from isthmus_privacy.dp import noisy_vector
 from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.round_vector import RoundVector
 from isthmus_privacy.slots import Slot
 
 _NONE: Mapping[str, float] = MappingProxyType({})
@@ -56,13 +57,15 @@ class Encoded:
     """One client's update as a ring vector: plaintext until it is masked in place."""
 
     config_hash: bytes
-    payload: bytearray
-    """Little-endian words; sent after masking."""
-    vector: torch.Tensor
-    """(length) ring elements that share the memory of `payload`."""
+    ring: RoundVector
     masked: bool = False
     sent: torch.Tensor | None = None
     """With a codec: (N) float32, the part of the update that this vector stands for."""
+
+    @property
+    def vector(self) -> torch.Tensor:
+        """(length) the elements of `ring`."""
+        return self.ring.elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,23 +113,22 @@ def encode(
             range.
     """
     _check(config, update, weight, figures)
-    payload = bytearray(config.length * config.word_bits // 8)
-    vector = ring_vector(payload, config.word_bits)
+    ring = config.new_vector()
+    vector = ring.elements
     if config.codec is not None:
-        codec, kept = config.codec, config.codec.kept(config.size)
         others = encode(
             config.figures, torch.empty(0), weight=weight, figures=figures, dither_key=dither_key
         )
-        vector[kept:] = codec.split(others.vector)
-        indices = codec.coordinates(config.round, config.size)
-        numbers, values = round_to_levels(update[indices], config.clip, codec.levels)
-        vector[:kept] = numbers
+        ring.figures.copy_(others.vector)
+        indices = config.codec.coordinates(config.round, config.size)
+        numbers, values = round_to_levels(update[indices], config.clip, config.codec.levels)
+        vector.copy_(numbers)
         sent = torch.zeros(config.size).index_copy_(0, indices, values)
-        return Encoded(config.hash, payload, vector, sent=sent)
+        return Encoded(config.hash, ring, sent=sent)
     if config.noise is not None:
         counted = update if weight else torch.zeros(1).expand(config.size)
         noisy_vector.encode(config.noise, counted, seed=_rotation_seed(config), out=vector)
-        return Encoded(config.hash, payload, vector)
+        return Encoded(config.hash, ring)
     keys = _dither_keys(dither_key)
     clipped = 0
     if config.whole:
@@ -149,7 +151,7 @@ def encode(
                 vector[i : i + 1],
                 keys,
             )
-    return Encoded(config.hash, payload, vector)
+    return Encoded(config.hash, ring)
 
 
 def lost_in_clipping(values: torch.Tensor, clip: float) -> float:
@@ -165,12 +167,15 @@ def lost_in_clipping(values: torch.Tensor, clip: float) -> float:
     return 1 - math.sqrt(after / before) if before else 0.0
 
 
-def decode(config: RoundConfig, total: torch.Tensor, *, clients: int) -> Aggregate:
+def decode(
+    config: RoundConfig, total: torch.Tensor, figures: torch.Tensor | None = None, *, clients: int
+) -> Aggregate:
     """Compute the weighted mean from the unmasked sum.
 
     Args:
         config: the round's configuration.
-        total: (length) sum of the survivors' encoded vectors.
+        total: (length) sum of the elements of the survivors' encoded vectors.
+        figures: with a codec, the sum of their figures.
         clients: m, the number of clients in the sum.
 
     Raises:
@@ -180,7 +185,8 @@ def decode(config: RoundConfig, total: torch.Tensor, *, clients: int) -> Aggrega
     if config.noise is not None:
         return _decode_noisy(config, config.noise, total, clients)
     if config.codec is not None:
-        return _decode_compressed(config, config.codec, total, clients)
+        assert figures is not None
+        return _decode_compressed(config, config.codec, total, figures, clients)
     slots = total[config.size :].to(torch.int64)
     if config.bits < 64:
         slots &= (1 << config.bits) - 1
@@ -196,31 +202,34 @@ def decode(config: RoundConfig, total: torch.Tensor, *, clients: int) -> Aggrega
         vector = torch.empty(config.size, dtype=torch.float32)
         for values, out in zip(_tiles(config, total), _parts(vector), strict=True):
             out.copy_(_dequantise(config, values, clients).mul_(scale))
-    figures: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for slot, value in zip(config.slots, rest, strict=True):
-        figures[slot.name] = float(value) if slot.exact else _average(config, slot, value, clients)
+        by_name[slot.name] = float(value) if slot.exact else _average(config, slot, value, clients)
         if not slot.exact:
-            figures[slot.name] *= scale
+            by_name[slot.name] *= scale
     # The error of floor(x + dither) has a variance of at most 1/4.
     step = 0.0 if config.whole else 2 * config.clip / (config.levels - 1)
     rounding = math.sqrt(clients) / 2 * scale * step
-    return Aggregate(vector, weight, clients, figures, clipped / config.levels / clients, rounding)
+    return Aggregate(vector, weight, clients, by_name, clipped / config.levels / clients, rounding)
 
 
 def _decode_compressed(
-    config: RoundConfig, codec: UpdateCodec, total: torch.Tensor, clients: int
+    config: RoundConfig,
+    codec: UpdateCodec,
+    total: torch.Tensor,
+    figures: torch.Tensor,
+    clients: int,
 ) -> Aggregate:
     """The mean of what was sent; elements that were not sent are zero."""
     numbers = total.to(torch.int64) & ((1 << config.bits) - 1)
-    kept = codec.kept(config.size)
-    if kept and int(numbers[:kept].max()) > clients * (codec.levels - 1):
+    if len(numbers) and int(numbers.max()) > clients * codec.highest:
         _refuse_range(clients)
-    mean = decode(config.figures, codec.joined(numbers[kept:]), clients=clients)
+    mean = decode(config.figures, figures, clients=clients)
     scale = config.weight_max / mean.weight
-    values = value_of(numbers[:kept], clients, config.clip, codec.levels).mul_(scale)
+    values = value_of(numbers, clients, config.clip, codec.levels).mul_(scale)
     indices = codec.coordinates(config.round, config.size)
     vector = torch.zeros(config.size).index_copy_(0, indices, values.float())
-    rounding = math.sqrt(clients / 3) * scale * config.clip / (codec.levels - 1)
+    rounding = math.sqrt(clients / 3) * scale * config.clip / codec.highest
     return dataclasses.replace(mean, vector=vector, clipped=None, rounding=rounding)
 
 

@@ -23,9 +23,7 @@ from collections.abc import Collection
 
 import torch
 
-from isthmus_privacy.compression.packing import unpack
 from isthmus_privacy.crypto import refusal
-from isthmus_privacy.crypto.masking import add_masks, add_payload, ring_vector
 from isthmus_privacy.secagg.client_messages import (
     check_advertised_keys,
     check_consistency_signature,
@@ -48,6 +46,7 @@ from isthmus_privacy.secagg.messages import (
     Survivors,
     UnmaskingShares,
 )
+from isthmus_privacy.secagg.round_vector import RoundVector
 from isthmus_privacy.secagg.unmasking import UnmaskingInput
 
 
@@ -55,10 +54,19 @@ from isthmus_privacy.secagg.unmasking import UnmaskingInput
 class RingSum:
     """The unmasked sum over the survivors, still in the ring; see `decode`."""
 
-    vector: torch.Tensor
-    """(length) ring elements."""
+    ring: RoundVector
     clients: tuple[str, ...]
     """Names of the clients whose vectors are in the sum."""
+
+    @property
+    def vector(self) -> torch.Tensor:
+        """(length) the elements."""
+        return self.ring.elements
+
+    @property
+    def figures(self) -> torch.Tensor:
+        """The figures that have a ring of their own; empty without a codec."""
+        return self.ring.figures
 
 
 class ServerSession:
@@ -100,8 +108,7 @@ class ServerSession:
         self._partners: dict[int, frozenset[int]] = {}
         self._owners_by_holder: dict[int, frozenset[int]] = {}
         self._masked: set[int] = set()
-        words = bytearray(config.length * config.word_bits // 8)
-        self._total = ring_vector(words, config.word_bits)
+        self._total = config.new_vector()
         self._survivors: Survivors
         self._signatures: dict[int, bytes] = {}
         self._revealed: dict[int, dict[int, bytes]] = {}
@@ -259,10 +266,7 @@ class ServerSession:
             partners=self._partners,
             received=self._masked,
         )
-        if self.config.word_bits == self.config.bits:
-            add_payload(self._total, memoryview(payload))
-        else:
-            self._total.add_(unpack(payload, self.config.length, self.config.bits))
+        self._total.add(payload)
         self._masked.add(self._position(message.name))
 
     def finish_masked_input(self) -> Survivors:
@@ -355,7 +359,7 @@ class ServerSession:
             self._cohort, self._shares, self._partners, self._masked, self._revealed
         )
         plus, minus = unmasking.masks()
-        add_masks(self._total, plus, minus, threads=threads)
+        self._total.mask(plus, minus, threads=threads)
         names = tuple(self._cohort.name(i) for i in sorted(self._masked))
         total = RingSum(self._total, names)
         self.close()
@@ -365,7 +369,7 @@ class ServerSession:
         """End the session; it accepts no more messages."""
         self.stage = Stage.FINISHED
         self._revealed.clear()
-        self._total = ring_vector(bytearray(), self.config.word_bits)
+        self._total = RoundVector(length=0, bits=self.config.bits, figures=0)
 
     # -- checks ---------------------------------------------------------------------------------
 

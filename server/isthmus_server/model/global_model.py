@@ -22,9 +22,9 @@ from isthmus.job.exchange import ExchangeSection
 from isthmus.task import Task
 from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate
-from isthmus.tensors.always_sent import check_compression
 from isthmus.tensors.division import divide
 from isthmus.tensors.finite import is_finite
+from isthmus.tensors.sending_rates import check_compression
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_server.model.mmap_buffer import MmapBuffer
@@ -108,8 +108,8 @@ class GlobalModel:
         first = task, job.seed, optimizer, average, job.exchange
         model = cls(*first, shared=shared, change_bits=bits)
         if job.federated.compression is not None:
-            always = job.federated.compression.always
-            check_compression(model.layout, always, job.exchange.buffers)
+            one_in_of = job.federated.compression.one_in_of
+            check_compression(model.layout, one_in_of, job.exchange.buffers)
         return model
 
     @property

@@ -11,7 +11,7 @@ from isthmus_privacy.compression.update_codec import UpdateCodec
 
 CODEC = UpdateCodec(one_in=2, bits=3)
 SECURE = "federated.secure_aggregation=true"
-CONFIG = make_config(size=4, codec=CODEC, bits=6, levels=7, weight_max=10)
+CONFIG = make_config(size=4, codec=CODEC, bits=6, levels=6, weight_max=10)
 
 
 def leave(directory, committed, about, left):

@@ -251,16 +251,16 @@ def coarser_updates_than_the_job_says():
     job = Job(name="demo", task={"source": "task.py:Table"}, federated=federated)
     run = ActiveRun("run", job, TensorLayout.from_shapes({"weight": (4,)}))
     codec = UpdateCodec(one_in=2, bits=3)
-    run.check_codec(make_config(codec=codec, size=4, bits=6, levels=7, slots=COMPRESSED_SLOTS))
+    run.check_codec(make_config(codec=codec, size=4, bits=6, levels=6, slots=COMPRESSED_SLOTS))
 
 
 @expect_refusal("codec-differs")
 def other_elements_than_the_job_says():
-    federated = {"compression": {"bits": 3, "one_in": 2, "always": ["bias"]}}
+    federated = {"compression": {"bits": 3, "one_in": 2, "one_in_of": {"bias": 1}}}
     job = Job(name="demo", task={"source": "task.py:Table"}, federated=federated)
     run = ActiveRun("run", job, TensorLayout.from_shapes({"bias": (2,), "weight": (4,)}))
-    codec = UpdateCodec(one_in=2, bits=3, always=((0, 2), (3, 4)))
-    run.check_codec(make_config(codec=codec, size=6, bits=6, levels=7, slots=COMPRESSED_SLOTS))
+    codec = UpdateCodec(one_in=2, bits=3, rates=((0, 2, 1), (3, 4, 1)))
+    run.check_codec(make_config(codec=codec, size=6, bits=6, levels=6, slots=COMPRESSED_SLOTS))
 
 
 @expect_refusal("codec-differs")
@@ -268,7 +268,7 @@ def more_elements_than_the_model_has():
     job = Job(name="demo", task={"source": "task.py:Table"}, federated={"compression": {}})
     run = ActiveRun("run", job, TensorLayout.from_shapes({"weight": (4,)}))
     codec = UpdateCodec(one_in=4, bits=3)
-    fields = {"codec": codec, "bits": 6, "levels": 7, "slots": COMPRESSED_SLOTS}
+    fields = {"codec": codec, "bits": 6, "levels": 6, "slots": COMPRESSED_SLOTS}
     run.check_codec(make_config(size=4, **fields))
     run.check_codec(make_config(size=1 << 39, **fields))
 

@@ -171,7 +171,7 @@ def noise_in_a_ring_that_is_too_small():
 
 def config_with_codec(**changes):
     codec = UpdateCodec(one_in=2, bits=3)
-    return make_config(**{"codec": codec, "bits": 6, "levels": 7, **changes})
+    return make_config(**{"codec": codec, "bits": 6, "levels": 6, **changes})
 
 
 @expect_refusal("config-values-wrap")
@@ -186,7 +186,7 @@ def weights_of_a_compressed_update_that_wrap():
 
 @expect_refusal("config-malformed")
 def levels_that_are_not_those_of_the_codec():
-    config_with_codec(levels=6).check()
+    config_with_codec(levels=5).check()
 
 
 @expect_refusal("codec-for-other-vector")

@@ -67,7 +67,7 @@ def test_every_field_is_hashed():
         {"clip": 9.0}, {"whole": True}, {"weight_max": 9}, {"draw": 9}, {"selected_ppm": 9},
         {"codec": UpdateCodec(one_in=2, bits=3)}, {"codec": UpdateCodec(one_in=3, bits=3)},
         {"codec": UpdateCodec(one_in=2, bits=4)}, {"codec": UpdateCodec(one_in=2, bits=3, seed=1)},
-        {"codec": UpdateCodec(one_in=2, bits=3, always=((0, 1),))},
+        {"codec": UpdateCodec(one_in=2, bits=3, rates=((0, 1, 1),))},
         *({"noise": dataclasses.replace(NOISE, **change)} for change in (
             {}, {"clip": 9.0}, {"multiplier": 9.0}, {"honest": 9}, {"scale": 9.0},
         )),

@@ -168,7 +168,7 @@ def test_nothing_is_left_of_the_plain_vector():
     protocol = ProtocolRound(6).until(Stage.MASKED_INPUT)
     encoded = protocol.encoded("c00002")
     message, payload = protocol.clients["c00002"].mask_input(protocol.inboxes["c00002"], encoded)
-    assert payload is encoded.payload
+    assert payload is encoded.ring.payload()
     assert not torch.equal(encoded.vector, protocol.plain["c00002"])
     assert message.length == len(payload) == protocol.config.payload_bytes
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 from isthmus.job.exchange import Compression
 from isthmus.job.federated import FederatedSection
-from isthmus.tensors.always_sent import always_sent
 from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.sending_rates import sending_rates
 from isthmus.wire import link_pb2
 from isthmus_privacy.compression.update_codec import MAX_BITS, MAX_RING_BITS, UpdateCodec
 from isthmus_privacy.dp.calibration import NoisePlan
@@ -107,13 +107,13 @@ def _compressed(
         bits, bound = min(MAX_BITS, MAX_RING_BITS - clients.bit_length()), config.clip
     else:
         bound = UNITS_PER_BIT * (bits + 1) * 2.0**magnitude
-    always = always_sent(layout, compression.always)
-    codec = UpdateCodec(one_in=compression.one_in, bits=bits, seed=seed, always=always)
+    rates = sending_rates(layout, compression.one_in_of)
+    codec = UpdateCodec(one_in=compression.one_in, bits=bits, seed=seed, rates=rates)
     return dataclasses.replace(
         config,
         codec=codec,
         bits=codec.ring_bits(clients),
-        levels=codec.levels,
+        levels=codec.highest,
         clip=bound,
         slots=COMPRESSED_SLOTS,
     )

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 from isthmus.errors import AggregationAborted, UpdateError
 from isthmus.transport.blobs import into
-from isthmus_privacy.compression.packing import unpacked
-from isthmus_privacy.crypto.masking import ring_vector
 from isthmus_privacy.secagg import RingSum, RoundConfig
 from isthmus_privacy.secagg.server import too_few
 from isthmus_server.regimes.call import call
@@ -49,8 +47,7 @@ class UnmaskedAttempt(SecureAggregationAttempt):
     ) -> None:
         """Prepare; see `SecureAggregationAttempt`."""
         super().__init__(context, config, model, cohort, first_request, exact=exact)
-        words = bytearray(config.length * config.word_bits // 8)
-        self._total = ring_vector(words, config.word_bits)
+        self._total = config.new_vector()
         self._vector = bytearray(config.payload_bytes)
         """Memory of the vector that is being added."""
         self._summed: list[str] = []
@@ -87,7 +84,7 @@ class UnmaskedAttempt(SecureAggregationAttempt):
             if self._received >= self._config.clients_max:
                 raise UpdateError(ENOUGH)
             await link.fetch(name, result, into(self._vector))
-            self._total.add_(unpacked(self._vector, self._config.length, self._config.bits))
+            self._total.add(self._vector)
             self._summed.append(name)
             self._receipts.remember(name, seconds=loop.time() - asked)
 

@@ -11,7 +11,7 @@ from isthmus_server.regimes.committed_sums import CommittedSums
 ONE_IN = 4
 
 
-@pytest.fixture(params=["", ",always=['bias']"])
+@pytest.fixture(params=["", ",one_in_of={bias=1}"])
 async def run(request, network, make_job, write_task, tmp_path):
     write_task()
     await network.listen()
@@ -65,7 +65,7 @@ async def test_what_is_not_sent_in_a_round_is_sent_in_later_ones(run, tmp_path):
     """Nothing is lost by a failed attempt either, nor by a device that starts again."""
     sums, arrived, trained = Sums(), torch.zeros(LAYOUT.size), torch.zeros(LAYOUT.size)
     made = record_updates(run)
-    always = 3 if run.job.federated.compression.always else 0
+    always = 3 if run.job.federated.compression.one_in_of else 0
     most_sent = always + -(-(LAYOUT.size - always) // ONE_IN)
     for round_ in range(1, 7):
         attempt = 1
