@@ -33,6 +33,7 @@ from isthmus_server.storage.run_description import (
     RunDescription,
     is_simulated,
     mark_simulated,
+    remove_refused_run,
     resume_command,
 )
 from isthmus_server.storage.run_state import RunState
@@ -72,6 +73,8 @@ class Simulation:
     def new(cls, job: Job, base: Path, directory: Path, crew: RankCrew | None = None) -> Simulation:
         """Create a run; the job's relative paths start at `base`.
 
+        It takes the place of one whose job was refused before anything had begun.
+
         Raises:
             JobError: the job cannot be simulated, or no noise meets a privacy budget of it.
             UserError: it names a GPU that is not here.
@@ -80,6 +83,7 @@ class Simulation:
         if crew is None:
             gpus_of(job)
         check_budgets(job)
+        remove_refused_run(directory)
         mark_simulated(directory)
         return cls(Store.create(directory, job, base), crew)
 
@@ -93,6 +97,7 @@ class Simulation:
             JobError: the job cannot be simulated, or no noise meets a privacy budget of it.
             UserError: the run in the directory is of another job, or was not simulated.
         """
+        remove_refused_run(directory)
         if not (directory / FILE).exists():
             return cls.new(job, base, directory, crew)
         found = RunDescription.read(directory)

@@ -21,7 +21,11 @@ from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.server_apps.loop import RunLoop, run_loop
 from isthmus_server.storage.events import EventStream
 from isthmus_server.storage.records import FinalModel
-from isthmus_server.storage.run_description import is_simulated, resume_command
+from isthmus_server.storage.run_description import (
+    is_simulated,
+    remove_refused_run,
+    resume_command,
+)
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.link import Link
@@ -41,11 +45,14 @@ class LocalRun:
     def new(cls, job: Job, base: Path, directory: Path) -> LocalRun:
         """Create a run; the job's relative paths start at `base`.
 
+        It takes the place of one whose job was refused before anything had begun.
+
         Raises:
             UserError: the directory has a run, or no noise meets a privacy budget of the job: then
                 there is no directory yet, so that the corrected job can have it.
         """
         check_budgets(job)
+        remove_refused_run(directory)
         return cls(Store.create(directory, job, base))
 
     @classmethod

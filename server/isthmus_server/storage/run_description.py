@@ -21,6 +21,12 @@ from isthmus_server.storage.schema import FORMAT, SCHEMA, log_format, read_log
 from isthmus_server.storage.sealed_database import SealedDatabase, database_error
 
 FILE = "job.json"
+_SIMULATED = "simulated"
+"""A file that a run with simulated participants has."""
+_FOLDERS = ("checkpoints", "logs")
+_LOG = ("run.head", "run.sqlite", "run.sqlite-shm", "run.sqlite-wal")
+_BEGUN = ("attempts", "comparison_attempts", "events", "running_time", "unmaskings")
+"""Tables of the log in which a run that has begun has something."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +133,7 @@ def begin_log(directory: Path, description: RunDescription) -> None:
             )
         if _has_begun(directory):
             raise damaged(f"{FILE} is missing", directory)
-        for name in ("checkpoints", "logs"):
+        for name in _FOLDERS:
             (directory / name).mkdir(exist_ok=True)
         for path in directory.glob("run.*"):
             path.unlink()
@@ -148,6 +154,52 @@ def _has_begun(directory: Path) -> bool:
             log.connection.execute(tables).fetchone()
             and log.connection.execute("SELECT 1 FROM attempts").fetchone()
         )
+
+
+def remove_refused_run(directory: Path) -> None:
+    """Remove the run of a refused job from a directory; any other run is left as it is.
+
+    Some of a job can be checked only with its task: a pattern of tensors, for example. By then
+    there is a run, which is stored as failed. Its directory is free for the corrected job.
+
+    Args:
+        directory: where a new run is about to be created.
+
+    Raises:
+        UserError: another process uses the directory, or it cannot be written.
+    """
+    if not (directory / FILE).exists():
+        return
+    with alone_in(directory):
+        if not _was_refused(directory):
+            return
+        try:
+            (directory / FILE).unlink()  # first: without it there is no run, whatever else is left
+            for name in (*_LOG, _SIMULATED):
+                (directory / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"the run directory {directory} cannot be used: {error}") from error
+
+
+def _was_refused(directory: Path) -> bool:
+    """Whether a run has failed before any participant was asked, and has only what it began with.
+
+    A run whose log cannot be read may be anything else.
+    """
+    names = {path.name for path in directory.iterdir()}
+    if names - {FILE, _SIMULATED, "lock", *_LOG, *_FOLDERS}:
+        return False
+    if any(any((directory / name).iterdir()) for name in _FOLDERS if name in names):
+        return False
+    try:
+        with contextlib.closing(read_log(directory / "run.sqlite")) as log:
+            statuses = log.connection.execute("SELECT status FROM run").fetchall()
+            return statuses == [("failed",)] and not any(
+                log.connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone()
+                for table in _BEGUN
+            )
+    except (UserError, OSError, sqlite3.Error):
+        return False
 
 
 def logged_description(log: SealedDatabase) -> RunDescription:
@@ -257,9 +309,6 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(part, f"{key}.{name}" if key else name)
     else:
         yield key, value
-
-
-_SIMULATED = "simulated"
 
 
 def mark_simulated(directory: Path) -> None:

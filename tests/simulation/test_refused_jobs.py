@@ -1,0 +1,88 @@
+"""A job that is refused once its task is loaded does not keep its run directory."""
+
+import subprocess
+import sys
+
+import pytest
+
+from isthmus_server.local.session import LocalRun
+from isthmus_server.storage.run_description import is_simulated
+from isthmus_simulation.run import Simulation
+
+JOB = """
+name = "table"
+rounds = 1
+
+[task]
+source = "task.py:Learn"
+
+[strategy]
+policy = "federated"
+
+[federated]
+clients = 4
+cohort = 4
+local_steps = 1
+batch_size = 4
+
+[simulation]
+clients = 4
+processes = 1
+"""
+REFUSED = 'federated.compression={bits=3,one_in=4,always=["nothing.*"]}'
+SIMULATED = "simulation.clients=8"
+
+
+@pytest.fixture
+def isthmus(write_task, tmp_path):
+    """Run a command with a job and the directory `run`; returns what it prints."""
+    write_task()
+    (tmp_path / "job.toml").write_text(JOB)
+
+    def command(name, *arguments, code=0):
+        words = [name, tmp_path / "job.toml", "--run-dir", tmp_path / "run", *arguments]
+        words = [sys.executable, "-m", "isthmus", *words]
+        done = subprocess.run(words, capture_output=True, text=True)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return command
+
+
+def test_the_corrected_command_trains(isthmus, tmp_path):
+    assert "matches no exchanged tensor" in isthmus("simulate", "--set", REFUSED, code=1)
+    assert "round   1" in isthmus("simulate")
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_simulation_can_have_the_directory_of_a_refused_run(isthmus, make_job, tmp_path):
+    assert "matches no exchanged tensor" in isthmus("run", "--set", REFUSED, code=1)
+    assert not is_simulated(tmp_path / "run")
+    Simulation.new(make_job(SIMULATED), tmp_path, tmp_path / "run").store.close()
+    assert is_simulated(tmp_path / "run")
+
+
+@pytest.fixture
+def refused_simulation(make_job, tmp_path):
+    """The directory of a simulation that was refused."""
+    store = Simulation.new(make_job(SIMULATED), tmp_path, tmp_path / "run").store
+    store.finish("failed", "'nothing.*' matches no exchanged tensor", None)
+    store.close()
+    return store.directory
+
+
+def test_a_run_can_have_the_directory_of_a_refused_simulation(
+    refused_simulation, make_job, tmp_path
+):
+    LocalRun.new(make_job(), tmp_path, refused_simulation).store.close()
+    assert not is_simulated(refused_simulation)
+
+
+def test_nodes_begin_the_corrected_job_in_the_same_directory(
+    refused_simulation, make_job, tmp_path
+):
+    job = make_job(SIMULATED, "rounds=3")
+    simulation = Simulation.new_or_resumed(job, tmp_path, refused_simulation)
+    assert simulation.store.job.rounds == 3
+    assert simulation.store.status()[0] == "running"
+    simulation.store.close()
