@@ -134,13 +134,16 @@ class Residual:
 
         Args:
             about: round and attempt of the sum.
-            sent: (N) float32, the part of the result of `add_to` that is in the masked vector.
+            sent: (N) float32, the part of the result of `add_to` that is in the masked vector. None
+                if it could not be encoded: then it does not count, and nothing of it stays.
 
         Raises:
             OSError: it cannot be written.
         """
-        left = self.vector if self._unsent is None or sent is None else self._unsent.sub_(sent)
-        share = torch.tensor(0.0 if self._unsent is None else self._share, dtype=torch.float64)
+        left, share = self.vector, torch.zeros((), dtype=torch.float64)
+        if self._unsent is not None and sent is not None:
+            left = self._unsent.sub_(sent)
+            share.fill_(self._share)
         name, data = _file_name(about), save({_NAME: left.contiguous(), _SHARE: share})
         data = hashlib.sha256(data).digest() + data
         if self._folder is None:

@@ -340,8 +340,8 @@ class SecureSessions:
         except UpdateError:
             log.exception("a vector cannot be encoded; this device takes part with a weight of 0")
             zeros = torch.zeros(1, dtype=vector.dtype).expand(vector.shape)  # takes no memory
-            nothing = unusable(figures)
-            keys = attempt.advertise_keys(zeros, examples=0, figures=nothing, seed=seed)
+            keys = attempt.advertise_keys(zeros, examples=0, figures=unusable(figures), seed=seed)
+            attempt.sent = None  # of the vector, see `Residual.save`
         self._current = attempt
         return link_pb2.Reply(trained=link_pb2.Trained(secure=keys.to_bytes()))
 

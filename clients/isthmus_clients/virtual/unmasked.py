@@ -112,10 +112,10 @@ class UnmaskedSessions(SecureSessions):
         config = attempt.config
         try:
             encoded = encode_repeatably(config, vector, examples, figures, seed)
+            attempt.sent = encoded.sent
         except UpdateError:
             zeros = torch.zeros(1, dtype=vector.dtype).expand(vector.shape)  # takes no memory
             encoded = encode_repeatably(config, zeros, 0, unusable(figures), seed)
-        attempt.sent = encoded.sent
         self.payload = encoded.ring.payload()
         return link_pb2.Reply(trained=link_pb2.Trained(result=unchecked(self.payload)))
 

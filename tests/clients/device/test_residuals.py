@@ -1,13 +1,21 @@
 """What a device has not sent yet survives failed attempts, kills and absence."""
 
+import time
+
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.privacy.protocol import make_config
 
 from isthmus_clients.device.residuals import MAX_RUNS, NO_SUM, Residuals
+from isthmus_clients.device.secure_sessions import SecureSessions
+from isthmus_clients.training.secure import SecureParticipation
+from isthmus_clients.virtual.unmasked import UnmaskedParticipation, UnmaskedSessions
 from isthmus_privacy.compression.update_codec import UpdateCodec
+from isthmus_privacy.secagg import Authority, SigningKey
+from isthmus_privacy.slots import COMPRESSED_SLOTS
 
 CODEC = UpdateCodec(one_in=2, bits=3)
 SECURE = "federated.secure_aggregation=true"
@@ -112,6 +120,67 @@ def test_without_a_usable_update_nothing_is_lost(tmp_path):
     assert kept(tmp_path, (2, 1)) == [0.25] * 4
     model = torch.ones(4)  # the next training begins at the round's model, which may be better
     Residuals(tmp_path).open("run", "tablet", (2, 1), 4).step_ahead(model, 4)
+    assert model.tolist() == [1.0] * 4
+
+
+def real(config):
+    """The sessions of a device, and its part in a sum."""
+    identity, authority = SigningKey(bytes(32)), Authority(bytes(32))
+    sessions = SecureSessions(
+        "tablet", Ed25519PrivateKey.from_private_bytes(bytes(32)), None, None, threads=1
+    )
+    credentials = sessions._enrolled()
+    enrolled = authority.enrol("tablet", identity.public, not_after=2**40)
+    credentials.welcomed(authority.public, enrolled.to_bytes())
+    about = (config.run_id, config.round, config.attempt)
+    hashes = config.model_hash, config.purpose
+    encoded = config.to_bytes()
+    return sessions, SecureParticipation(about, encoded, *hashes, COMPRESSED_SLOTS, credentials)
+
+
+def simulated(config):
+    """The same of a simulated device."""
+    about, encoded = (config.run_id, config.round, config.attempt), config.to_bytes()
+    attempt = UnmaskedParticipation(about, encoded, COMPRESSED_SLOTS, whole=False)
+    return UnmaskedSessions("tablet", Residuals(None)), attempt
+
+
+@pytest.mark.parametrize("sessions_of", [real, simulated])
+@pytest.mark.parametrize(
+    ("loss", "update", "left"),
+    [(float("nan"), 1.0, 0.25), (float("inf"), 1.0, 0.25), (0.5, 3e38, 3e38)],
+)
+def test_an_update_that_cannot_be_encoded_leaves_what_was_left_before(
+    tmp_path, sessions_of, loss, update, left
+):
+    """The server does not count it, so that a part of it must not be sent later either.
+
+    In the last case the update and what is left are finite, and their sum is not: once it was
+    stored, no later update could be sent.
+    """
+    leave(tmp_path, NO_SUM, (1, 1), torch.full((4,), 0.25))
+    before = Residuals(tmp_path).open("run", "tablet", (1, 1), 4)
+    before.vector.fill_(left)
+    before.save((2, 1), None)
+    residual = Residuals(tmp_path).open("run", "tablet", (2, 1), 4)
+    config = make_config(
+        round=3,
+        attempt=1,
+        slots=COMPRESSED_SLOTS,
+        codec=CODEC,
+        bits=6,
+        levels=7,
+        draw=int(time.time()),
+    )
+    sessions, attempt = sessions_of(config)
+    whole, magnitude = residual.add_to(torch.full((4,), update), 10, config)
+    figures = {"loss": loss, "magnitude": magnitude, "unusable": 0.0}
+    sessions.join(attempt, whole, 10, figures, bytes(32))
+    residual.save((3, 1), attempt.sent)
+    after = Residuals(tmp_path).open("run", "tablet", (3, 1), 4)
+    assert after.vector.tolist() == torch.full((4,), left).tolist()
+    model = torch.ones(4)
+    after.step_ahead(model, 4)
     assert model.tolist() == [1.0] * 4
 
 
