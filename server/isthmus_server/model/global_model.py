@@ -92,6 +92,13 @@ class GlobalModel:
             )
             if not entry.statistic
         ]
+        self._variances = [
+            part
+            for entry, (_, part) in zip(
+                self.layout.entries, self.layout.parts(self.vector), strict=True
+            )
+            if entry.statistic and entry.name.endswith("running_var")
+        ]
         self._share_memory()
         self.optimizer = make_optimizer(optimizer, self._views)
         self._changes = None if change_bits is None else ModelChanges(self.layout, change_bits)
@@ -198,6 +205,8 @@ class GlobalModel:
         self.optimizer.zero_grad(set_to_none=True)
         trained = self.layout.trained_size
         self.vector[trained:].sub_(pseudo_gradient[trained:])
+        for variance in self._variances:  # near zero, rounding can give a mean below it
+            variance.clamp_(min=0.0)
         self.mark_changed()
         if not is_finite(self.vector):
             raise UpdateError(

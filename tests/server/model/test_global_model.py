@@ -314,9 +314,29 @@ def test_the_server_optimizer_does_not_apply_to_running_statistics(make_model):
     trained = model.layout.trained_size
     for _ in range(2):
         before = model.vector.clone()
-        change = torch.linspace(-1, 1, model.layout.size)
+        change = torch.linspace(-0.4, 0.4, model.layout.size)
         model.step(change)
         assert torch.equal(model.vector[trained:], before[trained:] - change[trained:])
         assert not torch.equal(model.vector[:trained], before[:trained] - change[:trained])
     assert torch.equal(model.module[1].running_mean, model.vector[trained : trained + 3])
     assert len(model.optimizer.param_groups[0]["params"]) == 4
+
+
+def test_a_running_variance_does_not_become_negative(make_model):
+    """The mean of zeros, of a constant input, is rounded; the root of a negative one is nan."""
+    model = make_model(
+        """
+        def model(self):
+            return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, eps=1e-12))
+        """
+    )
+    mean, variance = model.module[1].running_mean, model.module[1].running_var
+    change = torch.zeros(model.layout.size)
+    change[-6:] = torch.tensor([0.5, 0.5, 0.5, 1.0, 1 + 1e-6, 0.5])
+    model.step(change)
+    assert mean.tolist() == [-0.5] * 3
+    assert variance.tolist() == [0.0, 0.0, 0.5]
+    assert model.module.eval()(torch.ones(2, 4)).isfinite().all()
+    change[-1] = torch.nan
+    with pytest.raises(UpdateError, match="is not finite"):
+        model.step(change)
