@@ -123,7 +123,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def page(report: Report) -> RenderableType:
-    """A table of all attempts, then incidents, the end and the final model."""
+    """A table of all attempts, then incidents, bytes, the end and the final model."""
     attempts: list[EndedAttempt] = sorted(
         [*report.rounds, *report.failed_attempts], key=lambda record: (record.round, record.attempt)
     )
@@ -131,6 +131,7 @@ def page(report: Report) -> RenderableType:
     incidents = _incidents(report, attempts)
     if incidents:
         parts.append(Text("\n".join(["what else happened:", *(f"  {line}" for line in incidents)])))
+    parts += [Text(line) for line in _moved(attempts)]
     if report.reason:
         parts.append(Text(f"it ended because: {in_a_line(report.reason)}"))
     if report.privacy is not None:
@@ -194,6 +195,33 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
         if isinstance(event, ParticipantDeclined | ParticipantLeft)
     ]
     return [in_a_line(line) for line in lines]
+
+
+def _moved(attempts: Sequence[EndedAttempt]) -> list[str]:
+    """A line for each regime: what its participants sent and received, one and all of them."""
+    lines = []
+    for regime, who in (("federated", "devices"), ("datacenter", "datacenters")):
+        receipts = [
+            receipt for each in attempts for receipt in each.receipts if receipt.regime == regime
+        ]
+        sent = [receipt.bytes_in for receipt in receipts]
+        received = [receipt.bytes_out for receipt in receipts]
+        total = sum(sent) + sum(received)
+        if not total:
+            continue
+        line = (
+            f"{who} sent {_megabytes(sum(sent))} and received {_megabytes(sum(received))}, each at "
+            f"most {_megabytes(max(sent))} and {_megabytes(max(received))} in one attempt"
+        )
+        counted = sum(each.cost.device_bytes for each in attempts)
+        if regime == "federated" and counted > total:
+            line += f"; with evaluations and comparisons {_megabytes(counted)} in all"
+        lines.append(line)
+    return lines
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.3g} MB"
 
 
 def told_receipts(receipts: Sequence[Receipt]) -> list[tuple[str, str]]:

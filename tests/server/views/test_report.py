@@ -1,5 +1,6 @@
 """The report of a run and its JSON schema."""
 
+import dataclasses
 import json
 from io import StringIO
 
@@ -27,7 +28,7 @@ from isthmus_server.storage.events import (
     RoundCommitted,
     RunStopped,
 )
-from isthmus_server.storage.records import CommittedState, Receipt
+from isthmus_server.storage.records import CommittedState, Cost, Receipt
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy import Stop
 from isthmus_server.views import explanation_page, report
@@ -140,6 +141,48 @@ def test_updates_that_did_not_count_are_shown_by_every_view(make_job, tmp_path):
     store.close()
     sentence = "2 of 3 devices had no usable update; their own logs say why"
     assert output.getvalue().count(sentence) == 3
+
+
+def test_the_page_says_what_participants_sent_and_received(make_job, tmp_path):
+    """In failed attempts, too; evaluations have no receipts, only a cost."""
+    store = Store.create(tmp_path / "run", make_job(), tmp_path)
+
+    def receipts(*moved, regime="federated"):
+        return [
+            Receipt(
+                participant=f"{regime}-{number}",
+                regime=regime,
+                status="accepted",
+                bytes_in=up,
+                bytes_out=down,
+            )
+            for number, (up, down) in enumerate(moved)
+        ]
+
+    def shown():
+        output = StringIO()
+        report.show(read_report(store), Console(file=output, width=200))
+        return output.getvalue()
+
+    store.plan(planned_attempt(1))
+    store.fail(failed_attempt(1, receipts((0, 0))))
+    assert " MB" not in shown()
+    store.plan(planned_attempt(1, attempt=2))
+    store.fail(failed_attempt(1, receipts((0, 2_000_000)), attempt=2))
+    store.plan(planned_attempt(1, attempt=3))
+    devices = receipts((31_250, 2_000_000), (31_250, 750_000))
+    datacenters = receipts((4_000_000, 8_000_000), regime="datacenter")
+    store.commit(round_record(1, devices + datacenters, attempt=3), CommittedState())
+    assert (
+        "devices sent 0.0625 MB and received 4.75 MB, each at most 0.0312 MB and 2 MB in one "
+        "attempt\ndatacenters sent 4 MB and received 8 MB, each at most 4 MB and 8 MB in one "
+        "attempt\n"
+    ) in shown()
+    store.plan(planned_attempt(2))
+    cost = dataclasses.replace(Cost.of([], 1.0), device_bytes=500_000)
+    store.commit(round_record(2, cost=cost), CommittedState())
+    assert "in one attempt; with evaluations and comparisons 5.31 MB in all\n" in shown()
+    store.close()
 
 
 def test_devices_that_were_lost_for_one_reason_are_told_in_a_line():
