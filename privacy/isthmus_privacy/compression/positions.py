@@ -65,7 +65,7 @@ class Positions:
         high = marks.nonzero()[:, 1].view(self.count, self.keep) - torch.arange(self.keep)
         if low_bits:
             low = unpack(payload[: self._low_bytes], self.count * self.keep, low_bits)
-            low = low.to(torch.int64).view(self.count, self.keep)
+            low = low.to(torch.int64).view(self.count, self.keep) & ((1 << low_bits) - 1)
         positions = (high << low_bits) | low
         if not bool((positions.diff(dim=1) > 0).all()):
             raise UpdateError("positions in its compressed update are not increasing")

@@ -19,6 +19,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+from isthmus_privacy.compression.round_vector import FIGURE_BITS, RoundVector
 from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.crypto.canonical import (
@@ -41,7 +42,6 @@ from isthmus_privacy.secagg.graph import (
     graph_parameters,
 )
 from isthmus_privacy.secagg.lottery import DRAW_SECONDS, MILLION, largest_share
-from isthmus_privacy.secagg.round_vector import FIGURE_BITS, RoundVector
 from isthmus_privacy.slots import COMPRESSED_SLOTS, MAX_COUNT, TRAINING_SLOTS, Slot
 
 MAX_LEVELS = 1 << 28

@@ -38,14 +38,14 @@ from types import MappingProxyType
 
 import torch
 
-from isthmus_privacy.compression.update_codec import UpdateCodec, round_to_levels, value_of
+from isthmus_privacy.compression.round_vector import RoundVector
+from isthmus_privacy.compression.update_codec import round_to_levels, value_of
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.crypto.canonical import tagged_hash
 from isthmus_privacy.crypto.masking import TILE, cipher, ring_vector
 from isthmus_privacy.dp import noisy_vector
 from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg.config import RoundConfig
-from isthmus_privacy.secagg.round_vector import RoundVector
 from isthmus_privacy.slots import Slot
 
 _NONE: Mapping[str, float] = MappingProxyType({})
@@ -73,8 +73,7 @@ class Aggregate:
     """The weighted mean of the survivors' updates and figures."""
 
     vector: torch.Tensor
-    """(N) float32: sum of weight x update, divided by the sum of weights; with `RoundConfig.whole`
-    the sums themselves, int64."""
+    """(N) float32: sum of weight x update over that of weights; with `whole` the sums, int64."""
     weight: int
     """Exact sum of weights."""
     clients: int
@@ -185,8 +184,7 @@ def decode(
     if config.noise is not None:
         return _decode_noisy(config, config.noise, total, clients)
     if config.codec is not None:
-        assert figures is not None
-        return _decode_compressed(config, config.codec, total, figures, clients)
+        return _decode_compressed(config, total, figures, clients)
     slots = total[config.size :].to(torch.int64)
     if config.bits < 64:
         slots &= (1 << config.bits) - 1
@@ -214,13 +212,12 @@ def decode(
 
 
 def _decode_compressed(
-    config: RoundConfig,
-    codec: UpdateCodec,
-    total: torch.Tensor,
-    figures: torch.Tensor,
-    clients: int,
+    config: RoundConfig, total: torch.Tensor, figures: torch.Tensor | None, clients: int
 ) -> Aggregate:
     """The mean of what was sent; elements that were not sent are zero."""
+    codec = config.codec
+    assert codec is not None
+    assert figures is not None
     numbers = total.to(torch.int64) & ((1 << config.bits) - 1)
     if len(numbers) and int(numbers.max()) > clients * codec.highest:
         _refuse_range(clients)
@@ -270,8 +267,7 @@ def _check(
     half = config.levels // 2
     if config.whole and not bool(((update >= -half) & (update <= half)).all()):
         refusal.refuse(
-            "update-element-too-large",
-            f"a whole number of the update is not in -{half} .. {half}",
+            "update-element-too-large", f"a whole number of the update is not in -{half} .. {half}"
         )
     for i, part in enumerate(_parts(update) if not config.whole else ()):
         # The extremes of a tile with a NaN are NaN; this is ten times as fast as isfinite().

@@ -23,6 +23,7 @@ from collections.abc import Collection
 
 import torch
 
+from isthmus_privacy.compression.round_vector import RoundVector
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.secagg.client_messages import (
     check_advertised_keys,
@@ -46,7 +47,6 @@ from isthmus_privacy.secagg.messages import (
     Survivors,
     UnmaskingShares,
 )
-from isthmus_privacy.secagg.round_vector import RoundVector
 from isthmus_privacy.secagg.unmasking import UnmaskingInput
 
 
@@ -62,11 +62,6 @@ class RingSum:
     def vector(self) -> torch.Tensor:
         """(length) the elements."""
         return self.ring.elements
-
-    @property
-    def figures(self) -> torch.Tensor:
-        """The figures that have a ring of their own; empty without a codec."""
-        return self.ring.figures
 
 
 class ServerSession:

@@ -34,6 +34,14 @@ def test_positions_come_back_from_as_many_bytes_as_announced(positions, seed):
     assert positions.decode(bytes(payload)).equal(at)
 
 
+@pytest.mark.parametrize(("length", "low_bits"), [(4095, 8), (4096, 8), (1 << 20, 16)])
+def test_low_bits_that_fill_a_word_have_no_sign(length, low_bits):
+    positions = Positions(1, length, 8)
+    assert positions._low_bits == low_bits
+    at = random_positions(positions, 0)
+    assert positions.decode(positions.encode(at)).equal(at)
+
+
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("keep", [1, 64, 144, 4000, 4096])
 def test_the_first_and_the_last_elements_can_be_sent(first, keep):

@@ -8,10 +8,10 @@ from tests.privacy.protocol import ProtocolRound, make_config
 
 from isthmus.errors import PeerMisbehaved
 from isthmus_privacy.compression.packing import pack, unpack
+from isthmus_privacy.compression.round_vector import RoundVector
 from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.crypto.masking import RING, TILE, word_bits
 from isthmus_privacy.secagg import COMPRESSED_SLOTS, RoundConfig, Stage, decode, encode
-from isthmus_privacy.secagg.round_vector import RoundVector
 
 FIGURES = {"loss": 2.5, "magnitude": -7.25, "unusable": 0.0}
 
@@ -153,7 +153,7 @@ def test_masked_vectors_shrink_and_masks_cancel_in_the_bits_that_are_sent():
     low = (1 << protocol.config.bits) - 1
     plain = sum(vector.to(torch.int64) for vector in protocol.plain.values())
     assert (total.vector.to(torch.int64) & low).equal(plain & low)
-    mean = decode(protocol.config, total.vector, total.figures, clients=len(protocol.plain))
+    mean = decode(protocol.config, total.vector, total.ring.figures, clients=len(protocol.plain))
     assert mean.weight == sum(map(protocol.weight, protocol.plain))
     assert all(len(payload) < 16_000 / 10 for _, payload in protocol.masked.values())
 

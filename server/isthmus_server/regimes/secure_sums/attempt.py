@@ -130,7 +130,7 @@ class SecureAggregationAttempt:
         try:
             total = await self._sum(trained_by, deadline, before_unmasking)
             summed = total.clients
-            aggregate = decode(self._config, total.vector, total.figures, clients=len(summed))
+            aggregate = decode(self._config, total.vector, total.ring.figures, clients=len(summed))
         except AggregationAborted as error:
             if error.code == "zero-total-weight":
                 raise self._unusable(summed, "no device had a usable update") from None
