@@ -98,7 +98,7 @@ SUBJECTS = (
         EXAMPLES / "shakespeare" / "job.toml",
         200,
         "{bits=3, one_in=6, step_ahead=0.85, "
-        'one_in_of={"positions.*"=1, "*norm*"=1, "*.bias"=1, "characters.*"=2}}',
+        'one_in_of={"positions.*"=1, "*norm*"=1, "*.bias"=1, "characters.*"=1}}',
         (
             "federated.clients=8",
             "federated.cohort=8",

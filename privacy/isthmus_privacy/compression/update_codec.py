@@ -121,9 +121,9 @@ class UpdateCodec(Message):
         if one_in == 1:
             return first
         cycle, step = divmod(round_, one_in)
-        about = (NUMBER.write(number) for number in (self.seed, cycle, one_in))
+        seed = tagged_hash("sent-elements", NUMBER.write(self.seed), NUMBER.write(cycle))
         stream = bytearray(2 * len(first))
-        cipher(tagged_hash("sent-elements", *about)).update_into(bytes(len(stream)), stream)
+        cipher(seed).update_into(bytes(len(stream)), stream)
         drawn = ring_vector(stream, 16).to(torch.int64)
         return first + (drawn + step) % (count - first).clamp(max=one_in)
 
