@@ -101,7 +101,7 @@ def simulate(
     metrics: str | None,
     track: tuple[str, ...],
 ) -> None:
-    """Train JOB with simulated devices in this process, as many as you like, in simulated time.
+    """Train JOB with simulated devices on this machine, as many as you like, in simulated time.
 
     The coordinator, the policy, the task and the arithmetic of secure sums and of differential
     privacy are those of a real run; only the network and the masks are left out. The job's table

@@ -22,6 +22,7 @@ from isthmus_clients.training.accelerator import Accelerators
 from isthmus_clients.virtual.fleet import VirtualFleet
 from isthmus_clients.virtual.forked_crew import ForkedCrew
 from isthmus_clients.virtual.profiles import DeviceProfile
+from isthmus_clients.virtual.stacks.requirements import check_settings
 from isthmus_clients.virtual.workers import Crew
 from isthmus_datacenter.virtual import VirtualDatacenter
 from isthmus_server.observability.observers import Observers
@@ -260,10 +261,13 @@ def check(job: Job) -> None:
     """Refuse a job that cannot be simulated.
 
     Raises:
-        JobError: it names no devices or too few, or apps that are not a task.
+        JobError: it names no devices or too few, apps that are not a task, or a training that
+            stacked models cannot have.
     """
     population = job.simulation.population(job.federated)
     job.simulation.connections(population, job.federated.invited)
+    if job.simulation.training == "stacked":
+        check_settings(job.federated)
     flower = job.federated.flower
     if flower is not None and (flower.app is not None or flower.server_app is not None):
         raise JobError(

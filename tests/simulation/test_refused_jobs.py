@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from isthmus import JobError
 from isthmus_server.local.session import LocalRun
 from isthmus_server.storage.run_description import is_simulated
 from isthmus_simulation.run import Simulation
@@ -29,7 +30,7 @@ batch_size = 4
 clients = 4
 processes = 1
 """
-REFUSED = 'federated.compression={bits=3,one_in=4,always=["nothing.*"]}'
+REFUSED = 'federated.compression={bits=3,one_in=4,one_in_of={"nothing.*"=1}}'
 SIMULATED = "simulation.clients=8"
 
 
@@ -60,6 +61,16 @@ def test_a_simulation_can_have_the_directory_of_a_refused_run(isthmus, make_job,
     assert not is_simulated(tmp_path / "run")
     Simulation.new(make_job(SIMULATED), tmp_path, tmp_path / "run").store.close()
     assert is_simulated(tmp_path / "run")
+
+
+def test_stacked_training_that_the_job_cannot_have_is_refused_before_there_is_a_run(
+    make_job, tmp_path
+):
+    compressed = "federated.compression={}", "federated.secure_aggregation=true"
+    job = make_job(SIMULATED, "simulation.training=stacked", *compressed)
+    with pytest.raises(JobError, match="set its key step_ahead = 0, or train one by one"):
+        Simulation.new(job, tmp_path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture

@@ -90,7 +90,9 @@ class Residual:
         """(N) float32: weight / largest weight x update, as far as it was not sent."""
         self._share = 0.0
         """Weight / largest weight of the updates, the largest if the device's examples changed, so
-        that no step ahead is too long; 0 if there is none, or the last one was not usable."""
+        that no step ahead is too long."""
+        self._was_usable = False
+        """Whether there is an update, and the last one was sent."""
         self._unsent: torch.Tensor | None = None
         if committed != NO_SUM:
             self._load(size)
@@ -103,7 +105,7 @@ class Residual:
         `trained`, running statistics: a variance could become negative. And not after an update
         that was not finite, so that a device can recover.
         """
-        if self._share:
+        if self._was_usable:
             model[:trained].sub_(self.vector[:trained], alpha=part / self._share)
 
     def add_to(
@@ -140,10 +142,10 @@ class Residual:
         Raises:
             OSError: it cannot be written.
         """
-        left, share = self.vector, torch.zeros((), dtype=torch.float64)
+        left, share = self.vector, torch.tensor(-self._share, dtype=torch.float64)
         if self._unsent is not None and sent is not None:
             left = self._unsent.sub_(sent)
-            share.fill_(self._share)
+            share.neg_()
         name, data = _file_name(about), save({_NAME: left.contiguous(), _SHARE: share})
         data = hashlib.sha256(data).digest() + data
         if self._folder is None:
@@ -172,7 +174,7 @@ class Residual:
             vector, share = tensors[_NAME], float(tensors[_SHARE])
             if vector.shape != (size,) or vector.dtype != torch.float32:
                 raise ValueError("it is of another model")
-            self.vector, self._share = vector, share
+            self.vector, self._share, self._was_usable = vector, abs(share), share > 0
         except (KeyError, OSError, SafetensorError, ValueError) as error:
             log.warning(
                 "what was left of this device's updates before is not sent any more: %s of the "

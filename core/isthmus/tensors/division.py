@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import nn
 
 from isthmus.errors import JobError, TaskError
-from isthmus.tensors.exchange_set import TensorLayout, matches
+from isthmus.tensors.exchange_set import TensorLayout, about_brackets, matches
 from isthmus.tensors.low_rank import LowRankRules, adapted_matrices
 from isthmus.tensors.running_statistics import freeze_statistics, normalisation_layers
 
@@ -161,5 +161,5 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str], key: str) -> 
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise JobError(
                 f"{key}: {pattern!r} matches no trainable parameter and no running statistic of "
-                f"the model; it has {shown}"
+                f"the model{about_brackets(pattern)}; it has {shown}"
             )

@@ -310,6 +310,11 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def about_brackets(pattern: str) -> str:
+    """A hint for a pattern that matches nothing: what its brackets mean, if it has any."""
+    return "; [ begins a set of characters in a pattern, [[] stands for [" if "[" in pattern else ""
+
+
 def digest(payload: bytes | bytearray | memoryview) -> bytes:
     """The SHA-256 that identifies a blob."""
     return hashlib.sha256(payload).digest()

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Mapping
 
 from isthmus.errors import JobError
-from isthmus.tensors.exchange_set import TensorLayout, matches
+from isthmus.tensors.exchange_set import TensorLayout, about_brackets, matches
 
 MAX_RANGES = 4096
 """Most ranges: they are sent to each device in each round, with 24 bytes each."""
@@ -58,8 +58,8 @@ def check_compression(exchanged: TensorLayout, one_in_of: Mapping[str, int], buf
     if exchanged.statistics and buffers == "average":
         raise JobError(
             "federated.compression cannot send the running statistics of normalisation layers, "
-            f"such as {exchanged.statistics[0]!r}; set exchange.buffers to 'local', 'recompute' or "
-            "'frozen', or remove the compression"
+            f"such as {exchanged.statistics[0]!r}; set exchange.buffers to 'frozen', to 'local' "
+            "(without a datacenter) or to 'recompute' (with one), or remove the compression"
         )
     sending_rates(exchanged, one_in_of)
 
@@ -73,8 +73,8 @@ def _sending_rates(
             names = exchanged.names
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise JobError(
-                f"{_KEY}: {pattern!r} matches no exchanged tensor; correct or remove it. These are "
-                f"exchanged: {shown}"
+                f"{_KEY}: {pattern!r} matches no exchanged tensor; correct or remove it"
+                f"{about_brackets(pattern)}. These are exchanged: {shown}"
             )
     ranges: list[tuple[int, int, int]] = []
     for entry in exchanged.entries:

@@ -1,9 +1,10 @@
 """Which elements of an update are sent in a round, and with how many bits.
 
 All clients of a round send the same elements, so that masks cancel and sums are those of single
-elements. The update is divided into blocks of `one_in` neighbours, of which one is sent in a round;
-in `one_in` rounds in a row each is sent once. The seed of the job and the number of the round
-decide the order for each block, so that a device that takes part in every second round misses none.
+elements. The update is divided into blocks of `one_in` neighbours, of which one is sent in a round.
+Each is sent once in `one_in` rounds, from one whose number is a multiple of it. The seed of the job
+and this multiple decide the order for each block, so that a device that takes part in every second
+round misses none.
 Some ranges of elements have a number of their own in place of `one_in`: 1 sends all of them.
 
 What is not sent, and what rounding took away, is for the device to add to its next update (error

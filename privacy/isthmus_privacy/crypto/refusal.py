@@ -41,6 +41,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "noise-may-wrap",
     "noise-for-other-vector",
     "codec-for-other-vector",
+    "codec-missing",
     "codec-differs",
     "config-noise-below-floor",
     "private-sum-of-another-vector",

@@ -250,6 +250,12 @@ class RoundConfig(Message):
                 f"{[slot.name for slot in expected]}, which are of another vector, or of a job "
                 "without federated.compression",
             )
+        if self.codec is None and tuple(expected) == COMPRESSED_SLOTS:
+            refusal.refuse(
+                "codec-missing",
+                "all elements of an update are wanted, and this device gives the figures of a job "
+                "with federated.compression",
+            )
         if self.noise is not None:
             # The norm that is clipped has to be that of an update alone, see TRAINING_SLOTS, or of
             # another vector that goes without figures.
@@ -280,7 +286,7 @@ class RoundConfig(Message):
             "complete_up_to": self.complete_up_to <= 4096,
             "levels": 2 <= self.levels <= (COUNT_LEVELS if self.whole else MAX_LEVELS),
             "whole": not self.whole or (self.bits == 64 and self.levels == COUNT_LEVELS),
-            "clip": math.isfinite(self.clip) and self.clip > 0,
+            "clip": 2.0**-126 <= self.clip < math.inf,  # a part of it must not be zero
             "weight_max": 1 <= self.weight_max <= MAX_COUNT,
             "corrupt_permille": self.corrupt_permille < 1000,
             "selected_ppm": 1 <= self.selected_ppm <= MILLION,

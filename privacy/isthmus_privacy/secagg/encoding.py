@@ -103,9 +103,8 @@ def encode(
         update: (N) any real floating type, on the CPU; not modified. With `config.whole`: int64.
         weight: number of examples, 0 .. config.weight_max; 0 for a vector that does not count.
         figures: slot name to value, one for each slot.
-        dither_key: 32-byte seed of the stochastic rounding, for reproducible vectors; None draws
-            a random one. It need not be secret. With noise it is not used: all randomness is then
-            the operating system's, and differs in every call.
+        dither_key: 32-byte seed of the stochastic rounding, for reproducible vectors, which need
+            not be secret; None draws one. With noise all randomness is the operating system's.
 
     Raises:
         UpdateError: wrong length, an element that is not finite, or a weight or figure out of
@@ -136,8 +135,7 @@ def encode(
         share = weight / config.weight_max
         clipped = _quantise(config, update, share, vector[: config.size], keys)
     vector[config.size] = weight
-    clipped_fraction = clipped / max(1, config.size)
-    vector[config.size + 1] = math.ceil(clipped_fraction * config.levels)
+    vector[config.size + 1] = math.ceil(clipped / max(1, config.size) * config.levels)
     for i, slot in enumerate(config.slots, start=config.size + 2):
         if slot.exact:
             vector[i] = int(figures[slot.name])
@@ -189,7 +187,7 @@ def decode(
     if config.bits < 64:
         slots &= (1 << config.bits) - 1
     weight, clipped, *rest = slots.tolist()
-    if not _in_range(config, total, weight, clients) or not _counts_fit(config, rest, clients):
+    if not _in_range(config, total, weight, rest, clients):
         _refuse_range(clients)
     if weight == 0:
         refusal.refuse("zero-total-weight", f"the {clients} vectors in the sum have no weight")
@@ -279,10 +277,8 @@ def _check(
                 "this device, so it does not take part",
             )
     if isinstance(weight, bool) or not 0 <= weight <= config.weight_max or weight != int(weight):
-        refusal.refuse(
-            "weight-out-of-range",
-            f"weight={weight} is not a whole number of 0 .. weight_max={config.weight_max}",
-        )
+        wanted = f"a whole number of 0 .. weight_max={config.weight_max}"
+        refusal.refuse("weight-out-of-range", f"weight={weight} is not {wanted}")
     if sorted(figures) != [slot.name for slot in config.slots]:
         refusal.refuse(
             "slot-names-differ",
@@ -369,20 +365,24 @@ def _parts(vector: torch.Tensor) -> Iterator[torch.Tensor]:
         yield vector[start : start + TILE]
 
 
-def _in_range(config: RoundConfig, total: torch.Tensor, weight: int, clients: int) -> bool:
+def _in_range(
+    config: RoundConfig, total: torch.Tensor, weight: int, rest: Sequence[int], clients: int
+) -> bool:
     """Whether vectors of honest clients can have this sum."""
-    if not 0 <= weight <= clients * config.weight_max:
+    if not 0 <= weight <= clients * config.weight_max or not _fit(config, rest, weight, clients):
         return False
     maximum = clients * config.levels
     return all(int(t.min()) >= 0 and int(t.max()) <= maximum for t in _tiles(config, total))
 
 
-def _counts_fit(config: RoundConfig, sums: Sequence[int], clients: int) -> bool:
-    """Whether the sums of the slots that are counts can come from honest clients."""
+def _fit(config: RoundConfig, sums: Sequence[int], weight: int, clients: int) -> bool:
+    """Whether the sums of the slots can come from honest clients."""
+    share, rounding = weight / config.weight_max, 2 * clients / (config.levels - 1)
     return all(
         0 <= value <= clients * slot.maximum
-        for slot, value in zip(config.slots, sums, strict=True)
         if slot.exact
+        else abs(_average(config, slot, value, clients)) <= slot.maximum * (share + rounding)
+        for slot, value in zip(config.slots, sums, strict=True)
     )
 
 

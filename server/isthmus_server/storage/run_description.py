@@ -174,8 +174,9 @@ def remove_refused_run(directory: Path) -> None:
         if not _was_refused(directory):
             return
         try:
-            (directory / FILE).unlink()  # first: without it there is no run, whatever else is left
-            for name in (*_LOG, _SIMULATED):
+            (directory / _SIMULATED).unlink(missing_ok=True)  # or the next run would have it
+            (directory / FILE).unlink()  # without it there is no run, whatever else is left
+            for name in _LOG:
                 (directory / name).unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"the run directory {directory} cannot be used: {error}") from error
@@ -184,15 +185,16 @@ def remove_refused_run(directory: Path) -> None:
 def _was_refused(directory: Path) -> bool:
     """Whether a run has failed before any participant was asked, and has only what it began with.
 
-    A run whose log cannot be read may be anything else.
+    A run whose log is damaged or cannot be read may be anything else.
     """
-    names = {path.name for path in directory.iterdir()}
-    if names - {FILE, _SIMULATED, "lock", *_LOG, *_FOLDERS}:
-        return False
-    if any(any((directory / name).iterdir()) for name in _FOLDERS if name in names):
-        return False
     try:
+        names = {path.name for path in directory.iterdir()}
+        if names - {FILE, _SIMULATED, "lock", *_LOG, *_FOLDERS}:
+            return False
+        if any(any((directory / name).iterdir()) for name in _FOLDERS if name in names):
+            return False
         with contextlib.closing(read_log(directory / "run.sqlite")) as log:
+            log.check()
             statuses = log.connection.execute("SELECT status FROM run").fetchall()
             return statuses == [("failed",)] and not any(
                 log.connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone()

@@ -1,5 +1,6 @@
 """What a device has not sent yet survives failed attempts, kills and absence."""
 
+import math
 import time
 
 import pytest
@@ -85,11 +86,14 @@ def test_the_part_is_a_number_or_all_or_nothing(make_job, given, part):
 
 
 def test_a_device_with_fewer_examples_than_before_does_not_begin_too_far_away(tmp_path):
-    """What is left of an update of ten examples is not divided by the share of one."""
+    """What is left of an update of ten examples is not divided by the share of one.
+
+    A round without a usable update in between changes nothing.
+    """
     committed = NO_SUM
-    for round_, examples in enumerate((10, 1), start=1):
+    for round_, (examples, value) in enumerate([(10, 1.0), (10, math.nan), (1, 1.0)], start=1):
         residual = Residuals(tmp_path).open("run", "tablet", committed, 4)
-        residual.add_to(torch.ones(4), examples, CONFIG)
+        residual.add_to(torch.full((4,), value), examples, CONFIG)
         residual.save((round_, 1), torch.zeros(4))
         committed = (round_, 1)
     start = torch.zeros(4)
@@ -169,7 +173,7 @@ def test_an_update_that_cannot_be_encoded_leaves_what_was_left_before(
         slots=COMPRESSED_SLOTS,
         codec=CODEC,
         bits=6,
-        levels=7,
+        levels=6,
         draw=int(time.time()),
     )
     sessions, attempt = sessions_of(config)

@@ -35,6 +35,13 @@ def test_a_pattern_that_matches_nothing_is_a_sentence():
         sending_rates(LAYOUT, {"*.bias": 1, "norm": 1})
 
 
+def test_brackets_of_a_name_are_explained():
+    layout = TensorLayout.from_shapes({"w[0]": (2,)})
+    with pytest.raises(JobError, match=r"'w\[0\]' matches no .*; \[ begins a set of characters"):
+        sending_rates(layout, {"w[0]": 1})
+    assert sending_rates(layout, {"w[[]0]": 1}) == ((0, 2, 1),)
+
+
 def test_running_statistics_that_are_averaged_are_a_sentence():
     with pytest.raises(JobError, match=r"statistics of .* such as 'n\.mean'; set"):
         check_compression(LAYOUT, {"*.bias": 1}, "average")

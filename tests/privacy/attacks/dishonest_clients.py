@@ -21,8 +21,10 @@ from tests.privacy.protocol import (
     resign,
 )
 
+from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.crypto.canonical import PositionSet
 from isthmus_privacy.secagg import (
+    COMPRESSED_SLOTS,
     ConsistencySignature,
     Stage,
     UnmaskingShares,
@@ -329,6 +331,18 @@ def a_weight_beyond_the_agreed_range():
     total = encode(make_config(), torch.zeros(4), weight=10).vector
     total[4] = 11
     decode(make_config(), total, clients=1)
+
+
+@expect_refusal("sum-out-of-range")
+def a_magnitude_beyond_the_agreed_range():
+    codec = UpdateCodec(one_in=2, bits=3)
+    fields = {"codec": codec, "bits": 6, "levels": codec.highest, "slots": COMPRESSED_SLOTS}
+    config = make_config(**fields)
+    figures = {"loss": 0.5, "magnitude": -9.0, "unusable": 0}
+    ring = encode(config, torch.zeros(config.size), weight=10, figures=figures).ring
+    decode(config, ring.elements, ring.figures, clients=1)
+    ring.figures[3] += 2**30  # after the weight, the clipped fraction and the loss
+    decode(config, ring.elements, ring.figures, clients=1)
 
 
 @expect_refusal("zero-total-weight")

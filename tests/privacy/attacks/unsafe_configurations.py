@@ -14,6 +14,7 @@ from tests.privacy.protocol import (
 from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg import (
+    COMPRESSED_SLOTS,
     MEASURING_SLOTS,
     SCORING_SLOTS,
     TRAINING_SLOTS,
@@ -192,6 +193,16 @@ def levels_that_are_not_those_of_the_codec():
 @expect_refusal("codec-for-other-vector")
 def a_codec_for_scores():
     config_with_codec(slots=SCORING_SLOTS).check_form(SCORING_SLOTS, whole=False)
+
+
+@expect_refusal("config-malformed")
+def a_bound_of_which_a_level_is_zero():
+    config_with_codec(clip=2.0**-1074).check()
+
+
+@expect_refusal("codec-missing")
+def all_elements_in_a_job_with_a_codec():
+    make_config(slots=COMPRESSED_SLOTS).check_form(COMPRESSED_SLOTS, whole=False)
 
 
 @expect_refusal("codec-for-other-vector")

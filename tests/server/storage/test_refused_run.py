@@ -4,6 +4,7 @@ import pytest
 from tests.server.storage.rounds import commit_round, plan_round
 
 from isthmus.errors import UserError
+from isthmus.system.sealed_files import read_sealed, write_sealed
 from isthmus_server.local.session import LocalRun
 from isthmus_server.storage.events import ParticipantJoined
 from isthmus_server.storage.run_description import remove_refused_run
@@ -76,6 +77,18 @@ def lose_the_log(store):
     (store.directory / "run.sqlite").write_bytes(b"damaged")
 
 
+def lose_the_end_of_the_log(store):
+    """As a copy without the write-ahead log; the rest says that nothing has begun."""
+    head = store.directory / "run.head"
+    values = read_sealed(head)
+    write_sealed(head, {**values, "changes": values["changes"] + 3})
+
+
+def have_a_file_for_a_folder(store):
+    (store.directory / "logs").rmdir()
+    (store.directory / "logs").write_bytes(b"")
+
+
 @pytest.mark.parametrize(
     "begin",
     [
@@ -89,6 +102,8 @@ def lose_the_log(store):
         keep_a_ledger,
         keep_a_checkpoint,
         lose_the_log,
+        lose_the_end_of_the_log,
+        have_a_file_for_a_folder,
     ],
 )
 def test_a_run_that_may_have_begun_stays_as_it_is(refused_run, make_job, tmp_path, begin):
