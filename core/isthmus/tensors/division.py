@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 from typing import Protocol
 
 from torch import nn
@@ -157,7 +156,7 @@ def _part(whole: TensorLayout, names: Iterable[str]) -> TensorLayout:
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str], key: str) -> None:
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(matches(name, [pattern]) for name in names):
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise JobError(
                 f"{key}: {pattern!r} matches no trainable parameter and no running statistic of "

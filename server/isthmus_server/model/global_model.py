@@ -85,18 +85,12 @@ class GlobalModel:
         self.served_vector = self.layout.decode(self.served_payload)
         self.averaged = 0
         """Number of models in the served average."""
-        self._views = [
-            nn.Parameter(part)
-            for entry, (_, part) in zip(
-                self.layout.entries, self.layout.parts(self.vector), strict=True
-            )
-            if not entry.statistic
-        ]
+        parts = self.layout.parts(self.vector)
+        entries = list(zip(self.layout.entries, (part for _, part in parts), strict=True))
+        self._views = [nn.Parameter(part) for entry, part in entries if not entry.statistic]
         self._variances = [
             part
-            for entry, (_, part) in zip(
-                self.layout.entries, self.layout.parts(self.vector), strict=True
-            )
+            for entry, part in entries
             if entry.statistic and entry.name.endswith("running_var")
         ]
         self._share_memory()
