@@ -8,10 +8,11 @@ second one. The module's parameters are views of the served model.
 
 from __future__ import annotations
 
+import io
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,7 +77,7 @@ class GlobalModel:
         """What stays on each device; here it has its initial values."""
         self._shared = shared
         self._buffer = MmapBuffer(self.layout.nbytes, shared=shared)
-        self.spilled: BinaryIO | None = None
+        self.spilled: io.BufferedReader | io.BufferedRandom | None = None
         """The file that holds the model while its memory is released; otherwise None."""
         self.payload[: len(self.layout.header)] = self.layout.header
         self._vector = self.layout.gather(self.module, self.layout.decode(self.payload))
@@ -282,7 +283,7 @@ class GlobalModel:
             OSError: the file cannot be opened or written.
         """
         if self._stored is not None:
-            file: BinaryIO = self._stored.open("rb")
+            file: io.BufferedReader | io.BufferedRandom = self._stored.open("rb")
         else:
             file = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 - closed by `restore`
             file.write(self.payload)
@@ -300,7 +301,7 @@ class GlobalModel:
             return
         with self.spilled as file:
             file.seek(0)
-            if file.readinto(self._buffer.view) != len(self._buffer.view):  # type: ignore[attr-defined]  # files have it
+            if file.readinto(self._buffer.view) != len(self._buffer.view):
                 raise OSError(f"{file.name}, which holds the model, was cut short")
         self.spilled = None
 
