@@ -35,6 +35,8 @@ from isthmus_privacy.crypto.masking import cipher, ring_vector
 MAX_ONE_IN = 256
 MAX_BITS = 24
 MAX_RING_BITS = 32
+MAX_MAGNITUDE = 60.0
+"""Largest absolute value of `magnitude_of`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,8 @@ def magnitude_of(values: torch.Tensor) -> float:
     (-1.0, -60.0)
     """
     mean = float(values.double().square().mean()) if len(values) else 0.0
-    return max(-60.0, min(60.0, math.log2(mean) / 2)) if mean else -60.0
+    magnitude = math.log2(mean) / 2 if mean else -MAX_MAGNITUDE
+    return max(-MAX_MAGNITUDE, min(MAX_MAGNITUDE, magnitude))
 
 
 def round_to_levels(

@@ -12,7 +12,12 @@ from isthmus.job.federated import FederatedSection
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.sending_rates import sending_rates
 from isthmus.wire import link_pb2
-from isthmus_privacy.compression.update_codec import MAX_BITS, MAX_RING_BITS, UpdateCodec
+from isthmus_privacy.compression.update_codec import (
+    MAX_BITS,
+    MAX_MAGNITUDE,
+    MAX_RING_BITS,
+    UpdateCodec,
+)
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.distributed import fit_ring
 from isthmus_privacy.secagg import (
@@ -106,6 +111,8 @@ def _compressed(
     if magnitude is None:
         bits, bound = min(MAX_BITS, MAX_RING_BITS - clients.bit_length()), config.clip
     else:
+        # Of few examples the mean is mostly rounding, by which one device can move it.
+        magnitude = max(-MAX_MAGNITUDE, min(MAX_MAGNITUDE, magnitude))
         bound = UNITS_PER_BIT * (bits + 1) * 2.0**magnitude
     rates = sending_rates(layout, compression.one_in_of)
     codec = UpdateCodec(one_in=compression.one_in, bits=bits, seed=seed, rates=rates)

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from tests.privacy.protocol import make_config
 from tests.server.regimes.secure_run import LAYOUT, NAMES, SecureRun
 
 from isthmus_clients.device.residuals import Residuals
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.committed_sums import CommittedSums
+from isthmus_server.regimes.secure_sums.round_configs import UNITS_PER_BIT, _compressed
 
 ONE_IN = 4
 
@@ -89,3 +91,14 @@ async def test_what_is_not_sent_in_a_round_is_sent_in_later_ones(run, tmp_path):
     share = 20 / run.job.federated.max_examples
     torch.testing.assert_close(arrived + left / len(NAMES) / share, trained, rtol=0, atol=1e-4)
     assert float(arrived.norm()) > 0.3 * float(trained.norm())
+
+
+@pytest.mark.parametrize("magnitude", [-1e4, -137.1, 64.0, 1e4])
+def test_a_magnitude_that_no_device_has_does_not_end_the_run(make_job, magnitude):
+    """Of few examples it is mostly rounding, by which one device can move it."""
+    compression = make_job(
+        "federated.compression={}", "federated.secure_aggregation=true"
+    ).federated.compression
+    config = _compressed(make_config(size=LAYOUT.size), compression, LAYOUT, 0, magnitude)
+    config.check()
+    assert config.clip == UNITS_PER_BIT * 4 * 2.0 ** (60 if magnitude > 0 else -60)
