@@ -137,21 +137,6 @@ def sources(*folders):
     return [path for path in files if not path.stem.endswith("_pb2")]
 
 
-def test_no_package_has_more_than_12_modules():
-    modules = collections.Counter(
-        path.parent.relative_to(ROOT) for path in sources(*PACKAGES) if path.name != "__init__.py"
-    )
-    assert {str(package): count for package, count in modules.items() if count > 12} == {}
-
-
-def test_no_file_has_more_than_400_lines():
-    lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
-        for path in sources(*ROOTS, "tests", "benchmarks", "examples")
-    }
-    assert {path: length for path, length in lengths.items() if length > 400} == {}
-
-
 def test_every_class_name_of_the_product_is_used_once():
     places = collections.defaultdict(list)
     for path in sources(*PACKAGES):
@@ -186,6 +171,20 @@ def test_what_a_checker_is_told_to_ignore_has_a_reason(package):
 def test_no_module_has_an_unspecific_name():
     names = {"utils", "util", "common", "helpers", "helper", "misc", "shared", "tools"}
     assert [path for path in sources(*PACKAGES) if names & {path.stem, path.parent.name}] == []
+
+
+def test_nothing_is_raised_inside_except_star():
+    """Python before 3.11.4 wraps it in another group, so that callers see another exception."""
+    found = [
+        f"{path.relative_to(ROOT)}:{inner.lineno}"
+        for path in sources(*PACKAGES)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.TryStar)
+        for handler in node.handlers
+        for inner in ast.walk(handler)
+        if isinstance(inner, ast.Raise)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -221,9 +221,17 @@ class Trainer:
         train_datacenter: Callable[[str, RoundSpec], Coroutine[Any, Any, DatacenterResult]],
         train_devices: Coroutine[Any, Any, FederatedResult] | None,
     ) -> TrainingResult:
-        """Run all regimes of a round at the same time; if one fails, cancel the others."""
+        """Run all regimes of a round at the same time; if one fails, cancel the others.
+
+        Raises:
+            AttemptFailed: all that failed can be tried again; with all receipts.
+            IsthmusError: one of them failed in a way that no other attempt changes; an OSError or
+                sqlite3.Error as well.
+        """
         datacenters: list[asyncio.Task[DatacenterResult]] = []
         devices: asyncio.Task[FederatedResult] | None = None
+        # `except*` would not do here: what is raised inside it is wrapped in another group by
+        # Python before 3.11.4 and raised as it is by later ones.
         try:
             async with asyncio.TaskGroup() as group:
                 for name in names:
@@ -231,10 +239,16 @@ class Trainer:
                     datacenters.append(task)
                 if train_devices is not None:
                     devices = group.create_task(train_devices)
-        except* RoundFailed as failures:
-            raise self._combined(failures, datacenters, devices) from None
-        except* (IsthmusError, OSError, sqlite3.Error) as others:
-            raise others.exceptions[0] from None
+        except ExceptionGroup as errors:
+            failures, others = errors.split(RoundFailed)
+            if others is None:
+                assert failures is not None
+                raise self._combined(failures, datacenters, devices) from None
+            known, unknown = others.split((IsthmusError, OSError, sqlite3.Error))
+            if unknown is not None:
+                raise  # a mistake of this program, which is shown with its traceback
+            assert known is not None
+            raise known.exceptions[0] from None
         return TrainingResult(
             federated=devices.result() if devices is not None else None,
             datacenters=[task.result() for task in datacenters],
@@ -249,7 +263,7 @@ class Trainer:
 
     def _combined(
         self,
-        failures: BaseExceptionGroup[RoundFailed],
+        failures: ExceptionGroup[RoundFailed],
         datacenters: Sequence[asyncio.Task[DatacenterResult]],
         devices: asyncio.Task[FederatedResult] | None,
     ) -> AttemptFailed:

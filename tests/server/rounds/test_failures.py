@@ -1,5 +1,7 @@
 """Failed attempts are repeated, recorded and paid for, and a run that cannot continue says why."""
 
+import asyncio
+import errno
 import io
 import json
 import shutil
@@ -12,6 +14,7 @@ from tests.server.rounds.policies import TRANSFER, WAITS, write_policy
 from tests.server.rounds.results import LAYOUT
 
 from isthmus.errors import UserError
+from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.rounds import coordinator as coordinator_module
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import (
@@ -115,6 +118,25 @@ async def test_a_failure_of_one_regime_fails_the_hybrid_attempt(run_with_datacen
     assert not datacenter.requests[-1].close.finished  # the run can be resumed
     (failed,) = read_report(store).to_json()["failed_attempts"]
     assert {receipt["participant"] for receipt in failed["receipts"]} >= set(deployment.names)
+
+
+async def test_a_failure_that_no_other_attempt_changes_decides(
+    run_with_datacenter, deployment, monkeypatch
+):
+    """A full disk is noticed while the attempt is cancelled because of a device."""
+
+    async def train_until_cancelled(*_):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise OSError(errno.ENOSPC, "No space left on device", "spool")
+
+    store, coordinator, _ = await run_with_datacenter("strategy.policy=hybrid", "rounds=1")
+    monkeypatch.setattr(DatacenterRegime, "train", train_until_cancelled)
+    deployment.faults["a"][1, 1] = "no power"
+    with pytest.raises(UserError, match=r"could not be used: .*No space left on device"):
+        await coordinator.run()
+    assert store.status()[0] == "failed"
 
 
 async def test_devices_are_not_asked_to_train_without_a_usable_gradient(
