@@ -1,6 +1,7 @@
 """What most tests start from: a small task on disk and a job that names it."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 from textwrap import dedent, indent
 
@@ -38,6 +39,21 @@ def pytest_collection_modifyitems(items):
         return next(found, len(SLOWEST_FIRST))
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter):
+    """End with one line that says what to install or set, so that nothing is skipped."""
+    yield
+    remedies = Counter(
+        remedy
+        for report in terminalreporter.stats.get("skipped", [])
+        for _, found, remedy in [report.longrepr[2].partition("; ")]
+        if found
+    )
+    if remedies:
+        named = "; ".join(f"{remedy} ({count})" for remedy, count in sorted(remedies.items()))
+        terminalreporter.write_line(f"skipped tests run if you: {named}")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

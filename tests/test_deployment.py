@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -20,11 +19,11 @@ import yaml
 
 from isthmus import __version__ as isthmus_version
 from isthmus.cli import isthmus
+from tests.machine import HELM, needs_helm, needs_systemd
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 CHART = DEPLOY / "helm/isthmus"
-HELM = shutil.which("helm", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 CHOICES = {
     "server": [],
     "all": [
@@ -43,7 +42,6 @@ CHOICES = {
 }
 """Values of the chart."""
 
-needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not installed")
 EXPOSED = {
     "isthmus-server.service": 20,
     "isthmus-device.service": 55,
@@ -118,7 +116,7 @@ def test_what_is_started_is_a_command_with_these_options(file, arguments):
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
-@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="there is no systemd here")
+@needs_systemd
 def test_a_unit_is_valid_and_confined(unit, tmp_path):
     copy = tmp_path / unit.name
     command = Path(sys.executable).with_name("isthmus")

@@ -18,6 +18,7 @@ import json
 import os
 import random
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -40,13 +41,36 @@ _IFF_TAP_NO_PI = 0x0002 | 0x1000
 _QUEUE = "latency 500ms"
 
 
+_PROBE = f"""
+set -e
+ip link add bridge type bridge
+ip tuntap add dev cable mode tap
+tc qdisc add dev cable root tbf rate 1mbit burst 16kb {_QUEUE}
+"""
+_SEPARATE = ("unshare", "--user", "--map-root-user", "--net")
+
+
+def missing() -> str:
+    """Why no such network can be built here, and what to do about it; empty if one can."""
+    for program, package in {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}.items():
+        if shutil.which(program) is None:
+            return f"there is no {program}; install {package}"
+    tried = subprocess.run([*_SEPARATE, "sh", "-c", _PROBE], capture_output=True, text=True)
+    if tried.returncode == 0:
+        return ""
+    error = " ".join(tried.stderr.split())
+    return (
+        f"no slow network can be built here ({error}); allow network namespaces, /dev/net/tun, "
+        "bridges and tc tbf, for example by running as root"
+    )
+
+
 class Network:
     """Hosts by name with their addresses; `close` removes all of them."""
 
     def __init__(self, hosts: Mapping[str, str]) -> None:
-        command = ["unshare", "--user", "--map-root-user", "--net"]
         self._cables = subprocess.Popen(
-            [*command, sys.executable, __file__, json.dumps(hosts)],
+            [*_SEPARATE, sys.executable, __file__, json.dumps(hosts)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -56,10 +80,7 @@ class Network:
         ready = self._cables.stdout.readline()
         if not ready:
             _, error = self._cables.communicate()
-            raise AssertionError(
-                "this test needs Linux network namespaces (as root, or in user namespaces), "
-                f"/dev/net/tun, bridges, tc tbf and iproute2, which are missing: {error.strip()}"
-            )
+            raise AssertionError(f"the network could not be built: {error.strip()}")
         self._namespaces: dict[str, int] = json.loads(ready)
 
     def __enter__(self) -> Network:

@@ -53,12 +53,13 @@ exec env -i PATH="$PATH" container=lxc SYSTEMD_UNIT_PATH=/etc/systemd/system \
 def missing() -> str:
     """Why no such machine can be started here; empty if one can."""
     if os.geteuid() != 0:
-        return "only root can start machines with namespaces of their own"
-    for program in ("unshare", "nsenter", "systemctl", "ip"):
+        return "only root can start machines with namespaces of their own; run as root"
+    packages = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2"}
+    for program, package in (packages | {"systemctl": "systemd"}).items():
         if shutil.which(program) is None:
-            return f"{program} is not installed"
+            return f"there is no {program}; install {package}"
     if not SYSTEMD.exists():
-        return "systemd is not installed"
+        return "there is no systemd; install systemd"
     if subprocess.run(["unshare", *_NAMESPACES, "true"], capture_output=True).returncode:
         return "this machine may not make namespaces"
     if not any((_CGROUPS / each).exists() for each in ("systemd", "cgroup.procs")):

@@ -28,6 +28,10 @@ from isthmus.task import packages
 from isthmus_server.control_plane.authority import CertificateAuthority, initialise
 from isthmus_server.control_plane.registry import Registry
 
+REASON = network.missing()
+
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+
 HOSTS = {
     "server": "10.77.0.1/24",
     "phone-0": "10.77.0.10/24",

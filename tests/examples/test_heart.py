@@ -1,7 +1,6 @@
 """Four hospitals, on the UCI heart disease data, which are not part of the project."""
 
 import contextlib
-import os
 import runpy
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests import machine
 
 from isthmus import TaskError
 from isthmus.system.process import die_with_parent
@@ -18,14 +18,12 @@ from isthmus_server.views.report import read_report
 
 from .conftest import EXAMPLES, device
 
-DATA = Path(os.environ.get("ISTHMUS_TEST_DATA", "")) / "heart-disease"
+DATA = Path(machine.DATA or "") / "heart-disease"
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 SIZES = {"cleveland": (199, 104), "hungarian": (172, 89), "switzerland": (30, 16), "va": (85, 45)}
 """Training and test rows in FLamby."""
 
-pytestmark = pytest.mark.skipif(
-    "ISTHMUS_TEST_DATA" not in os.environ, reason="ISTHMUS_TEST_DATA has the files"
-)
+pytestmark = machine.needs_data
 
 
 def test_the_split_is_that_of_flamby(load_example):

@@ -16,7 +16,8 @@ from tests import forked
 from isthmus_server.commands import report
 
 NEEDS_TORCHVISION = pytest.mark.skipif(
-    importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed"
+    importlib.util.find_spec("torchvision") is None,
+    reason="there is no torchvision; install a torchvision that fits this PyTorch",
 )
 TASK = """
 import torch

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from tests.machine import needs_gpu
 
 from isthmus.errors import UserError
 from isthmus_clients.training.accelerator import Accelerators
@@ -96,7 +97,7 @@ class Images(Task):
 """
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 @pytest.mark.parametrize("optimizer", ["SGD(parameters, lr=0.1)", "Adam(parameters)"])
 def test_devices_on_a_gpu_train_as_on_cores(tmp_path, optimizer):
     (tmp_path / "job.toml").write_text(JOB)

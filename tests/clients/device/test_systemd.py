@@ -1,8 +1,7 @@
-import shutil
 import subprocess
 import sys
 
-import pytest
+from tests.machine import needs_systemd
 
 from isthmus_clients.device.owner_limits import OwnerLimits
 from isthmus_clients.device.systemd import unit
@@ -34,7 +33,7 @@ def test_the_unit_leaves_the_task_its_own_restrictions():
         assert directive not in text
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+@needs_systemd
 def test_systemd_accepts_the_unit(tmp_path):
     text = unit(
         [sys.executable, "-m", "isthmus.cli"],

@@ -1,12 +1,12 @@
 """Recorded steps that a GPU repeats as one graph."""
 
-import pytest
 import torch
+from tests.machine import needs_gpu
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from isthmus_clients.virtual.stacks.captured_step import captured
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_gpu
 
 
 def test_a_captured_step_computes_the_same_with_other_numbers():

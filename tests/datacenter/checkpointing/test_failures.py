@@ -55,7 +55,7 @@ def run_id(request: pytest.FixtureRequest, warm_datacenter: Any) -> Iterator[Run
     command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(directory)]
     mounted = os.geteuid() == 0 and not subprocess.run(command, capture_output=True).returncode
     if not mounted and "full_disk" in request.node.name:
-        pytest.skip("mounting a file system is for root")
+        pytest.skip("only root can mount a file system; run as root")
     yield name
     if mounted:
         subprocess.run(["umount", "-l", str(directory)], check=True)

@@ -116,7 +116,8 @@ def test_the_noise_of_devices_hides_canaries_unless_most_of_it_is_missing(weaker
 
 
 @pytest.mark.skipif(
-    "ISTHMUS_TEST_AUDIT" not in os.environ, reason="ISTHMUS_TEST_AUDIT is not set: takes 3 minutes"
+    "ISTHMUS_TEST_AUDIT" not in os.environ,
+    reason="the long audit takes 3 minutes; set ISTHMUS_TEST_AUDIT",
 )
 @pytest.mark.parametrize("weaker", [1, 2])
 def test_many_canaries_find_that_half_of_the_noise_of_devices_is_missing(weaker):

@@ -3,34 +3,22 @@
 import os
 import re
 import select
-import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.machine import CHROMIUM, CHROMIUM_OPTIONS, needs_chromium
 from tests.server.console.filled_runs import add_round, filled_run
 
 from isthmus.job import load_job
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-if CHROMIUM is None:
-    pytest.skip("no Chromium; apt-get install chromium", allow_module_level=True)
+pytestmark = needs_chromium
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-
-OPTIONS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-    "--disable-quic",
-]
 
 FOLLOW_PROBLEMS = """
 window.problems = [];
@@ -68,7 +56,7 @@ class ConsoleProcess:
 @pytest.fixture(scope="module")
 def browser():
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_OPTIONS)
         yield browser
         browser.close()
 

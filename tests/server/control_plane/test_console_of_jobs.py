@@ -4,7 +4,7 @@ import contextlib
 import socket
 
 import pytest
-from tests.server.console.test_browser import CHROMIUM, OPTIONS
+from tests.machine import CHROMIUM, CHROMIUM_OPTIONS, needs_chromium
 from tests.server.waiting import wait_until
 
 from isthmus.wire import operator_pb2 as pb
@@ -13,13 +13,15 @@ from isthmus_server.fleet.presence import FleetPresence
 
 async_api = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 
+pytestmark = needs_chromium
+
 TOKEN = "t" * 43
 
 
 @pytest.fixture
 async def browser():
     async with async_api.async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_OPTIONS)
         yield await browser.new_context(viewport={"width": 1200, "height": 800})
         await browser.close()
 

@@ -20,7 +20,9 @@ needs_landlock = pytest.mark.skipif(
     landlock.abi_version() < landlock.TRUNCATE_ABI, reason="this kernel has no Landlock"
 )
 needs_filter = pytest.mark.skipif(not FILTERED, reason="no filter for this architecture")
-needs_namespaces = pytest.mark.skipif(not NAMESPACES, reason="no user namespaces here")
+needs_namespaces = pytest.mark.skipif(
+    not NAMESPACES, reason="there are no user namespaces; allow them in the kernel"
+)
 
 ATTEMPTS = """
 import ctypes, json, os, resource, socket, subprocess, sys
