@@ -1,7 +1,9 @@
 # make demo   install everything and run the main example on this machine
-# make test   linters, types and all tests
+# make test   linters, types and all tests; what this machine lacks is skipped by name
+# make check  linters, types and the fast tests, in less than two minutes
 # make docs   the documentation site in build/site; broken links and references are errors
-# make ci     test and docs, as in continuous integration
+# make ci     constraints, test, docs and the oldest Python, as in continuous integration
+# make constraints  resolve the versions of constraints.txt anew, from the package registry alone
 # make pairs  checkpoint conversion between every pair of datacenter layouts
 # make chaos  ten minutes of faults for each of SEEDS, by default "1 2 3 4 5"; MINUTES changes the time
 # make crash-sweep  kill each process before and after each of its durable steps
@@ -9,7 +11,17 @@
 # make coverage  the tests under coverage; at least 90 % of the product's code
 
 PYTHON ?= python3
-BIN := .venv/bin
+VENV := .venv
+BIN := $(VENV)/bin
+# The oldest Python of this machine that Isthmus supports, which may be older than PYTHON.
+OLDEST ?= $(firstword $(wildcard /usr/bin/python3.11 /usr/bin/python3))
+# Real data sets for tests and benchmarks, if they are next to the checkout.
+DATA := $(realpath $(wildcard ../shared/data))
+ifneq ($(DATA),)
+export ISTHMUS_TEST_DATA ?= $(DATA)
+endif
+# Debian packages that a virtual environment and some tests need, by a program of each.
+PACKAGES := chromium:chromium ip:iproute2 systemd-analyze:systemd unshare:util-linux
 # Tests mostly wait for processes. A file stays on one worker, since its tests share warm ranks.
 TOGETHER := --numprocesses 2 --max-worker-restart 2 --dist loadfile --no-loadscope-reorder
 # The tests start some two hundred Python processes: the first writes bytecode, the others read it.
@@ -17,52 +29,94 @@ TOGETHER := --numprocesses 2 --max-worker-restart 2 --dist loadfile --no-loadsco
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs ci pairs chaos crash-sweep corruption coverage lint format proto clean
+.PHONY: help demo test check packages docs ci oldest test-jobs constraints constraints-check pairs chaos crash-sweep corruption coverage lint format proto clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
 # The examples need scikit-learn; everything that a user's installation needs comes from pyproject.toml.
-.venv/ready: pyproject.toml constraints.txt
+$(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  || { echo "isthmus needs Python 3.11 or newer as $(PYTHON); set PYTHON=/path/to/it"; exit 1; }
-	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || $(call install,python3-venv) \
 	  || { echo "Python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
-	@echo "installing into .venv (the first time this takes a minute or two)"
-	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[server,datacenter,examples]' 2>.venv/install.log \
-	  || { tail -n 3 .venv/install.log; echo "installation failed: is the package registry reachable?"; exit 1; }
+	@echo "installing into $(VENV) (the first time this takes a minute or two)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) -e '.[server,datacenter,examples]' $(OR_SAY_WHY)
 	@touch $@
 
-.venv/ready-dev: .venv/ready
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]' 2>.venv/install.log \
-	  || { tail -n 3 .venv/install.log; echo "installation failed: is the package registry reachable?"; exit 1; }
+$(VENV)/ready-dev: $(VENV)/ready
+	@$(INSTALL) -e '.[dev]' $(OR_SAY_WHY)
 	@touch $@
 
-demo: .venv/ready
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+OR_SAY_WHY = 2>$(VENV)/install.log \
+  || { tail -n 3 $(VENV)/install.log; echo "installation failed: is the package registry reachable?"; exit 1; }
+
+# Root may install packages of Debian; for others, tests that need them are skipped by name.
+install = { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+  && { apt-get update && apt-get install -y --no-install-recommends $(1); } >/dev/null 2>&1; }
+
+packages:
+	@missing=; for each in $(PACKAGES); do \
+	  command -v $${each%%:*} >/dev/null || missing="$$missing $${each#*:}"; done; \
+	  [ -z "$$missing" ] || { echo "some tests need$$missing"; $(call install,$$missing); } \
+	  || echo "not installed here: tests that need them are skipped"
+
+demo: $(VENV)/ready
 	@$(BIN)/isthmus run examples/digits/job.toml
 	@echo
 	@$(BIN)/isthmus compare examples/digits/job.toml
 
-test: .venv/ready-dev lint
+test: $(VENV)/ready-dev packages lint
 	@$(BIN)/pytest -q $(TOGETHER)
 
+check: $(VENV)/ready-dev lint
+	@$(BIN)/pytest -q $(TOGETHER) -m 'not slow'
+
 # Works offline and sends no telemetry; the variable turns the theme's banner off.
-docs: .venv/ready-dev
+docs: $(VENV)/ready-dev
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --clean
 	@echo "the site is in build/site; open build/site/index.html"
 
-ci: test docs
+ci: constraints-check test docs oldest
+
+# Every failed attempt at a round passes through code that differs between patch releases of Python.
+oldest:
+	@if [ -z "$(OLDEST)" ] || ! $(OLDEST) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+	  echo "no other Python on this machine: whole jobs are not tested with the oldest one"; \
+	else $(MAKE) --no-print-directory test-jobs PYTHON=$(OLDEST) VENV=.venv-oldest; fi
+
+# Whole jobs, their failures and their recovery, for example with another Python.
+test-jobs: $(VENV)/ready-dev
+	@$(BIN)/python -c 'import sys; print("Python", *sys.version.split()[:1])'
+	@$(BIN)/pytest -q $(TOGETHER) tests/server/rounds tests/server/regimes tests/end_to_end/test_main_job.py
+
+# A pip without configuration, as of somebody who has just installed Python.
+BARE_PIP := env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL -u PIP_CONSTRAINT PIP_CONFIG_FILE=/dev/null
+RESOLVED := build/constraints
+
+constraints-check: $(VENV)/ready
+	@$(BARE_PIP) $(BIN)/pip install --quiet --dry-run --ignore-installed --no-deps -r constraints.txt \
+	  || { echo "constraints.txt has versions that the registry has not: make constraints"; exit 1; }
+
+# PyTorch keeps its version, and the packages of its build for CUDA are not pinned.
+constraints:
+	@$(PYTHON) -m venv --clear $(RESOLVED)
+	@$(BARE_PIP) $(RESOLVED)/bin/pip install --quiet --no-compile "$$(grep ^torch== constraints.txt)" '.[dev]'
+	@{ head -n 1 constraints.txt; $(RESOLVED)/bin/pip freeze --exclude isthmus \
+	  | grep -Ev '^(nvidia-|cuda-|triton)'; } > build/constraints.txt
+	@mv build/constraints.txt constraints.txt
 
 # `make test` tries a few pairs for each layout; this tries and prints all.
-pairs: .venv/ready-dev
+pairs: $(VENV)/ready-dev
 	@ISTHMUS_TEST_PAIRS=all $(BIN)/pytest -q -s tests/datacenter/parallel/test_parallelize.py -k other_layouts
 
 # `make test` runs a short plan. Failed attempts spend budget: with enough of it all jobs have the same rounds.
 SEEDS ?= 1 2 3 4 5
 MINUTES ?= 10
 CHAOS := $(BIN)/isthmus chaos examples/digits/job.toml
-chaos: .venv/ready
+chaos: $(VENV)/ready
 	@failed=0; for seed in $(SEEDS); do echo "seed $$seed"; \
 	  $(CHAOS) --clients 4 --set federated.cohort=4 --set federated.quorum=4 \
 	    --set rounds=12 --set budget=1e6 \
@@ -71,33 +125,33 @@ chaos: .venv/ready
 # `make test` tries a sample. In turn: plain sums, secure aggregation, two datacenters with devices.
 SWEEP := $(CHAOS) --crash-sweep --clients 3 --set federated.cohort=3 --set federated.quorum=3 --set rounds=2
 FEDERATED := --set strategy.policy=federated --set datacenter.ranks=0
-crash-sweep: .venv/ready
+crash-sweep: $(VENV)/ready
 	@$(SWEEP) $(FEDERATED) --set federated.secure_aggregation=false
 	@$(SWEEP) $(FEDERATED)
 	@$(SWEEP) --datacenters 2 --set datacenter.ranks=1 --set datacenter.steps=5 \
 	  --set 'strategy.schedule=[{regime="datacenter",rounds=1},{regime="hybrid",rounds=1}]'
 # `make test` damages each file a few times; this damages it 200 times and prints the outcomes.
-corruption: .venv/ready-dev
+corruption: $(VENV)/ready-dev
 	@ISTHMUS_TEST_CORRUPTION=200 $(BIN)/pytest -q -s tests/end_to_end/test_corruption.py
 
 # Takes about twice as long as `make test`.
-coverage: .venv/ready-dev
+coverage: $(VENV)/ready-dev
 	@$(BIN)/coverage erase
 	@$(BIN)/coverage run -m pytest -q $(TOGETHER)
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report --fail-under=90
 
-lint: .venv/ready-dev
+lint: $(VENV)/ready-dev
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
-format: .venv/ready-dev
+format: $(VENV)/ready-dev
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-proto: .venv/ready-dev
+proto: $(VENV)/ready-dev
 	@$(BIN)/python -m grpc_tools.protoc -I core --python_out=core --pyi_out=core $(wildcard core/isthmus/wire/*.proto)
 
 clean:
-	@rm -rf .venv build runs .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-oldest build runs .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -237,11 +237,3 @@ def surface(command, path):
 def test_the_command_line_is_frozen():
     """Scripts depend on it: a change here is a change for users, and goes into the changelog."""
     assert sorted(surface(cli.isthmus, "isthmus")) == COMMANDS
-
-
-def test_hosted_and_local_integration_run_the_same_target():
-    local = (ROOT / ".ci/run").read_text()
-    hosted = (ROOT / ".github/workflows/ci.yml").read_text()
-    assert "\nexec make ci\n" in local
-    assert "- run: make ci\n" in hosted
-    assert re.search(r"^ci: test docs$", (ROOT / "Makefile").read_text(), re.MULTILINE)

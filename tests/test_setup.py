@@ -1,0 +1,156 @@
+"""A fresh clone is set up alike by everybody: README, Makefile, constraints and both integrations.
+
+Each of these says which Python, which PyTorch and which commands the project wants; where one is
+changed, the others have to be.
+"""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MAKEFILE = (ROOT / "Makefile").read_text()
+JOBS = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+FIRST_SCREEN = (ROOT / "README.md").read_text().partition("\n## ")[0]
+MINORS = [
+    name.rpartition(" ")[2]
+    for name in PROJECT["classifiers"]
+    if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", name)
+]
+"""The releases of Python that the project says it supports."""
+
+
+def pins() -> dict[str, Version]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = (line.split("==") for line in lines if not line.startswith("#"))
+    return {canonicalize_name(name): Version(version) for name, version in pairs}
+
+
+def requirements() -> list[Requirement]:
+    """What the project and its extras ask for, without references to itself."""
+    extras = PROJECT["optional-dependencies"].values()
+    found = [Requirement(line) for group in [PROJECT["dependencies"], *extras] for line in group]
+    return [each for each in found if each.name != PROJECT["name"]]
+
+
+def recipe(target: str) -> tuple[list[str], str]:
+    """The prerequisites of a target of the Makefile, and its commands."""
+    found = re.search(rf"^{re.escape(target)}:(.*)\n((?:\t.*\n)*)", MAKEFILE, re.MULTILINE)
+    assert found is not None, target
+    return found[1].split(), found[2]
+
+
+def steps(job: str) -> list[str]:
+    return [step["run"] for step in JOBS[job]["steps"] if "run" in step]
+
+
+def test_every_requirement_has_a_version_that_satisfies_it():
+    pinned = pins()
+    wrong = [
+        f"{each}: constraints.txt has {pinned.get(canonicalize_name(each.name))}"
+        for each in requirements()
+        if pinned.get(canonicalize_name(each.name)) not in each.specifier
+    ]
+    assert wrong == []
+
+
+def test_the_installation_uses_the_constraints():
+    assert re.findall(r"pip install.*", MAKEFILE)
+    (install,) = re.findall(r"^INSTALL = (.*)$", MAKEFILE, re.MULTILINE)
+    assert install.endswith("-c constraints.txt")
+    for target in ("$(VENV)/ready", "$(VENV)/ready-dev"):
+        assert "$(INSTALL)" in recipe(target)[1]
+    assert "-r constraints.txt" in recipe("constraints-check")[1]
+
+
+def test_python_is_the_same_everywhere():
+    lowest = PROJECT["requires-python"].removeprefix(">=")
+    assert MINORS[0] == lowest
+    assert f"Python {lowest} or newer" in FIRST_SCREEN
+    assert f"needs Python {lowest} or newer" in MAKEFILE
+    assert f"sys.version_info < {tuple(map(int, lowest.split('.')))}" in MAKEFILE
+    guide = (ROOT / "docs/getting-started.md").read_text()
+    assert f"Python {lowest} or newer" in guide
+
+
+def test_the_hosted_integration_has_the_oldest_and_the_newest_release_of_each_python():
+    tested = JOBS["ci"]["strategy"]["matrix"]["python"]
+    for minor in MINORS:
+        patches = [each for each in tested if each.startswith(f"{minor}.")]
+        assert minor in tested, f"the newest {minor} is not tested"
+        assert patches, f"no old {minor} is tested"
+        assert all(Version(each) <= Version(f"{minor}.2") for each in patches)
+    assert {".".join(each.split(".")[:2]) for each in tested} == set(MINORS)
+
+
+def test_the_hosted_integration_has_both_ends_of_the_range_of_pytorch():
+    (torch,) = (each for each in requirements() if each.name == "torch")
+    lowest, highest = (Version(each) for each in JOBS["pytorch"]["strategy"]["matrix"]["torch"])
+    assert SpecifierSet(f">={lowest.major}.{lowest.minor}") & torch.specifier == torch.specifier
+    assert highest in torch.specifier
+    assert Version(f"{highest.major}.{highest.minor + 1}") not in torch.specifier
+    assert lowest <= pins()["torch"] <= highest
+
+
+def test_hosted_and_local_integration_run_the_same_target():
+    code = [
+        line
+        for line in (ROOT / ".ci/run").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    assert code == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "exec make ci"]
+    assert "make ci" in steps("ci")
+    assert recipe("ci")[0] == ["constraints-check", "test", "docs", "oldest"]
+    assert {"lint", "packages"} <= set(recipe("test")[0])
+
+
+def test_the_first_screen_names_the_commands_that_set_everything_up():
+    named = set(re.findall(r"\bmake ([a-z-]+)", FIRST_SCREEN))
+    assert named == {"demo", "test"}
+    for target in named:
+        assert recipe(target)[0][0].startswith("$(VENV)/ready")
+
+
+def test_help_names_every_target():
+    said = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    targets = set(re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[0].split())
+    named = set(re.findall(r"^make ([a-z-]+)  ", said.stdout, re.MULTILINE))
+    inner = {"help", "packages", "oldest", "test-jobs", "constraints-check"}
+    assert named == targets - inner - {"lint", "format", "proto", "clean"}
+
+
+BARE_MACHINE = '''
+import importlib.util
+import shutil
+
+shutil.which = lambda *_, **__: None
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name == "torchvision" else find_spec(name, *a)
+'''
+
+
+@pytest.mark.slow
+def test_the_whole_suite_is_collected_on_a_bare_machine(tmp_path):
+    """Without Chromium, helm, torchvision, data sets, or other programs that tests look for."""
+    (tmp_path / "bare_machine.py").write_text(BARE_MACHINE)
+    options = ["--collect-only", "-q", "-p", "bare_machine", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options],
+        cwd=ROOT,
+        env={"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    assert re.search(r"^\d{4,} tests collected", done.stdout, re.MULTILINE)
