@@ -11,6 +11,7 @@ from pytest_timeout import get_env_settings
 
 from isthmus.job import parse_job
 from isthmus.task import loading
+from tests.forked_commands import ForkedCommands
 
 # A busy machine is slow, not wrong.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -129,6 +130,13 @@ def _tasks_of_one_test(tmp_path_factory):
     for name in sys.modules.keys() - modules:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(places):
             del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def forked_commands():
+    """The program `isthmus` for shells that does not import PyTorch anew for each command."""
+    with ForkedCommands() as commands:
+        yield commands
 
 
 @pytest.fixture

@@ -59,17 +59,31 @@ def start_into(
     namespaces: Mapping[str, int] = MappingProxyType({}),
 ) -> ForkServerProcess:
     """Start it with its output in an open file, and in Linux namespaces: paths with their kinds."""
-    theirs = Connection(os.dup(output), readable=False)
+    with Path(os.devnull).open() as nothing:
+        streams = (nothing.fileno(), output, output)
+        return start_with(streams, arguments, cwd, environment, namespaces)
+
+
+def start_with(
+    streams: Sequence[int],
+    arguments: Sequence[str],
+    cwd: Path,
+    environment: Mapping[str, str],
+    namespaces: Mapping[str, int] = MappingProxyType({}),
+) -> ForkServerProcess:
+    """Start it with open files as its standard input, output and error."""
+    theirs = [Connection(os.dup(stream)) for stream in streams]
     process = context().Process(
         target=_become, args=(theirs, arguments, cwd, dict(environment), dict(namespaces))
     )
     process.start()
-    theirs.close()
+    for stream in theirs:
+        stream.close()
     return process
 
 
 def _become(
-    output: Connection,
+    streams: Sequence[Connection],
     arguments: Sequence[str],
     cwd: Path,
     environment: dict[str, str],
@@ -80,10 +94,12 @@ def _become(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    for stream in (1, 2):
-        os.dup2(output.fileno(), stream)
-    output.close()
-    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    for number, stream in enumerate(streams):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = ["isthmus", *arguments]
     from isthmus import cli
 

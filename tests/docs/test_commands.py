@@ -13,10 +13,11 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from tests.forked_commands import ForkedCommands
 
 from isthmus.system.process import die_with_parent
 
@@ -47,11 +48,10 @@ def folder(tmp_path: Path) -> Path:
 class Terminal:
     """Types blocks as a reader would; blocks marked so get a terminal of their own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self.folder = folder
         self.own: list[subprocess.Popen[bytes]] = []
-        bin_ = str(Path(sys.executable).parent)
-        self.environment = {**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}"}
+        self.environment = environment
 
     def type(self, block: str) -> None:
         if block.startswith(BACKGROUND):
@@ -105,14 +105,19 @@ def listening(port: int) -> bool:
 
 
 @pytest.fixture
-def terminal(folder: Path) -> Terminal:
-    return Terminal(folder)
+def terminal(folder: Path, forked_commands: ForkedCommands) -> Terminal:
+    return Terminal(folder, forked_commands.environment())
+
+
+def test_the_commands_of_the_readme_work_as_installed(folder: Path) -> None:
+    """With the installed program, which imports everything anew for each command."""
+    installed = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    type_page("README.md", Terminal(folder, {**os.environ, "PATH": installed}))
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        "README.md",
         "docs/getting-started.md",
         "docs/tasks.md",
         "docs/operations.md",
@@ -125,6 +130,11 @@ def terminal(folder: Path) -> Terminal:
     ],
 )
 def test_the_commands_of_a_page_work(page: str, terminal: Terminal) -> None:
+    type_page(page, terminal)
+
+
+def type_page(page: str, terminal: Terminal) -> None:
+    """Save the files of a page, and type its commands line by line."""
     for name, text in files(page).items():
         (terminal.folder / name).write_text(text)
     try:

@@ -30,7 +30,7 @@ server_app = "{package}.server_app:app"
 
 @pytest.mark.skipif(
     EXAMPLES is None,
-    reason="Flower's examples are not part of the project; set ISTHMUS_FLOWER_EXAMPLES to their folder",
+    reason="Flower's examples are somewhere else; set ISTHMUS_FLOWER_EXAMPLES to their folder",
 )
 @pytest.mark.parametrize(
     ("name", "package", "config", "written", "printed"),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from tests.docs.test_commands import BACKGROUND, Terminal, listening
+from tests.forked_commands import ForkedCommands
 
 DEVICES = range(3)
 FLEET = [
@@ -28,8 +29,10 @@ JOB = "mine/job.toml --set federated.clients={} --set federated.cohort=3 --set r
 INSTALLED = "--set task.source=mine/task.py:Rows"
 
 
-def test_a_new_project_trains_here_and_on_a_fleet(tmp_path: Path) -> None:
-    terminal = Terminal(tmp_path)
+def test_a_new_project_trains_here_and_on_a_fleet(
+    tmp_path: Path, forked_commands: ForkedCommands
+) -> None:
+    terminal = Terminal(tmp_path, forked_commands.environment())
     try:
         terminal.type("isthmus new mine")
         task = tmp_path / "mine/task.py"

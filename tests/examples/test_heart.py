@@ -1,18 +1,17 @@
 """Four hospitals, on the UCI heart disease data, which are not part of the project."""
 
 import contextlib
+import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests import machine
+from tests import forked, machine
 
 from isthmus import TaskError
-from isthmus.system.process import die_with_parent
 from isthmus_server.storage.store import Store
 from isthmus_server.views.report import read_report
 
@@ -24,6 +23,15 @@ SIZES = {"cleveland": (199, 104), "hungarian": (172, 89), "switzerland": (30, 16
 """Training and test rows in FLamby."""
 
 pytestmark = machine.needs_data
+
+
+def isthmus(*arguments, folder):
+    """Run a command to its end, in processes of its own."""
+    process, output = forked.start([str(each) for each in arguments], folder, os.environ)
+    with open(output.fileno(), "rb", closefd=False) as file:
+        said = file.read()
+    process.join()
+    assert process.exitcode == 0, said.decode()
 
 
 def test_the_split_is_that_of_flamby(load_example):
@@ -51,13 +59,7 @@ def test_the_secure_accuracy_is_that_of_the_hospitals_own_figures(tmp_path, monk
     """Three of the 15 rounds, with real processes."""
     run = tmp_path / "run"
     command = ["run", EXAMPLES / "heart/job.toml", "--run-dir", run, "--set", f"task.data={DATA}"]
-    subprocess.run(
-        [sys.executable, "-m", "isthmus.cli", *command, "--set", "rounds=3"],
-        cwd=tmp_path,
-        check=True,
-        timeout=300,
-        preexec_fn=die_with_parent,
-    )
+    isthmus(*command, "--set", "rounds=3", folder=tmp_path)
     with contextlib.closing(Store.open(run)) as store:
         evaluation = read_report(store).rounds[-1].evaluation
     assert (evaluation.asked, evaluation.devices) == (4, 4)
@@ -77,13 +79,7 @@ def test_statistics_equal_those_of_the_pooled_rows_of_all_hospitals(tmp_path, lo
     """With real processes; a job then hands them to the task."""
     output = tmp_path / "statistics.json"
     command = ["statistics", EXAMPLES / "heart/job.toml", "--set", f"task.data={DATA}"]
-    subprocess.run(
-        [sys.executable, "-m", "isthmus.cli", *command, "--output", output],
-        cwd=tmp_path,
-        check=True,
-        timeout=300,
-        preexec_fn=die_with_parent,
-    )
+    isthmus(*command, "--output", output, folder=tmp_path)
     _, task = load_example("heart", f"task.statistics={output}", data=DATA)
     assert task.statistics["devices"] == 4
     columns = task.statistics["columns"]
