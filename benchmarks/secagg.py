@@ -64,7 +64,8 @@ from isthmus_privacy.crypto.keys import OneTimeKey
 from isthmus_privacy.crypto.masking import add_masks
 from isthmus_privacy.dp.discrete_gaussian import add_noise
 from isthmus_privacy.dp.distributed import DistributedNoise
-from isthmus_privacy.secagg import RoundConfig, encode
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.encoding import encode
 from isthmus_privacy.secagg.graph import graph_parameters
 
 sys.path.append(str(Path(__file__).parents[1]))

@@ -15,7 +15,7 @@ COMMAND = "isthmus.cli:isthmus"
 """The click command `isthmus`."""
 ERRORS = "isthmus.errors"
 """The module with the exception tree."""
-REFUSALS = "isthmus_privacy.secagg:REFUSALS"
+REFUSALS = "isthmus_privacy.crypto.refusal:REFUSALS"
 """Code of each refusal of secure aggregation, and the error that carries it."""
 RECEIPT = "isthmus_server.storage.records:Receipt"
 """The dataclass of a receipt, as it is in the report."""
@@ -54,15 +54,15 @@ API: dict[str, tuple[str, list[str]]] = {
         "See the [threat model](../threat-model.md).",
         [
             "isthmus_privacy.secagg:docstring",
-            "isthmus_privacy.secagg.RoundConfig",
-            "isthmus_privacy.secagg.ClientSession",
-            "isthmus_privacy.secagg.ServerSession",
-            "isthmus_privacy.secagg.ClientRequirements",
-            "isthmus_privacy.secagg.History",
-            "isthmus_privacy.secagg.Authority",
-            "isthmus_privacy.secagg.Directory",
-            "isthmus_privacy.secagg.encode",
-            "isthmus_privacy.secagg.decode",
+            "isthmus_privacy.secagg.config.RoundConfig",
+            "isthmus_privacy.secagg.client.ClientSession",
+            "isthmus_privacy.secagg.server.ServerSession",
+            "isthmus_privacy.secagg.config.ClientRequirements",
+            "isthmus_privacy.secagg.history.History",
+            "isthmus_privacy.secagg.identity.Authority",
+            "isthmus_privacy.secagg.identity.Directory",
+            "isthmus_privacy.secagg.encoding.encode",
+            "isthmus_privacy.secagg.encoding.decode",
         ],
     ),
 }

@@ -6,20 +6,14 @@ import hashlib
 
 import torch
 
-from isthmus_privacy.crypto.keys import OneTimeKey
-from isthmus_privacy.secagg import (
-    AdvertiseKeys,
-    Authority,
-    ClientRequirements,
-    ClientSession,
-    Directory,
-    History,
-    RoundConfig,
-    ServerSession,
-    SigningKey,
-    Stage,
-    encode,
-)
+from isthmus_privacy.crypto.keys import OneTimeKey, SigningKey
+from isthmus_privacy.secagg.client import ClientSession
+from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
+from isthmus_privacy.secagg.encoding import encode
+from isthmus_privacy.secagg.history import History
+from isthmus_privacy.secagg.identity import Authority, Directory
+from isthmus_privacy.secagg.messages import AdvertiseKeys, Stage
+from isthmus_privacy.secagg.server import ServerSession
 
 AUTHORITY = Authority()
 FAR_FUTURE = 2**40

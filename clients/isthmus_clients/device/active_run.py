@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from isthmus_clients.training.examples_account import ExamplesAccount, RunAccount
     from isthmus_privacy.compression.model_change import ChangeCodec
     from isthmus_privacy.purpose import RunPurpose
-    from isthmus_privacy.secagg import RoundConfig, Slot
+    from isthmus_privacy.secagg.config import RoundConfig
+    from isthmus_privacy.slots import Slot
 
 MAX_MODELS = 8
 """Maximum number of models of one comparison."""

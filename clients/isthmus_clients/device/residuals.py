@@ -23,7 +23,7 @@ from safetensors.torch import load, save
 from isthmus.system.private_files import make_private_directory, write_private_file
 from isthmus.tensors.finite import is_finite
 from isthmus_privacy.compression.update_codec import magnitude_of
-from isthmus_privacy.secagg import RoundConfig
+from isthmus_privacy.secagg.config import RoundConfig
 
 log = logging.getLogger(__name__)
 

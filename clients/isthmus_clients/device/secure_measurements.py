@@ -43,7 +43,7 @@ def score(
 
     from isthmus.task import paired_scores
     from isthmus_privacy.purpose import ComparisonPurpose
-    from isthmus_privacy.secagg import SCORING_SLOTS
+    from isthmus_privacy.slots import SCORING_SLOTS
 
     work = request.score
     about = (paired_scores.comparisons_run_id(work.run_id), work.comparison, work.attempt)
@@ -86,7 +86,8 @@ def evaluate(
 
     from isthmus.task.device_sums.bounded_means import measured_norm, numbers_of
     from isthmus_privacy.purpose import EvaluationPurpose, evaluated_model, statistics_of
-    from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
+    from isthmus_privacy.secagg.config import RoundConfig
+    from isthmus_privacy.slots import SCORING_SLOTS
 
     work = request.evaluate
     config = RoundConfig.from_bytes(work.secure)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from isthmus_clients.device.owner_limits import PrivacyLimits
     from isthmus_clients.device.residuals import Residual, Residuals
     from isthmus_clients.training.secure import Credentials, SecureParticipation
-    from isthmus_privacy.secagg import Slot, StartModel
+    from isthmus_privacy.secagg.history import StartModel
+    from isthmus_privacy.slots import Slot
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,8 @@ class SecureSessions:
                 cancelled it.
         """
         from isthmus_privacy.purpose import TrainingPurpose
-        from isthmus_privacy.secagg import MEASURING_SLOTS, RoundConfig
+        from isthmus_privacy.secagg.config import RoundConfig
+        from isthmus_privacy.slots import MEASURING_SLOTS
 
         work = request.train_local
         about, scale = (work.run_id, work.round, work.attempt), work.gradient_scale
@@ -183,7 +185,7 @@ class SecureSessions:
             UpdateError: no update of the run is kept, or see `train`.
         """
         from isthmus_privacy.purpose import BufferedPurpose, buffer_name
-        from isthmus_privacy.secagg import StartModel
+        from isthmus_privacy.secagg.history import StartModel
 
         if self._kept is None or self._kept[0].train_local.run_id != work.run_id:
             raise UpdateError("this device keeps no update of that run")
@@ -278,8 +280,8 @@ class SecureSessions:
         import torch
 
         from isthmus_privacy.dp.clipping import clip_to_norm
-        from isthmus_privacy.secagg import GRADIENT_LOST, MAGNITUDE, WITHIN_CLIP
         from isthmus_privacy.secagg.encoding import lost_in_clipping
+        from isthmus_privacy.slots import GRADIENT_LOST, MAGNITUDE, WITHIN_CLIP
 
         config, privacy = attempt.config, run.job.privacy
         seed = self.seed(run, config.round)
@@ -359,7 +361,7 @@ class SecureSessions:
 
     def _enrolled(self) -> Credentials:
         from isthmus_clients.training.secure import Credentials
-        from isthmus_privacy.secagg import ClientRequirements
+        from isthmus_privacy.secagg.config import ClientRequirements
 
         if self._credentials is None:
             # Without an owner's limits the server is on this machine, and no device is assumed to
@@ -385,7 +387,7 @@ class SecureSessions:
 
 def unusable(figures: Mapping[str, float]) -> dict[str, float]:
     """The figures of a vector that does not count; with noise there are none."""
-    from isthmus_privacy.secagg import UNUSABLE
+    from isthmus_privacy.slots import UNUSABLE
 
     return {name: float(name == UNUSABLE.name) for name in figures}
 

@@ -14,25 +14,21 @@ from isthmus.errors import UpdateError
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.wire import link_pb2
 from isthmus_clients.training.history_log import HistoryLog
+from isthmus_privacy.crypto.keys import SigningKey
 from isthmus_privacy.dp.accounting import epsilon_of_rho
-from isthmus_privacy.secagg import (
+from isthmus_privacy.secagg.client import ClientSession
+from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
+from isthmus_privacy.secagg.encoding import Encoded, encode
+from isthmus_privacy.secagg.history import History, StartModel
+from isthmus_privacy.secagg.identity import Directory, Enrolment
+from isthmus_privacy.secagg.messages import (
     AdvertiseKeys,
-    ClientRequirements,
-    ClientSession,
     ConsistencySignatures,
-    Directory,
-    Encoded,
-    Enrolment,
-    History,
     Inbox,
     Roster,
-    RoundConfig,
-    SigningKey,
-    Slot,
-    StartModel,
     Survivors,
-    encode,
 )
+from isthmus_privacy.slots import Slot
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from isthmus_clients.virtual.fleet import FleetRun, VirtualFleet
 from isthmus_clients.virtual.profiles import DeviceProfile
 from isthmus_clients.virtual.stacks.training import DeviceTraining, TrainedOrFailed
 from isthmus_clients.virtual.unmasked import UnmaskedSessions, unchecked
-from isthmus_privacy.secagg import RoundConfig
+from isthmus_privacy.secagg.config import RoundConfig
 
 _UNUSED_KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 """A simulated device signs nothing, and making a key takes longer than the rest of it."""

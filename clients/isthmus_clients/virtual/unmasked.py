@@ -18,7 +18,9 @@ from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.residuals import Residual, Residuals
 from isthmus_clients.device.secure_sessions import SecureSessions, unusable
 from isthmus_clients.training.secure import Credentials, SecureParticipation, encode_repeatably
-from isthmus_privacy.secagg import RoundConfig, Slot, StartModel
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.history import StartModel
+from isthmus_privacy.slots import Slot
 
 SIMULATED = Credentials(bytes(32))
 """Of all simulated devices: they sign nothing, and keep no history of sums."""

@@ -2,11 +2,19 @@
 
 SecAgg+ (Bell et al. 2020) on Bonawitz et al. 2017 with signed survivor sets. `client` and `server`
 are pure state machines without I/O: they exchange the messages of `messages`, and the masked
-vectors as bytes. `encoding` converts updates to ring vectors and sums back to means.
+vectors as bytes. `encoding` converts updates to ring vectors and sums back to means. This package
+imports none of its modules: those without tensors are used where PyTorch is not loaded.
 
 A whole round of four clients, one of which drops out:
 
 >>> import torch
+>>> from isthmus_privacy.crypto.keys import SigningKey
+>>> from isthmus_privacy.secagg.client import ClientSession
+>>> from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
+>>> from isthmus_privacy.secagg.encoding import decode, encode
+>>> from isthmus_privacy.secagg.history import History
+>>> from isthmus_privacy.secagg.identity import Authority, Directory
+>>> from isthmus_privacy.secagg.server import ServerSession
 >>> authority = Authority()
 >>> directory = Directory(authority.public)
 >>> config = RoundConfig(run_id="demo", round=0, attempt=0, model_hash=bytes(32),
@@ -40,77 +48,3 @@ A whole round of four clients, one of which drops out:
 >>> [round(x, 6) for x in mean.vector.tolist()], mean.weight, total.clients
 ([0.5, -0.25, 0.125], 30, ('a', 'b', 'c'))
 """
-
-from isthmus_privacy.crypto.keys import SigningKey
-from isthmus_privacy.crypto.refusal import REFUSALS
-from isthmus_privacy.secagg.client import ClientSession
-from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
-from isthmus_privacy.secagg.encoding import Aggregate, Encoded, decode, encode
-from isthmus_privacy.secagg.history import Entry, History, StartModel, essential
-from isthmus_privacy.secagg.identity import Authority, Directory, Enrolment
-from isthmus_privacy.secagg.messages import (
-    AdvertiseKeys,
-    ConsistencySignature,
-    ConsistencySignatures,
-    Inbox,
-    MaskedInput,
-    Roster,
-    ShareKeys,
-    Stage,
-    Survivors,
-    UnmaskingShares,
-)
-from isthmus_privacy.secagg.server import RingSum, ServerSession
-from isthmus_privacy.slots import (
-    CLIPPING_SLOTS,
-    COMPRESSED_SLOTS,
-    GRADIENT_LOST,
-    MAGNITUDE,
-    MEASURING_SLOTS,
-    SCORING_SLOTS,
-    TRAINING_SLOTS,
-    UNUSABLE,
-    WITHIN_CLIP,
-    Slot,
-)
-
-__all__ = [
-    "CLIPPING_SLOTS",
-    "COMPRESSED_SLOTS",
-    "GRADIENT_LOST",
-    "MAGNITUDE",
-    "MEASURING_SLOTS",
-    "REFUSALS",
-    "SCORING_SLOTS",
-    "TRAINING_SLOTS",
-    "UNUSABLE",
-    "WITHIN_CLIP",
-    "AdvertiseKeys",
-    "Aggregate",
-    "Authority",
-    "ClientRequirements",
-    "ClientSession",
-    "ConsistencySignature",
-    "ConsistencySignatures",
-    "Directory",
-    "Encoded",
-    "Enrolment",
-    "Entry",
-    "History",
-    "Inbox",
-    "MaskedInput",
-    "RingSum",
-    "Roster",
-    "RoundConfig",
-    "ServerSession",
-    "ShareKeys",
-    "SigningKey",
-    "Slot",
-    "Stage",
-    "StartModel",
-    "Survivors",
-    "UnmaskingShares",
-    "decode",
-    "encode",
-    "essential",
-]

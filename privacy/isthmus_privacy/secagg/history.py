@@ -32,11 +32,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.crypto.canonical import NUMBER, tagged_hash
 from isthmus_privacy.dp.accounting import epsilon_of_rho
-from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
+
+if TYPE_CHECKING:
+    from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
 
 _KEY_BYTES = 16
 """Size of a key in memory: it must be unlikely to collide, and a collision only refuses more."""

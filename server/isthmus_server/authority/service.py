@@ -21,7 +21,7 @@ from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
 from isthmus.system.file_lock import file_lock
 from isthmus.wire import authority_pb2 as pb
-from isthmus_privacy.secagg import Enrolment
+from isthmus_privacy.secagg.identity import Enrolment
 from isthmus_server.control_plane.authority import CertificateAuthority
 from isthmus_server.control_plane.joining import JoinService
 from isthmus_server.control_plane.members import Members

@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -28,9 +27,7 @@ from isthmus.identity import tls
 from isthmus.identity.membership import has_begun_to_join
 from isthmus.system.private_files import check_private, make_private_directory, write_private_file
 from isthmus.system.sealed_files import read_sealed, write_sealed
-
-if TYPE_CHECKING:
-    from isthmus_privacy.secagg import Authority as Enroller
+from isthmus_privacy.secagg.identity import Authority as Enroller
 
 AUTHORITY_LIFE = datetime.timedelta(days=3650)
 SERVER_LIFE = datetime.timedelta(days=30)
@@ -170,8 +167,6 @@ class CertificateAuthority:
     @functools.cached_property
     def enroller(self) -> Enroller:
         """Signs the participants' identities."""
-        from isthmus_privacy.secagg import Authority as Enroller  # it imports PyTorch
-
         return Enroller(self._seed)
 
     def issue(

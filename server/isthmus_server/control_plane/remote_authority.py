@@ -32,7 +32,7 @@ from isthmus.system.sealed_files import (
     write_sealed_bytes,
 )
 from isthmus.wire import authority_pb2 as pb
-from isthmus_privacy.secagg import Enrolment
+from isthmus_privacy.secagg.identity import Enrolment
 from isthmus_server.control_plane.members import Members
 from isthmus_server.control_plane.registry import RegistryEntry
 from isthmus_server.transport.enrolment import Enrolments

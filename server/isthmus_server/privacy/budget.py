@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from isthmus.errors import JobError, RoundFailed
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.ledger import Charge
-from isthmus_privacy.secagg import WITHIN_CLIP
+from isthmus_privacy.slots import WITHIN_CLIP
 from isthmus_server.privacy.run_ledgers import RunLedgers
 from isthmus_server.privacy.server_noise import ServerNoise, fresh_noise
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from isthmus_privacy.secagg import GRADIENT_LOST
+from isthmus_privacy.slots import GRADIENT_LOST
 from isthmus_server.model import merge
 from isthmus_server.regimes import gradient_measurement
 from isthmus_server.regimes.base import DatacenterResult, FederatedResult

@@ -7,7 +7,7 @@ from typing import Self
 
 from isthmus.job import Job
 from isthmus.wire import link_pb2
-from isthmus_privacy.secagg import MAGNITUDE
+from isthmus_privacy.slots import MAGNITUDE
 from isthmus_server.storage.records import AttemptRecord, RoundRecord
 
 

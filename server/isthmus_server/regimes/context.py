@@ -10,7 +10,7 @@ from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.requests import fingerprint_of
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import RunPurpose
-from isthmus_privacy.secagg import Directory
+from isthmus_privacy.secagg.identity import Directory
 from isthmus_server.model.fixed_point_sum import SUM_BYTES, WeightedSum
 from isthmus_server.model.mmap_buffer import MmapBuffer
 from isthmus_server.privacy.budget import PrivacyBudget

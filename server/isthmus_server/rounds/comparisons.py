@@ -20,7 +20,8 @@ from isthmus.job.federated import FederatedSection
 from isthmus.task import paired_scores
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import ComparisonPurpose
-from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.slots import SCORING_SLOTS
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure_sums.round_configs import margins

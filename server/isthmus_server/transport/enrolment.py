@@ -14,7 +14,7 @@ from collections.abc import Callable
 from isthmus.errors import AdmissionRefused
 from isthmus.identity.tls import Subject
 from isthmus.wire import link_pb2
-from isthmus_privacy.secagg import Authority, Enrolment
+from isthmus_privacy.secagg.identity import Authority, Enrolment
 
 log = logging.getLogger(__name__)
 

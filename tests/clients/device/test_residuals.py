@@ -15,7 +15,8 @@ from isthmus_clients.device.secure_sessions import SecureSessions
 from isthmus_clients.training.secure import SecureParticipation
 from isthmus_clients.virtual.unmasked import UnmaskedParticipation, UnmaskedSessions
 from isthmus_privacy.compression.update_codec import UpdateCodec
-from isthmus_privacy.secagg import Authority, SigningKey
+from isthmus_privacy.crypto.keys import SigningKey
+from isthmus_privacy.secagg.identity import Authority
 from isthmus_privacy.slots import COMPRESSED_SLOTS
 
 CODEC = UpdateCodec(one_in=2, bits=3)

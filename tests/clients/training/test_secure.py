@@ -12,7 +12,9 @@ from isthmus_clients.device.owner_limits import parse
 from isthmus_clients.device.secure_sessions import SecureSessions
 from isthmus_clients.training.history_files import LogEnd, head_of, write_head
 from isthmus_clients.training.secure import SecureParticipation
-from isthmus_privacy.secagg import Authority, RoundConfig, SigningKey
+from isthmus_privacy.crypto.keys import SigningKey
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.identity import Authority
 
 SEED = bytes(range(32))
 AUTHORITY = Authority(bytes(32))

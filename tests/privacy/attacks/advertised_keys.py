@@ -13,7 +13,8 @@ from tests.privacy.attacks.registry import (
 from tests.privacy.protocol import ProtocolRound, directory, make_config, names, signed_keys
 
 from isthmus_privacy.crypto import keys
-from isthmus_privacy.secagg import ServerSession, Stage
+from isthmus_privacy.secagg.messages import Stage
+from isthmus_privacy.secagg.server import ServerSession
 
 P = 2**255 - 19
 LOW_ORDER_POINTS = [

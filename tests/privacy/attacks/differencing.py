@@ -3,7 +3,8 @@
 from tests.privacy.attacks.registry import ALICE, BOB, expect_refusal
 from tests.privacy.protocol import ProtocolRound, make_client, make_config
 
-from isthmus_privacy.secagg import History, Stage, StartModel, essential
+from isthmus_privacy.secagg.history import History, StartModel, essential
+from isthmus_privacy.secagg.messages import Stage
 
 FIRST = {"round": 3, "attempt": 0}
 

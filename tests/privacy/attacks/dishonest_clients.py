@@ -23,14 +23,9 @@ from tests.privacy.protocol import (
 
 from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.crypto.canonical import PositionSet
-from isthmus_privacy.secagg import (
-    COMPRESSED_SLOTS,
-    ConsistencySignature,
-    Stage,
-    UnmaskingShares,
-    decode,
-    encode,
-)
+from isthmus_privacy.secagg.encoding import decode, encode
+from isthmus_privacy.secagg.messages import ConsistencySignature, Stage, UnmaskingShares
+from isthmus_privacy.slots import COMPRESSED_SLOTS
 
 # -- shares --------------------------------------------------------------------------------------
 

@@ -14,11 +14,8 @@ from tests.privacy.attacks.registry import (
 )
 from tests.privacy.protocol import make_client, make_config, names, signed_keys
 
-from isthmus_privacy.secagg import (
-    ClientRequirements,
-    Roster,
-    Stage,
-)
+from isthmus_privacy.secagg.config import ClientRequirements
+from isthmus_privacy.secagg.messages import Roster, Stage
 
 # -- the roster ----------------------------------------------------------------------------------
 

@@ -11,11 +11,7 @@ from tests.privacy.protocol import (
 )
 
 from isthmus_privacy.crypto.canonical import PositionSet
-from isthmus_privacy.secagg import (
-    ConsistencySignatures,
-    Stage,
-    Survivors,
-)
+from isthmus_privacy.secagg.messages import ConsistencySignatures, Stage, Survivors
 
 # -- the survivor set ----------------------------------------------------------------------------
 

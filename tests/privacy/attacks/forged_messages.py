@@ -14,15 +14,10 @@ from tests.privacy.protocol import (
 )
 
 from isthmus_privacy.crypto.canonical import PositionSet, tagged
-from isthmus_privacy.secagg import (
-    Authority,
-    ConsistencySignature,
-    Directory,
-    Roster,
-    ServerSession,
-    Slot,
-    Survivors,
-)
+from isthmus_privacy.secagg.identity import Authority, Directory
+from isthmus_privacy.secagg.messages import ConsistencySignature, Roster, Survivors
+from isthmus_privacy.secagg.server import ServerSession
+from isthmus_privacy.slots import Slot
 
 # -- bytes ---------------------------------------------------------------------------------------
 

@@ -6,12 +6,10 @@ from tests.privacy.protocol import (
     make_config,
 )
 
-from isthmus_privacy.secagg import (
-    Slot,
-    Stage,
-    encode,
-)
 from isthmus_privacy.secagg.config import COUNT_LEVELS
+from isthmus_privacy.secagg.encoding import encode
+from isthmus_privacy.secagg.messages import Stage
+from isthmus_privacy.slots import Slot
 
 SLOTS = (Slot(name="hits", maximum=100.0, exact=True), Slot(name="loss", maximum=50.0))
 

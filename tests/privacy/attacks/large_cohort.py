@@ -14,16 +14,10 @@ from tests.privacy.protocol import (
 )
 
 from isthmus_privacy.crypto.canonical import PositionSet
-from isthmus_privacy.secagg import (
-    ClientRequirements,
-    Inbox,
-    MaskedInput,
-    Roster,
-    ServerSession,
-    ShareKeys,
-    encode,
-)
-from isthmus_privacy.secagg.messages import SEALED_BYTES
+from isthmus_privacy.secagg.config import ClientRequirements
+from isthmus_privacy.secagg.encoding import encode
+from isthmus_privacy.secagg.messages import SEALED_BYTES, Inbox, MaskedInput, Roster, ShareKeys
+from isthmus_privacy.secagg.server import ServerSession
 
 
 class LargeCohort:

@@ -13,16 +13,15 @@ from tests.privacy.protocol import (
 
 from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.dp.distributed import DistributedNoise
-from isthmus_privacy.secagg import (
+from isthmus_privacy.secagg.config import ClientRequirements
+from isthmus_privacy.secagg.history import History, essential
+from isthmus_privacy.secagg.identity import Directory
+from isthmus_privacy.slots import (
     COMPRESSED_SLOTS,
     MEASURING_SLOTS,
     SCORING_SLOTS,
     TRAINING_SLOTS,
-    ClientRequirements,
-    Directory,
-    History,
     Slot,
-    essential,
 )
 
 SMALL = {"honest_min": 2, "corrupt_permille": 0}

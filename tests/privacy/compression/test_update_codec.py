@@ -11,7 +11,10 @@ from isthmus_privacy.compression.packing import pack, unpack
 from isthmus_privacy.compression.round_vector import RoundVector
 from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.crypto.masking import RING, TILE, word_bits
-from isthmus_privacy.secagg import COMPRESSED_SLOTS, RoundConfig, Stage, decode, encode
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.encoding import decode, encode
+from isthmus_privacy.secagg.messages import Stage
+from isthmus_privacy.slots import COMPRESSED_SLOTS
 
 FIGURES = {"loss": 2.5, "magnitude": -7.25, "unusable": 0.0}
 

@@ -10,7 +10,7 @@ from tests.privacy.attacks import ATTACKS
 import isthmus_clients
 import isthmus_privacy
 from isthmus.errors import AggregationAborted, IsthmusError, PeerMisbehaved, UpdateError
-from isthmus_privacy.secagg import REFUSALS
+from isthmus_privacy.crypto.refusal import REFUSALS
 
 CASES = [(code, attack) for code, attacks in ATTACKS.items() for attack in attacks]
 

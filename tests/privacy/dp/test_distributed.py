@@ -9,7 +9,7 @@ from isthmus.job.federated import MAX_SECURE_COHORT
 from isthmus.job.privacy import LARGEST_CLIP, LARGEST_NOISE, SMALLEST_CLIP
 from isthmus_privacy.dp import discrete_gaussian
 from isthmus_privacy.dp.distributed import WRAP, DistributedNoise, fit_ring
-from isthmus_privacy.secagg import RoundConfig
+from isthmus_privacy.secagg.config import RoundConfig
 
 MILLION = 1_000_000
 

@@ -13,7 +13,10 @@ from tests.privacy.protocol import ProtocolRound, make_config, names
 
 from isthmus.errors import UpdateError
 from isthmus_privacy.dp.distributed import DistributedNoise
-from isthmus_privacy.secagg import TRAINING_SLOTS, RoundConfig, Stage, decode, encode
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.encoding import decode, encode
+from isthmus_privacy.secagg.messages import Stage
+from isthmus_privacy.slots import TRAINING_SLOTS
 
 SIZE = 5000
 

@@ -8,7 +8,8 @@ from tests.privacy.protocol import make_config
 from isthmus.errors import PeerMisbehaved
 from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.dp.distributed import DistributedNoise
-from isthmus_privacy.secagg import RoundConfig, Slot
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.slots import Slot
 
 SLOTS = (
     Slot(name="hits", maximum=1000.0, exact=True),

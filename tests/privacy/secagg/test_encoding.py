@@ -11,7 +11,9 @@ from torch import nn
 from isthmus.errors import UpdateError
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_privacy.crypto.masking import TILE
-from isthmus_privacy.secagg import Slot, Stage, decode, encode
+from isthmus_privacy.secagg.encoding import decode, encode
+from isthmus_privacy.secagg.messages import Stage
+from isthmus_privacy.slots import Slot
 
 SLOTS = (
     Slot(name="hits", maximum=1000.0, exact=True),

@@ -16,7 +16,8 @@ from tests.privacy.protocol import (
 from isthmus.errors import PeerMisbehaved
 from isthmus_privacy.crypto import shamir
 from isthmus_privacy.crypto.masking import add_masks, cipher
-from isthmus_privacy.secagg import Roster, ServerSession, Stage
+from isthmus_privacy.secagg.messages import Roster, Stage
+from isthmus_privacy.secagg.server import ServerSession
 
 
 def xor_of_words(seed):

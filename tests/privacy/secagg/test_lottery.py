@@ -6,7 +6,7 @@ import random
 import pytest
 from tests.privacy.protocol import AUTHORITY, FAR_FUTURE, identity
 
-from isthmus_privacy.secagg import Directory
+from isthmus_privacy.secagg.identity import Directory
 from isthmus_privacy.secagg.lottery import (
     MILLION,
     colluder_bound,

@@ -7,7 +7,7 @@ from tests.privacy.protocol import ProtocolRound
 
 from isthmus.errors import PeerMisbehaved
 from isthmus_privacy.crypto.canonical import PositionSet
-from isthmus_privacy.secagg import Survivors
+from isthmus_privacy.secagg.messages import Survivors
 
 POSITION_SET = st.integers(0, 70).flatmap(
     lambda size: st.builds(

@@ -17,20 +17,20 @@ from tests.privacy.protocol import ProtocolRound, identity, make_client, make_co
 from tests.privacy.protocol import signed_keys as corrupt_keys
 
 from isthmus.errors import PeerMisbehaved
-from isthmus_privacy.secagg import (
+from isthmus_privacy.secagg.cohort import Cohort
+from isthmus_privacy.secagg.encoding import encode
+from isthmus_privacy.secagg.history import History, StartModel, essential
+from isthmus_privacy.secagg.messages import (
+    PART_BYTES,
+    SEALED_BYTES,
+    SHARE_BYTES,
     ConsistencySignature,
     ConsistencySignatures,
-    History,
     Inbox,
     Roster,
     Stage,
-    StartModel,
     Survivors,
-    encode,
-    essential,
 )
-from isthmus_privacy.secagg.cohort import Cohort
-from isthmus_privacy.secagg.messages import PART_BYTES, SEALED_BYTES, SHARE_BYTES
 
 MODELS = [bytes([number]) * 32 for number in range(2)]
 

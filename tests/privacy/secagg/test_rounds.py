@@ -12,7 +12,8 @@ from tests.privacy.protocol import ProtocolRound, names
 
 from isthmus.errors import AggregationAborted, IsthmusError
 from isthmus_privacy.crypto import keys
-from isthmus_privacy.secagg import Roster, Stage, decode
+from isthmus_privacy.secagg.encoding import decode
+from isthmus_privacy.secagg.messages import Roster, Stage
 
 STAGES = [stage for stage in Stage if stage is not Stage.FINISHED]
 

@@ -19,7 +19,7 @@ from isthmus.identity.membership import Membership, prepare
 from isthmus.transport.uplink import Uplink
 from isthmus.wire import authority_pb2 as pb
 from isthmus.wire import link_pb2
-from isthmus_privacy.secagg import Directory, Enrolment
+from isthmus_privacy.secagg.identity import Directory, Enrolment
 from isthmus_server.authority.commands import authority as authority_command
 from isthmus_server.authority.service import AuthorityService
 from isthmus_server.control_plane import remote_authority

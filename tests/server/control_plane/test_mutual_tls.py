@@ -17,7 +17,7 @@ from isthmus.identity.membership import Membership
 from isthmus.transport.blobs import describe, into
 from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
-from isthmus_privacy.secagg import Directory, Enrolment
+from isthmus_privacy.secagg.identity import Directory, Enrolment
 from isthmus_server.control_plane.authority import CertificateAuthority, initialise
 from isthmus_server.transport import link
 from isthmus_server.transport.limits import MAX_STREAMS_PER_CERTIFICATE

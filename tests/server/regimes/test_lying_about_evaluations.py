@@ -12,7 +12,8 @@ from isthmus.job.measurements import evaluations_run_id
 from isthmus.wire import link_pb2
 from isthmus_clients.device import secure_measurements
 from isthmus_privacy.purpose import EvaluationPurpose, TrainingPurpose, evaluated_model
-from isthmus_privacy.secagg import SCORING_SLOTS, ClientRequirements, RoundConfig
+from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
+from isthmus_privacy.slots import SCORING_SLOTS
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure_sums.round_configs import margins
 

@@ -18,7 +18,8 @@ from isthmus_privacy.purpose import (
     TrainingPurpose,
     buffer_name,
 )
-from isthmus_privacy.secagg import SCORING_SLOTS, TRAINING_SLOTS, RoundConfig
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.slots import SCORING_SLOTS, TRAINING_SLOTS
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure_sums.round_configs import margins
 

@@ -24,7 +24,8 @@ from isthmus_clients.device import secure_measurements, task_host
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.training.withholding import WITHHELD
 from isthmus_privacy.purpose import BufferedPurpose, ComparisonPurpose, TrainingPurpose, buffer_name
-from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.slots import SCORING_SLOTS
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure_sums.round_configs import margins, training_config

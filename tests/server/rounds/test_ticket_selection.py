@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from isthmus_privacy.secagg import Authority
+from isthmus_privacy.secagg.identity import Authority
 from isthmus_privacy.secagg.lottery import MILLION, is_selected, largest_share, ticket
 from isthmus_server.rounds.ticket_selection import TicketLottery
 from isthmus_server.transport.enrolment import Enrolments

@@ -18,19 +18,17 @@ from typing import TYPE_CHECKING
 from isthmus.errors import AggregationAborted, UpdateError
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
-from isthmus_privacy.secagg import (
-    UNUSABLE,
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.encoding import Aggregate, decode
+from isthmus_privacy.secagg.messages import (
     AdvertiseKeys,
-    Aggregate,
     ConsistencySignature,
     MaskedInput,
-    RingSum,
-    RoundConfig,
-    ServerSession,
     ShareKeys,
     UnmaskingShares,
-    decode,
 )
+from isthmus_privacy.secagg.server import RingSum, ServerSession
+from isthmus_privacy.slots import UNUSABLE
 from isthmus_server.model.update_decoding import UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
 from isthmus_server.regimes.call import PRIVACY_REFUSALS, CallFailed, ReceiptBook, call

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from isthmus.errors import AggregationAborted
-from isthmus_privacy.secagg import UNUSABLE
+from isthmus_privacy.slots import UNUSABLE
 from isthmus_server.model import merge
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt

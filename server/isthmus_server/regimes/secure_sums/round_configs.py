@@ -20,13 +20,13 @@ from isthmus_privacy.compression.update_codec import (
 )
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.distributed import fit_ring
-from isthmus_privacy.secagg import (
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.slots import (
     CLIPPING_SLOTS,
     COMPRESSED_SLOTS,
     MEASURING_SLOTS,
     SCORING_SLOTS,
     TRAINING_SLOTS,
-    RoundConfig,
 )
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.storage.unmasking_log import Unmasking, UnmaskingLog

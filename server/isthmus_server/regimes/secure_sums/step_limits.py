@@ -11,7 +11,7 @@ In a short step, each of the n devices verifies n signatures and does two key ag
 of about 2 k neighbours.
 
 >>> from isthmus.job.schema import TimeSection
->>> from isthmus_privacy.secagg import RoundConfig
+>>> from isthmus_privacy.secagg.config import RoundConfig
 >>> config = RoundConfig(
 ...     run_id="demo", round=1, attempt=1, model_hash=bytes(32), purpose=bytes(32),
 ...     size=1_000_000, clients_max=400,
@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from isthmus_privacy.secagg import RoundConfig
+from isthmus_privacy.secagg.config import RoundConfig
 
 if TYPE_CHECKING:
     from isthmus.job.schema import TimeSection

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from isthmus.errors import AggregationAborted, UpdateError
 from isthmus.transport.blobs import into
-from isthmus_privacy.secagg import RingSum, RoundConfig
-from isthmus_privacy.secagg.server import too_few
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.server import RingSum, too_few
 from isthmus_server.regimes.call import call
 from isthmus_server.regimes.secure_sums.attempt import (
     ENOUGH,

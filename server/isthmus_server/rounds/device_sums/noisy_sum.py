@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 import torch
 
-from isthmus_privacy.secagg import RoundConfig
+from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_server.privacy.budget import Measurement, PrivacyBudget
 from isthmus_server.regimes.secure_sums.round_configs import measuring_config
 

@@ -15,7 +15,8 @@ from isthmus.task.device_sums.bounded_means import measured_norm, numbers_of
 from isthmus.task.device_sums.metrics import LARGEST
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import EvaluationPurpose, evaluated_model, statistics_of
-from isthmus_privacy.secagg import SCORING_SLOTS, RoundConfig
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.slots import SCORING_SLOTS
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.regimes.secure_sums.groups import GroupedAttempt, UnmaskingGate

@@ -12,7 +12,7 @@ from isthmus.job.schema import TimeSection
 from isthmus.transport.blobs import describe
 from isthmus_clients.training.history_files import LogEnd, write_head
 from isthmus_clients.training.history_log import HistoryLog
-from isthmus_privacy.secagg import RoundConfig
+from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.regimes.secure_sums.step_limits import StepLimits

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.privacy.protocol import make_config
 
 from isthmus.errors import AggregationAborted
-from isthmus_privacy.secagg import TRAINING_SLOTS, decode, encode
+from isthmus_privacy.secagg.encoding import decode, encode
+from isthmus_privacy.slots import TRAINING_SLOTS
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
 from isthmus_server.regimes.secure_sums.groups import GroupedAttempt, UnmaskingGate
 from isthmus_server.storage.records import Receipt
