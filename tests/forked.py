@@ -25,6 +25,10 @@ _LOADED = [
     "isthmus_clients.commands",
     "isthmus_server.local.session",
     PRELOADED_MODULE,
+    "isthmus_simulation.run",
+    "torch.distributed.run",
+    # The data of the examples.
+    "sklearn.datasets",
     # What each rank would import for itself when its first block is compiled.
     "torch._dynamo.backends.debugging",
     "torch._inductor.compile_fx",
@@ -70,11 +74,16 @@ def start_with(
     cwd: Path,
     environment: Mapping[str, str],
     namespaces: Mapping[str, int] = MappingProxyType({}),
+    program: str = "isthmus",
 ) -> ForkServerProcess:
-    """Start it with open files as its standard input, output and error."""
+    """Start it with open files as its standard input, output and error.
+
+    `program` may also be torchrun.
+    """
     theirs = [Connection(os.dup(stream)) for stream in streams]
     process = context().Process(
-        target=_become, args=(theirs, arguments, cwd, dict(environment), dict(namespaces))
+        target=_become,
+        args=(theirs, [program, *arguments], cwd, dict(environment), dict(namespaces)),
     )
     process.start()
     for stream in theirs:
@@ -84,7 +93,7 @@ def start_with(
 
 def _become(
     streams: Sequence[Connection],
-    arguments: Sequence[str],
+    words: Sequence[str],
     cwd: Path,
     environment: dict[str, str],
     namespaces: dict[str, int],
@@ -100,10 +109,18 @@ def _become(
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.argv = ["isthmus", *arguments]
+    sys.argv = list(words)
+    import torch
+    from torch.distributed.run import main as torchrun
+
     from isthmus import cli
 
-    cli.main()
+    if threads := environment.get("OMP_NUM_THREADS"):  # PyTorch was imported without it
+        torch.set_num_threads(int(threads))
+    if words[0] == "torchrun":
+        torchrun()
+    else:
+        cli.main()
 
 
 def _enter(namespaces: Mapping[str, int]) -> None:

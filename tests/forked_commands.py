@@ -1,10 +1,10 @@
-"""The program `isthmus` for shells, whose work is done by processes of `tests.forked`.
+"""The programs `isthmus` and `torchrun` for shells, whose work is done by processes of `tests.forked`.
 
     with ForkedCommands() as commands:
         subprocess.run(["bash", "-c", "isthmus jobs"], env=commands.environment())
 
-The program on the path starts in a hundredth of a second: it hands its arguments, folder,
-environment and streams to this process, which has a forked one do what `isthmus` would do. Signals
+The programs on the path start in a hundredth of a second: they hand their arguments, folder,
+environment and streams to this process, which has a forked one do what they would do. Signals
 are passed on, and the exit status comes back. A command that imports PyTorch costs seconds of CPU
 time otherwise, and the documentation has a hundred of them. The commands of README.md are run
 without this, and so is an installed wheel.
@@ -29,9 +29,10 @@ from tests import forked
 PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys
 
+program = os.path.basename(sys.argv[0])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-request = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+request = json.dumps([program, sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
 socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
 server.sendall(request)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -45,7 +46,7 @@ os._exit(status)
 
 
 class ForkedCommands:
-    """While the block lasts, `folder` has a program `isthmus`; its processes end with the block."""
+    """While the block lasts, `folder` has the programs; their processes end with the block."""
 
     def __init__(self) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="isthmus-")
@@ -54,16 +55,17 @@ class ForkedCommands:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen(64)
-        program = self.folder / "isthmus"
-        program.write_text(PROGRAM.format(python=sys.executable, address=address))
-        program.chmod(0o755)
+        for name in ("isthmus", "torchrun"):
+            program = self.folder / name
+            program.write_text(PROGRAM.format(python=sys.executable, address=address))
+            program.chmod(0o755)
         self._stopping, self._stop = os.pipe()
         self._commands: dict[socket.socket, ForkServerProcess] = {}
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._serve, name="forked commands")
 
     def environment(self) -> dict[str, str]:
-        """The environment of this process; this program and then its Python come first."""
+        """The environment of this process; these programs and then its Python come first."""
         path = [str(self.folder), str(Path(sys.executable).parent), os.environ["PATH"]]
         return {**os.environ, "PATH": ":".join(path)}
 
@@ -105,8 +107,10 @@ class ForkedCommands:
     def _begin(self, connection: socket.socket) -> None:
         size, streams, _, _ = socket.recv_fds(connection, 4, 3)
         with connection.makefile("rb") as file:
-            arguments, folder, environment = json.loads(file.read(int.from_bytes(size, "big")))
-        process = forked.start_with(streams, arguments, Path(folder), environment)
+            program, arguments, folder, environment = json.loads(
+                file.read(int.from_bytes(size, "big"))
+            )
+        process = forked.start_with(streams, arguments, Path(folder), environment, program=program)
         for stream in streams:
             os.close(stream)
         self._commands[connection] = process

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +52,8 @@ bits = 2
 one_in = 2
 """
 
+INSTALLED = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
 KILLS = """
 def optimizer(self, model, participant):
     import os, signal
@@ -85,7 +88,7 @@ def command(tmp_path):
         return subprocess.run(
             arguments,
             cwd=tmp_path,
-            env=os.environ | environment,
+            env=INSTALLED | environment,
             timeout=200,
             capture_output=True,
             text=True,
@@ -99,18 +102,21 @@ def command(tmp_path):
 def simulate(command):
     """Simulate `job.toml` with a command; all that its processes have printed is returned."""
 
-    def run(*arguments, run_dir, start, **environment):
-        simulation = ["-m", "isthmus", "simulate", *arguments, "--run-dir", run_dir]
+    def run(*arguments, run_dir, start=(), **environment):
+        simulation = ["isthmus", "simulate", *arguments, "--run-dir", run_dir]
         return command(*start, *simulation, **environment)
 
     return run
 
 
+@pytest.fixture
+def forked(forked_commands):
+    """Variables with which commands do not import PyTorch anew, and are no children of others."""
+    return {"PATH": forked_commands.environment()["PATH"]}
+
+
 def torchrun(ranks):
-    return [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--standalone", "--nproc-per-node", str(ranks)),
-    ]
+    return ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
 
 
 @pytest.fixture
@@ -131,7 +137,7 @@ def report_of(directory):
         return read_report(store)
 
 
-def test_the_number_of_ranks_changes_no_bit(simulate, simulated_here, written, tmp_path):
+def test_the_number_of_ranks_changes_no_bit(simulate, simulated_here, written, forked, tmp_path):
     """None, one without torchrun, and two of which one is lost: the run is resumed.
 
     It is lost while the other rank trains for ever, so that nobody may wait for that.
@@ -140,7 +146,7 @@ def test_the_number_of_ranks_changes_no_bit(simulate, simulated_here, written, t
     """
     kills = KILLS.format(rank=1, pid="os.getpid()", signal="SIGKILL")
     written(methods=kills, secure="true", more=COMPRESSION)
-    stopped = simulate("job.toml", run_dir="two", start=torchrun(2), WAITS="0")
+    stopped = simulate("job.toml", run_dir="two", start=torchrun(2), WAITS="0", **forked)
     assert stopped.returncode != 0
     (sentence,) = [line for line in stopped.stderr.splitlines() if line.startswith("isthmus: ")]
     assert sentence.startswith(f"isthmus: rank 1 on {socket.gethostname()} of the simulation has")
@@ -155,8 +161,8 @@ def test_the_number_of_ranks_changes_no_bit(simulate, simulated_here, written, t
         "MASTER_PORT": str(port),
     }
     for done in (
-        simulate("--resume", run_dir="two", start=torchrun(2)),
-        simulate("job.toml", run_dir="one", start=[sys.executable], **variables),
+        simulate("--resume", run_dir="two", start=torchrun(2), **forked),
+        simulate("job.toml", run_dir="one", **variables, **forked),
     ):
         assert done.returncode == 0, done.stderr
     simulated_here("none")
@@ -165,11 +171,11 @@ def test_the_number_of_ranks_changes_no_bit(simulate, simulated_here, written, t
 
 
 def test_stacked_devices_in_ranks_differ_by_rounding_only(
-    simulate, simulated_here, written, tmp_path
+    simulate, simulated_here, written, forked, tmp_path
 ):
     """Other numbers of processes make other stacks."""
     written(training="stacked")
-    done = simulate("job.toml", run_dir="ranks", start=torchrun(2))
+    done = simulate("job.toml", run_dir="ranks", start=torchrun(2), **forked)
     assert done.returncode == 0, done.stderr
     simulated_here("none")
     models = []
@@ -217,7 +223,7 @@ def test_a_lost_rank_is_named_while_signals_are_handled(written, tmp_path, monke
     assert handler != signal.SIG_DFL
 
 
-def test_ranks_with_other_code_of_the_task_are_refused(command, written, tmp_path):
+def test_ranks_with_other_code_of_the_task_are_refused(command, written, forked, tmp_path):
     written()
     for rank in (0, 1):
         folder = tmp_path / f"machine-{rank}"
@@ -226,8 +232,8 @@ def test_ranks_with_other_code_of_the_task_are_refused(command, written, tmp_pat
             (folder / name).write_bytes((tmp_path / name).read_bytes())
     with (tmp_path / "machine-1/task.py").open("a") as file:
         file.write("# other\n")
-    start = f"cd machine-$RANK; exec {sys.executable} -m isthmus simulate job.toml --run-dir run"
-    done = command(*torchrun(2), "--no-python", "bash", "-c", start)
+    start = "cd machine-$RANK; exec isthmus simulate job.toml --run-dir run"
+    done = command(*torchrun(2), "bash", "-c", start, **forked)
     assert done.returncode != 0
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("isthmus: ")]
     assert "has other code of the task than rank 0" in sentence

@@ -1,7 +1,6 @@
 """A job that is refused once its task is loaded does not keep its run directory."""
 
 import subprocess
-import sys
 
 import pytest
 
@@ -35,15 +34,15 @@ SIMULATED = "simulation.clients=8"
 
 
 @pytest.fixture
-def isthmus(write_task, tmp_path):
+def isthmus(write_task, forked_commands, tmp_path):
     """Run a command with a job and the directory `run`; returns what it prints."""
     write_task()
     (tmp_path / "job.toml").write_text(JOB)
 
     def command(name, *arguments, code=0):
         words = [name, tmp_path / "job.toml", "--run-dir", tmp_path / "run", *arguments]
-        words = [sys.executable, "-m", "isthmus", *words]
-        done = subprocess.run(words, capture_output=True, text=True)
+        environment = forked_commands.environment()
+        done = subprocess.run(["isthmus", *words], capture_output=True, text=True, env=environment)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 

@@ -5,7 +5,6 @@ import contextlib
 import io
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -147,15 +146,16 @@ clients = 7
 
 
 @pytest.mark.parametrize("training", ["one-by-one", "stacked"])
-def test_the_number_of_processes_changes_no_result(write_task, tmp_path, training):
+def test_the_number_of_processes_changes_no_result(write_task, forked_commands, tmp_path, training):
     """By the command: what this process has open would not survive a fork."""
     write_task()
     (tmp_path / "job.toml").write_text(JOB)
     for processes in (1, 3):
-        command = [sys.executable, "-m", "isthmus", "simulate", "job.toml"]
+        command = ["isthmus", "simulate", "job.toml"]
         command += ["--run-dir", str(processes), "--set", f"simulation.processes={processes}"]
         command += ["--set", f"simulation.training={training}"]
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+        environment = forked_commands.environment()
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
     one, three = tmp_path / "1", tmp_path / "3"
     if training == "one-by-one":
         assert report_of(one).final.model_sha256 == report_of(three).final.model_sha256

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
@@ -44,12 +43,13 @@ def job(write_task, tmp_path):
 
 
 @pytest.fixture
-def sweep(job):
+def sweep(job, forked_commands):
     """Run `isthmus simulate` as a process."""
 
     def run(*arguments, code=0):
-        command = [sys.executable, "-m", "isthmus", "simulate", job, *COMMON, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = ["isthmus", "simulate", job, *COMMON, *arguments]
+        environment = forked_commands.environment()
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
