@@ -1,13 +1,13 @@
-"""The programs `isthmus` and `torchrun` for shells, whose work is done by processes of `tests.forked`.
+"""The programs `isthmus` and `torchrun` for shells, whose work forked processes do.
 
     with ForkedCommands() as commands:
         subprocess.run(["bash", "-c", "isthmus jobs"], env=commands.environment())
 
 The programs on the path start in a hundredth of a second: they hand their arguments, folder,
-environment and streams to this process, which has a forked one do what they would do. Signals
-are passed on, and the exit status comes back. A command that imports PyTorch costs seconds of CPU
-time otherwise, and the documentation has a hundred of them. The commands of README.md are run
-without this, and so is an installed wheel.
+environment and streams to this process, which has one of `tests.forked` do what they would do.
+Signals are passed on, and the exit status comes back. A command that imports PyTorch costs seconds
+of CPU time otherwise, and the documentation has a hundred of them. The commands of README.md are
+run without this, and so is an installed wheel.
 """
 
 from __future__ import annotations
