@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 
 Regime = Literal["datacenter", "federated"]
 
+PUBLIC = "public_"
+"""Prefix of the metrics of `Task.public_eval()`."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Participant:

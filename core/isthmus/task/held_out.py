@@ -7,16 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import TaskError
-from isthmus.task.definition import Task
+from isthmus.task.definition import PUBLIC, Task
 from isthmus.task.loading import user_code
 from isthmus.task.not_finite import explain_not_finite
 from isthmus.task.scoring import count_examples
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
-
-PUBLIC = "public_"
-"""Prefix of the metrics of `public_eval()`."""
 
 Measure = Callable[["Dataset[Any]", int], Mapping[str, float]]
 """Computes the metrics of a data set with the given number of examples."""

@@ -15,12 +15,13 @@ released value).
 from __future__ import annotations
 
 import math
-
-import torch
+from typing import TYPE_CHECKING
 
 from isthmus_privacy.crypto import keys
 from isthmus_privacy.crypto.canonical import NUMBER
-from isthmus_privacy.crypto.masking import TILE, cipher, ring_vector
+
+if TYPE_CHECKING:
+    import torch
 
 KEY_BYTES = 32
 
@@ -39,6 +40,10 @@ class GaussianDraws:
 
     def row(self, number: int) -> torch.Tensor:
         """Row `number`, from 0: (N) float64."""
+        import torch
+
+        from isthmus_privacy.crypto.masking import TILE, cipher, ring_vector
+
         seed = keys.derive(self._key, b"", "gaussian-row", NUMBER.write(number))
         stream, out = cipher(seed), torch.empty(self._size, dtype=torch.float64)
         for start in range(0, self._size, TILE):

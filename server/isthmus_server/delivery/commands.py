@@ -37,9 +37,7 @@ def export(run_dir: Path, format_: str, output: Path | None) -> None:
     A program is compared with the model before the command ends. One of torch.export loads with
     torch.export.load; one of ExecuTorch is for apps on small devices, one example at a time.
     """
-    from isthmus_server.delivery.executorch_program import export_executorch
     from isthmus_server.delivery.model_card import FILE, model_card
-    from isthmus_server.python.saved_model import load_model, task_of
     from isthmus_server.storage.damage_checks import FINAL_MODEL
     from isthmus_server.storage.run_description import resume_command
     from isthmus_server.storage.store import Store
@@ -66,7 +64,7 @@ def export(run_dir: Path, format_: str, output: Path | None) -> None:
             note = _write_program(store, path)
         else:
             path, note = folder / "model.pte", "  (for one example at a time)"
-            export_executorch(task_of(store), load_model(store.directory), path)
+            _write_executorch_program(store, path)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         card = model_card(report, store.job, report.final, path.name, digest)
@@ -81,3 +79,10 @@ def _write_program(store: Store, path: Path) -> str:
 
     any_size = export_program(task_of(store), load_model(store.directory), path)
     return "" if any_size else "  (for batches of 3 examples, as the model's code requires)"
+
+
+def _write_executorch_program(store: Store, path: Path) -> None:
+    from isthmus_server.delivery.executorch_program import export_executorch
+    from isthmus_server.python.saved_model import load_model, task_of
+
+    export_executorch(task_of(store), load_model(store.directory), path)

@@ -6,17 +6,15 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from isthmus.errors import UserError
 from isthmus.task import Task, load_task
-from isthmus.task.scoring import build_model
-from isthmus.tensors.division import divide
 from isthmus_server.storage.damage_checks import FINAL_MODEL
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.policy import BEST, SERVED
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from isthmus_server.python.run import Run
 
 DELIVERED = "delivered"
@@ -34,6 +32,9 @@ def load_model(run: Run | Path | str, round: str | int = DELIVERED) -> nn.Module
     Raises:
         UserError: the run has no such model, or its task cannot be loaded.
     """
+    from isthmus.task.scoring import build_model
+    from isthmus.tensors.division import divide
+
     directory = Path(run) if isinstance(run, Path | str) else run.directory
     with contextlib.closing(Store.open(directory)) as store:
         module = build_model(task_of(store), store.job.seed)

@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import fcntl
 import hashlib
+import mmap
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -22,7 +23,6 @@ from typing import TYPE_CHECKING
 from isthmus.errors import DamagedError, UserError
 from isthmus.system.private_files import sync_directory
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus_server.model.mmap_buffer import MmapBuffer
 
 if TYPE_CHECKING:
     import torch
@@ -188,7 +188,8 @@ class DirectWriter:
         """`file` is opened without a buffer."""
         self._file = file
         # Direct I/O needs page-aligned memory.
-        self._block = MmapBuffer(_BLOCK_BYTES).view
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._block = memoryview(mmap.mmap(-1, _BLOCK_BYTES, flags=flags))
         self._filled = 0
         self._direct = getattr(os, "O_DIRECT", 0)
         """The flag for direct I/O; 0 where the file system or the platform does not support it."""

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from isthmus.job import Job
 from isthmus.printable import in_a_line
+from isthmus.task.definition import PUBLIC
 from isthmus.task.device_sums.metrics import DEVICES, SPREAD
-from isthmus.task.held_out import PUBLIC
 from isthmus_server.privacy.budget import ADJACENCY, UNIT
 from isthmus_server.storage.events import LoggedEvent, ParticipantDeclined, ParticipantLeft
 from isthmus_server.storage.records import (

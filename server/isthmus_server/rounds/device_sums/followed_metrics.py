@@ -9,10 +9,9 @@ from __future__ import annotations
 from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus.task import Task
-from isthmus.task.definition import defines
+from isthmus.task.definition import PUBLIC, defines
 from isthmus.task.device_sums.evaluation import EvaluationVector
 from isthmus.task.device_sums.metrics import DEVICES
-from isthmus.task.held_out import PUBLIC
 from isthmus_server.strategy.observation import unknown_metric
 from isthmus_server.strategy.policies.adaptive import Adaptive
 from isthmus_server.strategy.policy import Policy

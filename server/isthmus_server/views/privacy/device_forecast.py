@@ -11,12 +11,6 @@ from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_server.privacy.budget import ADJACENCY, UNIT
-from isthmus_server.views.privacy.update_noise import (
-    metric_noise,
-    noise_to_signal,
-    update_bytes,
-    update_size,
-)
 
 LARGER_COHORTS = (2, 10)
 
@@ -63,6 +57,13 @@ class PrivacyForecast:
         """
         if job.privacy is None:
             return None
+        from isthmus_server.views.privacy.update_noise import (
+            metric_noise,
+            noise_to_signal,
+            update_bytes,
+            update_size,
+        )
+
         plan = NoisePlan.of_job(job)
         size, cohort = update_size(job, base), job.federated.cohort
         rounds = tenths(job.rounds)

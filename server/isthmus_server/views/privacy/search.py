@@ -16,7 +16,6 @@ from isthmus.job import Job, with_changes
 from isthmus.job.federated import MAX_SECURE_COHORT
 from isthmus_privacy.dp.calibration import NoisePlan, SampledNoisePlan
 from isthmus_privacy.dp.searching import largest, least
-from isthmus_server.views.privacy.update_noise import noise_to_signal, update_size
 
 Sought = Literal["rounds", "participations", "cohort", "epsilon"]
 
@@ -111,7 +110,11 @@ def found_in(
             )
         return find_for_examples(sought, job, noise)
     target = DevicesTarget(noise=noise, signal_to_noise=signal_to_noise)
-    return target.find(sought, job, update_size(job, base) if signal_to_noise is not None else 0)
+    if signal_to_noise is None:
+        return target.find(sought, job, 0)
+    from isthmus_server.views.privacy.update_noise import update_size
+
+    return target.find(sought, job, update_size(job, base))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,6 +200,8 @@ class DevicesTarget:
         assert privacy is not None
         try:
             if self.signal_to_noise is not None:
+                from isthmus_server.views.privacy.update_noise import noise_to_signal
+
                 plan = NoisePlan.of_job(job)
                 ratio = noise_to_signal(job, plan, size, job.federated.cohort)
                 return ratio * self.signal_to_noise <= 1
