@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import importlib
 import sqlite3
+import sys
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from isthmus.errors import CannotContinue, IsthmusError, UserError
 from isthmus.job import Job
@@ -15,7 +17,6 @@ from isthmus.task import load_task, user_code
 from isthmus_server.jobs.queue import QueuedJob
 from isthmus_server.observability.observers import Observers
 from isthmus_server.privacy.populations import Populations
-from isthmus_server.server_apps.loop import RunLoop, run_loop
 from isthmus_server.storage.events import (
     Event,
     EventStream,
@@ -27,6 +28,9 @@ from isthmus_server.storage.store import Store
 from isthmus_server.transport.job_link import JobLink
 from isthmus_server.transport.link import Link
 from isthmus_server.views.progress import waiting_for
+
+if TYPE_CHECKING:
+    from isthmus_server.server_apps.loop import RunLoop
 
 CANCELLED = "an operator cancelled it"
 
@@ -95,8 +99,14 @@ class RunningJob:
             CannotContinue: it cannot go on now.
         """
         store = open_run(self.entry, runs / self.entry.id, tasks)
-        torch.set_num_threads(1)  # the link needs the cores more than the server's own computation
         try:
+            await asyncio.to_thread(_import_training)  # the link is served meanwhile
+            import torch
+
+            from isthmus_server.server_apps.loop import run_loop
+
+            # The link needs the cores more than the server's own computation.
+            torch.set_num_threads(1)
             events = EventStream()
             with store.locked():
                 async with observers.watching(store, events, self.entry.id):
@@ -130,6 +140,14 @@ class RunningJob:
             self._waiting = None
 
 
+def _import_training() -> None:
+    """Import PyTorch and what trains with it: for a server's first job, and for seconds."""
+    if "isthmus_server.server_apps.loop" in sys.modules:
+        return
+    importlib.import_module("isthmus_server.server_apps.loop")
+    gc.freeze()  # imported modules stay: exclude them from every later collection
+
+
 def check_memory(job: Job, tasks: Path) -> None:
     """Refuse a further job for which this machine has no memory left.
 
@@ -148,6 +166,8 @@ def _model_bytes(job: Job, tasks: Path) -> int:
     """Size of a job's model, which is not allocated; 0 for a Flower app."""
     if job.federated.flower is not None and job.federated.flower.app is not None:
         return 0
+    import torch
+
     task = load_task(job.task.source, job.task.settings, base=tasks, data=job.task.data_in(tasks))
     with torch.device("meta"), user_code("model()"):
         model = task.model()
