@@ -2,6 +2,10 @@
 
 import ast
 import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +17,9 @@ import click
 import pytest
 
 from isthmus import cli
+from isthmus_server.storage.records import CommittedState
+from isthmus_server.storage.store import Store
+from tests.server.storage.records import FINAL, planned_attempt, round_record
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -110,6 +117,75 @@ COMMANDS = [
     "isthmus task show PACKAGE",
     "isthmus why --json NUMBER RUN_DIR",
 ]
+
+LIGHT_COMMANDS = [
+    "report run",
+    "report run --json",
+    "report run --html report.html",
+    "why run 1",
+    "runs list .",
+    "runs verify run",
+    "runs export run run.tar",
+    "runs import run.tar copy",
+    "runs prune . --keep-last 1 --dry-run",
+    "export run",
+    "job schema",
+    "server init srv",
+    "server token create srv --kind client --name phone-0",
+    "server participants srv",
+    "server verify srv",
+    "server audit srv",
+    "server backup srv backup",
+    "server restore backup restored",
+    "authority participants srv",
+    "authority verify srv",
+]
+"""They read or administer, in a folder with a run and the state of a server."""
+
+LIGHT_MODULES = [
+    "isthmus.identity.joining",
+    "isthmus_clients.commands",
+    "isthmus_clients.device.agent",
+    "isthmus_clients.training.history_log",
+    "isthmus_datacenter.commands",
+    "isthmus_server.authority.service",
+    "isthmus_server.commands",
+    "isthmus_server.console.serving",
+    "isthmus_server.control_plane.operator_service",
+    "isthmus_server.operator_commands",
+    "isthmus_server.operations.doctor",
+    "isthmus_server.operations.retention",
+    "isthmus_server.python.run",
+    "isthmus_server.storage.recovery",
+    "isthmus_server.views.privacy.examples_forecast",
+    "isthmus_server.views.privacy.search",
+    "isthmus_server.views.privacy.spending",
+    "isthmus_simulation.commands",
+]
+"""What such commands and an idle server import."""
+
+WATCHED = """
+import importlib, json, sys
+from click.testing import CliRunner
+from isthmus.cli import isthmus
+
+heavy, failed = {"torch", "numpy", "flwr", "pandas", "sklearn"}, {}
+
+def note(what, result=None):
+    if found := sorted(heavy & sys.modules.keys()):
+        failed[what] = found
+        heavy.difference_update(found)
+    if result is not None and result.exit_code:
+        failed[what] = result.output + repr(result.exception)
+
+modules, commands = json.loads(sys.argv[1])
+for module in modules:
+    importlib.import_module(module)
+    note(module)
+for command in commands:
+    note(command, CliRunner().invoke(isthmus, command.split()))
+print(json.dumps(failed))
+"""
 
 
 @pytest.mark.parametrize(
@@ -211,6 +287,25 @@ def test_an_idle_device_loads_nothing_large(module):
     code = f"import sys, {module}; print(*sorted({heavy} & sys.modules.keys()))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []
+
+
+def test_what_reads_or_administers_does_not_load_pytorch(make_job, tmp_path):
+    """Each import takes seconds of every command, and memory of a server without a job."""
+    with contextlib.closing(Store.create(tmp_path / "run", make_job(), tmp_path)) as store:
+        store.plan(planned_attempt(1))
+        models = {"current": store.checkpoints.write_model(1, b"model")}
+        store.commit(round_record(1), CommittedState(models=models))
+        (tmp_path / "run/model.safetensors").write_bytes(b"model")
+        digest = hashlib.sha256(b"model").hexdigest()
+        store.finish("finished", "done", dataclasses.replace(FINAL, model_sha256=digest))
+    found = subprocess.run(
+        [sys.executable, "-c", WATCHED, json.dumps([LIGHT_MODULES, LIGHT_COMMANDS])],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(found.stdout) == {}
 
 
 def test_every_command_belongs_to_the_package_that_registers_it():
