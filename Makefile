@@ -8,6 +8,7 @@
 # make chaos  ten minutes of faults for each of SEEDS, by default "1 2 3 4 5"; MINUTES changes the time
 # make crash-sweep  kill each process before and after each of its durable steps
 # make corruption  200 damages to each file of runs, devices and servers; takes about half an hour
+# make benchmarks  every script of benchmarks/ with --quick, as one table with targets; takes about half an hour
 # make coverage  the tests under coverage; at least 90 % of the product's code
 
 PYTHON ?= python3
@@ -29,7 +30,7 @@ TOGETHER := --numprocesses 2 --max-worker-restart 2 --dist loadfile --no-loadsco
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check packages docs ci oldest test-jobs constraints constraints-check pairs chaos crash-sweep corruption coverage lint format proto clean
+.PHONY: help demo test check packages docs ci oldest test-jobs constraints constraints-check pairs chaos crash-sweep corruption coverage benchmarks lint format proto clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -71,8 +72,13 @@ demo: $(VENV)/ready
 test: $(VENV)/ready-dev packages lint
 	@$(BIN)/pytest -q $(TOGETHER)
 
+# No processes, no whole jobs, no statistics of noise: what fails first after most changes.
+FAST := core privacy server clients datacenter simulation tests/core tests/clients/training \
+  $(addprefix tests/privacy/,compression crypto dp_sgd secagg) --ignore=tests/privacy/secagg/test_rounds.py \
+  $(addprefix tests/server/,flower model regimes storage strategy transport test_checks.py test_commands.py) \
+  $(addprefix tests/,docs/test_language.py docs/test_site.py test_deployment.py test_repository.py test_setup.py)
 check: $(VENV)/ready-dev lint
-	@$(BIN)/pytest -q $(TOGETHER) -m 'not slow'
+	@$(BIN)/pytest -q $(TOGETHER) $(FAST)
 
 # Works offline and sends no telemetry; the variable turns the theme's banner off.
 docs: $(VENV)/ready-dev
@@ -141,6 +147,18 @@ coverage: $(VENV)/ready-dev
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report --fail-under=90
 
+# The peers of benchmarks/simulation.py need other versions than this project. Without them its script
+# measures Isthmus alone and says so.
+PEERS := .venv-peers
+$(PEERS)/ready: benchmarks/peers.txt
+	@$(PYTHON) -m venv --clear $(PEERS)
+	@$(PEERS)/bin/pip install --quiet --disable-pip-version-check -r $< 2>$(PEERS)/install.log && touch $@ \
+	  || echo "the packages of benchmarks/peers.txt cannot be installed: see $(PEERS)/install.log"
+
+# Figures go to build/benchmarks.json; `run_all.py --record` writes them into docs/measurements.md.
+benchmarks: $(VENV)/ready-dev $(PEERS)/ready
+	@$(BIN)/python benchmarks/run_all.py --json build/benchmarks.json
+
 lint: $(VENV)/ready-dev
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -154,4 +172,4 @@ proto: $(VENV)/ready-dev
 	@$(BIN)/python -m grpc_tools.protoc -I core --python_out=core --pyi_out=core $(wildcard core/isthmus/wire/*.proto)
 
 clean:
-	@rm -rf .venv .venv-oldest build runs .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-oldest .venv-peers build runs .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis

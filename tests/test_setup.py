@@ -6,11 +6,9 @@ changed, the others have to be.
 
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -127,30 +125,3 @@ def test_help_names_every_target():
     named = set(re.findall(r"^make ([a-z-]+)  ", said.stdout, re.MULTILINE))
     inner = {"help", "packages", "oldest", "test-jobs", "constraints-check"}
     assert named == targets - inner - {"lint", "format", "proto", "clean"}
-
-
-BARE_MACHINE = '''
-import importlib.util
-import shutil
-
-shutil.which = lambda *_, **__: None
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *a: None if name == "torchvision" else find_spec(name, *a)
-'''
-
-
-@pytest.mark.slow
-def test_the_whole_suite_is_collected_on_a_bare_machine(tmp_path):
-    """Without Chromium, helm, torchvision, data sets, or other programs that tests look for."""
-    (tmp_path / "bare_machine.py").write_text(BARE_MACHINE)
-    options = ["--collect-only", "-q", "-p", "bare_machine", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options],
-        cwd=ROOT,
-        env={"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
-    assert re.search(r"^\d{4,} tests collected", done.stdout, re.MULTILINE)

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from isthmus_clients.device.sandbox import landlock, seccomp
 from isthmus_clients.device.sandbox.confinement import _without
 
 FILTERED = platform.machine() in ("x86_64", "aarch64")
-NAMESPACES = subprocess.run(["unshare", "-Urpn", "true"], check=False).returncode == 0
+UNSHARE = shutil.which("unshare")
+NAMESPACES = bool(UNSHARE) and not subprocess.run([UNSHARE, "-Urpn", "true"]).returncode
 needs_landlock = pytest.mark.skipif(
     landlock.abi_version() < landlock.TRUNCATE_ABI, reason="this kernel has no Landlock"
 )
