@@ -1,5 +1,6 @@
 """A client's record of earlier sums, which prevents replay and differencing attacks.
 
+>>> from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
 >>> history = History()
 >>> config = RoundConfig(
 ...     run_id="demo", round=3, attempt=0, model_hash=bytes(32), purpose=bytes(32), size=8,
