@@ -24,9 +24,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -34,16 +32,37 @@ from pathlib import Path
 from typing import Any
 
 import compression_datacenters
-from harness import figures
+from harness import command_line, figures
+from harness.figures import Target
+from harness.processes import isthmus
+from regime_simulation.readers import MNIST_FILES
+
+from isthmus.errors import UserError
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples"
 LAST = 5
 """Rounds whose accuracies are averaged: that of a single round is noisy."""
 
+FILES = (*MNIST_FILES, "tinyshakespeare.txt")
+TARGETS = {
+    "bytes_ratio/up/*": Target(at_least=20),
+    "bytes_ratio/down/*": Target(at_least=8),
+    "accuracy_gap/*": Target(at_most=0.5, full_size=True),
+    "datacenter_bytes_ratio": Target(at_least=100),
+    "perplexity_ratio": Target(at_most=1.01),
+}
+
 COMMON = ("strategy.policy=federated", "datacenter.ranks=0")
 COSINE = "learning_rate.schedule=cosine"
 """Without it the noise of rounding is as large in the last round as in the first."""
+SMOKE = ("budget=1e6", "federated.clients=3", "federated.cohort=3", "federated.quorum=3")
+SMOKE_DATACENTERS = (
+    "datacenter.steps=1",
+    "learning_rate.warmup_steps=0",
+    "task.settings.context=8",
+)
+"""Changes of the jobs for `--smoke`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +76,8 @@ class Subject:
     compression: str
     changes: tuple[str, ...] = ()
     download_bits: int = 3
+    data: str | None = None
+    """Its file in the folder with the data sets, `.` if it is that folder; None without."""
 
 
 MNIST = """
@@ -92,6 +113,7 @@ SUBJECTS = (
         100,
         "{bits=2, one_in=4, step_ahead=false}",
         ("learning_rate.federated_round_steps=50", COSINE),
+        data=".",
     ),
     Subject(
         "shakespeare",
@@ -108,6 +130,7 @@ SUBJECTS = (
             "task.settings.public_held_out=[]",
             COSINE,
         ),
+        data="tinyshakespeare.txt",
     ),
 )
 
@@ -121,23 +144,32 @@ class Outcome:
     accuracy: float
 
 
+@command_line.script
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
 
     def more(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
+        command_line.add_data(parser)
         parser.add_argument("--seeds", type=int, default=3, help="runs of each job")
         parser.add_argument("--task", help="measure this task only, or datacenters")
 
-    options = figures.options(__doc__ or "", argv, more)
+    options = command_line.options(__doc__ or "", argv, more)
+    if options.task not in (None, "datacenters", *(subject.name for subject in SUBJECTS)):
+        raise UserError(f"--task={options.task}: there is no such task")
+    # The digits come with scikit-learn, and --quick measures no other task.
+    known = [SUBJECTS[0]] if options.quick or options.smoke else list(SUBJECTS)
+    subjects = [each for each in known if options.task in (None, each.name)]
+    datacenters = not options.quick and options.task in (None, "datacenters")
+    needs_data = datacenters or any(each.data is not None for each in subjects)
+    data = command_line.data_folder(options, *FILES) if needs_data else Path()
+    if options.smoke:
+        subjects = [dataclasses.replace(each, rounds=2, changes=SMOKE) for each in subjects]
     results: dict[str, float] = {}
     rows = []
-    for subject in SUBJECTS[:1] if options.quick else SUBJECTS:
-        if options.task not in (None, subject.name):
-            continue
-        seeds = range(1, 2 if options.quick else 1 + options.seeds)
-        plain = [measure(subject, seed, options.data, compressed=False) for seed in seeds]
-        small = [measure(subject, seed, options.data, compressed=True) for seed in seeds]
+    seeds = range(1, 2 if options.quick or options.smoke else 1 + options.seeds)
+    for subject in subjects:
+        plain = [measure(subject, seed, data, compressed=False) for seed in seeds]
+        small = [measure(subject, seed, data, compressed=True) for seed in seeds]
         up = sum(each.up for each in plain) / sum(each.up for each in small)
         down = sum(each.down for each in plain) / sum(each.down for each in small)
         before, after = (statistics.mean(each.accuracy for each in one) for one in (plain, small))
@@ -148,9 +180,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         scores = (f"{before:.2%}", f"{after:.2%}", f"{100 * (before - after):+.2f}")
         rows.append((subject.name, figures.times(up), figures.times(down), *scores))
-    if not options.quick and options.task in (None, "datacenters"):
+    if datacenters:
+        rounds = 4 if options.smoke else compression_datacenters.ROUNDS
         whole, sent = compression_datacenters.compare(
-            options.data, options.seeds, compression_datacenters.ROUNDS
+            data, len(seeds), rounds, SMOKE_DATACENTERS if options.smoke else ()
         )
         results["datacenter_bytes_ratio"] = whole.up / sent.up
         results["perplexity_ratio"] = sent.perplexity / whole.perplexity
@@ -159,17 +192,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(("datacenters, perplexity", figures.times(whole.up / sent.up), "", *scores))
     header = ("task", "fewer bytes up", "down", "accuracy", "compressed", "points lost")
     print(figures.table(header, rows))
-    figures.write(options.json, "compression", figures.machine(), results)
+    figures.write(options.json, "compression", figures.machine(), results, TARGETS)
     return 0
 
 
 def measure(subject: Subject, seed: int, data: Path, *, compressed: bool) -> Outcome:
     """Run a job, and read bytes and accuracy from its round log."""
     changes = [*COMMON, *subject.changes, f"seed={seed}", f"rounds={subject.rounds}"]
-    if subject.name == "mnist":
-        changes.append(f"task.data={data}")
-    if subject.name == "shakespeare":
-        changes.append(f"task.data={data / 'tinyshakespeare.txt'}")
+    if subject.data is not None:
+        changes.append(f"task.data={data / subject.data}")
     if compressed:
         changes.append(f"federated.compression={subject.compression}")
         changes.append(f"federated.download_bits={subject.download_bits}")
@@ -179,8 +210,10 @@ def measure(subject: Subject, seed: int, data: Path, *, compressed: bool) -> Out
             job, text = Path(scratch) / "job.toml", job
             job.write_text(text, encoding="utf-8")
         settings = [part for change in changes for part in ("--set", change)]
-        _isthmus("run", str(job), "--quiet", "--run-dir", str(run), *settings)
-        return outcome_of(json.loads(_isthmus("report", str(run), "--json")))
+        environment = {"PYTHONPATH": str(HERE)}
+        options = ("--quiet", "--run-dir", str(run), *settings)
+        isthmus("run", str(job), *options, environment=environment)
+        return outcome_of(json.loads(isthmus("report", str(run), "--json")))
 
 
 def outcome_of(report: dict[str, Any]) -> Outcome:
@@ -193,13 +226,6 @@ def outcome_of(report: dict[str, Any]) -> Outcome:
         statistics.mean(receipt["bytes_out"] for receipt in receipts),
         statistics.mean(accuracies),
     )
-
-
-def _isthmus(*arguments: str) -> str:
-    command = [str(Path(sys.executable).with_name("isthmus")), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "FLWR_TELEMETRY_ENABLED": "0"}
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return done.stdout
 
 
 if __name__ == "__main__":

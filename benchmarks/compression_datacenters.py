@@ -11,23 +11,23 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.processes import free_port
+from device_fleet.server import run_status
+from harness.processes import ISTHMUS, Program, free_port, isthmus, started
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "shakespeare"
 TASK = Path(__file__).with_name("compression_shakespeare.py")
 NAMES = ("east", "west")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 ROUNDS, STEPS, LAST, LATE = 240, 30, 3, 2
 COMPRESSED = ("datacenter.compression={keep=144}",)
 SPEAKERS = (
@@ -76,13 +76,15 @@ class Outcome:
     perplexity: float
 
 
-def compare(data: Path, seeds: int, rounds: int) -> tuple[Outcome, Outcome]:
+def compare(
+    data: Path, seeds: int, rounds: int, changes: tuple[str, ...] = ()
+) -> tuple[Outcome, Outcome]:
     """Means over seeds, without and with compression."""
     plain, small = [], []
     with deployment(data) as folder:
         for seed in range(1, 1 + seeds):
-            plain.append(measure(folder, seed, rounds, ()))
-            small.append(measure(folder, seed, rounds, COMPRESSED))
+            plain.append(measure(folder, seed, rounds, changes))
+            small.append(measure(folder, seed, rounds, (*changes, *COMPRESSED)))
     return _mean(plain), _mean(small)
 
 
@@ -98,7 +100,7 @@ def deployment(data: Path) -> Iterator[Path]:
     """A server and two connected datacenters; yields their directory."""
     with tempfile.TemporaryDirectory(prefix="datacenters-") as scratch:
         folder, port = Path(scratch), free_port()
-        isthmus("server", "init", "fleet", "--host", "localhost", folder=folder)
+        _isthmus("server", "init", "fleet", "--host", "localhost", folder=folder)
         tasks = folder / "fleet" / "tasks"
         shutil.copytree(
             EXAMPLE, tasks / "shakespeare", ignore=shutil.ignore_patterns("runs", "__*")
@@ -107,12 +109,12 @@ def deployment(data: Path) -> Iterator[Path]:
         shutil.copy(TASK, tasks / "shakespeare")
         with contextlib.ExitStack() as running:
             address = ("--address", f"127.0.0.1:{port}")
-            running.enter_context(started("server", "start", "fleet", *address, folder=folder))
+            running.enter_context(_serving("server", "start", "fleet", *address, folder=folder))
             for name in NAMES:
                 join("datacenter", name, port, folder)
                 launch = ("launch", "--state", name, "--ranks", "1", "--tasks", str(tasks))
                 text = ("--data", str(tasks / "shakespeare" / "tinyshakespeare.txt"))
-                running.enter_context(started("datacenter", *launch, *text, folder=folder))
+                running.enter_context(_serving("datacenter", *launch, *text, folder=folder))
             join("operator", "operator", port, folder)
             wait_for(lambda: online(folder) == set(NAMES))
             yield folder
@@ -123,11 +125,11 @@ def measure(folder: Path, seed: int, rounds: int, changes: tuple[str, ...]) -> O
     (folder / "job.toml").write_text(JOB, encoding="utf-8")
     settings = [f"seed={seed}", f"rounds={rounds}", *changes]
     arguments = [part for change in settings for part in ("--set", change)]
-    submitted = isthmus("submit", "job.toml", "--state", "operator", *arguments, folder=folder)
+    submitted = _isthmus("submit", "job.toml", "--state", "operator", *arguments, folder=folder)
     job = submitted.split()[0]
     ended = ("finished", "failed", "cancelled")
-    wait_for(lambda: state_of(folder, job) in ended, pause=10)  # asking takes a core for a second
-    report = json.loads(isthmus("report", f"fleet/runs/{job}", "--json", folder=folder))
+    wait_for(lambda: run_status(folder / "fleet/runs" / job) in ended)
+    report = json.loads(_isthmus("report", f"fleet/runs/{job}", "--json", folder=folder))
     assert report["status"] == "finished", report["status"]
     return outcome_of(report)
 
@@ -149,27 +151,21 @@ def outcome_of(report: dict[str, Any]) -> Outcome:
     return Outcome(statistics.mean(bytes_in), math.exp(loss))
 
 
-def state_of(folder: Path, job: str) -> str:
-    """What a job is doing."""
-    jobs = json.loads(isthmus("jobs", "--json", "--state", "operator", folder=folder))
-    return str(next(each["state"] for each in jobs if each["id"] == job))
-
-
 def online(folder: Path) -> set[str]:
     """Connected datacenters."""
-    rows = json.loads(isthmus("server", "participants", "fleet", "--json", folder=folder))
+    rows = json.loads(_isthmus("server", "participants", "fleet", "--json", folder=folder))
     return {row["name"] for row in rows["participants"] if row["state"] == "online"} & set(NAMES)
 
 
 def join(kind: str, name: str, port: int, folder: Path) -> None:
     """Let a participant join the server with a token."""
     create = ("server", "token", "create", "fleet", "--name", name, "--kind", kind)
-    token = isthmus(*create, folder=folder).split()[-1]
+    token = _isthmus(*create, folder=folder).split()[-1]
     address = f"localhost:{port + 1}"
     wait_for(lambda: succeeds(kind, "join", address, token, "--state", name, folder=folder))
 
 
-def wait_for(holds: Callable[[], bool], seconds: float = 3600, pause: float = 1) -> None:
+def wait_for(holds: Callable[[], bool], seconds: float = 3600, pause: float = 0.2) -> None:
     """Ask again and again until something holds."""
     end = time.monotonic() + seconds
     while not holds():
@@ -177,36 +173,20 @@ def wait_for(holds: Callable[[], bool], seconds: float = 3600, pause: float = 1)
         time.sleep(pause)
 
 
-def isthmus(*arguments: str, folder: Path) -> str:
-    """Standard output of a command."""
-    command, environment = _command(arguments)
-    run = subprocess.run(
-        command, env=environment, cwd=folder, check=True, stdout=subprocess.PIPE, text=True
-    )
-    return run.stdout
-
-
 def succeeds(*arguments: str, folder: Path) -> bool:
     """Whether a command ends without an error."""
-    command, environment = _command(arguments)
-    run = subprocess.run(command, env=environment, cwd=folder, check=False, capture_output=True)
-    return run.returncode == 0
-
-
-@contextlib.contextmanager
-def started(*arguments: str, folder: Path) -> Iterator[None]:
-    """A process that is ended again."""
-    command, environment = _command(arguments)
-    process = subprocess.Popen(
-        command, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
     try:
-        yield
-    finally:
-        process.terminate()
-        process.wait()
+        _isthmus(*arguments, folder=folder)
+    except RuntimeError:
+        return False
+    return True
 
 
-def _command(arguments: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    command = [str(Path(sys.executable).with_name("isthmus")), *arguments]
-    return command, {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+def _serving(*arguments: str, folder: Path) -> AbstractContextManager[Program]:
+    """A process that is ended again; its log is named after its first arguments."""
+    log = folder / f"{'-'.join(arguments[:4]).replace('/', '-')}.log"
+    return started([ISTHMUS, *arguments], log, environment=ENVIRONMENT, directory=folder)
+
+
+def _isthmus(*arguments: str, folder: Path) -> str:
+    return isthmus(*arguments, environment=ENVIRONMENT, directory=folder)

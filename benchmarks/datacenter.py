@@ -12,8 +12,9 @@
 Every ratio is the median over pairs of neighbouring intervals, which a busy machine slows down
 alike; in brackets, the middle half of them. On CPUs there is also a ratio of CPU times.
 
-Figures: `throughput_ratio/<device>/<model>` (above 1, the engine is faster), `cpu_time_ratio/...`,
-`tokens_per_s/...`, `mfu/...` (GPUs whose peak is known), `switch_over_memcpy/<parameters>` and
+Figures: `throughput_ratio/<device>/<model>` (above 1, the engine is faster),
+`cpu_time_ratio/<device>/<model>`, `tokens_per_s/<device>/<model>`,
+`<mfu|peak_gib>/<device>/<model>` (GPUs whose peak is known), `switch_over_memcpy/<parameters>` and
 `switch_request_over_memcpy/<parameters>`. `--only gpu` omits the parts that need no GPU.
 """
 
@@ -23,6 +24,7 @@ import argparse
 import asyncio
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -34,9 +36,11 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it once; wa
 
 import torch
 from datacenter_ranks import Case, Timing, compare, exchange
-from harness import figures
+from harness import command_line, figures
+from harness.figures import Target
 from harness.process_group import on_ranks
 
+from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.task import load_task
 from isthmus.task.scoring import build_model
@@ -49,22 +53,28 @@ HERE = Path(__file__).parent
 SMALL = {"words": 512, "length": 64, "width": 128, "heads": 4, "layers": 4, "examples": 4096}
 GPT2 = {"words": 50304, "length": 1024, "width": 768, "heads": 12, "layers": 12, "examples": 2048}
 BILLION = {**GPT2, "width": 2048, "heads": 16, "layers": 18}
+TINY = {"words": 16, "length": 8, "width": 16, "heads": 2, "layers": 1, "examples": 64}
 SWITCHED = {**SMALL, "words": 8192, "width": 512, "heads": 8, "layers": 6}
 
+TARGETS = {
+    "throughput_ratio/*": Target(at_least=0.97),
+    "switch_over_memcpy/*": Target(at_most=4),
+}
 PARTS = ("cpu", "gpu", "switch")
 
 
-def main() -> None:
+@command_line.script
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    options = figures.options(__doc__ or "", more=_only)
+    options = command_line.options(__doc__ or "", argv, _only)
     parts = PARTS if options.only is None else (options.only,)
     if options.only == "gpu" and not torch.cuda.is_available():
-        raise SystemExit("--only gpu: this machine has no GPU")
+        raise UserError("--only gpu: this machine has no GPU")
     measured: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="datacenter-") as scratch:
         cases = [
-            *(_cpu_cases(options.quick) if "cpu" in parts else ()),
-            *(_gpu_cases(options.quick) if "gpu" in parts else ()),
+            *(_cpu_cases(options) if "cpu" in parts else ()),
+            *(_gpu_cases(options) if "gpu" in parts else ()),
         ]
         rows = []
         for case in cases:
@@ -72,7 +82,7 @@ def main() -> None:
             rows.append(_row(case, timing, measured))
             print(f"{case.device} {case.name}: {rows[-1][-2]}", flush=True)
             # Written after each case, because the next one may take long.
-            figures.write(options.json, "datacenter", _machine(), measured)
+            figures.write(options.json, "datacenter", _machine(), measured, TARGETS)
         header = (
             "model, device, peer",
             "tokens/s",
@@ -86,8 +96,12 @@ def main() -> None:
         if "gpu" in parts and not torch.cuda.is_available():
             print("this machine has no GPU: the GPU part was omitted")
         if "switch" in parts:
-            print(_switch(Path(scratch), 5 if options.quick else 15, measured))
-    figures.write(options.json, "datacenter", _machine(), measured)
+            settings, repeats = command_line.of_size(
+                options, full=(SWITCHED, 15), quick=(SWITCHED, 5), smoke=(TINY, 1)
+            )
+            print(_switch(Path(scratch), settings, repeats, measured))
+    figures.write(options.json, "datacenter", _machine(), measured, TARGETS)
+    return 0
 
 
 def _only(parser: argparse.ArgumentParser) -> None:
@@ -101,23 +115,27 @@ def _machine() -> dict[str, str | int | float]:
     return machine
 
 
-def _cpu_cases(quick: bool) -> list[Case]:
-    shape = {"device": "cpu", "ranks": 2, "steps": 5, "intervals": 7 if quick else 24}
+def _cpu_cases(options: argparse.Namespace) -> list[Case]:
+    settings, steps, intervals, batch_size = command_line.of_size(
+        options, full=(SMALL, 5, 24, 32), quick=(SMALL, 5, 7, 32), smoke=(TINY, 1, 2, 2)
+    )
+    shape = {"device": "cpu", "ranks": 2, "steps": steps, "intervals": intervals}
     return [
         Case(
             name=f"small-{peer}",
             peer=peer,
-            job=_job(SMALL, ranks=2, batch_size=32, zero_stage=stage),
+            job=_job(settings, ranks=2, batch_size=batch_size, zero_stage=stage),
             **shape,
         )
         for peer, stage in (("ddp", 0), ("fsdp", 2))
     ]
 
 
-def _gpu_cases(quick: bool) -> list[Case]:
+def _gpu_cases(options: argparse.Namespace) -> list[Case]:
     if not torch.cuda.is_available():
         return []
-    shape = {"device": "cuda", "peer": "single", "ranks": 1, "intervals": 4 if quick else 8}
+    shape = {"device": "cuda", "peer": "single", "ranks": 1, "intervals": 8}
+    shape["intervals"] = command_line.of_size(options, full=8, quick=4, smoke=2)
     fast = {"accelerate": True}
     return [
         Case(name="gpt2-124m", job=_job({**GPT2, **fast}, batch_size=64), steps=20, **shape),
@@ -177,13 +195,16 @@ def _gpu() -> str:
 # -- the switch -----------------------------------------------------------------------------------
 
 
-def _switch(scratch: Path, repeats: int, measured: dict[str, float]) -> str:
+def _switch(
+    scratch: Path, settings: Mapping[str, Any], repeats: int, measured: dict[str, float]
+) -> str:
     """Return a table of a model sent through the service, only through the ranks, and copied."""
-    size, blob, request_seconds = asyncio.run(_measure_requests(scratch, repeats))
+    job = _job(settings, ranks=2, batch_size=1, zero_stage=2)
+    size, blob, request_seconds = asyncio.run(_measure_requests(scratch, job, repeats))
     file = scratch / "model"
     file.write_bytes(blob)
     Path(f"{file}.back").write_bytes(blob)
-    timings = on_ranks(2, exchange, 2, _switched_job(), str(file), repeats)[0]
+    timings = on_ranks(2, exchange, 2, job, str(file), repeats)[0]
     floor = statistics.median(timings["copied"])
     inside = statistics.median(_by_pairs(timings["exchanged"], timings["copied"]))
     measured[f"switch_over_memcpy/{size / 1e6:.0f}M"] = inside
@@ -201,13 +222,11 @@ def _switch(scratch: Path, repeats: int, measured: dict[str, float]) -> str:
     )
 
 
-def _switched_job() -> dict[str, Any]:
-    return _job(SWITCHED, ranks=2, batch_size=1, zero_stage=2)
-
-
-async def _measure_requests(scratch: Path, repeats: int) -> tuple[int, bytes, float]:
+async def _measure_requests(
+    scratch: Path, switched: Mapping[str, Any], repeats: int
+) -> tuple[int, bytes, float]:
     """Return the number of parameters, a model, and the median seconds of a request with it."""
-    job = Job.model_validate(_switched_job())
+    job = Job.model_validate(switched)
     task = load_task(job.task.source, job.task.settings, base=HERE)
     model = build_model(task, job.seed)
     layout = TensorLayout.of(model)
@@ -244,4 +263,4 @@ async def _ask(service: DatacenterService, request: link_pb2.Request, model: byt
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -28,7 +28,7 @@ nothing (`device_fleet/devices.py`). All processes share the cores of this machi
     memory without jobs and devices, over the size of the model.
 
 Figures: `bytes_per_idle_connection`, `broadcast_over_floor`, `storm_seconds/<devices>`,
-`resumed_over_content/down` and `/up`, `large_model_peak_over_model`.
+`resumed_over_content/<down|up>`, `large_model_peak_over_model`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,14 +48,19 @@ from device_fleet import socket_floor
 from device_fleet.devices import DeviceProcesses, Status, value
 from device_fleet.interruptions import resume
 from device_fleet.server import BenchmarkServer, kill, report, stable_memory
-from harness import figures
+from harness import command_line, figures
+from harness.figures import Target
 from harness.processes import memory, reset_peak
 from safetensors.numpy import load_file
 
-PROCESSES = 2
-"""Number of processes that simulate devices."""
 HELD = 4
 """Updates in transfer when the server is killed: half of its limit of parallel transfers."""
+TARGETS = {
+    "bytes_per_idle_connection": Target(at_most=80_000),
+    "broadcast_over_floor": Target(at_most=3),
+    # Of a smaller model the memory for loading PyTorch is a larger part.
+    "large_model_peak_over_model": Target(at_most=2.5, full_size=True),
+}
 
 
 @dataclass(frozen=True)
@@ -65,11 +70,14 @@ class Sizes:
     idle: int = 5000
     idle_seconds: float = 20.0
     broadcast: int = 1000
+    broadcast_bytes: int = 1_000_000
     rounds: int = 5
     storm: int = 1000
     wire_parameters: int = 2_000_000
     wire_every: int = 1
     large_parameters: int = 250_000_000
+    processes: int = 2
+    """That simulate devices."""
 
 
 QUICK = Sizes(
@@ -81,13 +89,24 @@ QUICK = Sizes(
     wire_every=8,
     large_parameters=25_000_000,
 )
-BROADCAST_BYTES = 1_000_000
+SMOKE = Sizes(
+    idle=3,
+    idle_seconds=0.1,
+    broadcast=3,
+    broadcast_bytes=4000,
+    rounds=1,
+    storm=6,
+    wire_parameters=80_000,
+    large_parameters=1000,
+    processes=1,
+)
 
 Row = tuple[str, str, str]
 Result = tuple[dict[str, float], list[Row]]
 
 
-def main() -> None:
+@command_line.script
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     parts = {
         "idle": idle,
@@ -100,17 +119,19 @@ def main() -> None:
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--only", choices=parts, help="run one of the five measurements")
 
-    options = figures.options(__doc__ or "", more=more)
+    options = command_line.options(__doc__ or "", argv, more)
+    sizes = command_line.of_size(options, full=Sizes(), quick=QUICK, smoke=SMOKE)
     results: dict[str, float] = {}
     rows: list[Row] = []
     for name, part in parts.items():
         if options.only in (None, name):
             print(f"{name} ...", file=sys.stderr, flush=True)
-            part_results, lines = part(QUICK if options.quick else Sizes())
+            part_results, lines = part(sizes)
             results |= part_results
             rows += lines
     print(figures.table(("what", "measured", "details"), rows))
-    figures.write(options.json, "fleet", figures.machine("grpcio"), results)
+    figures.write(options.json, "fleet", figures.machine("grpcio"), results, TARGETS)
+    return 0
 
 
 def idle(sizes: Sizes) -> Result:
@@ -121,7 +142,7 @@ def idle(sizes: Sizes) -> Result:
         with bench.serving() as server:
             pid = server.popen.pid
             before = stable_memory(pid)
-            with _devices(bench, members) as devices:
+            with _devices(bench, members, sizes) as devices:
                 devices.wait_until(
                     "all are welcome", lambda status: status.welcomes >= count, 600.0
                 )
@@ -142,7 +163,7 @@ def idle(sizes: Sizes) -> Result:
 
 
 def broadcast(sizes: Sizes) -> Result:
-    """Measure sending 1 MB to every device and receiving the replies."""
+    """Measure sending a model to every device and receiving the replies."""
     count = sizes.broadcast
     seconds: list[float] = []
     cpu: list[float] = []
@@ -150,13 +171,13 @@ def broadcast(sizes: Sizes) -> Result:
     floor_cpu: list[float] = []
     with _benchmark_server() as bench:
         members = bench.join([f"device-{i}" for i in range(count)])
-        with bench.serving() as server, _devices(bench, members, held_back=count) as devices:
+        with bench.serving() as server, _devices(bench, members, sizes, held_back=count) as devices:
             devices.wait_until("all are welcome", lambda status: status.welcomes >= count, 300.0)
 
             def cpu_spent() -> float:
                 return server.tree.cpu_seconds() + devices.tree.cpu_seconds()
 
-            run = bench.submit(count, BROADCAST_BYTES // 4, sizes.rounds + 1)
+            run = bench.submit(count, sizes.broadcast_bytes // 4, sizes.rounds + 1)
             for number in range(1, sizes.rounds + 2):
                 key = (number, 1)
                 devices.wait_until(
@@ -169,11 +190,13 @@ def broadcast(sizes: Sizes) -> Result:
                     300.0,
                     pause=0.1,  # polling costs CPU time that is measured here
                 ).rounds[key]
+                if progress.accepted:
+                    raise RuntimeError("updates were sent before they were released")
                 if number > 1:  # the first round warms up the connections
                     seconds.append(progress.replied_at - progress.started_at)
                     cpu.append(cpu_spent() - cpu_before)
                     floor_runs, floor_run_cpu = socket_floor.broadcast(
-                        count, BROADCAST_BYTES, PROCESSES, 2
+                        count, sizes.broadcast_bytes, sizes.processes, 2
                     )
                     floor.append(min(floor_runs))
                     floor_cpu.append(floor_run_cpu)
@@ -184,7 +207,7 @@ def broadcast(sizes: Sizes) -> Result:
     over_cpu = statistics.median(cpu) / statistics.median(floor_cpu)
     return {"broadcast_over_floor": over}, [
         (
-            f"1 MB to {count} devices and their replies",
+            f"{sizes.broadcast_bytes / 1e6:g} MB to {count} devices and their replies",
             f"{figures.times(over)} of the lower bound",
             f"{figures.spread(seconds)}, the lower bound {figures.spread(floor)}; "
             f"{figures.times(over_cpu)} of its CPU time, {statistics.median(cpu):.2f} s",
@@ -199,18 +222,20 @@ def storm(sizes: Sizes) -> Result:
         members = bench.join([f"device-{i}" for i in range(count)])
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(bench.serving())
-            devices = stack.enter_context(_devices(bench, members, held_back=HELD))
+            devices = stack.enter_context(_devices(bench, members, sizes, held_back=HELD))
             devices.release(1)
             devices.wait_until("all are welcome", lambda status: status.welcomes >= count, 300.0)
             (first,) = devices.status().welcomed
             run = bench.submit(count, parameters, rounds)
-            devices.wait_until(
+            progress = devices.wait_until(
                 "all but the held updates of round 2 are accepted",
                 lambda status: (
                     (2, 1) in status.rounds and status.rounds[2, 1].accepted >= count - HELD
                 ),
                 300.0,
-            )
+            ).rounds[2, 1]
+            if progress.accepted != count - HELD:
+                raise RuntimeError("updates were sent before they were released")
             kill(server)
             killed = time.monotonic()
             devices.release(rounds)
@@ -304,8 +329,10 @@ def _benchmark_server(*, on_disk: bool = False) -> Iterator[BenchmarkServer]:
         yield BenchmarkServer(Path(scratch))
 
 
-def _devices(bench: BenchmarkServer, members: list[Path], held_back: int = 0) -> DeviceProcesses:
-    return DeviceProcesses(bench.address, members, PROCESSES, held_back)
+def _devices(
+    bench: BenchmarkServer, members: list[Path], sizes: Sizes, held_back: int = 0
+) -> DeviceProcesses:
+    return DeviceProcesses(bench.address, members, sizes.processes, held_back)
 
 
 def _finish(
@@ -335,4 +362,4 @@ def _check_no_reconnects(status: Status, count: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,21 +14,22 @@ its own:
 
     python benchmarks/ghost_clipping.py --quick
 
-Keys of the figures: `seconds/VARIANT`, `cpu_seconds/VARIANT` of all ranks, `peak_bytes/VARIANT` of
-the rank with most.
+Figures: `seconds/<variant>`, `cpu_seconds/<variant>` of all ranks, `peak_bytes/<variant>` of the
+rank with most.
 """
 
 from __future__ import annotations
 
 import ctypes
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import figures
+from harness import command_line, figures
 from harness.process_group import on_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -48,9 +49,11 @@ STEPS = 3
 """That are timed, after one that is not."""
 FULL = {"width": 384, "head_width": 64, "depth": 12}
 QUICK = {"width": 192, "head_width": 64, "depth": 6}
+SMOKE = {"width": 16, "head_width": 16, "depth": 1}
 VARIANTS = [("plain", 1, 0), ("opacus", 1, 0), ("per_example", 1, 0), ("ghost", 1, 0)]
 VARIANTS += [("ghost", 2, stage) for stage in (1, 2, 3)]
 """Variant, ranks, zero_stage."""
+SMOKE_VARIANTS = [*VARIANTS[:4], ("ghost", 2, 2)]
 CLIP = 1.0
 _MMAP_THRESHOLD = -3
 """Of glibc's `mallopt`."""
@@ -190,12 +193,14 @@ def _memory(field: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
-def main() -> None:
+@command_line.script
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure all variants."""
-    options = figures.options(__doc__ or "")
-    shape = QUICK if options.quick else FULL
+    options = command_line.options(__doc__ or "", argv)
+    command_line.needs("opacus", "opacus")
+    shape = command_line.of_size(options, full=FULL, quick=QUICK, smoke=SMOKE)
     rows, measured, size = [], {}, 0
-    for variant, ranks, stage in VARIANTS:
+    for variant, ranks, stage in SMOKE_VARIANTS if options.smoke else VARIANTS:
         durations, cpu_seconds = zip(
             *on_ranks(ranks, seconds, variant, ranks, stage, shape), strict=True
         )
@@ -208,7 +213,8 @@ def main() -> None:
     print(f"{size:,} parameters, {EXAMPLES} examples of {CONTEXT} characters\n")
     print(figures.table(("variant", "step", "CPU", "peak"), rows))
     figures.write(options.json, "ghost_clipping", figures.machine("opacus"), measured)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,20 +13,23 @@ Rules: `average` exchanges everything; `local` keeps the normalisation layers on
 `alone` exchanges nothing: each device trains by itself, for as many steps.
 
 Figures: `accuracy/<rule>/<split>`, of the devices' pooled validation data, mean over seeds; and
-`gain/local/feature` and `gain/head/label`, the smallest difference to `average` over the seeds.
+`gain/<rule>/<split>` of two rules, the smallest difference to that of average over the seeds.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import figures
+from harness import command_line, figures
+from harness.figures import Target
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -54,6 +57,7 @@ TRAINING = 30
 SEEDS = (0, 1, 2, 3, 4)
 ROUNDS = 30
 QUICK_ROUNDS = 12
+TARGETS = {"gain/*": Target(at_least=0)}
 
 
 class Shifted(isthmus.Task):
@@ -170,17 +174,24 @@ def accuracy(rule: str, split: str, seed: int, rounds: int, devices: int = DEVIC
     return measured.figures(counts)["devices_accuracy"]
 
 
-def main() -> None:
+@command_line.script
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    options = figures.options(__doc__ or "")
-    seeds, rounds = (SEEDS[:2], QUICK_ROUNDS) if options.quick else (SEEDS, ROUNDS)
+    options = command_line.options(__doc__ or "", argv)
+    command_line.needs("sklearn", "scikit-learn")
+    seeds, rounds, devices = command_line.of_size(
+        options,
+        full=(SEEDS, ROUNDS, DEVICES),
+        quick=(SEEDS[:2], QUICK_ROUNDS, DEVICES),
+        smoke=(SEEDS[:1], 1, 2),
+    )
     results: dict[str, float] = {}
     rows = []
     measured: dict[tuple[str, str], list[float]] = {}
     for rule in RULES:
         cells = [rule]
         for split in SPLITS:
-            values = [accuracy(rule, split, seed, rounds) for seed in seeds]
+            values = [accuracy(rule, split, seed, rounds, devices) for seed in seeds]
             measured[rule, split] = values
             results[f"accuracy/{rule}/{split}"] = statistics.mean(values)
             cells.append(f"{statistics.mean(values):.1%} [{min(values):.1%}..{max(values):.1%}]")
@@ -189,8 +200,9 @@ def main() -> None:
         pairs = zip(measured[rule, split], measured["average", split], strict=True)
         results[f"gain/{rule}/{split}"] = min(a - b for a, b in pairs)
     print(figures.table(("rule", *SPLITS), rows))
-    figures.write(options.json, "personal", figures.machine("scikit-learn"), results)
+    figures.write(options.json, "personal", figures.machine("scikit-learn"), results, TARGETS)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,21 +11,24 @@ seed, without noise and at epsilon 4: `none` (clipped, no noise), `gaussian` (a 
 independent noise), `correlated` (a trusted server, with the separation of ten rounds) and
 `distributed` (each user adds a share, in the ring that the product chooses).
 
-Figures: `accuracy/<mechanism>/<epsilon>`, mean over seeds (`accuracy/none` without noise);
-`gap/distributed_over_central`, the smallest difference in points over epsilons to `gaussian`;
-`gap/correlated_over_gaussian`, likewise; `bits`, the largest ring of `distributed`.
+Figures: `accuracy/<mechanism>/<epsilon>`, mean over seeds; `accuracy/none`, without noise;
+`gap/distributed_over_central`, the smallest difference in points over epsilons to gaussian;
+`gap/correlated_over_gaussian`, likewise; `bits`, the largest ring of distributed.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from harness import figures
-from regime_simulation.readers import mnist
+from harness import command_line, figures
+from harness.figures import Target
+from regime_simulation.readers import MNIST_FILES, mnist
 
 from isthmus.job.privacy import PrivacySection
 from isthmus_privacy.crypto.masking import RING
@@ -44,6 +47,10 @@ ROUNDS, QUICK_ROUNDS = 200, 60
 DELTA = 1e-5
 EPSILONS, QUICK_EPSILONS = (1.0, 2.0, 4.0, 8.0), (2.0, 8.0)
 MECHANISMS = ("gaussian", "correlated", "distributed")
+TARGETS = {
+    "gap/distributed_over_central": Target(at_least=-1),
+    "gap/correlated_over_gaussian": Target(at_least=0),
+}
 SEEDS, QUICK_SEEDS = (0, 1, 2), (0, 1)
 LOCAL_STEPS, LOCAL_RATE = 8, 2.0
 CLIP, SERVER_RATE = 1.0, 1.0
@@ -134,8 +141,8 @@ def section(mechanism: str, epsilon: float, rounds: int) -> PrivacySection:
     )
 
 
-def _data_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, required=True, help="the directory with MNIST")
+def _more_options(parser: argparse.ArgumentParser) -> None:
+    command_line.add_data(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures, as PNG")
 
 
@@ -158,13 +165,20 @@ def plot(results: dict[str, float], epsilons: tuple[float, ...], path: Path) -> 
     drawing.savefig(path, format="png", dpi=120, metadata={"Software": None})
 
 
-def main() -> None:
+@command_line.script
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    options = figures.options(__doc__ or "", more=_data_option)
-    quick = options.quick
-    seeds, rounds = (QUICK_SEEDS, QUICK_ROUNDS) if quick else (SEEDS, ROUNDS)
-    epsilons = QUICK_EPSILONS if quick else EPSILONS
-    digits = {seed: Digits(options.data, seed) for seed in seeds}
+    options = command_line.options(__doc__ or "", argv, _more_options)
+    if options.plot is not None:
+        command_line.needs("matplotlib", "matplotlib")
+    folder = command_line.data_folder(options, *MNIST_FILES)
+    seeds, rounds, epsilons = command_line.of_size(
+        options,
+        full=(SEEDS, ROUNDS, EPSILONS),
+        quick=(QUICK_SEEDS, QUICK_ROUNDS, QUICK_EPSILONS),
+        smoke=(SEEDS[:1], COHORTS, EPSILONS[-1:]),
+    )
+    digits = {seed: Digits(folder, seed) for seed in seeds}
     results: dict[str, float] = {}
     without = [train(digits[seed], seed, rounds, None)[0] for seed in seeds]
     results["accuracy/none"] = statistics.mean(without)
@@ -190,8 +204,9 @@ def main() -> None:
     print(figures.table(("mechanism", *(f"epsilon {each:g}" for each in epsilons)), rows))
     if options.plot is not None:
         plot(results, epsilons, options.plot)
-    figures.write(options.json, "privacy_utility", figures.machine(), results)
+    figures.write(options.json, "privacy_utility", figures.machine(), results, TARGETS)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

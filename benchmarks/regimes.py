@@ -7,13 +7,14 @@
 Each run is the real coordinator, store, policies and merging, over virtual devices and a virtual
 datacenter in virtual time (`simulation.py`). A scenario is a TOML file (`scenario.py` has its
 schema, `scenarios/` the named ones); each scenario of the random family is generated from a number.
-The figures are `regret/<scenario>/<policy>`: accuracy points below the best fixed policy in
-hindsight (mean over seeds); `regret/random/<policy>` with `-p90` and `-worst` for the family, and
-the same with `-left-out`, where the best policy of each seed is chosen by the other seeds; and
-`savings/B/transfers` and `savings/B/cost`: the factors that `adaptive` saves in B until it reaches
-the final accuracy of purely federated rounds. With `--datasets` they are
-`regret/<data set>/<problem>/<policy>` (`problems.py`); in a regression in per cent of the lowest
-root mean square error.
+
+Figures: `regret/<scenario>/<policy>`, accuracy points below the best fixed policy in hindsight
+(mean over seeds), where the scenario "random" is the family, whose policies are listed also with
+the endings -p90 and -worst, and with -left-out, where the best policy of each seed is chosen by the
+other seeds; `savings/B/<transfers|cost>`, the factors that adaptive saves in B until it reaches the
+final accuracy of purely federated rounds. With `--datasets` they are
+`regret/<data set>/<problem>/<policy>` (problems.py); in a regression in per cent of the lowest root
+mean square error.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness import figures
+from harness import command_line, figures
+from harness.figures import Target
 from regime_simulation import leave_one_out
 from regime_simulation.changes import changed
 from regime_simulation.contenders import PROBLEM_POLICIES, contenders, fixed
@@ -37,8 +39,6 @@ from regime_simulation.runs import Row, measure
 from regime_simulation.scenario import Scenario, load, random_scenario
 from regime_simulation.simulation import Outcome
 
-from isthmus.errors import UserError
-
 HERE = Path(__file__).parent
 NAMED = ("a", "b", "c")
 REPORTED = 1000
@@ -46,41 +46,43 @@ REPORTED = 1000
 FAMILY = 30
 FAMILY_SEEDS = (11, 12, 13)
 QUICK = ("datacenter", "federated", "transfer", "rule", "adaptive")
+SMOKE = ("federated", "adaptive")
+TARGETS = {"regret/*/adaptive": Target(at_most=0.5, full_size=True)}
 SAVINGS = "B"
 """Scenario in which the public data complements the devices' data."""
 
 
+@command_line.script
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    options = figures.options(__doc__ or "", argv, _more_options)
-    try:
-        folder = _folder(options.data)
-        family: list[Scenario] = []
-        policies = options.policies.split(",") if options.policies else None
-        if options.scenario:
-            named = [load(path) for path in options.scenario]
-        elif options.datasets:
-            problems = options.problems.split(",")
-            named = load_problems(options.datasets.split(","), problems, options.eval_data)
-            named += [changed(each, change) for change in options.change for each in named]
-            policies = policies or list(PROBLEM_POLICIES)
-            policies += list(leave_one_out.VARIANTS) if options.leave_one_out else []
-        else:
-            named = [load(HERE / "scenarios" / f"{name}.toml") for name in NAMED]
-            family = [
-                random_scenario(number, FAMILY_SEEDS)
-                for number in range(options.family, options.family + options.count)
-            ]
-        max_seeds = options.seeds
-        if options.quick:
-            policies, max_seeds, family = policies or list(QUICK), 1, family[:2]
-        named, family = _fewer_seeds(named, max_seeds), _fewer_seeds(family, max_seeds)
-        if options.only_family:
-            named = []
-        rows, failed = measure([*named, *family], policies, folder, options.jobs, options.results)
-    except UserError as error:
-        print(f"regimes.py: {error}", file=sys.stderr)
-        return 1
+    options = command_line.options(__doc__ or "", argv, _more_options)
+    folder = command_line.data_folder(options)
+    family: list[Scenario] = []
+    policies = options.policies.split(",") if options.policies else None
+    if options.scenario:
+        named = [load(path) for path in options.scenario]
+    elif options.datasets:
+        problems = options.problems.split(",")
+        named = load_problems(options.datasets.split(","), problems, options.eval_data)
+        named += [changed(each, change) for change in options.change for each in named]
+        policies = policies or list(PROBLEM_POLICIES)
+        policies += list(leave_one_out.VARIANTS) if options.leave_one_out else []
+    else:
+        named = [load(HERE / "scenarios" / f"{name}.toml") for name in NAMED]
+        family = [
+            random_scenario(number, FAMILY_SEEDS)
+            for number in range(options.family, options.family + options.count)
+        ]
+    max_seeds = options.seeds
+    if options.quick:
+        policies, max_seeds, family = policies or list(QUICK), 1, family[:2]
+    if options.smoke:
+        policies, max_seeds, options.jobs = policies or list(SMOKE), 1, 1
+        named, family = [_shortened(each) for each in (named[0], named[1], family[0])], []
+    named, family = _fewer_seeds(named, max_seeds), _fewer_seeds(family, max_seeds)
+    if options.only_family:
+        named = []
+    rows, failed = measure([*named, *family], policies, folder, options.jobs, options.results)
     results: dict[str, float] = {}
     for scenario in named:
         print(f"\n{scenario.name}: {scenario.title or 'no title'}\n")
@@ -110,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{figures.times(saved['savings/B/transfers'])} fewer edge transfers, "
             f"{figures.times(saved['savings/B/cost'])} less cost"
         )
-    figures.write(options.json, "regimes", figures.machine(), results)
+    figures.write(options.json, "regimes", figures.machine(), results, TARGETS)
     if options.plot:
         options.plot.write_text(plot(named, rows), encoding="utf-8")
     for sentence in failed:
@@ -119,12 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _more_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="folder with the data sets' files; default: $ISTHMUS_TEST_DATA, or ../shared/data",
-    )
+    command_line.add_data(parser)
     parser.add_argument(
         "--datasets",
         metavar="A,B",
@@ -185,16 +182,17 @@ def _more_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality by cost as SVG")
 
 
+def _shortened(scenario: Scenario) -> Scenario:
+    """The scenario with so little training that only its code is tried."""
+    federated = scenario.federated.model_copy(update={"cohort": 2, "steps": 1})
+    run = scenario.run.model_copy(update={"ticks": 2})
+    clients = 8 * scenario.split.zones
+    split = scenario.split.model_copy(update={"clients": clients, "public_rows": 200})
+    return scenario.model_copy(update={"federated": federated, "run": run, "split": split})
+
+
 def _fewer_seeds(scenarios: Sequence[Scenario], count: int | None) -> list[Scenario]:
     return [scenario.model_copy(update={"seeds": scenario.seeds[:count]}) for scenario in scenarios]
-
-
-def _folder(given: Path | None) -> Path:
-    folder = os.environ.get("ISTHMUS_TEST_DATA")
-    path = given or (Path(folder) if folder else HERE.parents[1] / "shared" / "data")
-    if not path.is_dir():
-        raise UserError(f"there is no folder {path}; give one with the data sets with --data DIR")
-    return path
 
 
 # -- figures ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ for each device, a datacenter rank and secure aggregation; and as `regimes.py` d
 devices in virtual time. Secure aggregation selects cohorts by tickets that nobody can choose, so
 the cohorts differ, and with them the models; the rest is meant to be equal.
 
-Figures: `product/<data set>/<problem>/<policy>` and `virtual/...`: mean score of the delivered
+Figures: `<product|virtual>/<data set>/<problem>/<policy>`: mean score of the delivered
 model over splits (per cent of the test rows, or the root mean square error).
 """
 
@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import figures
+from harness import command_line, figures
+from harness.processes import isthmus
 from regime_simulation import data_sets
 from regime_simulation.problems import figure_key, load_problems
 from regime_simulation.scenario import Scenario, job_for
@@ -42,24 +41,32 @@ QUICK = (("diabetes", "P"),)
 HERE = Path(__file__).parent
 
 
+@command_line.script
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
 
     def more(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--data", type=Path, required=True, help="folder with the data sets")
+        command_line.add_data(parser)
         parser.add_argument("--seeds", type=int, default=3, help="runs of each policy")
 
-    options = figures.options(__doc__ or "", argv, more)
-    problems, seeds = (QUICK, 1) if options.quick else (PROBLEMS, options.seeds)
+    options = command_line.options(__doc__ or "", argv, more)
+    folder = command_line.data_folder(options)
+    problems, seeds, policies = command_line.of_size(
+        options,
+        full=(PROBLEMS, options.seeds, POLICIES),
+        quick=(QUICK, 1, POLICIES),
+        smoke=(QUICK, 1, POLICIES[:1]),
+    )
     results: dict[str, float] = {}
     rows = []
     for data, problem in problems:
         (scenario,) = load_problems([data], [problem])
-        real = real_scores(scenario, options.data, seeds)
-        for policy in POLICIES:
+        if options.smoke:
+            scenario = shortened(scenario)
+        real = real_scores(scenario, folder, seeds, policies)
+        for policy in policies:
             virtual = [
-                simulate(scenario, seed, options.data, {"policy": policy})
-                for seed in range(1, seeds + 1)
+                simulate(scenario, seed, folder, {"policy": policy}) for seed in range(1, seeds + 1)
             ]
             key = f"{figure_key(scenario)}/{policy}"
             scores = [outcome.score for outcome in virtual]
@@ -81,12 +88,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def real_scores(scenario: Scenario, folder: Path, seeds: int) -> Mapping[str, list[float]]:
+def shortened(scenario: Scenario) -> Scenario:
+    """The scenario with so few devices and rounds that only the code is tried."""
+    return scenario.model_copy(
+        update={
+            "split": scenario.split.model_copy(update={"clients": 3}),
+            "run": scenario.run.model_copy(update={"ticks": 1}),
+            "federated": scenario.federated.model_copy(update={"cohort": 3, "steps": 1}),
+        }
+    )
+
+
+def real_scores(
+    scenario: Scenario, folder: Path, seeds: int, policies: Sequence[str]
+) -> Mapping[str, list[float]]:
     """Scores by policy, one for each split, of models that `isthmus compare` trained."""
-    scores: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    scores: dict[str, list[float]] = {policy: [] for policy in policies}
     for seed in range(1, seeds + 1):
         with tempfile.TemporaryDirectory(prefix="regimes-product-") as scratch:
-            for policy in POLICIES:
+            for policy in policies:
                 job = product_job(scenario, seed, folder, policy)
                 path = Path(scratch) / f"{policy}.toml"
                 path.write_text(toml(job.model_dump(exclude_defaults=True)), encoding="utf-8")
@@ -111,10 +131,8 @@ def product_job(scenario: Scenario, seed: int, folder: Path, policy: str) -> Job
 def compare(job: Path, policy: str) -> Path:
     """Train a job under its own policy, which keeps its rounds; returns the delivered model."""
     runs = job.with_suffix("")
-    command = [str(Path(sys.executable).with_name("isthmus")), "compare", str(job), "--seeds", "1"]
-    command += ["--policies", policy, "--run-dir", str(runs)]
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "FLWR_TELEMETRY_ENABLED": "0"}
-    subprocess.run(command, env=environment, check=True, stdout=sys.stderr)
+    options = ("--seeds", "1", "--policies", policy, "--run-dir", str(runs))
+    isthmus("compare", str(job), *options, environment={"PYTHONPATH": str(HERE)})
     return runs / f"{policy}-1" / "model.safetensors"
 
 

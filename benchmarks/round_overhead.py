@@ -46,16 +46,16 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness import figures, flower_runtime
+from harness import command_line, figures, flower_runtime
 from harness.alternating import BLOCK, is_observed
-from harness.processes import ProcessTree, Program, free_port, started
+from harness.figures import Target
+from harness.processes import ISTHMUS, ProcessTree, Program, free_port, isthmus, started
 
 HARNESS = Path(__file__).parent / "harness"
-SCRIPTS = Path(sys.executable).parent
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,15 @@ class Size:
 SIZES = (Size("0", 1, 9, 200), Size("1M", 1_000_000, 9, 60), Size("25M", 25_000_000, 7, 15))
 OBSERVED_SIZES = (Size("0", 1, 0, 2000), Size("1M", 1_000_000, 0, 400))
 """For `--observed`."""
+SMOKE_SIZES = (Size("0", 1, 2, 4),)
 QUICK_SIZES = (Size("0", 1, 3, 200), Size("1M", 1_000_000, 3, 60))
+
+TARGETS = {
+    "speedup/0/*": Target(at_least=100),
+    "speedup/1M/*": Target(at_least=20),
+    "speedup/25M/*": Target(at_least=8),
+    "observed/*": Target(at_most=1.05),
+}
 
 
 @dataclass(frozen=True)
@@ -84,39 +92,50 @@ class Cost:
     """Mean CPU seconds per round."""
 
 
-def main() -> None:
+@command_line.script
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    options = figures.options(__doc__ or "", more=_add_observed)
+    options = command_line.options(__doc__ or "", argv, _add_observed)
     if options.observed:
         measure_observed(options)
-        return
-    sizes, client_counts = (QUICK_SIZES, (2,)) if options.quick else (SIZES, (2, 4))
+        return 0
+    command_line.needs("flwr", "flwr")
+    sizes, client_counts = command_line.of_size(
+        options, full=(SIZES, (2, 4)), quick=(QUICK_SIZES, (2,)), smoke=(SMOKE_SIZES, (2,))
+    )
     results: dict[str, float] = {}
     rows = []
     with tempfile.TemporaryDirectory(prefix="round-overhead-") as scratch:
         for clients in client_counts:
-            flower_costs = measure_flower(Path(scratch), clients, sizes)
+            if options.smoke:
+                # Flower takes a dozen seconds of CPU time to start; a test of its own does that.
+                flower_costs = {
+                    "0": measure_isthmus(Path(scratch), clients, sizes[0], how="_twice")
+                }
+            else:
+                flower_costs = measure_flower(Path(scratch), clients, sizes)
             for size, how in [(size, "") for size in sizes] + [(sizes[-1], "_by_messages")]:
-                isthmus = measure_isthmus(Path(scratch), clients, size, how=how)
+                ours = measure_isthmus(Path(scratch), clients, size, how=how)
                 flower = flower_costs[size.label]
-                speedup = statistics.median(flower.seconds) / statistics.median(isthmus.seconds)
-                cpu_ratio = flower.cpu / isthmus.cpu
+                speedup = statistics.median(flower.seconds) / statistics.median(ours.seconds)
+                cpu_ratio = flower.cpu / ours.cpu
                 results[f"speedup{how}/{size.label}/{clients}"] = speedup
                 results[f"cpu_ratio{how}/{size.label}/{clients}"] = cpu_ratio
                 rows.append(
                     (
                         f"{size.label} parameters, {clients} clients{how.replace('_', ' ')}",
                         figures.spread(flower.seconds),
-                        figures.spread(isthmus.seconds),
+                        figures.spread(ours.seconds),
                         figures.times(speedup),
                         f"{flower.cpu:.3g} s",
-                        f"{isthmus.cpu:.3g} s",
+                        f"{ours.cpu:.3g} s",
                         figures.times(cpu_ratio),
                     )
                 )
     header = ("a round of", "Flower, wall", "Isthmus", "ratio", "Flower, CPU", "Isthmus", "ratio")
     print(figures.table(header, rows))
-    figures.write(options.json, "round_overhead", figures.machine("flwr"), results)
+    figures.write(options.json, "round_overhead", figures.machine("flwr"), results, TARGETS)
+    return 0
 
 
 def _add_observed(parser: argparse.ArgumentParser) -> None:
@@ -129,10 +148,10 @@ def measure_observed(options: argparse.Namespace) -> None:
     """Compare observed rounds with others, for each size."""
     results: dict[str, float] = {}
     rows = []
-    clients = 2 if options.quick else 4
+    clients, part = command_line.of_size(options, full=(4, 1), quick=(2, 5), smoke=(2, 20))
     with tempfile.TemporaryDirectory(prefix="round-overhead-") as scratch:
         for size in OBSERVED_SIZES:
-            rounds = size.isthmus_rounds // (5 if options.quick else 1)
+            rounds = size.isthmus_rounds // part
             run = replace(size, isthmus_rounds=rounds)
             cost = measure_isthmus(Path(scratch), clients, run, alternating=True)
             # Durations begin with that of the second round or of the third.
@@ -149,7 +168,7 @@ def measure_observed(options: argparse.Namespace) -> None:
             shown = figures.spread(off), figures.spread(on), f"{ratio:.3f}"
             rows.append((f"{size.label} parameters, {clients} clients", *shown))
     print(figures.table(("a round of", "not observed", "observed", "ratio"), rows))
-    figures.write(options.json, "round_overhead", figures.machine(), results)
+    figures.write(options.json, "round_overhead", figures.machine(), results, TARGETS)
 
 
 def measure_flower(scratch: Path, clients: int, sizes: tuple[Size, ...]) -> dict[str, Cost]:
@@ -166,7 +185,7 @@ def measure_flower(scratch: Path, clients: int, sizes: tuple[Size, ...]) -> dict
                 f'rounds={size.flower_rounds} timestamps="{timestamps}"'
             )
             command = [
-                str(flower_runtime.SCRIPTS / "flwr"),
+                str(flower_runtime.programs() / "flwr"),
                 "run",
                 str(HARNESS / "flower_stock"),
             ]
@@ -202,8 +221,7 @@ def measure_isthmus(
         "federated.cohort": clients,
         "federated.quorum": clients,
     }
-    program_path = str(SCRIPTS / "isthmus")
-    command = [program_path, "run", str(HARNESS / "null_job.toml"), "--run-dir", str(directory)]
+    command = [ISTHMUS, "run", str(HARNESS / "null_job.toml"), "--run-dir", str(directory)]
     command += ["--address", "127.0.0.1:0"]
     command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     port = 0
@@ -216,10 +234,7 @@ def measure_isthmus(
     with started(command, scratch / f"{directory.name}.log") as program, _scraped(port):
         cost = _follow(timestamps, size.isthmus_rounds, program, program.tree, 600.0)
         program.wait(120.0)
-    printed = subprocess.run(
-        [program_path, "report", str(directory), "--json"], capture_output=True, check=True
-    ).stdout
-    rounds = json.loads(printed)["rounds"]
+    rounds = json.loads(isthmus("report", str(directory), "--json"))["rounds"]
     accepted = [_count(entry["participants"]["accepted"]) for entry in rounds]
     if accepted != [clients] * size.isthmus_rounds:
         raise program.failure(f"aggregated {accepted} answers, not {clients} a round")
@@ -286,4 +301,4 @@ def _log(what: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

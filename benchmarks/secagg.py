@@ -17,8 +17,9 @@ compared, because Flower's Shamir sharing and Isthmus' masking use threads.
     test detects.
 
 Figures: `client_mask_speedup/<params>/<k>`, `server_unmask_speedup/<params>/<n>`,
-`shamir_speedup/100`, `mask_add_fraction_of_aes`, `refusals`, `refusals_killed`, and
-`quantise_speedup/<params>`.
+`shamir_speedup/<holders>`, `mask_add_fraction_of_aes`, `refusals`, `refusals_killed`,
+`quantise_speedup/<params>`, and `<noise|noisy_vector>_cpu_over_masking/<params>`, of noise and of
+the whole encoding of an update with it.
 """
 
 from __future__ import annotations
@@ -30,34 +31,20 @@ os.environ["FLWR_TELEMETRY_ENABLED"] = (
 )
 os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
 
+import dataclasses
 import hashlib
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from flwr.common.secure_aggregation.crypto.shamir import combine_shares, create_shares
-from flwr.common.secure_aggregation.crypto.symmetric_encryption import generate_shared_key
-from flwr.common.secure_aggregation.ndarrays_arithmetic import (
-    parameters_addition,
-    parameters_mod,
-    parameters_subtraction,
-)
-from flwr.common.secure_aggregation.quantization import quantize
-from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
-from flwr.supercore.primitives.asymmetric import (
-    bytes_to_private_key,
-    bytes_to_public_key,
-    generate_key_pairs,
-    private_key_to_bytes,
-    public_key_to_bytes,
-)
-from harness import figures
+from harness import command_line, figures
+from harness.figures import Target
 
 from isthmus_privacy.crypto import shamir
 from isthmus_privacy.crypto.keys import OneTimeKey
@@ -68,11 +55,54 @@ from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.encoding import encode
 from isthmus_privacy.secagg.graph import graph_parameters
 
+try:
+    from flwr.common.secure_aggregation.crypto.shamir import combine_shares, create_shares
+    from flwr.common.secure_aggregation.crypto.symmetric_encryption import generate_shared_key
+    from flwr.common.secure_aggregation.ndarrays_arithmetic import (
+        parameters_addition,
+        parameters_mod,
+        parameters_subtraction,
+    )
+    from flwr.common.secure_aggregation.quantization import quantize
+    from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
+    from flwr.supercore.primitives.asymmetric import (
+        bytes_to_private_key,
+        bytes_to_public_key,
+        generate_key_pairs,
+        private_key_to_bytes,
+        public_key_to_bytes,
+    )
+except ModuleNotFoundError:
+    sys.exit("secagg.py: flwr is not installed; run `pip install flwr`")
+
 sys.path.append(str(Path(__file__).parents[1]))
 
 RING_BITS = 32
 SALT = bytes(32)
 AES_TILE = 256 << 10
+TARGETS = {
+    "client_mask_speedup/*": Target(at_least=5),
+    "server_unmask_speedup/*": Target(at_least=10),
+    "noise_cpu_over_masking/*": Target(at_most=3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of all measurements."""
+
+    params: int = 1_000_000
+    repeats: int = 5
+    degrees: tuple[int, ...] = (10, 50, 100)
+    """Neighbours of a client."""
+    unmasked: tuple[tuple[int, int], ...] = ((20, 3), (50, 1))
+    """Numbers of clients, and the repeats of unmasking for each."""
+    shared: tuple[int, int] = (100, 67)
+    """Holders and threshold of a secret."""
+
+
+QUICK = Sizes(repeats=2, unmasked=((20, 1),))
+SMOKE = Sizes(params=1000, repeats=1, degrees=(2,), unmasked=((10, 1),), shared=(5, 3))
 
 
 def cpu_seconds(*works: Callable[[], object], repeats: int) -> list[float]:
@@ -316,20 +346,20 @@ def _short(params: int) -> str:
     return f"{params // 1_000_000}M" if params >= 1_000_000 else f"{params // 1000}k"
 
 
-def main() -> None:
+@command_line.script
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    options = figures.options(__doc__)
-    quick, repeats = options.quick, 2 if options.quick else 5
+    options = command_line.options(__doc__ or "", argv)
+    sizes = command_line.of_size(options, full=Sizes(), quick=QUICK, smoke=SMOKE)
+    params, repeats = sizes.params, sizes.repeats
     torch.manual_seed(0)
-    comparisons = [client_masking(1_000_000, degree, repeats) for degree in (10, 50, 100)]
-    comparisons.append(quantising(1_000_000, repeats))
-    comparisons.append(server_unmasking(1_000_000, 20, 1 if quick else 3))
-    if not quick:
-        comparisons.append(server_unmasking(1_000_000, 50, 1))
-    comparisons.append(sharing(100, 67, repeats))
-    speed, fraction = mask_and_add(4_000_000, 10, repeats)
+    comparisons = [client_masking(params, degree, repeats) for degree in sizes.degrees]
+    comparisons.append(quantising(params, repeats))
+    comparisons += [server_unmasking(params, clients, times) for clients, times in sizes.unmasked]
+    comparisons.append(sharing(*sizes.shared, repeats))
+    speed, fraction = mask_and_add(4 * params, 10, repeats)
 
-    noise_rows, noise_ratios = noise_cost(1_000_000, repeats)
+    noise_rows, noise_ratios = noise_cost(params, repeats)
 
     from tests.privacy import mutation
 
@@ -344,8 +374,9 @@ def main() -> None:
     print(figures.table(("CPU time of", "Isthmus", "Flower 1.41 / peer", "ratio"), rows))
     print(f"\n{report}")
     on = figures.machine("cryptography", "flwr", "numpy", "pycryptodome")
-    figures.write(options.json, "secagg", on, results)
+    figures.write(options.json, "secagg", on, results, TARGETS)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

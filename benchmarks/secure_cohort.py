@@ -25,29 +25,33 @@ import sqlite3
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from device_fleet.secure_devices import SecureDevices
 from device_fleet.server import HARNESS, BenchmarkServer, report
-from harness import figures
+from harness import command_line, figures
 
 PARAMETERS = 100_000
 COHORTS = (50, 100, 200, 400, 800)
 QUICK = (50,)
+SMOKE = (3,)
 PROCESSES = 8
 """Processes that run the devices, so that the event loop of none serves too many of them."""
 LIMIT_SECONDS = 1800.0
 """For one cohort."""
 
 
-def main() -> None:
+@command_line.script
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
 
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--cohorts", help="other cohorts, such as 50,600")
 
-    options = figures.options(__doc__ or "", more=more)
-    cohorts = QUICK if options.quick else COHORTS
+    options = command_line.options(__doc__ or "", argv, more)
+    cohorts = command_line.of_size(options, full=COHORTS, quick=QUICK, smoke=SMOKE)
+    parameters, processes = (1000, 1) if options.smoke else (PARAMETERS, PROCESSES)
     if options.cohorts:
         cohorts = tuple(int(word) for word in options.cohorts.split(","))
     results: dict[str, float] = {}
@@ -55,8 +59,10 @@ def main() -> None:
     for cohort in cohorts:
         print(f"a cohort of {cohort} ...", file=sys.stderr, flush=True)
         try:
-            measured = secure_round(cohort)
+            measured = secure_round(cohort, parameters, processes)
         except RuntimeError as error:
+            if not results:
+                raise
             print(f"{cohort} devices: {error}", file=sys.stderr)
             break
         results["max_cohort/100k"] = cohort
@@ -71,6 +77,7 @@ def main() -> None:
         )
     print(figures.table(("a secure round of 100k", "time", "server CPU", "CPU per device"), rows))
     figures.write(options.json, "secure_cohort", figures.machine("grpcio", "cryptography"), results)
+    return 0
 
 
 def secure_round(
@@ -154,4 +161,4 @@ def _has_row(query: str, log: Path) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,7 @@ send an update of full size.
   * Peak memory: the kernel's VmHWM, reset at idle and read when the server closes the run. It
     covers sending, receiving, aggregation, server optimizer, evaluation, checkpoint and commit.
 
-Figure: `peak_over_model`, the peak minus the idle memory, over the size of the model.
+Figures: `peak_over_model`, the peak minus the idle memory, over the size of the model.
 """
 
 from __future__ import annotations
@@ -18,11 +18,21 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from harness import figures
-from harness.processes import Program, free_port, memory, reset_peak, started, wait_for_port
+from harness import command_line, figures
+from harness.figures import Target
+from harness.processes import (
+    ISTHMUS,
+    Program,
+    free_port,
+    memory,
+    reset_peak,
+    started,
+    wait_for_port,
+)
 
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, describe
@@ -33,6 +43,7 @@ from isthmus.wire import link_pb2
 HARNESS = Path(__file__).parent / "harness"
 CLIENTS = 32
 PARAMETERS = 5_000_000
+TARGETS = {"peak_over_model": Target(at_most=4)}
 
 
 class ClientGroup:
@@ -110,49 +121,53 @@ class IdleDevice:
         pass
 
 
-def main() -> None:
+@command_line.script
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    options = figures.options(__doc__ or "")
-    rounds = 2 if options.quick else 5
+    options = command_line.options(__doc__ or "", argv)
+    clients, parameters, rounds = command_line.of_size(
+        options,
+        full=(CLIENTS, PARAMETERS, 5),
+        quick=(CLIENTS, PARAMETERS, 2),
+        smoke=(2, 1000, 1),
+    )
     with tempfile.TemporaryDirectory(prefix="server-memory-") as scratch:
-        idle, peak = asyncio.run(measure(Path(scratch), rounds))
-    model = 4 * PARAMETERS
+        idle, peak = asyncio.run(measure(Path(scratch), clients, parameters, rounds))
+    model = 4 * parameters
     over = (peak - idle) / model
     header = ("the server's memory", "MB", "of the model")
     sizes = (("model", model), ("idle", idle), ("peak", peak), ("peak above idle", peak - idle))
     rows = [(what, f"{size / 1e6:.1f}", figures.times(size / model)) for what, size in sizes]
-    print(f"{CLIENTS} clients, {PARAMETERS / 1e6:g}M parameters, {rounds} rounds")
+    print(f"{clients} clients, {parameters / 1e6:g}M parameters, {rounds} rounds")
     print(figures.table(header, rows))
-    figures.write(options.json, "server_memory", figures.machine(), {"peak_over_model": over})
+    results = {"peak_over_model": over}
+    figures.write(options.json, "server_memory", figures.machine(), results, TARGETS)
+    return 0
 
 
-async def measure(scratch: Path, rounds: int) -> tuple[int, int]:
+async def measure(scratch: Path, clients: int, parameters: int, rounds: int) -> tuple[int, int]:
     """Resident bytes of the server when idle, and at the peak of the following rounds."""
     port = free_port()
     settings = {
         "rounds": rounds,
-        "task.settings.parameters": PARAMETERS,
+        "task.settings.parameters": parameters,
         "federated.clients": 0,
-        "federated.cohort": CLIENTS,
-        "federated.quorum": CLIENTS,
+        "federated.cohort": clients,
+        "federated.quorum": clients,
     }
-    command = [
-        str(Path(sys.executable).parent / "isthmus"),
-        "run",
-        str(HARNESS / "null_job.toml"),
-    ]
+    command = [ISTHMUS, "run", str(HARNESS / "null_job.toml")]
     command += ["--run-dir", str(scratch / "run"), "--address", f"127.0.0.1:{port}"]
     command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     with started(command, scratch / "server.log") as server:
         await asyncio.to_thread(wait_for_port, port, server, 60.0)
-        group = ClientGroup(CLIENTS)
+        group = ClientGroup(clients)
         links = [
             asyncio.create_task(
                 Uplink(
                     f"127.0.0.1:{port}", f"client-{i:02}", link_pb2.CLIENT, IdleDevice(group)
                 ).run()
             )
-            for i in range(CLIENTS)
+            for i in range(clients)
         ]
         try:
             await _reach(group.all_opened, "all clients have joined", server, links)
@@ -167,7 +182,7 @@ async def measure(scratch: Path, rounds: int) -> tuple[int, int]:
             for link in links:
                 link.cancel()
             await asyncio.gather(*links, return_exceptions=True)
-    if group.received != CLIENTS * rounds:
+    if group.received != clients * rounds:
         raise server.failure(f"sent {group.received} models, not {CLIENTS} a round")
     return idle, peak
 
@@ -199,4 +214,4 @@ async def _reach(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

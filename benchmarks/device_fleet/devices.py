@@ -26,7 +26,8 @@ from typing import Any
 from harness.processes import ProcessTree
 
 from isthmus.identity.membership import Membership
-from isthmus.transport.blobs import Buffer, describe
+from isthmus.transport.blobs import Buffer, Piece, describe
+from isthmus.transport.requests import send_result
 from isthmus.transport.stream import Stream
 from isthmus.transport.uplink import Uplink
 from isthmus.transport.worker import ReportProgress
@@ -196,12 +197,18 @@ class InstrumentedUplink(Uplink):
             progress.replied += 1
             progress.replied_at = time.monotonic()
 
-    async def _pump(self, stream: Stream, pull: link_pb2.Pull) -> None:
+    async def _take(self, stream: Stream, message: link_pb2.Envelope | Piece) -> None:
+        if isinstance(message, link_pb2.Envelope) and message.HasField("pull"):
+            stream.spawn(self._send_update(stream, message.pull))
+        else:
+            await super()._take(stream, message)
+
+    async def _send_update(self, stream: Stream, pull: link_pb2.Pull) -> None:
         group, round_ = self.worker.group, self.worker.round
         if self.holds_updates:
             async with group.release_changed:
                 await group.release_changed.wait_for(lambda: group.released_round >= round_)
-        await super()._pump(stream, pull)
+        await send_result(stream, self._jobs, pull, self._machine)
 
 
 class DeviceProcesses:
@@ -219,7 +226,7 @@ class DeviceProcesses:
             held_back: number of devices, the first ones, whose updates wait for `release`.
         """
         self.size = len(members)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self._processes = []
         self._pipes: list[multiprocessing.connection.Connection] = []
         for number in range(count):

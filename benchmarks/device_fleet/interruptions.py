@@ -19,7 +19,8 @@ from harness.processes import Program
 from safetensors.numpy import load_file
 
 from isthmus.identity.membership import Membership
-from isthmus.transport.blobs import Buffer, chunk_size
+from isthmus.transport.blobs import BROADCAST_BYTES, SMALL_BYTES, Buffer, Piece, chunk_size
+from isthmus.transport.requests import send_result
 from isthmus.transport.stream import Stream
 from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
@@ -93,8 +94,15 @@ class InterruptedUplink(Uplink):
         super()._chunk(stream, chunk)
         self._transferred("down", chunk.offset + len(chunk.data))
 
-    async def _pump(self, stream: Stream, pull: link_pb2.Pull) -> None:
-        await super()._pump(_OffsetReportingStream(stream, pull.offset, self._transferred), pull)  # type: ignore[arg-type]  # has the only method that `_pump` uses
+    async def _take(self, stream: Stream, message: link_pb2.Envelope | Piece) -> None:
+        if isinstance(message, link_pb2.Envelope) and message.HasField("pull"):
+            stream.spawn(self._send_update(stream, message.pull))
+        else:
+            await super()._take(stream, message)
+
+    async def _send_update(self, stream: Stream, pull: link_pb2.Pull) -> None:
+        reporting = _OffsetReportingStream(stream, pull.offset, self._transferred)
+        await send_result(reporting, self._jobs, pull, self._machine)  # type: ignore[arg-type]  # has the only method that it uses
 
     def _transferred(self, direction: str, offset: int) -> None:
         if offset in self.cut_offsets[direction]:
@@ -172,7 +180,9 @@ class _CutPlanner(IdleDevice):
         self.every = every
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer:
-        step = self.every * chunk_size(size)
-        for direction in ("down", "up"):
+        up = chunk_size(size)
+        down = max(up, BROADCAST_BYTES) if size <= SMALL_BYTES else up
+        for direction, chunk in (("down", down), ("up", up)):
+            step = self.every * chunk
             self.link.cut_offsets[direction] = set(range(step, size, step))
         return super().buffer(request, size)

@@ -52,7 +52,7 @@ class SecureDevices:
             tasks: directory of the installed tasks.
             processes: number of processes.
         """
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self._processes = []
         self._pipes: list[multiprocessing.connection.Connection] = []
         for number in range(processes):

@@ -12,14 +12,21 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
+import sqlite3
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.processes import Program, free_port, memory, started, wait_for_port
+from harness.processes import (
+    ISTHMUS,
+    Program,
+    free_port,
+    isthmus,
+    memory,
+    started,
+    wait_for_port,
+)
 
 from isthmus.identity import joining, tls
 from isthmus.identity.membership import Membership, prepare
@@ -27,7 +34,6 @@ from isthmus_server.control_plane.authority import CertificateAuthority
 from isthmus_server.control_plane.registry import Registry
 
 HARNESS = Path(__file__).parents[1] / "harness"
-ISTHMUS = str(Path(sys.executable).parent / "isthmus")
 
 
 class BenchmarkServer:
@@ -39,7 +45,9 @@ class BenchmarkServer:
         self.state = folder / "server"
         self.port = _two_free_ports()
         self.address = f"127.0.0.1:{self.port}"
-        _isthmus("server", "init", str(self.state), "--host", "127.0.0.1")
+        self.run = folder
+        """Of the last submitted job."""
+        isthmus("server", "init", str(self.state), "--host", "127.0.0.1")
         (self.state / "tasks").mkdir()
         shutil.copy(HARNESS / "null_task.py", self.state / "tasks")
         self.join(["operator"], "operator")
@@ -109,26 +117,41 @@ class BenchmarkServer:
         ]
         operator = str(self.folder / "members" / "operator")
         job = str(HARNESS / "null_job.toml")
-        return (
-            self.state / "runs" / _isthmus("submit", job, *arguments, "--state", operator).strip()
+        self.run = (
+            self.state / "runs" / isthmus("submit", job, *arguments, "--state", operator).strip()
         )
+        return self.run
 
     def job_finished(self) -> bool:
         """Whether the last submitted job has finished.
 
+        Its run's log is asked and not the server, which is measured.
+
         Raises:
             RuntimeError: it failed or was cancelled.
         """
-        operator = str(self.folder / "members" / "operator")
-        last = json.loads(_isthmus("jobs", "--json", "--state", operator))[-1]
-        if last["state"] in ("failed", "cancelled"):
-            raise RuntimeError(f"the job {last['id']} {last['state']}: {last['reason']}")
-        return bool(last["state"] == "finished")
+        status = run_status(self.run)
+        if status in ("failed", "cancelled"):
+            raise RuntimeError(f"the job {self.run.name} {status}: {report(self.run)['reason']}")
+        return status == "finished"
+
+
+def run_status(run: Path) -> str:
+    """The status of a run in its log; empty while there is none."""
+    log = run / "run.sqlite"
+    if not log.exists():
+        return ""
+    with contextlib.closing(sqlite3.connect(f"file:{log}?mode=ro", uri=True)) as connection:
+        try:
+            row = connection.execute("SELECT status FROM run").fetchone()
+        except sqlite3.OperationalError:  # it is being created
+            return ""
+    return str(row[0]) if row else ""
 
 
 def report(run: Path) -> Mapping[str, Any]:
     """The output of `isthmus report --json` for a run."""
-    parsed: dict[str, Any] = json.loads(_isthmus("report", str(run), "--json"))
+    parsed: dict[str, Any] = json.loads(isthmus("report", str(run), "--json"))
     return parsed
 
 
@@ -148,15 +171,6 @@ def stable_memory(pid: int, seconds: float = 1.0, timeout: float = 20.0) -> int:
             highest, since = current, time.monotonic()
         time.sleep(0.05)  # memory can only be polled
     return memory(pid, "VmRSS")
-
-
-def _isthmus(*arguments: str) -> str:
-    completed = subprocess.run([ISTHMUS, *arguments], capture_output=True, text=True, check=False)
-    if completed.returncode != 0:
-        raise RuntimeError(
-            f"`isthmus {' '.join(arguments)}` failed:\n{completed.stderr}{completed.stdout}"
-        )
-    return completed.stdout
 
 
 def _two_free_ports() -> int:

@@ -1,8 +1,8 @@
-"""The command line, the table and the JSON file of figures that all benchmarks share.
+"""The table, the targets and the JSON file of figures that all benchmarks share.
 
 A benchmark measures Isthmus and the compared system in turn, prints one table of ratios with the
-medians, and passes its figures to `write` under the keys that its docstring lists. Medians and
-ratios are formatted here, so that they mean the same in every benchmark.
+medians, and passes its figures to `write` under the keys that its docstring lists, with the targets
+of some. Medians and ratios are formatted here, so that they mean the same in every benchmark.
 
 >>> rows = [("a round", "0.01 s", "600x"), ("two", "5 s", "2x")]
 >>> print(table(("what", "Isthmus", "ratio"), rows))
@@ -13,30 +13,56 @@ two          5 s     2x
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
+import fnmatch
 import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
-def options(
-    description: str,
-    argv: Sequence[str] | None = None,
-    more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
-) -> argparse.Namespace:
-    """Parse the command line of a benchmark: `quick` (bool) and `json` (Path or None).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """A bound that the project sets itself for a figure."""
 
-    `more` adds the options of one benchmark.
+    at_least: float | None = None
+    at_most: float | None = None
+    full_size: bool = False
+    """The bound is for the full sizes, and figures of `--quick` are not comparable to it."""
+
+    def is_met(self, value: float) -> bool:
+        """Whether a figure is within the bound.
+
+        >>> Target(at_least=2.0).is_met(1.9), Target(at_most=2.0).is_met(1.9)
+        (False, True)
+        """
+        above = self.at_least is None or value >= self.at_least
+        return above and (self.at_most is None or value <= self.at_most)
+
+    def __str__(self) -> str:
+        """`>= 2`, or `<= 3, full size`."""
+        bounds = [
+            f"{sign} {bound:g}"
+            for sign, bound in ((">=", self.at_least), ("<=", self.at_most))
+            if bound is not None
+        ]
+        return ", ".join([*bounds, *(["full size"] if self.full_size else [])])
+
+
+Targets = Mapping[str, Target]
+"""By the key of the figure; `*` in a key stands for any text."""
+
+
+def target_of(key: str, targets: Targets) -> Target | None:
+    """The target of a figure, if it has one.
+
+    >>> str(target_of("speedup/1M/2", {"speedup/1M/*": Target(at_least=20)}))
+    '>= 20'
     """
-    parser = argparse.ArgumentParser(description=description.strip().splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="measure a small part, under 100 s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    more(parser)
-    return parser.parse_args(argv)
+    return next((each for name, each in targets.items() if fnmatch.fnmatchcase(key, name)), None)
 
 
 def machine(*packages: str) -> dict[str, str | int | float]:
@@ -59,12 +85,12 @@ def machine(*packages: str) -> dict[str, str | int | float]:
 def spread(seconds: Sequence[float]) -> str:
     """Format median and range in seconds: `6.07 s [3.06..6.15]`."""
     median = statistics.median(seconds)
-    return f"{_short(median)} s [{_short(min(seconds))}..{_short(max(seconds))}]"
+    return f"{short(median)} s [{short(min(seconds))}..{short(max(seconds))}]"
 
 
 def times(ratio: float) -> str:
     """Format a ratio: `612x`, `4.3x`."""
-    return f"{_short(ratio)}x"
+    return f"{short(ratio)}x"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -79,16 +105,28 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write(
-    path: Path | None, benchmark: str, on: Mapping[str, object], figures: Mapping[str, float]
+    path: Path | None,
+    benchmark: str,
+    on: Mapping[str, object],
+    figures: Mapping[str, float],
+    targets: Targets | None = None,
 ) -> None:
-    """Write `{"benchmark", "machine", "figures"}` to `path`, if there is one."""
+    """Write `{"benchmark", "machine", "figures", "targets"}` to `path`, if there is one."""
     if path is None:
         return
-    document = {"benchmark": benchmark, "machine": dict(on), "figures": dict(figures)}
+    found = {key: target_of(key, targets or {}) for key in figures}
+    document = {
+        "benchmark": benchmark,
+        "machine": dict(on),
+        "figures": dict(figures),
+        "targets": {
+            key: dataclasses.asdict(target) for key, target in found.items() if target is not None
+        },
+    }
     path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Three significant digits, without an exponent."""
     if abs(value) >= 100:
         return f"{value:.0f}"

@@ -10,14 +10,18 @@ from pathlib import Path
 
 from harness.processes import ProcessTree, Program, free_port, started, wait_for_port
 
-SCRIPTS = next(
-    Path(str(distribution("flwr").locate_file(file))).resolve().parent
-    for file in distribution("flwr").files or ()
-    if file.name == "flower-superlink"
-)
-"""Directory of Flower's programs."""
 NAME = "stock"
 """Name of the SuperLink for `flwr run APP`."""
+
+
+def programs() -> Path:
+    """Directory of Flower's programs."""
+    flower = distribution("flwr")
+    return next(
+        Path(str(flower.locate_file(file))).resolve().parent
+        for file in flower.files or ()
+        if file.name == "flower-superlink"
+    )
 
 
 @contextlib.contextmanager
@@ -27,13 +31,13 @@ def deployment(home: Path, clients: int) -> Iterator[tuple[Program, ProcessTree,
     Yields:
         The SuperLink, the tree of all processes, and the environment for `flwr` commands.
     """
-    port = free_port()
+    port, folder = free_port(), programs()
     environment = {
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         # Flower starts its components by name.
-        "PATH": f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', '')}",
     }
     (home / "config.toml").write_text(
         f'[superlink]\ndefault = "{NAME}"\n\n[superlink.{NAME}]\n'
@@ -41,7 +45,7 @@ def deployment(home: Path, clients: int) -> Iterator[tuple[Program, ProcessTree,
     )
     with contextlib.ExitStack() as stack:
         # Clients of this port can run code, so it listens on loopback only.
-        command = [str(SCRIPTS / "flower-superlink"), "--insecure"]
+        command = [str(folder / "flower-superlink"), "--insecure"]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         superlink = stack.enter_context(
             started(
@@ -54,7 +58,7 @@ def deployment(home: Path, clients: int) -> Iterator[tuple[Program, ProcessTree,
         tree = ProcessTree(superlink.popen.pid)
         wait_for_port(port, superlink, 60.0)
         for index in range(clients):
-            command = [str(SCRIPTS / "flower-supernode"), "--insecure"]
+            command = [str(folder / "flower-supernode"), "--insecure"]
             command += ["--superlink", f"127.0.0.1:{port}", "--port", str(free_port())]
             node = f'name="node-{index}" partition-id={index} num-partitions={clients}'
             command += ["--node-config", node]

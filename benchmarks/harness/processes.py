@@ -19,10 +19,15 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+ISTHMUS = str(Path(sys.executable).with_name("isthmus"))
+"""The command of this installation."""
 
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -151,14 +156,12 @@ def started(
 ) -> Iterator[Program]:
     """Run a program in a new session, its output in `log`; kill its whole tree at the end."""
     with log.open("wb") as output:
-        popen = subprocess.Popen(
+        popen = start(
             command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
-            cwd=directory,
-            start_new_session=True,
+            stdout=output.fileno(),
+            stderr=output.fileno(),
+            environment={**os.environ, **(environment or {})},
+            directory=directory,
         )
     program = Program(command, popen, log)
     try:
@@ -170,6 +173,73 @@ def started(
             popen.wait(5)
         program.tree.kill()
         popen.wait()
+
+
+def start(
+    command: Sequence[str],
+    *,
+    stdout: int,
+    stderr: int,
+    environment: Mapping[str, str],
+    directory: Path | None,
+) -> subprocess.Popen[bytes]:
+    """Start a program in a new session, with its output in two open files."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        env=environment,
+        cwd=directory,
+        start_new_session=True,
+    )
+
+
+def isthmus(
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+) -> str:
+    """Run an `isthmus` command; returns its standard output.
+
+    Raises:
+        RuntimeError: it failed; with its output.
+    """
+    return output_of([ISTHMUS, *arguments], environment=environment, directory=directory)
+
+
+def output_of(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+) -> str:
+    """Run a program to its end; returns its standard output.
+
+    Raises:
+        RuntimeError: it failed; with its output.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        popen = start(
+            command,
+            stdout=output.fileno(),
+            stderr=errors.fileno(),
+            environment={**os.environ, "FLWR_TELEMETRY_ENABLED": "0", **(environment or {})},
+            directory=directory,
+        )
+        try:
+            code = popen.wait()
+        except BaseException:
+            popen.kill()
+            popen.wait()
+            raise
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    if code != 0:
+        raise RuntimeError(f"`{' '.join(command)}` failed:\n{texts[1]}{texts[0]}")
+    return texts[0]
 
 
 def free_port() -> int:

@@ -105,7 +105,7 @@ DATA_SETS: Mapping[str, DataSet] = {
         model=_convolutions,
         kinds=10,
         labels=10,
-        files=("mnist-t10k-images-idx3-ubyte.gz", "mnist-t10k-labels-idx1-ubyte.gz"),
+        files=readers.MNIST_FILES,
     ),
     "shakespeare": DataSet(
         read=readers.shakespeare,

@@ -31,6 +31,7 @@ NAMES = 400
 """Largest number of names of a language."""
 NGRAMS = 384
 """Size of the table into which the letter pairs and triples of a name are hashed."""
+MNIST_FILES = ("mnist-t10k-images-idx3-ubyte.gz", "mnist-t10k-labels-idx1-ubyte.gz")
 RANGES = 8
 """Ranges of a regression's target, with equal numbers of rows."""
 
@@ -62,8 +63,7 @@ def letters(folder: Path) -> tuple[Rows, Rows]:
 
 def mnist_images(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """The 10,000 test images of MNIST, float32 (10000, 1, 28, 28) from 0 to 1, and their digits."""
-    images = gzip.decompress((folder / "mnist-t10k-images-idx3-ubyte.gz").read_bytes())
-    labels = gzip.decompress((folder / "mnist-t10k-labels-idx1-ubyte.gz").read_bytes())
+    images, labels = (gzip.decompress((folder / name).read_bytes()) for name in MNIST_FILES)
     pixels = torch.frombuffer(bytearray(images[16:]), dtype=torch.uint8).view(-1, 1, 28, 28)
     target = torch.frombuffer(bytearray(labels[8:]), dtype=torch.uint8).long()
     if len(pixels) != len(target):

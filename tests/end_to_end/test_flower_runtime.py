@@ -26,7 +26,7 @@ def test_flwr_run_trains_an_isthmus_task(tmp_path, monkeypatch):
         "dev-mode-dirs"
     ]  # this checkout, for Flower's processes
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / name) for name in roots))
-    from harness.flower_runtime import NAME, SCRIPTS, deployment
+    from harness.flower_runtime import NAME, deployment, programs
 
     app, home, results = tmp_path / "app", tmp_path / "home", tmp_path / "results"
     shutil.copytree(APP, app)
@@ -34,7 +34,7 @@ def test_flwr_run_trains_an_isthmus_task(tmp_path, monkeypatch):
     with deployment(home, clients=2) as (_, _, environment):
         finished = subprocess.run(
             [
-                *(str(SCRIPTS / "flwr"), "run", str(app), NAME, "--stream"),
+                *(str(programs() / "flwr"), "run", str(app), NAME, "--stream"),
                 *("--run-config", f'directory="{results}" rounds=1'),
             ],
             env={**os.environ, **environment},

@@ -38,18 +38,22 @@ def test_file_of_figures(tmp_path):
         "benchmark": "round_overhead",
         "machine": {"cores": 2},
         "figures": {"speedup/1M/2": 81.5},
+        "targets": {},
+    }
+
+
+def test_the_file_has_the_targets_of_its_figures(tmp_path):
+    path = tmp_path / "figures.json"
+    targets = {"speedup/*": figures.Target(at_least=20), "other": figures.Target(at_most=1)}
+    figures.write(path, "round_overhead", {}, {"speedup/1M/2": 81.5, "seconds": 2}, targets)
+    assert json.loads(path.read_text())["targets"] == {
+        "speedup/1M/2": {"at_least": 20, "at_most": None, "full_size": False}
     }
 
 
 def test_nan_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         figures.write(tmp_path / "figures.json", "broken", {}, {"ratio": float("nan")})
-
-
-def test_options(tmp_path):
-    options = figures.options("What it measures.\n\nAnd how.", ["--quick", "--json", "out.json"])
-    assert options.quick
-    assert options.json.name == "out.json"
 
 
 def test_machine_lists_package_versions():
