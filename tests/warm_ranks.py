@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import multiprocessing
 import os
 import traceback
 from datetime import timedelta
@@ -99,6 +100,8 @@ def _member(child_end: Connection, rank: int, ranks: int, port: int) -> None:
     die_with_parent()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    # As in the ranks of the product, processes that read data are forks of the rank.
+    multiprocessing.set_start_method("fork", force=True)
     dist.init_process_group(
         "gloo",
         store=TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False),

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests import forked
+from tests.warm_ranks import Ranks
 from torch.utils.data import IterableDataset, TensorDataset
 
 from isthmus.errors import TaskError
 from isthmus.task import load_task
 from isthmus_datacenter.training.data import BatchSource, ExampleOrder
 
-TASK = load_task("tasks.py:Table", {}, base=Path(__file__).parents[1])
+HERE = Path(__file__)
+TASK = load_task("tasks.py:Table", {}, base=HERE.parents[1])
+
+
+@pytest.fixture(scope="module")
+def in_rank() -> Iterator[Callable[..., Any]]:
+    """`in_rank("read_streams", ...)`: the result of a function of this file in a warm rank.
+
+    A rank has not used gRPC, whose threads do not survive the fork of a reader process.
+    """
+    with Ranks(1) as group:
+        yield lambda function, *arguments: group.run(HERE, function, *arguments)[0]
 
 
 @pytest.mark.parametrize(
@@ -66,39 +76,26 @@ class Seekable(Stream):
         return iter([(number, -number) for number in range(at, self.count)])
 
 
-def received(send: Callable[..., None], *arguments: Any) -> list[Any]:
-    """The two objects that `send` sends from a process that has not used gRPC.
-
-    The threads of gRPC do not survive the fork of a reader process.
-    """
-    ours, theirs = forked.context().Pipe(duplex=False)
-    process = forked.context().Process(target=send, args=(*arguments, theirs))
-    process.start()
-    theirs.close()
-    objects = [ours.recv(), ours.recv()]
-    process.join()
-    return objects
-
-
 def batch_inputs(source: BatchSource, first: int, until: int) -> list[list[int]]:
     return [inputs.tolist() for inputs, _ in source.batches(first, until)]
 
 
-def send_streams(kind: type[Stream], readers: int, to: Connection) -> None:
-    """Send the batches of two replicas, and of a replica that continues."""
+def read_streams(rank: int, seekable: bool, readers: int) -> tuple[Any, Any]:
+    """The batches of two replicas, and of a replica that continues."""
+    kind = Seekable if seekable else Stream
     order = ExampleOrder(examples=0, replicas=2, batch_size=2, seed=0)
     cpu = torch.device("cpu")
     sources = [BatchSource(TASK, kind(7), order, replica, cpu, readers) for replica in (0, 1)]
-    to.send([batch_inputs(sources[0], 0, 4), batch_inputs(sources[1], 0, 4)])
-    to.send(batch_inputs(sources[1], 2, 4))
+    both = [batch_inputs(sources[0], 0, 4), batch_inputs(sources[1], 0, 4)]
+    return both, batch_inputs(sources[1], 2, 4)
 
 
-@pytest.mark.parametrize("kind", [Stream, Seekable])
+@pytest.mark.parametrize("seekable", [False, True])
 @pytest.mark.parametrize("readers", [0, 1])
 def test_a_stream_is_divided_and_resumed_at_the_exact_example(
-    kind: type[Stream], readers: int
+    seekable: bool, readers: int, in_rank: Callable[..., Any]
 ) -> None:
-    both, rest = received(send_streams, kind, readers)
+    both, rest = in_rank("read_streams", seekable, readers)
     assert both[0] == [[0, 1], [4, 5], [1, 2], [5, 6]]
     assert both[1] == [[2, 3], [6, 0], [3, 4], [0, 1]]
     assert rest == both[1][2:]
@@ -110,15 +107,14 @@ def test_an_empty_stream_is_refused() -> None:
         batch_inputs(BatchSource(TASK, Stream(0), order, 0, torch.device("cpu"), 0), 0, 1)
 
 
-def send_batches(to: Connection) -> None:
-    """Send what is read without and with processes that read."""
+def read_batches(rank: int) -> list[list[list[int]]]:
+    """What is read without and with processes that read."""
     order = ExampleOrder(examples=9, replicas=2, batch_size=2, seed=3)
     data = TensorDataset(torch.arange(9), torch.arange(9))
-    for readers in (0, 2):
-        source = BatchSource(TASK, data, order, 1, torch.device("cpu"), readers)
-        to.send(batch_inputs(source, 1, 6))
+    sources = [BatchSource(TASK, data, order, 1, torch.device("cpu"), each) for each in (0, 2)]
+    return [batch_inputs(source, 1, 6) for source in sources]
 
 
-def test_reader_processes_do_not_change_the_batches() -> None:
-    without, with_readers = received(send_batches)
+def test_reader_processes_do_not_change_the_batches(in_rank: Callable[..., Any]) -> None:
+    without, with_readers = in_rank("read_batches")
     assert (len(without), with_readers) == (5, without)
