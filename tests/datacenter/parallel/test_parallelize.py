@@ -20,7 +20,8 @@ from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate, losses
 from isthmus_datacenter.training.data import ExampleOrder
 
-STEPS = 5
+STEPS = 2
+"""The second has gradients at changed parameters, and an optimizer with a state."""
 BATCH = 8
 """Examples of all replicas in a step, in every layout, so that one reference is enough."""
 
