@@ -176,7 +176,7 @@ def _epsilon(composition: Composition, delta: float) -> float:
     import dp_accounting
     from dp_accounting import rdp
 
-    # NumPy, which devices that ask for `epsilon_of_rho` may not have.
+    # It needs NumPy, which devices that use `epsilon_of_rho` may not have.
     from isthmus_privacy.dp.loss_distributions import LossDistribution
 
     multiplier, events = composition._gaussian_multiplier, []
@@ -240,7 +240,9 @@ def epsilon_of_rho(rho: float, delta: float) -> float:
         return rho * order + math.log(excess / order) - math.log(delta * order) / excess
 
     low, high = -30.0, 30.0
-    for _ in range(200):
+    while True:
         left, right = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, right) if at(left) < at(right) else (left, high)
-    return max(0.0, at(low))
+        closer = (low, right) if at(left) < at(right) else (left, high)
+        if closer == (low, high):  # no two numbers are closer
+            return max(0.0, at(low))
+        low, high = closer

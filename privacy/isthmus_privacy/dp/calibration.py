@@ -326,6 +326,7 @@ def _of_gaussian(epsilon: float, delta: float) -> float:
     return least_between(found, high, _MARGIN, fits_ledger)
 
 
+@functools.lru_cache(maxsize=64)
 def _of_distributed(epsilon: float, delta: float) -> float:
     """The least noise multiplier by zero-concentrated differential privacy."""
     return _least(lambda each: epsilon_of_rho(1 / (2 * each**2), delta) <= epsilon) * _MARGIN
