@@ -9,7 +9,7 @@ from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def _one_thread():
     """The models here are so small that a second thread only waits, on a processor."""
     threads = torch.get_num_threads()
