@@ -27,7 +27,7 @@ PRIVATE = (
     "datacenter.privacy.noise=4",
 )
 STEPS = SampledGaussian(4.0, 0.04, 5)
-DEVICES = ("privacy.mechanism=gaussian", "privacy.epsilon=100", "privacy.delta=1e-4")
+DEVICES = ("privacy.mechanism=gaussian", "privacy.epsilon=5", "privacy.delta=1e-4")
 
 
 def entries(path):
@@ -166,7 +166,8 @@ async def test_a_budget_that_no_noise_meets_is_refused(run_with_datacenter):
 async def test_noise_with_which_one_step_overspends_is_refused_before_there_is_a_run(
     make_job, tmp_path
 ):
-    job = make_job(*PRIVATE, "datacenter.ranks=1", "datacenter.privacy.noise=0.1")
-    with pytest.raises(JobError, match=r"^datacenter\.privacy\.noise=0\.1 is too little: a single"):
+    too_little = ("datacenter.privacy.noise=0.5", "datacenter.privacy.epsilon=1")
+    job = make_job(*PRIVATE, "datacenter.ranks=1", *too_little)
+    with pytest.raises(JobError, match=r"^datacenter\.privacy\.noise=0\.5 is too little: a single"):
         LocalRun.new(job, tmp_path, tmp_path / "run")
     assert not (tmp_path / "run").exists()

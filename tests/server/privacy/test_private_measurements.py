@@ -81,15 +81,15 @@ async def test_an_evaluation_is_the_mean_over_devices_of_their_own_means(deploym
 @pytest.mark.parametrize("way", WAYS)
 async def test_evaluations_are_charged_and_fit_the_budget(deployment, way):
     await deployment.start(VALIDATES, NAMES)
-    store, _ = await run(deployment, "run", *way, *EVALUATES, "privacy.epsilon=20")
+    store, _ = await run(deployment, "run", *way, *EVALUATES, "privacy.epsilon=4")
     entries = charges(store, "evaluation")
     assert [(entry.charge.devices, entry.outcome) for entry in entries] == [
         (NAMES, "committed")
     ] * 2
     assert len(charges(store, "round")) == 2
     report = read_report(store)
-    assert report.privacy.epsilon == pytest.approx(20, rel=0.03)
-    assert report.privacy.epsilon <= 20
+    assert report.privacy.epsilon == pytest.approx(4, rel=0.03)
+    assert report.privacy.epsilon <= 4
     assert "evaluation 1 attempt" in "\n".join(read_spending(store.directory).lines())
 
 
@@ -123,7 +123,7 @@ async def test_the_noise_of_an_evaluation_is_as_large_as_it_says(deployment):
 
 async def test_a_device_is_asked_for_no_more_measurements_than_their_noise_is_made_for(deployment):
     await deployment.start(VALIDATES, NAMES)
-    limits = ("privacy.epsilon=20", "privacy.measurements=1")
+    limits = ("privacy.epsilon=4", "privacy.measurements=1")
     store, _ = await run(deployment, "run", *WAYS[0], *EVALUATES, *limits)
     first, last = read_report(store).rounds
     assert first.evaluation.devices == 4
@@ -166,7 +166,7 @@ async def killed_before_its_commit(deployment, store, round_):
 
 async def test_a_crash_after_an_evaluation_does_not_lose_its_charge(deployment):
     await deployment.start(VALIDATES, NAMES)
-    more = ("privacy.epsilon=20", "privacy.measurements=3", "privacy.participations=3")
+    more = ("privacy.epsilon=4", "privacy.measurements=3", "privacy.participations=3")
     store = deployment.create_run("run", *SETTINGS, *WAYS[0], *EVALUATES, *more)
     again = await killed_before_its_commit(deployment, store, 1)
     assert [entry.outcome for entry in charges(again, "evaluation")] == ["committed"]
@@ -174,12 +174,12 @@ async def test_a_crash_after_an_evaluation_does_not_lose_its_charge(deployment):
     assert [entry.charge.round for entry in charges(again, "evaluation")] == [1, 1, 2]
     report = read_report(again)
     assert [row.evaluation.devices for row in report.rounds] == [4, 4]
-    assert report.privacy.epsilon <= 20
+    assert report.privacy.epsilon <= 4
 
 
 async def test_a_repeated_round_does_not_wait_for_budget_that_is_used_up(deployment):
     await deployment.start(VALIDATES, NAMES)
-    more = ("privacy.epsilon=20", "privacy.measurements=1", "privacy.participations=3")
+    more = ("privacy.epsilon=4", "privacy.measurements=1", "privacy.participations=3")
     store = deployment.create_run("run", *SETTINGS, *WAYS[0], *EVALUATES, *more, "rounds=1")
     again = await killed_before_its_commit(deployment, store, 1)
     await Coordinator(again, deployment.link).run()  # join_seconds are 100
@@ -197,7 +197,7 @@ def cut_before_the_evaluation(store):
 
 async def test_a_ledger_without_the_last_evaluation_is_refused(deployment):
     await deployment.start(VALIDATES, NAMES)
-    store, _ = await run(deployment, "run", *WAYS[0], *EVALUATES, "privacy.epsilon=20", "rounds=1")
+    store, _ = await run(deployment, "run", *WAYS[0], *EVALUATES, "privacy.epsilon=4", "rounds=1")
     cut_before_the_evaluation(store)
     with pytest.raises(LedgerDamaged, match="the last ones were removed"):
         read_spending(store.directory)
@@ -205,7 +205,7 @@ async def test_a_ledger_without_the_last_evaluation_is_refused(deployment):
 
 async def test_a_ledger_that_was_cut_after_a_crash_is_refused(deployment):
     await deployment.start(VALIDATES, NAMES)
-    more = ("privacy.epsilon=20", "privacy.measurements=3", "privacy.participations=3")
+    more = ("privacy.epsilon=4", "privacy.measurements=3", "privacy.participations=3")
     store = deployment.create_run("run", *SETTINGS, *WAYS[0], *EVALUATES, *more)
     again = await killed_before_its_commit(deployment, store, 1)
     cut_before_the_evaluation(again)
@@ -217,18 +217,18 @@ async def test_rounds_do_not_use_what_is_reserved_for_evaluations(deployment):
     """Noise that the job gives ends the run by its budget, with all evaluations until then."""
     await deployment.start(VALIDATES, NAMES)
     way = ("privacy.mechanism=gaussian", "federated.secure_aggregation=false")
-    limits = ("privacy.epsilon=20", "privacy.noise=0.6", "rounds=20", "privacy.measurements=20")
+    limits = ("privacy.epsilon=4", "privacy.noise=2", "rounds=20", "privacy.measurements=20")
     store, _ = await run(deployment, "run", *way, *EVALUATES, *limits)
     report = read_report(store)
     assert 1 < len(report.rounds) < 20
     assert all(row.evaluation.devices == 4 for row in report.rounds)
-    assert report.privacy.epsilon <= 20
+    assert report.privacy.epsilon <= 4
 
 
 async def test_more_devices_than_delta_allows_are_not_asked_for_a_measurement(deployment):
     await deployment.start(names=NAMES)
     store = deployment.create_run(
-        "run", *SETTINGS, *WAYS[0], "privacy.epsilon=20", "privacy.measurements=1"
+        "run", *SETTINGS, *WAYS[0], "privacy.epsilon=4", "privacy.measurements=1"
     )
     budget = Coordinator(store, deployment.link)._budgets.devices
     too_many = [f"device-{number}" for number in range(100)]
@@ -244,7 +244,7 @@ async def test_a_comparison_is_charged_and_its_errors_contain_the_noise(deployme
     source = COMPARES_MODELS.format(devices=4, models=("initial", "current"))
     compares = write_policy(tmp_path, "compares", source)
     figures = {}
-    for name, epsilon in (("quiet", "1e12"), ("loud", "20")):
+    for name, epsilon in (("quiet", "1e12"), ("loud", "4")):
         limits = (f"privacy.epsilon={epsilon}", "privacy.measurements=1", f"seed={len(figures)}")
         store, _ = await run(deployment, name, *way, *limits, compares)
         (comparison,) = read_report(store).rounds[1].comparisons
@@ -257,7 +257,7 @@ async def test_a_comparison_is_charged_and_its_errors_contain_the_noise(deployme
     )
     assert quiet.standard_error["initial"] == 0
     assert quiet.standard_error["current"] < 0.1 < loud.standard_error["current"]
-    assert read_report(store).privacy.epsilon <= 20
+    assert read_report(store).privacy.epsilon <= 4
 
 
 async def test_without_measurements_nothing_is_compared_and_the_policy_knows_why(
@@ -266,7 +266,7 @@ async def test_without_measurements_nothing_is_compared_and_the_policy_knows_why
     await deployment.start(names=NAMES)
     source = COMPARES_MODELS.format(devices=4, models=("initial", "current"))
     compares = write_policy(tmp_path, "compares", source)
-    store, _ = await run(deployment, "run", *WAYS[0], "privacy.epsilon=20", compares)
+    store, _ = await run(deployment, "run", *WAYS[0], "privacy.epsilon=4", compares)
     assert "privacy.measurements says how many" in read_report(store).rounds[1].reason
     assert charges(store, "comparison") == []
 
@@ -278,6 +278,6 @@ async def test_a_task_without_a_metric_in_bounds_is_refused(deployment):
         ),
         NAMES,
     )
-    store = deployment.create_run("run", *SETTINGS, *WAYS[0], *EVALUATES, "privacy.epsilon=20")
+    store = deployment.create_run("run", *SETTINGS, *WAYS[0], *EVALUATES, "privacy.epsilon=4")
     with pytest.raises(TaskError, match="metrics that have bounds, and Learn declares none"):
         Coordinator(store, deployment.link)

@@ -25,7 +25,7 @@ from isthmus_server.storage.store import Store
 from isthmus_server.views.privacy.spending import read_spending
 from isthmus_server.views.report import read_report
 
-DISTRIBUTED = ("privacy.mechanism=distributed", "privacy.epsilon=30", "privacy.delta=0.01")
+DISTRIBUTED = ("privacy.mechanism=distributed", "privacy.epsilon=5", "privacy.delta=0.01")
 GAUSSIAN = ("privacy.mechanism=gaussian", *DISTRIBUTED[1:])
 PLAIN = "federated.secure_aggregation=false"
 
@@ -44,10 +44,10 @@ async def test_every_round_is_charged_and_the_report_says_what_was_spent(deploym
     assert {entry.charge.devices for entry in charges(store)} == {("a", "b", "c")}
     spent = [record.epsilon for record in report.rounds]
     assert spent == sorted(spent)
-    assert report.privacy.epsilon == spent[-1] <= 30
-    assert spent[-1] == pytest.approx(30, rel=0.02)
+    assert report.privacy.epsilon == spent[-1] <= 5
+    assert spent[-1] == pytest.approx(5, rel=0.02)
     assert report.privacy.sentence.startswith("epsilon ")
-    assert "of 30 at delta 0.01 for one device (zero-out)" in report.privacy.sentence
+    assert "of 5 at delta 0.01 for one device (zero-out)" in report.privacy.sentence
     # No loss of devices: it would be a figure without noise.
     assert all("loss" not in record.training["federated"] for record in report.rounds)
     spending = read_spending(store.directory)
