@@ -214,11 +214,16 @@ async def test_a_ledger_that_was_cut_after_a_crash_is_refused(deployment):
 
 
 async def test_rounds_do_not_use_what_is_reserved_for_evaluations(deployment):
-    """Noise that the job gives ends the run by its budget, with all evaluations until then."""
+    """Noise that the job gives ends the run by its budget, with all evaluations until then.
+
+    A fifth of the budget is for rounds, 20 evaluations have the rest. Without the reserve there
+    would be 8 rounds, and nothing left for the last evaluation.
+    """
     await deployment.start(VALIDATES, NAMES)
     way = ("privacy.mechanism=gaussian", "federated.secure_aggregation=false")
-    limits = ("privacy.epsilon=4", "privacy.noise=2", "rounds=20", "privacy.measurements=20")
-    store, _ = await run(deployment, "run", *way, *EVALUATES, *limits)
+    limits = ("privacy.epsilon=4", "privacy.noise=2.26", "rounds=20", "privacy.measurements=20")
+    share = "privacy.measurement_share=0.8"
+    store, _ = await run(deployment, "run", *way, *EVALUATES, *limits, share)
     report = read_report(store)
     assert 1 < len(report.rounds) < 20
     assert all(row.evaluation.devices == 4 for row in report.rounds)
