@@ -1,4 +1,7 @@
-"""Several jobs at once: their rounds take turns with eight devices and one datacenter."""
+"""Several jobs at once: their rounds take turns with four devices and one datacenter.
+
+Each round needs all devices, so that the jobs compete for them, however many there are.
+"""
 
 import asyncio
 
@@ -16,9 +19,9 @@ from isthmus_server.transport.job_link import JobLink, SharedLink
 from isthmus_server.transport.turns import Turns
 from isthmus_server.views.report import read_report
 
-NAMES = tuple("abcdefgh")
+NAMES = tuple("abcd")
 PLAIN = "federated.secure_aggregation=false"
-EIGHT = ("federated.cohort=8", "federated.quorum=8", "datacenter.ranks=1")
+ALL = ("federated.cohort=4", "federated.quorum=4", "datacenter.ranks=1")
 
 
 class Datacenter:
@@ -42,14 +45,14 @@ class Datacenter:
 
 @pytest.fixture
 async def fleet(deployment, network):
-    """Eight devices and a datacenter, with helpers to run jobs alone and together."""
+    """Four devices and a datacenter, with helpers to run jobs alone and together."""
     await deployment.start(names=NAMES)
     deployment.datacenter = Datacenter()
     await network.join("dc", deployment.datacenter.respond, role=link_pb2.DATACENTER)
     shared = deployment.shared = SharedLink(deployment.link)
 
     def coordinator(name, *overrides, share=None, watch=None):
-        store = deployment.create_run(name, *EIGHT, *overrides, "federated.clients=8")
+        store = deployment.create_run(name, *ALL, *overrides, "federated.clients=4")
         events = EventStream()
         if watch is not None:
             events.subscribe(watch)
