@@ -1,5 +1,6 @@
 """A cohort so large that its graph is not complete."""
 
+import functools
 import hashlib
 
 import torch
@@ -20,13 +21,22 @@ from isthmus_privacy.secagg.messages import SEALED_BYTES, Inbox, MaskedInput, Ro
 from isthmus_privacy.secagg.server import ServerSession
 
 
+def config_of(count):
+    return make_config(clients_max=count, corrupt_permille=50, dropout_permille=100, size=2)
+
+
+@functools.cache
+def entries_of(count):
+    """Keys of as many clients, by name: made once, as no cohort changes them."""
+    config = config_of(count)
+    return {name: signed_keys(config, name) for name in names(count)}
+
+
 class LargeCohort:
     """One real client; of the others there are only signed messages."""
 
     def __init__(self, count=150):
-        self.config = make_config(
-            clients_max=count, corrupt_permille=50, dropout_permille=100, size=2
-        )
+        self.config = config_of(count)
         self.names = names(count)
         self.client = make_client(
             self.config,
@@ -34,9 +44,9 @@ class LargeCohort:
             requirements=ClientRequirements(honest_min=2, corrupt_permille=50),
             directory=directory(),
         )
-        entries = {name: signed_keys(self.config, name) for name in self.names}
-        entries[ALICE] = self.client.advertise_keys()
+        entries = {**entries_of(count), ALICE: self.client.advertise_keys()}
         self.roster = Roster(tuple(entries[name] for name in self.names))
+        self.roster_hash = self.roster.hash(self.config.hash)
         self.graph = self.config.graph(count)
         assert not self.graph.complete
         self.dropouts = self.graph.clients - self.graph.survivors_min
@@ -46,7 +56,7 @@ class LargeCohort:
     def inbox(self, missing=frozenset(), senders=()):
         present = frozenset(range(len(self.names))) - missing
         return Inbox(
-            self.roster.hash(self.config.hash),
+            self.roster_hash,
             PositionSet(len(self.names), present),
             tuple((sender, bytes(SEALED_BYTES)) for sender in senders),
         )
@@ -67,7 +77,7 @@ def server_with_keys(cohort):
 def signed_shares(cohort, position, neighbours):
     message = ShareKeys(
         cohort.names[position],
-        cohort.roster.hash(cohort.config.hash),
+        cohort.roster_hash,
         PositionSet(len(cohort.names), frozenset(neighbours)),
         bytes(32),
         (bytes(100),) * len(neighbours),
@@ -83,7 +93,7 @@ def ring_neighbours(cohort, position):
 def signed_masked_input(cohort, position, partners, payload):
     message = MaskedInput(
         cohort.names[position],
-        cohort.roster.hash(cohort.config.hash),
+        cohort.roster_hash,
         PositionSet(len(cohort.names), frozenset(partners)),
         len(payload),
         hashlib.sha256(payload).digest(),
