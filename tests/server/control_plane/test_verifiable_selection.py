@@ -47,8 +47,12 @@ async def devices(fleet: Fleet, monkeypatch):
             process.join(30)
 
 
-async def attempt(fleet, make_job, run):
-    """One attempt at a secure round on the three devices: why it failed, and their reasons."""
+async def attempts(fleet, make_job, lies):
+    """Attempts at a secure round on the three devices: why each failed, and their reasons.
+
+    The first is honest. Before each further one a lie is told. All are of one run, for which each
+    device starts one process.
+    """
     (fleet.folder / "task.py").write_text(TABLE + "    pass\n")
     job = make_job(
         "strategy.policy=federated",
@@ -56,27 +60,37 @@ async def attempt(fleet, make_job, run):
         "federated.cohort=3",
         "rounds=1",
     )
-    with contextlib.closing(Store.create(fleet.folder / run, job, fleet.folder)) as store:
+    remaining = list(lies)
+    with contextlib.closing(Store.create(fleet.folder / "run", job, fleet.folder)) as store:
         coordinator = Coordinator(store, fleet.link)
 
-        def end_after_it(event):
-            if isinstance(event, RoundAttemptFailed):
+        def lie_or_end(event):
+            if not isinstance(event, RoundAttemptFailed):
+                return
+            if remaining:
+                remaining.pop(0)()
+            else:
                 coordinator.drain.request()
 
-        coordinator.events.subscribe(end_after_it)
+        coordinator.events.subscribe(lie_or_end)
         with pytest.raises(asyncio.CancelledError):
             await asyncio.create_task(coordinator.run())
-        (failure,) = read_report(store).to_json()["failed_attempts"]
-    return failure["error"], {row["participant"]: row["reason"] for row in failure["receipts"]}
+        failures = read_report(store).to_json()["failed_attempts"]
+    return [
+        (failure["error"], {row["participant"]: row["reason"] for row in failure["receipts"]})
+        for failure in failures
+    ]
 
 
 async def test_a_cohort_that_the_server_composed_is_refused(devices, make_job, monkeypatch):
     allowed = largest_share(10, 3, ENROLLED)
-
-    said, receipts = await attempt(devices, make_job, "honest")
-    assert "of 3 available devices, " in said
-    assert f"from {allowed} millionths of them for a sum over 3" in said
-    assert receipts == {}
+    now = int(time.time()) + 100
+    lotteries = {name: devices.link.enrolments.current[name].lottery for name in NAMES}
+    chosen = next(  # the victim is eligible, and those who collude are not
+        draw
+        for draw in range(now, now + 10_000)
+        if {n for n in NAMES if ticket(lotteries[n], draw) * MILLION < allowed} == {"victim"}
+    )
 
     def lie(selected_ppm, draw):
         monkeypatch.setattr(
@@ -85,28 +99,24 @@ async def test_a_cohort_that_the_server_composed_is_refused(devices, make_job, m
             lambda self, round_, available, **rest: TicketSelection(NAMES, draw, selected_ppm),
         )
 
-    now = int(time.time()) + 100
-    lie(MILLION, now)
-    _, receipts = await attempt(devices, make_job, "wide")
-    assert all("1000000 millionths of 1000 enrolled devices may be" in r for r in given(receipts))
+    def compose():
+        lie(allowed, chosen)
+        monkeypatch.setattr(client_messages, "is_selected", lambda *anything: True)
 
-    lotteries = {name: devices.link.enrolments.current[name].lottery for name in NAMES}
-    chosen = next(  # the victim is eligible, and those who collude are not
-        draw
-        for draw in range(now, now + 10_000)
-        if {n for n in NAMES if ticket(lotteries[n], draw) * MILLION < allowed} == {"victim"}
-    )
-    lie(allowed, chosen)
-    monkeypatch.setattr(client_messages, "is_selected", lambda *anything: True)
-    _, receipts = await attempt(devices, make_job, "composed")
+    lies = [lambda: lie(MILLION, now), compose, lambda: lie(allowed, chosen - 1)]
+    honest, wide, composed, earlier = await attempts(devices, make_job, lies)
+
+    assert "of 3 available devices, " in honest[0]
+    assert f"from {allowed} millionths of them for a sum over 3" in honest[0]
+    assert honest[1] == {}
+    refused = "1000000 millionths of 1000 enrolled devices may be"
+    assert all(refused in reason for reason in given(wide[1]))
     sentence = (
         f"the ticket of 'mallory' is above the share of {allowed} millionths in draw {chosen}"
     )
-    assert given(receipts) == {sentence}
-
-    lie(allowed, chosen - 1)
-    _, receipts = await attempt(devices, make_job, "earlier")
-    assert all(f"is before that of {chosen}, in which this device" in r for r in given(receipts))
+    assert given(composed[1]) == {sentence}
+    before = f"is before that of {chosen}, in which this device"
+    assert all(before in reason for reason in given(earlier[1]))
 
 
 def given(receipts):
