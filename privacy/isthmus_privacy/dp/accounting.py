@@ -174,16 +174,12 @@ def _epsilon(composition: Composition, delta: float) -> float:
     if composition == Composition():
         return 0.0
     import dp_accounting
-    from dp_accounting import rdp
-
-    # It needs NumPy, which devices that use `epsilon_of_rho` may not have.
-    from isthmus_privacy.dp.loss_distributions import LossDistribution
+    from dp_accounting import pld, rdp
 
     multiplier, events = composition._gaussian_multiplier, []
     if multiplier is not None:
         events.append(dp_accounting.GaussianDpEvent(multiplier))
-    sampled = sorted(composition.sampled, key=dataclasses.astuple)
-    for each in sampled:
+    for each in sorted(composition.sampled, key=dataclasses.astuple):
         step = dp_accounting.PoissonSampledDpEvent(
             each.sampling_probability, dp_accounting.GaussianDpEvent(each.noise_multiplier)
         )
@@ -196,12 +192,10 @@ def _epsilon(composition: Composition, delta: float) -> float:
     epsilon = float(renyi.get_epsilon(delta))
     if composition.rho or epsilon > _LARGEST_OF_DISTRIBUTIONS:
         return epsilon
-    distribution = LossDistribution()
-    if multiplier is not None:
-        distribution.add(multiplier)
-    for each in sampled:
-        distribution.add_sampled(each.noise_multiplier, each.sampling_probability, each.steps)
-    return min(epsilon, distribution.epsilon(delta))
+    distributions = pld.PLDAccountant()
+    for event in events:
+        distributions.compose(event)
+    return min(epsilon, float(distributions.get_epsilon(delta)))
 
 
 def _orders(composition: Composition) -> Sequence[float]:

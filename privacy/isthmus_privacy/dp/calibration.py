@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from isthmus.errors import JobError
 from isthmus.job.privacy import LARGEST_NOISE, DatacenterPrivacy, PrivacySection
@@ -240,15 +240,14 @@ def _of_sampled(epsilon: float, delta: float, probability: float, steps: int) ->
     coarse privacy loss distributions, a tenth of the time of those of the ledger; and from there by
     the accountant of the ledger, which usually agrees at once or after one correction.
     """
-    from isthmus_privacy.dp.loss_distributions import LossDistribution
+    import dp_accounting
 
     def bound(multiplier: float) -> float:
         return _bound(multiplier, probability, steps, delta)
 
     def coarse(multiplier: float) -> float:
-        distribution = LossDistribution(_COARSE)
-        distribution.add_sampled(multiplier, probability, steps)
-        return distribution.epsilon(delta)
+        accountant = dp_accounting.pld.PLDAccountant(value_discretization_interval=_COARSE)
+        return _accounted(accountant, multiplier, probability, steps, delta)
 
     def of_ledger(multiplier: float) -> float:
         event = SampledGaussian(multiplier, probability, steps)
@@ -270,10 +269,18 @@ def _of_sampled(epsilon: float, delta: float, probability: float, steps: int) ->
 
 
 def _bound(multiplier: float, probability: float, steps: int, delta: float) -> float:
-    import dp_accounting
     from dp_accounting import rdp
 
     accountant = rdp.RdpAccountant(orders=FEW_ORDERS)
+    return _accounted(accountant, multiplier, probability, steps, delta)
+
+
+def _accounted(
+    accountant: Any, multiplier: float, probability: float, steps: int, delta: float
+) -> float:
+    """Epsilon of so many steps of DP-SGD by an accountant of the library that has no event yet."""
+    import dp_accounting
+
     gaussian = dp_accounting.GaussianDpEvent(multiplier)
     step = dp_accounting.PoissonSampledDpEvent(probability, gaussian)
     accountant.compose(dp_accounting.SelfComposedDpEvent(step, steps))
