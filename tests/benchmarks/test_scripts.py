@@ -84,7 +84,9 @@ def test_a_script_works_and_writes_the_figures_that_it_promises(name, run, monke
     }
     assert [figure for figure, by in found.items() if not by] == []
     assert keys - set().union(*found.values()) == ELSEWHERE.get(name, set())
-    assert all(value > 0 for key, value in document["figures"].items() if "seconds" in key)
+    # The CPU time of a short round may be less than a tick of the kernel.
+    for figure, value in document["figures"].items():
+        assert value > 0 or (value == 0 and "cpu" in figure) or "seconds" not in figure, figure
     assert document["targets"].keys() <= document["figures"].keys()
 
 
