@@ -28,6 +28,8 @@ TOGETHER := --numprocesses 2 --max-worker-restart 2 --dist loadfile --no-loadsco
 # The tests start some two hundred Python processes: the first writes bytecode, the others read it.
 # pip does not compile (--no-compile): most modules are never imported.
 unexport PYTHONDONTWRITEBYTECODE
+# Processes of tests share two cores: threads that wait for work leave them to others.
+test check test-jobs coverage: export OMP_WAIT_POLICY = passive
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check packages docs ci oldest test-jobs constraints constraints-check pairs chaos crash-sweep corruption coverage benchmarks lint format proto clean

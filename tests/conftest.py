@@ -6,6 +6,7 @@ from pathlib import Path
 from textwrap import dedent, indent
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from pytest_timeout import get_env_settings
 
@@ -130,6 +131,12 @@ def _tasks_of_one_test(tmp_path_factory):
     for name in sys.modules.keys() - modules:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(places):
             del sys.modules[name]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """The models of tests are so small that a second thread only waits, on a processor."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from isthmus.system.process import die_with_parent
 from isthmus_datacenter.service.fork_server import PRELOADED_MODULE
 
 _LOADED = [
+    "pytest",
     "isthmus.cli",
     "isthmus.task.scoring",
     "isthmus_clients.commands",
@@ -27,8 +28,9 @@ _LOADED = [
     PRELOADED_MODULE,
     "isthmus_simulation.run",
     "torch.distributed.run",
-    # The data of the examples.
+    # Data and models of examples.
     "sklearn.datasets",
+    "transformers.models.resnet.modeling_resnet",
     # What each rank would import for itself when its first block is compiled.
     "torch._dynamo.backends.debugging",
     "torch._inductor.compile_fx",
@@ -110,6 +112,9 @@ def _become(
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = list(words)
+    # What this process starts by multiprocessing is started as in a process of its own: a child of
+    # a fork server would start another such server, which imports everything anew.
+    multiprocessing.set_start_method(None, force=True)
     import torch
     from torch.distributed.run import main as torchrun
 

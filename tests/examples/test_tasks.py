@@ -23,15 +23,6 @@ ON_RANKS = Path(__file__).parents[1] / "datacenter" / "ranks.py"
 TWO = ("federated.clients=2", "federated.cohort=2")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The models here are so small that a second thread only waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def federate(load_example):
     """Train in rounds of all devices, with updates averaged by examples; returns the model."""

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import sqlite3
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
 
-from isthmus.errors import IsthmusError, JobError, RoundFailed
+from isthmus.errors import JobError, RoundFailed
 from isthmus.transport.blobs import InFile
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
@@ -225,30 +224,29 @@ class Trainer:
 
         Raises:
             AttemptFailed: all that failed can be tried again; with all receipts.
-            IsthmusError: one of them failed in a way that no other attempt changes; an OSError or
-                sqlite3.Error as well.
+            Exception: that of the first that failed in a way which no other attempt changes.
         """
-        datacenters: list[asyncio.Task[DatacenterResult]] = []
-        devices: asyncio.Task[FederatedResult] | None = None
-        # `except*` would not do here: what is raised inside it is wrapped in another group by
-        # Python before 3.11.4 and raised as it is by later ones.
+        datacenters = [
+            asyncio.create_task(train_datacenter(name, spec), name=name) for name in names
+        ]
+        devices = None if train_devices is None else asyncio.create_task(train_devices)
+        tasks: list[asyncio.Task[Any]] = [*datacenters, *([devices] if devices else [])]
+        # A TaskGroup would do the same, but leaves this task marked as cancelled when one of the
+        # others fails (until Python 3.13). Before Python 3.11.4 every later time limit of the task
+        # then ends in CancelledError.
         try:
-            async with asyncio.TaskGroup() as group:
-                for name in names:
-                    task = group.create_task(train_datacenter(name, spec), name=name)
-                    datacenters.append(task)
-                if train_devices is not None:
-                    devices = group.create_task(train_devices)
-        except ExceptionGroup as errors:
-            failures, others = errors.split(RoundFailed)
-            if others is None:
-                assert failures is not None
-                raise self._combined(failures, datacenters, devices) from None
-            known, unknown = others.split((IsthmusError, OSError, sqlite3.Error))
-            if unknown is not None:
-                raise  # a mistake of this program, which is shown with its traceback
-            assert known is not None
-            raise known.exceptions[0] from None
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            # Also if this task is cancelled: nothing of an attempt goes on after it.
+            await asyncio.shield(asyncio.gather(*tasks, return_exceptions=True))
+        errors = [error for task in tasks if not task.cancelled() and (error := task.exception())]
+        final = [error for error in errors if not isinstance(error, RoundFailed)]
+        if final:
+            raise final[0]
+        if errors:
+            raise self._combined(errors, datacenters, devices)
         return TrainingResult(
             federated=devices.result() if devices is not None else None,
             datacenters=[task.result() for task in datacenters],
@@ -263,7 +261,7 @@ class Trainer:
 
     def _combined(
         self,
-        failures: ExceptionGroup[RoundFailed],
+        failures: Sequence[BaseException],
         datacenters: Sequence[asyncio.Task[DatacenterResult]],
         devices: asyncio.Task[FederatedResult] | None,
     ) -> AttemptFailed:
@@ -271,7 +269,7 @@ class Trainer:
         reasons: list[str] = []
         receipts: list[Receipt] = []
         task_failures: set[str] = set()
-        for error in failures.exceptions:
+        for error in failures:
             reasons.append(str(error))
             if isinstance(error, AttemptFailed):
                 receipts += error.receipts
@@ -287,9 +285,7 @@ class Trainer:
         for task in tasks:
             if task.done() and not task.cancelled() and task.exception() is None:
                 receipts += task.result().receipts
-        excused = all(
-            isinstance(error, AttemptFailed) and error.excused for error in failures.exceptions
-        )
+        excused = all(isinstance(error, AttemptFailed) and error.excused for error in failures)
         return AttemptFailed(
             "; ".join(reasons), receipts, excused=excused, task_failures=task_failures
         )

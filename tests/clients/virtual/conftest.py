@@ -1,21 +1,11 @@
 """Requests that open runs on virtual devices."""
 
 import pytest
-import torch
 
 from isthmus.task import load_task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The models here are so small that a second thread only waits, on a processor."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
