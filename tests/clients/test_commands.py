@@ -25,7 +25,6 @@ from isthmus_clients.device.agent import Agent, serve
 from isthmus_clients.training.examples_account import ExamplesAccount
 from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 
-
 PR_SET_DUMPABLE = 4
 
 
