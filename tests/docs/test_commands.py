@@ -206,6 +206,7 @@ def test_three_people_with_three_pages_train_one_model(terminal: Terminal) -> No
         server = terminal.own.pop(0)
         server.kill()
         server.wait()
+        terminal.until(lambda: not listening(9403))  # its forked process has ended as well
         terminal.type(starting)
         terminal.until(lambda: listening(9403))
         said = terminal.read("isthmus logs digits-1 -f --state alice")
