@@ -67,25 +67,22 @@ def start_into(
     """Start it with its output in an open file, and in Linux namespaces: paths with their kinds."""
     with Path(os.devnull).open() as nothing:
         streams = (nothing.fileno(), output, output)
-        return start_with(streams, arguments, cwd, environment, namespaces)
+        return start_with(streams, ["isthmus", *arguments], cwd, environment, namespaces)
 
 
 def start_with(
     streams: Sequence[int],
-    arguments: Sequence[str],
+    words: Sequence[str],
     cwd: Path,
     environment: Mapping[str, str],
     namespaces: Mapping[str, int] = MappingProxyType({}),
-    program: str = "isthmus",
+    umask: int | None = None,
 ) -> ForkServerProcess:
-    """Start it with open files as its standard input, output and error.
-
-    `program` may also be torchrun.
-    """
+    """Start a command, `isthmus` or `torchrun`, with open files as input, output and error."""
     theirs = [Connection(os.dup(stream)) for stream in streams]
     process = context().Process(
         target=_become,
-        args=(theirs, [program, *arguments], cwd, dict(environment), dict(namespaces)),
+        args=(theirs, words, cwd, dict(environment), dict(namespaces), umask),
     )
     process.start()
     for stream in theirs:
@@ -99,8 +96,11 @@ def _become(
     cwd: Path,
     environment: dict[str, str],
     namespaces: dict[str, int],
+    umask: int | None,
 ) -> None:
     _enter(namespaces)
+    if umask is not None:
+        os.umask(umask)
     die_with_parent()
     os.chdir(cwd)
     os.environ.clear()

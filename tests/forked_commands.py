@@ -26,18 +26,27 @@ from types import TracebackType
 
 from tests import forked
 
-PROGRAM = """#!{python} -IS
+PROGRAM = """#!/bin/sh
+exec "{python}" -IS "{folder}/client.py" {name} "$@"
+"""
+CLIENT = """
 import json, os, signal, socket, sys
 
-program = os.path.basename(sys.argv[0])
+signals = {{signal.SIGINT, signal.SIGTERM, signal.SIGHUP}}
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-request = json.dumps([program, sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+mask = os.umask(0o077)
+request = json.dumps([*sys.argv[1:2], sys.argv[2:], os.getcwd(), dict(os.environ), mask]).encode()
 socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
 server.sendall(request)
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+for number in signals:
     signal.signal(number, lambda number, _: server.send(bytes([number])))
-status = int.from_bytes(server.recv(4), "big", signed=True)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+reply = server.recv(4)
+if len(reply) < 4:
+    sys.exit("the process that does the work was not started")
+status = int.from_bytes(reply, "big", signed=True)
 if status < 0:
     signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
@@ -57,8 +66,10 @@ class ForkedCommands:
         self._listener.listen(64)
         for name in ("isthmus", "torchrun"):
             program = self.folder / name
-            program.write_text(PROGRAM.format(python=sys.executable, address=address))
+            text = PROGRAM.format(python=sys.executable, folder=self.folder, name=name)
+            program.write_text(text)
             program.chmod(0o755)
+        (self.folder / "client.py").write_text(CLIENT.format(address=address))
         self._stopping, self._stop = os.pipe()
         self._commands: dict[socket.socket, ForkServerProcess] = {}
         self._selector = selectors.DefaultSelector()
@@ -106,13 +117,18 @@ class ForkedCommands:
 
     def _begin(self, connection: socket.socket) -> None:
         size, streams, _, _ = socket.recv_fds(connection, 4, 3)
-        with connection.makefile("rb") as file:
-            program, arguments, folder, environment = json.loads(
-                file.read(int.from_bytes(size, "big"))
-            )
-        process = forked.start_with(streams, arguments, Path(folder), environment, program=program)
-        for stream in streams:
-            os.close(stream)
+        try:
+            with connection.makefile("rb") as file:
+                request = json.loads(file.read(int.from_bytes(size, "big")))
+            program, arguments, folder, environment, mask = request
+            words = [program, *arguments]
+            process = forked.start_with(streams, words, Path(folder), environment, umask=mask)
+        except ValueError:  # its program was killed before it had asked
+            connection.close()
+            return
+        finally:
+            for stream in streams:
+                os.close(stream)
         self._commands[connection] = process
         self._selector.register(connection, selectors.EVENT_READ)
         self._selector.register(process.sentinel, selectors.EVENT_READ)

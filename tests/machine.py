@@ -27,7 +27,7 @@ CHROMIUM_OPTIONS = [
     "--disable-quic",
 ]
 HELM = shutil.which("helm", path=f"{BIN}:{os.environ['PATH']}")
-DATA = os.environ.get("ISTHMUS_TEST_DATA")
+DATA = Path(os.environ.get("ISTHMUS_TEST_DATA") or "/nonexistent")
 """A folder with real data sets, which are not part of the project."""
 
 needs_chromium = pytest.mark.skipif(
@@ -38,7 +38,7 @@ needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="there is no systemd; install systemd"
 )
 needs_data = pytest.mark.skipif(
-    not DATA,
+    not (DATA / "heart-disease").is_dir(),
     reason="real data sets are not part of the project; set ISTHMUS_TEST_DATA to their folder",
 )
 needs_gpu = pytest.mark.skipif(

@@ -68,7 +68,10 @@ def test_the_installation_uses_the_constraints():
     assert install.endswith("-c constraints.txt")
     for target in ("$(VENV)/ready", "$(VENV)/ready-dev"):
         assert "$(INSTALL)" in recipe(target)[1]
-    assert "-r constraints.txt" in recipe("constraints-check")[1]
+    checked = recipe("constraints-check")[1]
+    assert "constraints.txt | $(BARE_PIP) $(BIN)/pip install" in checked
+    assert "-e '.[server,datacenter,examples]'" in recipe("$(VENV)/ready")[1]
+    assert "-e '.[dev]'" in recipe("$(VENV)/ready-dev")[1]
 
 
 def test_python_is_the_same_everywhere():
@@ -76,7 +79,14 @@ def test_python_is_the_same_everywhere():
     assert MINORS[0] == lowest
     assert f"Python {lowest} or newer" in FIRST_SCREEN
     assert f"needs Python {lowest} or newer" in MAKEFILE
-    assert f"sys.version_info < {tuple(map(int, lowest.split('.')))}" in MAKEFILE
+    major, minor = map(int, lowest.split("."))
+    newest = int(MINORS[-1].partition(".")[2])
+    limits = re.findall(r"sys\.exit\((.*?)\)'", MAKEFILE)
+    assert limits == [
+        f"sys.version_info < ({major}, {minor})",
+        f"not ({major}, {minor}) <= sys.version_info < ({major}, {newest + 1})",
+    ]
+    assert re.search(r"^PYTHON \?= python3$", MAKEFILE, re.MULTILINE)
     guide = (ROOT / "docs/getting-started.md").read_text()
     assert f"Python {lowest} or newer" in guide
 
@@ -107,9 +117,31 @@ def test_hosted_and_local_integration_run_the_same_target():
         if line and not line.startswith("#")
     ]
     assert code == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "exec make ci"]
-    assert "make ci" in steps("ci")
+    assert steps("ci")[-1] == "make ci"
+    assert "sudo make packages" in steps("ci")
+    for job, key, uses in (("ci", "python-version", "python"), ("pytorch", "torch", "torch")):
+        assert f"${{{{ matrix.{uses} }}}}" in str(JOBS[job]["steps"]), key
+        assert not any("continue-on-error" in step for step in JOBS[job]["steps"])
     assert recipe("ci")[0] == ["constraints-check", "test", "docs", "oldest"]
     assert {"lint", "packages"} <= set(recipe("test")[0])
+    assert recipe("test")[1] == "\t@$(BIN)/pytest -q $(TOGETHER)\n"
+    assert "$(BIN)/isthmus run examples/digits/job.toml" in recipe("demo")[1]
+
+
+def test_the_packages_that_tests_ask_for_are_those_that_are_installed():
+    installed = {pair.partition(":")[2] for pair in words("PACKAGES")}
+    asked = set()
+    for file in ("machine.py", "end_to_end/network.py", "end_to_end/systemd_machines.py"):
+        text = (ROOT / "tests" / file).read_text()
+        asked |= set(re.findall(r"; install ([a-z0-9-]+)\"", text))
+        asked |= set(re.findall(r'"[a-z]+": "([a-z0-9-]+)"', text))
+    assert asked - {"helm"} == installed  # of a package of the dev extra
+
+
+def words(variable: str) -> list[str]:
+    """The words of a variable of the Makefile."""
+    (value,) = re.findall(rf"^{variable} := (.*)$", MAKEFILE, re.MULTILINE)
+    return value.split()
 
 
 def test_the_first_screen_names_the_commands_that_set_everything_up():

@@ -61,9 +61,9 @@ def missing() -> str:
     if not SYSTEMD.exists():
         return "there is no systemd; install systemd"
     if subprocess.run(["unshare", *_NAMESPACES, "true"], capture_output=True).returncode:
-        return "this machine may not make namespaces"
+        return "this machine may not make namespaces; allow them, for example in the container"
     if not any((_CGROUPS / each).exists() for each in ("systemd", "cgroup.procs")):
-        return "there is no hierarchy of control groups for systemd"
+        return "there is no hierarchy of control groups for systemd; mount one at /sys/fs/cgroup"
     return ""
 
 

@@ -4,7 +4,6 @@ import contextlib
 import os
 import runpy
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from isthmus_server.views.report import read_report
 
 from .conftest import EXAMPLES, device
 
-DATA = Path(machine.DATA or "") / "heart-disease"
+DATA = machine.DATA / "heart-disease"
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 SIZES = {"cleveland": (199, 104), "hungarian": (172, 89), "switzerland": (30, 16), "va": (85, 45)}
 """Training and test rows in FLamby."""

@@ -235,12 +235,13 @@ class Trainer:
         # others fails (until Python 3.13). Before Python 3.11.4 every later time limit of the task
         # then ends in CancelledError.
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for task in tasks:
                 task.cancel()
-            # Also if this task is cancelled: nothing of an attempt goes on after it.
-            await asyncio.shield(asyncio.gather(*tasks, return_exceptions=True))
+            await _end_of(tasks)
+        # What failed first comes before what then failed because it was cancelled.
+        tasks.sort(key=lambda task: task not in finished)
         errors = [error for task in tasks if not task.cancelled() and (error := task.exception())]
         final = [error for error in errors if not isinstance(error, RoundFailed)]
         if final:
@@ -401,6 +402,21 @@ class Trainer:
             trained = self._model.layout.trained_size
             merge.remove_conflict(datacenter[:trained], federated[:trained])
         return merge.interpolate(federated, datacenter, datacenter_weight=datacenter_weight)
+
+
+async def _end_of(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Wait until tasks have ended, so that nothing of an attempt goes on after it.
+
+    A cancellation of the waiting task, and another one, is raised after that.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not all(task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def _weights(plan: Plan, names: Iterable[str], default: float) -> dict[str, float]:

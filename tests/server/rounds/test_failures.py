@@ -16,6 +16,7 @@ from tests.server.rounds.results import LAYOUT
 from isthmus.errors import UserError
 from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.rounds import coordinator as coordinator_module
+from isthmus_server.rounds import trainer
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import (
     EventStream,
@@ -139,6 +140,31 @@ async def test_a_failure_that_no_other_attempt_changes_decides(
     with pytest.raises(UserError, match=r"could not be used: .*No space left on device"):
         await coordinator.run()
     assert store.status()[0] == "failed"
+
+
+async def test_an_attempt_has_ended_when_its_run_is_cancelled_again_and_again():
+    """What still cleans up may use the model, which is freed afterwards."""
+    cleaned, may_end = [], asyncio.Event()
+
+    async def clean_up():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()
+            cleaned.append(True)
+
+    tasks = [asyncio.create_task(clean_up()) for _ in range(2)]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    waiting = asyncio.create_task(trainer._end_of(tasks))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        waiting.cancel()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert cleaned == [True, True]
 
 
 async def test_devices_are_not_asked_to_train_without_a_usable_gradient(

@@ -19,7 +19,8 @@ FILTERED = platform.machine() in ("x86_64", "aarch64")
 UNSHARE = shutil.which("unshare")
 NAMESPACES = bool(UNSHARE) and not subprocess.run([UNSHARE, "-Urpn", "true"]).returncode
 needs_landlock = pytest.mark.skipif(
-    landlock.abi_version() < landlock.TRUNCATE_ABI, reason="this kernel has no Landlock"
+    landlock.abi_version() < landlock.TRUNCATE_ABI,
+    reason="this kernel has no Landlock; use one with CONFIG_SECURITY_LANDLOCK",
 )
 needs_filter = pytest.mark.skipif(not FILTERED, reason="no filter for this architecture")
 needs_namespaces = pytest.mark.skipif(
