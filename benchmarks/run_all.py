@@ -30,7 +30,8 @@ from isthmus.errors import UserError
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "measurements.md"
-BEGIN, END = "<!-- begin of the table of make benchmarks -->\n", "<!-- end of the table -->\n"
+BEGIN = "<!-- begin of the table of make benchmarks -->\n"
+END = "<!-- end of the table -->\n"
 NO_MEASUREMENTS = {
     Path(__file__).name: "runs the others",
     "console_screenshots.py": "draws the pictures of docs/console.md",

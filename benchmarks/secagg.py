@@ -351,7 +351,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     options = command_line.options(__doc__ or "", argv)
     sizes = command_line.of_size(options, full=Sizes(), quick=QUICK, smoke=SMOKE)
-    params, repeats = sizes.params, sizes.repeats
+    params = sizes.params
+    repeats = sizes.repeats
     torch.manual_seed(0)
     comparisons = [client_masking(params, degree, repeats) for degree in sizes.degrees]
     comparisons.append(quantising(params, repeats))

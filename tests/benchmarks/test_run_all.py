@@ -61,7 +61,8 @@ def test_a_script_without_end_is_stopped(folder, monkeypatch):
 
 
 def test_figures_are_recorded_between_two_lines_of_a_page(folder, capsys):
-    file, page = folder / "all.json", folder / "page.md"
+    file = folder / "all.json"
+    page = folder / "page.md"
     run_all.main(["--json", str(file)])
     page.write_text(f"before\n{run_all.BEGIN}old\n{run_all.END}after\n")
     run_all.record(file, page)

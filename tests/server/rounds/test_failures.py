@@ -144,7 +144,8 @@ async def test_a_failure_that_no_other_attempt_changes_decides(
 
 async def test_an_attempt_has_ended_when_its_run_is_cancelled_again_and_again():
     """What still cleans up may use the model, which is freed afterwards."""
-    cleaned, may_end = [], asyncio.Event()
+    cleaned = []
+    may_end = asyncio.Event()
 
     async def clean_up():
         try:

@@ -165,7 +165,10 @@ def test_a_task_sees_no_other_process(in_namespaces):
     assert in_namespaces["ending the agent"] == "ProcessLookupError"
 
 
-@pytest.mark.skipif(landlock.abi_version() < 6, reason="Landlock restricts signals since ABI 6")
+@pytest.mark.skipif(
+    landlock.abi_version() < 6,
+    reason="this Landlock does not restrict signals; use Linux 6.12 or newer",
+)
 def test_without_namespaces_landlock_restricts_signals(without_namespaces):
     assert without_namespaces["ending the agent"] == "PermissionError"
 
@@ -241,7 +244,10 @@ def test_a_directory_that_contains_the_state_is_readable_except_for_it(tmp_path)
     assert list(_without(hidden / "client", hidden)) == []
 
 
-@pytest.mark.skipif(not Path("/usr/include/asm-generic/unistd.h").exists(), reason="no headers")
+@pytest.mark.skipif(
+    not Path("/usr/include/asm-generic/unistd.h").exists(),
+    reason="there are no headers of the kernel; install linux-libc-dev",
+)
 def test_every_number_of_a_system_call_is_that_of_the_kernel():
     """Of aarch64, whose numbers are the generic ones; calls newer than the headers are skipped."""
     header = Path("/usr/include/asm-generic/unistd.h").read_text()
