@@ -8,7 +8,7 @@
 # make chaos  ten minutes of faults for each of SEEDS, by default "1 2 3 4 5"; MINUTES changes the time
 # make crash-sweep  kill each process before and after each of its durable steps
 # make corruption  200 damages to each file of runs, devices and servers; takes about half an hour
-# make benchmarks  every script of benchmarks/ with --quick, as one table with targets; takes about half an hour
+# make benchmarks  every script of benchmarks/ with --quick, as one table with targets; takes about a quarter of an hour
 # make coverage  the tests under coverage; at least 90 % of the product's code
 
 PYTHON ?= python3
@@ -94,7 +94,7 @@ ci: constraints-check test docs oldest
 oldest:
 	@if [ -z "$(OLDEST)" ] || ! $(OLDEST) -c \
 	  'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then \
-	  echo "no other Python on this machine: whole jobs are not tested with the oldest one"; \
+	  echo "no Python 3.11 to 3.14 with venv as OLDEST=$(OLDEST): whole jobs are tested with $(PYTHON) only"; \
 	else $(MAKE) --no-print-directory test-jobs PYTHON=$(OLDEST) VENV=.venv-oldest; fi
 
 # Whole jobs, their failures and their recovery, for example with another Python.

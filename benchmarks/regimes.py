@@ -33,7 +33,7 @@ from regime_simulation import leave_one_out
 from regime_simulation.changes import changed
 from regime_simulation.contenders import PROBLEM_POLICIES, contenders, fixed
 from regime_simulation.curves import Curve, chart
-from regime_simulation.data_sets import DATA_SETS
+from regime_simulation.data_sets import DATA_SETS, folder_of
 from regime_simulation.problems import PROBLEMS, figure_key, load_problems
 from regime_simulation.runs import Row, measure
 from regime_simulation.scenario import Scenario, load, random_scenario
@@ -56,7 +56,6 @@ SAVINGS = "B"
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     options = command_line.options(__doc__ or "", argv, _more_options)
-    folder = command_line.data_folder(options)
     family: list[Scenario] = []
     policies = options.policies.split(",") if options.policies else None
     if options.scenario:
@@ -73,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             random_scenario(number, FAMILY_SEEDS)
             for number in range(options.family, options.family + options.count)
         ]
+    folder = folder_of(options, {scenario.data for scenario in [*named, *family]})
     max_seeds = options.seeds
     if options.quick:
         policies, max_seeds, family = policies or list(QUICK), 1, family[:2]

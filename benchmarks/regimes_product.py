@@ -26,6 +26,7 @@ import torch
 from harness import command_line, figures
 from harness.processes import isthmus
 from regime_simulation import data_sets
+from regime_simulation.data_sets import folder_of
 from regime_simulation.problems import figure_key, load_problems
 from regime_simulation.scenario import Scenario, job_for
 from regime_simulation.simulation import simulate
@@ -50,13 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument("--seeds", type=int, default=3, help="runs of each policy")
 
     options = command_line.options(__doc__ or "", argv, more)
-    folder = command_line.data_folder(options)
     problems, seeds, policies = command_line.of_size(
         options,
         full=(PROBLEMS, options.seeds, POLICIES),
         quick=(QUICK, 1, POLICIES),
         smoke=(QUICK, 1, POLICIES[:1]),
     )
+    folder = folder_of(options, {data for data, _ in problems})
     results: dict[str, float] = {}
     rows = []
     for data, problem in problems:

@@ -6,6 +6,7 @@ standard deviations of the target.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import hashlib
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.command_line import data_folder
 from regime_simulation import readers
 from regime_simulation.readers import Rows
 from regime_simulation.splits import Parts, split_rows
@@ -68,6 +70,18 @@ class DataSet:
             except OSError as error:
                 raise TaskError(f"{error.strerror}: {folder / name}") from None
         return digest.hexdigest()
+
+
+def folder_of(given: argparse.Namespace, names: Iterable[str]) -> Path:
+    """The folder with the files of data sets, or any where they have no files.
+
+    Raises:
+        UserError: no folder is given, or it lacks a file.
+    """
+    files = [file for name in names for file in DATA_SETS[name].files]
+    if files:
+        return data_folder(given, *files)
+    return (given.data or Path()).resolve()
 
 
 def _perceptron(inputs: int, outputs: int, hidden: Sequence[int]) -> nn.Sequential:

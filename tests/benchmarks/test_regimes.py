@@ -341,7 +341,8 @@ def test_a_failed_run_is_reported_and_has_no_figure(data, tmp_path, capsys, monk
 
 def test_missing_files_are_reported_in_one_sentence(tmp_path, capsys):
     assert regimes.main(["--data", str(tmp_path), "--datasets", "heart"]) == 1
-    assert f"No such file or directory: {tmp_path}/heart-disease/clev" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"there is no heart-disease/cleveland.csv in {tmp_path}; give the folder" in error
 
 
 def test_a_curve_is_the_mean_of_its_runs_up_to_the_end_of_the_shortest():

@@ -28,7 +28,7 @@ ELSEWHERE = {
     "simulation": {"speedup/<flower|pfl>/<mlp|cnn>", "accuracy_gap/<flower|pfl>/<mlp|cnn>"},
 }
 """Figures that `--smoke` does not measure."""
-READS_DATA = ("compression", "privacy_utility", "regimes", "regimes_product", "simulation")
+READS_DATA = ("compression", "privacy_utility", "regimes", "simulation")
 NEEDS = (
     ("ghost_clipping", "opacus", "opacus"),
     ("personal", "sklearn", "scikit-learn"),
@@ -110,6 +110,8 @@ def test_missing_data_are_one_sentence(name, monkeypatch, capsys, tmp_path):
     assert "needs data sets" in one_sentence(capsys, name)
     assert script.main(["--smoke", "--data", str(tmp_path / "no")]) == 1
     assert f"there is no folder {tmp_path}/no; give" in one_sentence(capsys, name)
+    assert script.main(["--smoke", "--data", str(tmp_path)]) == 1
+    assert f"in {tmp_path}; give" in one_sentence(capsys, name)
 
 
 @pytest.mark.parametrize(("name", "module", "package"), NEEDS)
