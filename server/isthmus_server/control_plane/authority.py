@@ -19,6 +19,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
@@ -93,6 +94,8 @@ def _make(directory: Path, names: Iterable[x509.GeneralName], serves: str | None
         .add_extension(x509.SubjectAlternativeName([stated]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(authority=True), critical=True)
+        .add_extension(_subject_key(key.public_key()), critical=False)
+        .add_extension(_authority_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
     write_private_file(draft / _AUTHORITY, tls.key_pem(key) + tls.pem(certificate))
@@ -206,6 +209,7 @@ class CertificateAuthority:
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(authority=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .add_extension(_authority_key(self._key.public_key()), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         return tls.pem(certificate), tls.subject_of(certificate)
@@ -260,6 +264,7 @@ class CertificateAuthority:
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(authority=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+            .add_extension(_authority_key(self._key.public_key()), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         write_private_file(self.directory / _SERVER, tls.key_pem(key) + tls.pem(certificate))
@@ -290,6 +295,16 @@ def _builder(life: datetime.timedelta, now: float) -> x509.CertificateBuilder:
         .not_valid_before(issued - abs(life))
         .not_valid_after(issued + life)
     )
+
+
+def _subject_key(key: ec.EllipticCurvePublicKey) -> x509.SubjectKeyIdentifier:
+    """Which RFC 5280 requires of an authority, and Python 3.13 and newer check."""
+    return x509.SubjectKeyIdentifier.from_public_key(key)
+
+
+def _authority_key(key: ec.EllipticCurvePublicKey) -> x509.AuthorityKeyIdentifier:
+    """The issuer's key, which RFC 5280 requires of what it issues."""
+    return x509.AuthorityKeyIdentifier.from_issuer_public_key(key)
 
 
 def _usage(*, authority: bool) -> x509.KeyUsage:

@@ -18,6 +18,7 @@ from isthmus_server.observability.listener import OperatorsOnly
 def read(port, authority, member=None):
     """Status and text of an answer to a caller with or without a certificate."""
     context = ssl.create_default_context(cadata=tls.pem(authority).decode())
+    context.verify_flags |= ssl.VERIFY_X509_STRICT  # the default from Python 3.13 on
     if member is not None:
         context.load_cert_chain(member.directory / "credentials.pem")
     connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30.0, context=context)

@@ -20,6 +20,7 @@ from isthmus_server.observability.observers import Observers
 def read(url, authority, member=None):
     """Status and text of an answer to a caller with or without a certificate."""
     context = ssl.create_default_context(cadata=tls.pem(authority).decode())
+    context.verify_flags |= ssl.VERIFY_X509_STRICT  # the default from Python 3.13 on
     if member is not None:
         context.load_cert_chain(member.directory / "credentials.pem")
     try:
