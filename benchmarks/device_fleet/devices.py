@@ -184,7 +184,20 @@ class IdleDevice:
         pass
 
 
-class InstrumentedUplink(Uplink):
+class UpdateSendingUplink(Uplink):
+    """An uplink whose subclasses say how an update is sent when the server asks for it."""
+
+    async def _take(self, stream: Stream, message: link_pb2.Envelope | Piece) -> None:
+        if isinstance(message, link_pb2.Envelope) and message.HasField("pull"):
+            stream.spawn(self._send_update(stream, message.pull))
+        else:
+            await super()._take(stream, message)
+
+    async def _send_update(self, stream: Stream, pull: link_pb2.Pull) -> None:
+        raise NotImplementedError
+
+
+class InstrumentedUplink(UpdateSendingUplink):
     """An uplink that records its replies and can hold back its updates."""
 
     worker: IdleDevice
@@ -196,12 +209,6 @@ class InstrumentedUplink(Uplink):
             progress = self.worker.group.round(job.request)
             progress.replied += 1
             progress.replied_at = time.monotonic()
-
-    async def _take(self, stream: Stream, message: link_pb2.Envelope | Piece) -> None:
-        if isinstance(message, link_pb2.Envelope) and message.HasField("pull"):
-            stream.spawn(self._send_update(stream, message.pull))
-        else:
-            await super()._take(stream, message)
 
     async def _send_update(self, stream: Stream, pull: link_pb2.Pull) -> None:
         group, round_ = self.worker.group, self.worker.round

@@ -13,16 +13,15 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from device_fleet.devices import DeviceGroup, IdleDevice, value
+from device_fleet.devices import DeviceGroup, IdleDevice, UpdateSendingUplink, value
 from device_fleet.server import BenchmarkServer, report
 from harness.processes import Program
 from safetensors.numpy import load_file
 
 from isthmus.identity.membership import Membership
-from isthmus.transport.blobs import BROADCAST_BYTES, SMALL_BYTES, Buffer, Piece, chunk_size
+from isthmus.transport.blobs import BROADCAST_BYTES, SMALL_BYTES, Buffer, chunk_size
 from isthmus.transport.requests import send_result
 from isthmus.transport.stream import Stream
-from isthmus.transport.uplink import Uplink
 from isthmus.wire import link_pb2
 
 
@@ -83,7 +82,7 @@ class CuttableProxy:
         self._open.discard(sink)
 
 
-class InterruptedUplink(Uplink):
+class InterruptedUplink(UpdateSendingUplink):
     """An uplink that has its connection cut once at each of the given offsets."""
 
     proxy: CuttableProxy
@@ -93,12 +92,6 @@ class InterruptedUplink(Uplink):
     def _chunk(self, stream: Stream, chunk: link_pb2.Chunk) -> None:
         super()._chunk(stream, chunk)
         self._transferred("down", chunk.offset + len(chunk.data))
-
-    async def _take(self, stream: Stream, message: link_pb2.Envelope | Piece) -> None:
-        if isinstance(message, link_pb2.Envelope) and message.HasField("pull"):
-            stream.spawn(self._send_update(stream, message.pull))
-        else:
-            await super()._take(stream, message)
 
     async def _send_update(self, stream: Stream, pull: link_pb2.Pull) -> None:
         reporting = _OffsetReportingStream(stream, pull.offset, self._transferred)

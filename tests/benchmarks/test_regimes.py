@@ -1,7 +1,6 @@
 """The benchmark of the regimes runs a tiny scenario on synthetic letters."""
 
 import json
-import random
 
 import pytest
 import regimes
@@ -22,21 +21,6 @@ SMALL = Scenario(
     federated=Federated(cohort=3, steps=3),
     run=Run(ticks=7, budget=4.0),
 )
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Rows in the form of UCI letter recognition: each letter is near its own point."""
-    draw = random.Random(1)
-    middles = [[draw.randint(2, 13) for _ in range(16)] for _ in range(26)]
-    lines = []
-    for _ in range(5500):
-        letter = draw.randrange(26)
-        cells = [str(value + draw.randint(-1, 1)) for value in middles[letter]]
-        lines.append(",".join([chr(ord("A") + letter), *cells]))
-    folder = tmp_path_factory.mktemp("letters")
-    (folder / "letter-recognition.data").write_text("\n".join(lines) + "\n")
-    return folder
 
 
 def test_the_same_seed_gives_the_same_figures(data):
