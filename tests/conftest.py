@@ -1,5 +1,6 @@
 """What most tests start from: a small task on disk and a job that names it."""
 
+import gc
 import sys
 from collections import Counter
 from pathlib import Path
@@ -41,6 +42,12 @@ def pytest_collection_modifyitems(items):
         return next(found, len(SLOWEST_FIRST))
 
     items.sort(key=place)
+
+
+def pytest_collection_finish():
+    """Modules and tests stay: the garbage of one test is found without looking at all of them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

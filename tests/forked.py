@@ -7,6 +7,7 @@ shell starts it is told by the tests of the docs.
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import sys
@@ -98,6 +99,7 @@ def _become(
     namespaces: dict[str, int],
     umask: int | None,
 ) -> None:
+    gc.freeze()  # of what the modules hold nothing is garbage
     _enter(namespaces)
     if umask is not None:
         os.umask(umask)

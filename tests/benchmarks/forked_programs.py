@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import signal
@@ -61,6 +62,7 @@ def start(
 def _become(
     command: Sequence[str], outputs: list[Connection], environment: dict[str, str], folder: Path
 ) -> None:
+    gc.freeze()
     os.setsid()
     die_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)

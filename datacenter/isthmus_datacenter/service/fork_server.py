@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import multiprocessing
 import os
@@ -162,6 +163,7 @@ def _serve(pipe: Connection, inherited_end: Connection | None) -> NoReturn:
         inherited_end.close()
     from isthmus_datacenter.service import elastic_agent
 
+    gc.freeze()  # a collection would write to memory that all forks share until then
     context = multiprocessing.get_context("fork")
     while True:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import importlib
 import itertools
 import json
@@ -169,6 +170,8 @@ def _serve(
     os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
     os.setsid()  # Ctrl-C is for the server, which then ends this process
     server_end.close()
+    # A collection would write to the memory of every module, which all forks share until then.
+    gc.freeze()
     running: dict[int, int] = {}
     fork_server = os.getpid()
     while True:

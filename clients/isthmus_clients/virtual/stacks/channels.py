@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+from isthmus_clients.virtual.stacks.recorded_step import trace
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +36,10 @@ def record_by_channels(
     """
     try:
         with StackedChannels():
-            return make_fx(step)(*arguments), True
+            return trace(step, arguments), True
     except Exception:  # whatever it is, the task gets its own errors from PyTorch's rules
         log.debug("convolutions are recorded with the rules of PyTorch", exc_info=True)
-    return make_fx(step)(*arguments), False
+    return trace(step, arguments), False
 
 
 class _Rectified(NamedTuple):

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.data import Dataset
 
 from isthmus.errors import TaskError
@@ -24,7 +23,13 @@ from isthmus_clients.virtual.stacks.captured_step import captured
 from isthmus_clients.virtual.stacks.channels import record_by_channels
 from isthmus_clients.virtual.stacks.grouped_convolution import use_products
 from isthmus_clients.virtual.stacks.randomness import Predictable, no_other_generators
-from isthmus_clients.virtual.stacks.recorded_step import descent, is_random, simplified, step_bytes
+from isthmus_clients.virtual.stacks.recorded_step import (
+    descent,
+    is_random,
+    simplified,
+    step_bytes,
+    trace,
+)
 from isthmus_clients.virtual.stacks.scripted_step import Step, scripted
 
 Stacked = dict[str, torch.Tensor]
@@ -268,7 +273,7 @@ class Gradients:
             if self._by_channels:
                 recorded, self._by_channels = record_by_channels(step, arguments)
             else:
-                recorded = make_fx(step)(*arguments)
+                recorded = trace(step, arguments)
             gradients = simplified(recorded)
         use_products(gradients)
         self.are_random |= is_random(gradients)

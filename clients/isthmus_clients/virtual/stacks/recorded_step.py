@@ -1,4 +1,4 @@
-"""Make the recorded computation of a step faster, and tell how much memory it takes.
+"""Record the computation of a step, make it faster, and tell how much memory it takes.
 
 Shape legend: K = devices of a stack.
 """
@@ -9,9 +9,13 @@ import copy
 import itertools
 import math
 import operator
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.shape_prop import TensorMetadata
 
 aten = torch.ops.aten
@@ -38,6 +42,14 @@ _CREATED: dict[object, float] = {
 """The values of what is made from the shape and dtype of an operand."""
 _CONSTANT_BYTES = 1 << 16
 """Most bytes of a constant that is kept."""
+
+
+def trace(step: Callable[..., Any], arguments: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """Record the operations of a step while it is computed with these arguments."""
+    # `make_fx` describes each result by a fake tensor. Without a mode for all of them it makes a
+    # mode for each, with the stack of its caller, which takes half of the time.
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+        return make_fx(step)(*arguments)
 
 
 def simplified(recorded: torch.fx.GraphModule) -> torch.fx.GraphModule:
