@@ -261,12 +261,13 @@ async def test_the_text_of_an_exception_never_reaches_the_server(
         assert reply.failure.reason == WITHHELD
     elif protected:
         assert reply.trained == link_pb2.Trained(secure=reply.trained.secure)
-    assert SECRET in caplog.text
+    # gRPC logs by itself when a loop closes while its poller has an event for it.
+    logged = [each for each in caplog.records if each.name.startswith("isthmus")]
+    text = "\n".join(each.getMessage() for each in logged)
+    assert SECRET in text
     if protected:
-        assert caplog.text.count("Traceback") == 1
-        assert (
-            "isthmus_clients" not in caplog.text.partition("Traceback")[2]
-        )  # only the task's lines
+        assert text.count("Traceback") == 1
+        assert "isthmus_clients" not in text.partition("Traceback")[2]  # only the task's lines
 
 
 async def test_refusals_that_depend_on_the_request_only_keep_their_sentence(attacker):
