@@ -204,7 +204,8 @@ def _membership(
     member = None
     if (state / "membership").exists():
         member = Membership(state / "membership")
-        server, name = server or member.server, name or member.name
+        server = server or member.server
+        name = name or member.name
     if server is None:
         raise UserError(
             "join a server first (isthmus datacenter join HOST:PORT TOKEN --state DIR), or give "

@@ -52,9 +52,12 @@ def check(job: Job, task: Task, base: Path) -> str:
     check_round_length(job, task, model)
     load_extension(job.federated, division.exchanged)
     check_budgets(job)
-    vector, on_devices, left_out = _device_metrics(job, task), [], []
+    vector = _device_metrics(job, task)
+    on_devices = []
+    left_out = []
     if vector is not None:
-        on_devices, left_out = vector.figure_names, vector.left_out
+        on_devices = vector.figure_names
+        left_out = vector.left_out
     check_followed_metrics(job, task, policy, vector)
     batch = job.evaluation.batch_size
     metrics = HeldOut(task).measure(
@@ -90,7 +93,8 @@ def _check_population(job: Job) -> None:
     Raises:
         JobError: it is too small for a cohort, or too few of it are connected.
     """
-    simulation, federated = job.simulation, job.federated
+    simulation = job.simulation
+    federated = job.federated
     if "simulation" not in job.model_fields_set:
         return
     if simulation.clients is not None or federated.clients >= federated.cohort:

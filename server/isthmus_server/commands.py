@@ -289,7 +289,8 @@ def prepare() -> None:
 def loaded_job(path: Path, overrides: tuple[str, ...]) -> Job:
     """Load a job; a missing task is reported before PyTorch is imported, which takes seconds."""
     job = load_job(path, overrides)
-    flower, base = job.federated.flower, path.resolve().parent
+    flower = job.federated.flower
+    base = path.resolve().parent
     if flower is None or flower.server_app is None:
         check_named(job.task.source, "task.source", base=base)
     else:

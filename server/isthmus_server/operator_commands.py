@@ -131,7 +131,8 @@ class OperatorClient:
                 raise UserError(
                     f"the {what} of {job} has {head.size / 1e6:.1f} MB; allow them with --max-mb"
                 )
-            digest, left = hashlib.sha256(), head.size
+            digest = hashlib.sha256()
+            left = head.size
             with part.open("wb") as file:
                 for data in call:
                     received = pb.FetchReply.FromString(data).data
@@ -342,7 +343,8 @@ def resume(job: str, state: Path) -> None:
 @_STATE
 def fetch(job: str, output: Path | None, max_mb: int, state: Path) -> None:
     """Fetch the report of JOB, and its final model, model.safetensors, when it has finished."""
-    client, folder = OperatorClient(state), output or Path(job)
+    client = OperatorClient(state)
+    folder = output or Path(job)
     if Path(job).name != job:
         raise UserError(f"{job!r} is not the id of a job; see `isthmus jobs`")
     folder.mkdir(parents=True, exist_ok=True)

@@ -269,9 +269,11 @@ def _request(
         raise UserError(f"--run-dir {run_dir} is no directory of a run; name one below it")
     if scheduler == "slurm":
         check_here(loaded_job(job, overrides))
-        job, run_dir = job.resolve(), run_dir.resolve()
+        job = job.resolve()
+        run_dir = run_dir.resolve()
     else:
-        job, run_dir = path_of_pods("JOB", job), path_of_pods("--run-dir", run_dir)
+        job = path_of_pods("JOB", job)
+        run_dir = path_of_pods("--run-dir", run_dir)
         changes: dict[str, Any] = {}
         for each in overrides:  # the job itself need not be on this machine
             apply_override(changes, each)

@@ -53,7 +53,9 @@ class Population:
         self.count = fleet.count
         self.connected = job.simulation.connections(fleet.count, job.federated.invited)
         """Number of devices that are connected at the same time."""
-        self._seed, self._link, self._fleet = job.seed, link, fleet
+        self._seed = job.seed
+        self._link = link
+        self._fleet = fleet
         self._offline_seconds = job.simulation.offline_seconds
         self._present: set[int] = set()
         """Devices that are connected, or will be when they are back."""

@@ -55,7 +55,10 @@ class SimulationProgress:
 
     def __init__(self, console: Console, job: Job, fleet: VirtualFleet, clock: Clock) -> None:
         """Set up; call it with each event."""
-        self._console, self._job, self._fleet, self._clock = console, job, fleet, clock
+        self._console = console
+        self._job = job
+        self._fleet = fleet
+        self._clock = clock
         self._began = self._said = time.monotonic()
         self._simulated_from = clock.now()
         self._rounds = 0

@@ -54,9 +54,11 @@ def crew_or_train(
     if loaded is None or file is None:
         assert run_dir is not None
         description = RunDescription.read(run_dir)
-        job, base = description.job, description.base
+        job = description.job
+        base = description.base
     else:
-        job, base = loaded, file.resolve().parent
+        job = loaded
+        base = file.resolve().parent
     check_for_ranks(job)
     about = RankDescription.of(job, base)
     if place.rank:
@@ -116,10 +118,8 @@ class RankCrew:
     @property
     def in_words(self) -> str:
         """How many ranks there are, and what they train on."""
-        ranks, machines = (
-            len(self._described),
-            len({each.host for each in self._described.values()}),
-        )
+        ranks = len(self._described)
+        machines = len({each.host for each in self._described.values()})
         on = "core" if self.device == "cpu" else "GPU"
         return f"devices train in ranks: {ranks}, each on a {on}; machines: {machines}"
 
@@ -228,7 +228,8 @@ class _RankWorker(PieceWorker):
 
     def __init__(self, crew: RankCrew, name: str, channel: Channel, layout: TensorLayout) -> None:
         super().__init__(channel, layout)
-        self._crew, self.name = crew, name
+        self._crew = crew
+        self.name = name
 
     def blocks(self, batch: Sequence[DeviceTraining]) -> Sequence[int]:
         """See `PieceWorker`."""

@@ -63,7 +63,8 @@ class RankDescription:
         Raises:
             UserError: it does; the first difference.
         """
-        where, others = f"rank {rank} on {self.host}", f"rank 0 on {first.host}"
+        where = f"rank {rank} on {self.host}"
+        others = f"rank 0 on {first.host}"
         for name, own, other in (
             ("Isthmus", self.version, first.version),
             ("PyTorch", self.torch, first.torch),

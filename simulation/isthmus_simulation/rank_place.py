@@ -110,7 +110,8 @@ class RankPlace:
                 f"rank {self.rank} has waited {START_SECONDS:g} s for rank 0; see what rank 0 says"
             ) from None
         address = json.loads(store.get(_ADDRESS))
-        host, port = address["host"], address["port"]
+        host = address["host"]
+        port = address["port"]
         try:
             connected = socket.create_connection((host, port), _CONNECT_SECONDS)
         except OSError as error:

@@ -99,7 +99,9 @@ def _end(status: int = 0) -> NoReturn:
 
 
 def _serve(channel: Channel, base: Path, device: str) -> NoReturn:
-    trainer, received, most = None, bytearray(), 0
+    trainer = None
+    received = bytearray()
+    most = 0
     while True:
         request = PieceRequest.decode(channel.receive())
         if request.kind == "model":

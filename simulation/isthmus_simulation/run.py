@@ -136,7 +136,9 @@ class Simulation:
         """
         torch.set_num_threads(1)  # as real devices
         keep_freed_memory()
-        store, job, link = self.store, self.store.job, InProcessLink()
+        store = self.store
+        job = self.store.job
+        link = InProcessLink()
         observers = observers or Observers(Console(quiet=True))
         events = SimulationEvents()
         async with contextlib.AsyncExitStack() as stack:

@@ -275,7 +275,8 @@ class ActiveRun:
             PeerMisbehaved: other elements are wanted, or coarser ones; finer ones are wanted before
                 the magnitude of updates is known.
         """
-        compression, codec = self.job.federated.compression, config.codec
+        compression = self.job.federated.compression
+        codec = config.codec
         if codec is None:
             return
         if (

@@ -91,8 +91,12 @@ class Agent:
                 that as long as this process runs, as it does the `account`.
             account: what training has cost the examples of this device.
         """
-        self._shares, self.participant, self._group = shares, participant, group
-        self.hours, self.tasks, self._account = hours, tasks, account or ExamplesAccount(None)
+        self._shares = shares
+        self.participant = participant
+        self._group = group
+        self.hours = hours
+        self.tasks = tasks
+        self._account = account or ExamplesAccount(None)
         self._active: ActiveRun | None = None
         self._guard = guard
         self._log_file = log_file
@@ -102,7 +106,8 @@ class Agent:
         self._secure = SecureSessions(
             participant.name, signing_key, history_file, privacy, threads, residuals
         )
-        pause, states = self._throttle.pause, states or PersonalStates(None)
+        pause = self._throttle.pause
+        states = states or PersonalStates(None)
         self.host = host or InProcessHost(
             participant, data, tasks, threads, pause, device, states, shares=shares
         )
@@ -160,7 +165,8 @@ class Agent:
             if task_delivery.should_fetch(request.open, self.tasks, self._guard):
                 return bytearray(size)
             return None
-        active, room = self._active, 0
+        active = self._active
+        room = 0
         if active is not None and kind == "train_local":
             room = active.room_for(request)
         # The owner's limits are for the update, too, which is as large as the whole model.
@@ -217,7 +223,8 @@ class Agent:
             async with self._working:
                 return await asyncio.to_thread(self._open, request.open, model), None
         if kind == "train_local":
-            model, run = self._received(request, model), self._run(request.train_local.run_id)
+            model = self._received(request, model)
+            run = self._run(request.train_local.run_id)
             async with self._working:
                 model = await self.models.whole(self.host, run, request, model)
                 return await self._throttled(self._train, request, model, progress)

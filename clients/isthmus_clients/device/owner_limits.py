@@ -255,7 +255,8 @@ class LimitsGuard:
         self._use(0, size)
 
     def _check_now(self) -> None:
-        limits, now = self.limits, self.now()
+        limits = self.limits
+        now = self.now()
         hours = [Hours.parse(text) for text in limits.hours]
         if hours and not any(_is_open(interval, now) for interval in hours):
             raise AdmissionRefused(f"its owner's hours are {', '.join(limits.hours)} (UTC)")
@@ -270,7 +271,8 @@ class LimitsGuard:
             return
         today = datetime.fromtimestamp(self.now(), UTC).date().isoformat()
         rounds, used = self._used(today)
-        rounds, used = rounds + more_rounds, used + more_bytes
+        rounds += more_rounds
+        used += more_bytes
         if limits.rounds_per_day is not None and rounds > limits.rounds_per_day:
             raise AdmissionRefused(f"its owner allows {limits.rounds_per_day} rounds a day")
         if limits.bytes_per_day is not None and used > limits.bytes_per_day:
@@ -311,7 +313,8 @@ def _is_open(hours: Hours, now: float) -> bool:
     for day in (at, at - timedelta(days=1)):  # a night belongs to the day on which it begins
         if hours.days and DAYS[day.weekday()] not in hours.days:
             continue
-        opens, closes = _at(day, hours.opens), _at(day, hours.closes)
+        opens = _at(day, hours.opens)
+        closes = _at(day, hours.closes)
         if closes <= opens:
             closes += timedelta(days=1)
         if opens <= at < closes:

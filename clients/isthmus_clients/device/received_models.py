@@ -66,11 +66,13 @@ class ReceivedModels:
             UpdateError: the changes lead to another model than the announced one, or the model
                 before them is no longer here.
         """
-        change, model = self._change(request), request.train_local.model
+        change = self._change(request)
+        model = request.train_local.model
         if len(received) >= run.layout.nbytes:
             await asyncio.to_thread(self._keep, run, model, received)
             return received
-        kept, self._model = self._model, None
+        kept = self._model
+        self._model = None
         if change is None or kept is None:
             raise UpdateError("the model before the received change is not here any more")
         memory = host.buffer(len(kept), run.room_for(request))
@@ -86,7 +88,8 @@ class ReceivedModels:
     def _advance(
         self, run: ActiveRun, kept: bytearray, changes: Buffer, model: link_pb2.Blob
     ) -> None:
-        codec, view = run.change_codec, memoryview(changes)
+        codec = run.change_codec
+        view = memoryview(changes)
         vector = run.layout.decode(kept)
         try:
             while view:
@@ -95,7 +98,8 @@ class ReceivedModels:
             raise UpdateError(f"the changes of its model cannot be used: {error}") from error
         if hashlib.sha256(kept).digest() != model.sha256:
             raise UpdateError("the changes of its model do not lead to the announced model")
-        self._model, self._sha256 = kept, model.sha256
+        self._model = kept
+        self._sha256 = model.sha256
 
     def _keep(self, run: ActiveRun, model: link_pb2.Blob, received: Buffer) -> None:
         """Keep a copy of a model that was received whole, if changes of it can follow."""
@@ -106,7 +110,8 @@ class ReceivedModels:
         if self._model is None or len(self._model) != len(received):
             self._model = bytearray(len(received))
         self._model[:] = received
-        self._run_id, self._sha256 = run.run_id, model.sha256
+        self._run_id = run.run_id
+        self._sha256 = model.sha256
 
     def _change(self, request: link_pb2.Request) -> link_pb2.ModelChange | None:
         """The change in a request that begins at the model that is here."""

@@ -31,7 +31,8 @@ MAX_RUNS = 8
 """Runs of one device whose residuals are kept, those used last."""
 
 NO_SUM = (0, 0)
-_NAME, _SHARE = "residual", "share"
+_NAME = "residual"
+_SHARE = "share"
 _SUFFIX = ".safetensors"
 
 
@@ -142,11 +143,13 @@ class Residual:
         Raises:
             OSError: it cannot be written.
         """
-        left, share = self.vector, torch.tensor(-self._share, dtype=torch.float64)
+        left = self.vector
+        share = torch.tensor(-self._share, dtype=torch.float64)
         if self._unsent is not None and sent is not None:
             left = self._unsent.sub_(sent)
             share.neg_()
-        name, data = _file_name(about), save({_NAME: left.contiguous(), _SHARE: share})
+        name = _file_name(about)
+        data = save({_NAME: left.contiguous(), _SHARE: share})
         data = hashlib.sha256(data).digest() + data
         if self._folder is None:
             base = self._memory.get(self._base)
@@ -167,14 +170,18 @@ class Residual:
                 data = self._memory[self._base]
             else:
                 data = (self._folder / self._base).read_bytes()
-            digest, data = data[:32], data[32:]
+            digest = data[:32]
+            data = data[32:]
             if hashlib.sha256(data).digest() != digest:
                 raise ValueError("it is damaged")
             tensors = load(data)
-            vector, share = tensors[_NAME], float(tensors[_SHARE])
+            vector = tensors[_NAME]
+            share = float(tensors[_SHARE])
             if vector.shape != (size,) or vector.dtype != torch.float32:
                 raise ValueError("it is of another model")
-            self.vector, self._share, self._was_usable = vector, abs(share), share > 0
+            self.vector = vector
+            self._share = abs(share)
+            self._was_usable = share > 0
         except (KeyError, OSError, SafetensorError, ValueError) as error:
             log.warning(
                 "what was left of this device's updates before is not sent any more: %s of the "

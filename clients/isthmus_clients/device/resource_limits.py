@@ -66,7 +66,9 @@ class CpuThrottle:
     ) -> None:
         """`percent` of one core; `used()` is CPU time in seconds, of all threads."""
         self._percent = percent
-        self._used, self._now, self._sleep = used, now, sleep
+        self._used = used
+        self._now = now
+        self._sleep = sleep
         self._since = 0.0, 0.0
         self.begin()
 

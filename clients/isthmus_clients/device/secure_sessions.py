@@ -125,7 +125,8 @@ class SecureSessions:
         from isthmus_privacy.slots import MEASURING_SLOTS
 
         work = request.train_local
-        about, scale = (work.run_id, work.round, work.attempt), work.gradient_scale
+        about = (work.run_id, work.round, work.attempt)
+        scale = work.gradient_scale
         group = work.group
         run.check_group(group, RoundConfig.from_bytes(work.secure).clients_min)
         purpose = TrainingPurpose(
@@ -283,7 +284,8 @@ class SecureSessions:
         from isthmus_privacy.secagg.encoding import lost_in_clipping
         from isthmus_privacy.slots import GRADIENT_LOST, MAGNITUDE, WITHIN_CLIP
 
-        config, privacy = attempt.config, run.job.privacy
+        config = attempt.config
+        privacy = run.job.privacy
         seed = self.seed(run, config.round)
         figures = dict.fromkeys((slot.name for slot in config.slots), 0.0)
         if result is None:

@@ -31,9 +31,12 @@ def should_fetch(work: link_pb2.OpenRun, tasks: Path | None, guard: LimitsGuard 
     """
     if tasks is None or guard is None:  # the server has started this device itself
         return False
-    job, offer, limits = read_job(work.job), work.package, guard.limits
+    job = read_job(work.job)
+    offer = work.package
+    limits = guard.limits
     guard.check_job(job)
-    name, author = packages.name_of(job), offer.author.hex()
+    name = packages.name_of(job)
+    author = offer.author.hex()
     try:
         installed = packages.installed(tasks, name)
     except AdmissionRefused:  # the owner has changed it

@@ -131,7 +131,8 @@ def train_in(
     """
     from isthmus_clients.training.local_run import pieces
 
-    view, layout = memoryview(memory), run.layout
+    view = memoryview(memory)
+    layout = run.layout
     room = layout.gradient_room if work.gradient_scale else 0
     model, *gradient = pieces(layout, view[room:])
     # The update replaces the model, which the room in front completes to the result.
@@ -240,7 +241,8 @@ class InProcessHost:
 
     def buffer(self, size: int, room: int = 0) -> Buffer:
         """See `TaskHost.buffer`."""
-        spare, self._spare = self._spare, None
+        spare = self._spare
+        self._spare = None
         fits = spare is not None and len(spare) == room + size
         memory = spare if spare is not None and fits else self._new_memory(room + size)
         return memoryview(memory)[room:]

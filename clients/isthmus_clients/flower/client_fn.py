@@ -62,7 +62,8 @@ def _current_format(records: RecordDict, output: str, names: list[str]) -> Recor
     if status["code"]:  # Code.OK is 0
         raise TaskError(f"the client answered: {str(status['message']) or 'no reason'}")
     examples = records.metric_records[f"{output}.num_examples"]["num_examples"]
-    metrics, other = MetricRecord({"num-examples": examples}), ConfigRecord()
+    metrics = MetricRecord({"num-examples": examples})
+    other = ConfigRecord()
     if output == "evaluateres":
         metrics["loss"] = records.metric_records[f"{output}.loss"]["loss"]
     for name, value in records.config_records[f"{output}.metrics"].items():

@@ -48,7 +48,8 @@ class ExamplesAccount:
             delta: of that limit.
         """
         self._directory = directory
-        self._epsilon, self._delta = epsilon, delta
+        self._epsilon = epsilon
+        self._delta = delta
         self._ledger: Ledger | None = None
         self._in_memory: list[Charge] = []
 
@@ -102,7 +103,8 @@ class ExamplesAccount:
 
     def _check(self, plan: DeviceExamplesPlan, run: str, charges: list[Charge]) -> None:
         """Refuse a participation that would exceed a budget, in sentences without its numbers."""
-        privacy, after = plan.privacy, [plan.event]
+        privacy = plan.privacy
+        after = [plan.event]
         of_run = [_event(each) for each in charges if each.run == run]
         if epsilon_of_steps(of_run + after, privacy.delta) > privacy.epsilon:
             refusal.refuse(
@@ -169,7 +171,8 @@ def _epsilon(charges: list[Charge], delta: float) -> float:
 
 
 def _head(directory: Path) -> LedgerHead | None:
-    path, head = directory / LEDGER_NAME, directory / _HEAD_NAME
+    path = directory / LEDGER_NAME
+    head = directory / _HEAD_NAME
     known = LedgerHead.of(head.read_text(errors="replace")) if head.exists() else None
     if known is None and (head.exists() or (path.exists() and path.stat().st_size)):
         raise LedgerDamaged(

@@ -57,7 +57,9 @@ def begin_history(member: Membership) -> Path:
         UserError: a history was begun, and its files or its head are missing; or they cannot be
             written.
     """
-    path, head, state = member.history, head_of(member.history), str(member.directory)
+    path = member.history
+    head = head_of(member.history)
+    state = str(member.directory)
     if not head.exists():
         if member.has_history or path.exists():
             lost = f"{head} is" if path.exists() else f"{path} and {head.name} are"
@@ -82,7 +84,8 @@ def replace_history(member: Membership) -> Path | None:
     Raises:
         UserError: they cannot be moved, or the new ones not written.
     """
-    path, moved = member.history, member.directory / "old-history"
+    path = member.history
+    moved = member.directory / "old-history"
     present = [file for file in (path, head_of(path)) if file.exists()]
     try:
         for file in present:

@@ -88,7 +88,8 @@ class HistoryLog:
                 f"this device cannot record which sums it was in ({error.strerror}), and does "
                 "not aggregate without that record"
             ) from None
-        self._end, self._size = end, self._size + len(end.line(body))
+        self._end = end
+        self._size += len(end.line(body))
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -96,10 +97,12 @@ class HistoryLog:
         data = self._path.read_bytes() if self._path.exists() else b""
         heads = self._read_head()
         *lines, tail = data.split(b"\n")
-        before, end = None, LogEnd()
+        before = None
+        end = LogEnd()
         for line in lines:
             body = line[65:]
-            before, end = end, end.then(body)
+            before = end
+            end = end.then(body)
             if end.line(body) != line + b"\n":
                 raise ValueError(f"line {end.count} does not follow the one before")
             self.entries.append(_decode(body))
@@ -107,7 +110,8 @@ class HistoryLog:
         one_more = not tail and heads == [before]
         if end not in heads and not one_more:
             raise ValueError(f"it has {len(lines)} complete lines, which is not where it ended")
-        self._end, self._size = end, len(data) - len(tail)
+        self._end = end
+        self._size = len(data) - len(tail)
         if tail:  # it stopped while it wrote a line that nothing depends on yet
             os.truncate(self._path, self._size)
         if one_more or len(heads) > 1:
@@ -118,7 +122,8 @@ class HistoryLog:
         kept = essential(self.entries)
         if len(self.entries) - len(kept) < max(_MIN_COMPACTED, len(kept)):
             return
-        end, lines = LogEnd(), []
+        end = LogEnd()
+        lines = []
         for entry in kept:
             body = _encode(entry)
             end = end.then(body)
@@ -127,7 +132,8 @@ class HistoryLog:
         try:
             write_head(self._path, self._end, end)  # whichever log is there after a crash
             write_private_file(self._path, data)
-            self._end, self._size = end, len(data)
+            self._end = end
+            self._size = len(data)
             write_head(self._path, end)
         except OSError as error:
             log.warning("%s stays long: %s", self._path, error.strerror)

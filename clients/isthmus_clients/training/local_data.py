@@ -73,12 +73,15 @@ class LocalData:
         Raises:
             TaskError: there is none, or it is iterable and the job has no number of steps.
         """
-        self._task, self._settings, self._device = task, job.federated, device
+        self._task = task
+        self._settings = job.federated
+        self._device = device
         self.dataset: Dataset[Any]
         own_rows = type(task).statistics_data is not Task.statistics_data
         self._stream: IterableDataset[Any] | None = None
         if job.statistics.collect and own_rows:
-            self.dataset, self.examples = TensorDataset(torch.zeros(1)), 1
+            self.dataset = TensorDataset(torch.zeros(1))
+            self.examples = 1
             return
         with user_code("local_data()"):
             self.dataset = task.local_data(participant)
@@ -116,7 +119,8 @@ class LocalData:
     @property
     def first_pass_examples(self) -> int:
         """The number of examples of `first_pass`."""
-        size, steps = self._settings.batch_size, self._settings.local_steps
+        size = self._settings.batch_size
+        steps = self._settings.local_steps
         if self._stream is not None:
             return self.examples
         return self.order.length if steps is None else min(self.order.length, steps * size)

@@ -101,7 +101,8 @@ class DeviceRun:
             "this device",
             on_device=True,
         )
-        self.layout, self.personal = division.exchanged, division.personal
+        self.layout = division.exchanged
+        self.personal = division.personal
         check_agreed(self.personal, work.personal)
         self._initial = self.personal.gather(self.model)
         """What is personal, before any training."""
@@ -122,7 +123,8 @@ class DeviceRun:
     def _open_data(self) -> None:
         device = self._arithmetic.device
         self.data = LocalData(self.task, self.participant, self.job, device)
-        self.dataset, self.examples = self.data.dataset, self.data.examples
+        self.dataset = self.data.dataset
+        self.examples = self.data.examples
         self._private: PrivateSteps | None = None
         """In place of the data's batches and their gradients, with `[federated.privacy]`."""
         if self.job.federated.privacy is not None:
@@ -137,7 +139,9 @@ class DeviceRun:
             TaskError: the device has no data.
         """
         other = copy.copy(self)
-        other.participant, other._schedules, other._validation = participant, {}, None
+        other.participant = participant
+        other._schedules = {}
+        other._validation = None
         other._open_data()
         other._low_rank = self._low_rank.for_device(participant)
         return other
@@ -250,7 +254,8 @@ class DeviceRun:
         The random state of the training that follows does not depend on it.
         """
         check_measured(self.job, "a mean gradient")
-        seed, total = self.seed_of(round_), self.data.first_pass_examples
+        seed = self.seed_of(round_)
+        total = self.data.first_pass_examples
         self.model.train()
         self.model.zero_grad(set_to_none=True)
         with torch.random.fork_rng(devices=[]):
@@ -311,7 +316,8 @@ class DeviceRun:
             self.model.train()
             self._arithmetic.begin()
             anchors = dict(self._on_device(start)) if settings.proximal else {}
-            step, count = 0, self.data.step_count(settings)
+            step = 0
+            count = self.data.step_count(settings)
             source: Any = self._private or self.data
             gradient: Any = self._private or self._gradient
             for parts in source.steps(self.seed_of(round_), round_, settings):
@@ -348,7 +354,8 @@ class DeviceRun:
     ) -> list[float]:
         """Score candidates, means of the encoded models in `payload`, on this device's data."""
         check_measured(self.job, "scores of models")
-        size, models = self.job.evaluation.batch_size, pieces(self.layout, payload)
+        size = self.job.evaluation.batch_size
+        models = pieces(self.layout, payload)
         self._load(self.layout.decode(models[0]), personal)
         return score_each(
             self.task, self.model, self.layout, self.dataset, size, models, candidates
@@ -378,10 +385,12 @@ class DeviceRun:
 
     def _fine_tune(self, round_: int, start: torch.Tensor) -> None:
         """Train the loaded model for a few steps, with the rates of a schedule's first step."""
-        settings, schedules = self.job.federated.fine_tuning, self._schedules
+        settings = self.job.federated.fine_tuning
+        schedules = self._schedules
         if settings is None:
             return
-        self._schedules, first = {}, RoundPosition(0, 1, settings.cohort)
+        self._schedules = {}
+        first = RoundPosition(0, 1, settings.cohort)
         try:
             self._steps(round_, first, start, {}, lambda _: None, lambda: False, settings)
         finally:

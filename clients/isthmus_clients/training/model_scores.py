@@ -37,14 +37,16 @@ def unit_scores(
     was_training = model.training
     model.eval()
     order = range(count_examples(dataset, "local_data()"))
-    parts, are_losses = [], False
+    parts = []
+    are_losses = False
     try:
         for inputs, target in batches(task, dataset, order, batch_size, torch.device("cpu")):
             output = output_of(task, model, inputs)
             with user_code("score()"):
                 returned = task.score(output, target)
             if returned is None:
-                values, are_losses = losses_of(task, output, target), True
+                values = losses_of(task, output, target)
+                are_losses = True
             else:
                 scored = unit_values(returned, "score()")
                 if scored is None:

@@ -151,7 +151,8 @@ class VirtualDevice(Agent):
     ) -> tuple[link_pb2.Reply, Buffer | None]:
         reply, payload = await super().work(request, model, progress)
         if payload is None and self._secure.payload is not None:
-            payload, self._secure.payload = self._secure.payload, None
+            payload = self._secure.payload
+            self._secure.payload = None
         return reply, payload
 
     async def _train_in_batch(
@@ -175,7 +176,8 @@ class VirtualDevice(Agent):
 
     def _seconds(self, request: link_pb2.Request, received: int) -> float:
         """Simulated duration of a request for training or for figures."""
-        device_run, kind = self._host.run, request.WhichOneof("work")
+        device_run = self._host.run
+        kind = request.WhichOneof("work")
         if device_run is None or self.profile.is_instant:
             return 0.0
         steps = device_run.data.step_count(device_run.job.federated)

@@ -78,9 +78,12 @@ class FleetRun:
         """The first device's run, whose task and model all share."""
         self.trainer: PieceTrainer | TrainingWorkers
         if previous is not None and previous._source == self._source:
-            self.shared, self.trainer = previous.shared, previous.trainer
-            self.mode, self.reason = previous.mode, previous.reason
-            self._is_checked, self._is_random = previous._is_checked, previous._is_random
+            self.shared = previous.shared
+            self.trainer = previous.trainer
+            self.mode = previous.mode
+            self.reason = previous.reason
+            self._is_checked = previous._is_checked
+            self._is_random = previous._is_random
             self._has_chosen = previous._has_chosen
             self.trainer.forget_schedules()
             return
@@ -154,7 +157,8 @@ class FleetRun:
         except TaskError as error:  # something that the sample did not have
             self._one_by_one(str(error))
             # The server may be reading the updates of those that were taken.
-            first, rest = taken, batch[taken:]
+            first = taken
+            rest = batch[taken:]
             for training in rest:
                 training.memory[training.room :] = received
             await self._train(work, rest, lambda number, result: take(first + number, result))
@@ -179,17 +183,20 @@ class FleetRun:
         times = f"{len(sample)} devices took {{:.3g}} s, and {{:.3g}} s {{}}"
         if measured.reason and self.mode == "stacked":
             raise TaskError(f"{measured.reason}; set simulation.training to 'auto'")
-        self._is_checked, self._is_random = True, measured.is_random
+        self._is_checked = True
+        self._is_random = measured.is_random
         if measured.reason:
             self._one_by_one(measured.reason)
         elif self.mode == "auto" and measured.stacked < measured.single:
-            self.mode, self._has_chosen = "stacked", True
+            self.mode = "stacked"
+            self._has_chosen = True
             self.reason = times.format(measured.stacked, measured.single, "one by one")
         elif self.mode == "auto":
             self._one_by_one(times.format(measured.single, measured.stacked, "stacked"))
 
     def _one_by_one(self, reason: str) -> None:
-        self.mode, self.reason = "one-by-one", reason
+        self.mode = "one-by-one"
+        self.reason = reason
 
 
 class VirtualFleet:
@@ -282,7 +289,8 @@ class VirtualFleet:
 
     async def _flush(self, key: tuple[object, ...], work: link_pb2.TrainLocal) -> None:
         """Wait until no further device joins the batch, then train all of its devices."""
-        batch, count = self._waiting[key], 0
+        batch = self._waiting[key]
+        count = 0
         while count < len(batch):
             count = len(batch)
             await asyncio.sleep(0)

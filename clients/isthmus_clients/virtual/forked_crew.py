@@ -40,7 +40,8 @@ class ForkedCrew:
             gpus: what they train on, in turn; the CPU without any. This process uses none of them,
                 as a fork of one that does could not.
         """
-        self._count, self._gpus = count, gpus
+        self._count = count
+        self._gpus = gpus
         self._forks: list[_Fork] = []
         self._blocks: SharedBlocks | None = None
 
@@ -98,7 +99,8 @@ class ForkedCrew:
             fork.channel.close()
         for fork in self._forks:
             fork.end()
-        self._forks, self._blocks = [], None
+        self._forks = []
+        self._blocks = None
 
 
 def _ended() -> TaskError:

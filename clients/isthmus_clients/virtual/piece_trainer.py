@@ -32,7 +32,8 @@ class PieceTrainer:
 
     def __init__(self, shared: DeviceRun, stacked: StackedTraining | None) -> None:
         """Use the task and the model of `shared`."""
-        self._shared, self._stacked = shared, stacked
+        self._shared = shared
+        self._stacked = stacked
         self._runs: dict[str, DeviceRun] = {shared.participant.name: shared}
 
     def train(
@@ -92,7 +93,8 @@ class PieceTrainer:
         layout = self._shared.layout
         if len(found) != layout.nbytes:
             layout = layout.gradient_and_update
-        first, second = layout.decode(found), layout.decode(expected)
+        first = layout.decode(found)
+        second = layout.decode(expected)
         return float((first - second).norm() / second.norm().clamp(min=1e-30))
 
     def answer(self, request: PieceRequest, memories: Sequence[Buffer]) -> PieceAnswer:

@@ -82,7 +82,8 @@ class UnmaskedSessions(SecureSessions):
 
     def step_ahead(self, run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer) -> Residual:
         """See `SecureSessions.step_ahead`; does nothing more after `begin`."""
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
+        self._ahead = None
         if ahead is not None and ahead[0] == (work.run_id, work.round, work.attempt):
             return ahead[1]
         return super().step_ahead(run, work, payload)

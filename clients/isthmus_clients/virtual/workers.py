@@ -76,7 +76,9 @@ class PieceWorker(abc.ABC):
 
     async def answer(self) -> PieceAnswer:
         """What it answers; other work goes on meanwhile."""
-        loop, number, ready = asyncio.get_running_loop(), self.channel.fileno(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        number = self.channel.fileno()
+        ready = asyncio.Event()
         loop.add_reader(number, ready.set)
         try:
             await ready.wait()

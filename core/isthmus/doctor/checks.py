@@ -26,7 +26,8 @@ from isthmus.transport.uplink import CHANNEL_OPTIONS, METHOD
 
 Level = Literal["OK", "WARN", "FAIL"]
 
-_LOW_DISK, _NO_DISK = 2e9, 200e6
+_LOW_DISK = 2e9
+_NO_DISK = 200e6
 """Free bytes."""
 _SOON = 24 * 3600.0
 """Seconds before its end at which a certificate should have been renewed."""

@@ -148,7 +148,8 @@ class Membership:
     @property
     def life(self) -> float:
         """Length of the certificate's validity in seconds."""
-        begin, end = self.certificate.not_valid_before_utc, self.certificate.not_valid_after_utc
+        begin = self.certificate.not_valid_before_utc
+        end = self.certificate.not_valid_after_utc
         return (end - begin).total_seconds()
 
     def check_valid(self) -> None:
@@ -157,7 +158,8 @@ class Membership:
         Raises:
             CertificateExpired: it is over.
         """
-        end, now = self.certificate.not_valid_after_utc.timestamp(), time.time()
+        end = self.certificate.not_valid_after_utc.timestamp()
+        now = time.time()
         if now > end:
             raise CertificateExpired(
                 f"the certificate of {self.name!r} ended at {utc(end)} by this machine's clock, "
@@ -187,13 +189,15 @@ class Membership:
             AdmissionRefused: it is for another key or participant, by another authority, or ends
                 before the present one, which is kept.
         """
-        certificate, key = tls.read_certificate(data), self._next_key
+        certificate = tls.read_certificate(data)
+        key = self._next_key
         if key is None or certificate.public_key() != key.public_key():
             raise AdmissionRefused("the server renewed a certificate for another key")
         check_issued(certificate, self.authority, self.kind, self.identity_public)
         if tls.subject_of(certificate).name != self.name:
             raise AdmissionRefused("the renewed certificate belongs to another participant")
-        end, present = certificate.not_valid_after_utc, self.certificate.not_valid_after_utc
+        end = certificate.not_valid_after_utc
+        present = self.certificate.not_valid_after_utc
         if end < present:
             raise AdmissionRefused(
                 f"the new certificate ends at {utc(end.timestamp())}, before the present one at "
@@ -201,7 +205,9 @@ class Membership:
             )
         path = self.directory / _CREDENTIALS
         write_private_file(path, tls.key_pem(key) + tls.pem(certificate))
-        self.key, self.certificate, self._next_key = key, certificate, None
+        self.key = key
+        self.certificate = certificate
+        self._next_key = None
 
     def _check_intact(self) -> None:
         """Compare the files with each other.

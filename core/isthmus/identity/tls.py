@@ -177,7 +177,8 @@ def read_pair(data: bytes) -> tuple[Key, x509.Certificate]:
         ValueError: the key cannot be read, or does not belong to the certificate.
         AdmissionRefused: the certificate cannot be read.
     """
-    key, certificate = read_key(data), read_certificate(data)
+    key = read_key(data)
+    certificate = read_certificate(data)
     if key.public_key() != certificate.public_key():
         raise ValueError("the key and the certificate do not belong to each other")
     return key, certificate

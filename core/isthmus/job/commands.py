@@ -71,7 +71,8 @@ def _unlearned(checked: Job) -> str:
     Empty if not, and for a job that starts nobody: its participants join a server. Other policies
     either ignore the share or refuse a job without datacenter.
     """
-    share, clients = checked.strategy.target_edge_share, checked.federated.clients
+    share = checked.strategy.target_edge_share
+    clients = checked.federated.clients
     starts = bool(clients or checked.simulation.clients) and not checked.datacenter.ranks
     if checked.strategy.policy != "adaptive" or not 0 < share < 1 or not starts:
         return ""

@@ -78,7 +78,8 @@ class EvaluationSection(Section):
         Raises:
             JobError: with what to change.
         """
-        needed, devices = self.on_devices(federated).needed, max(federated.clients, simulated)
+        needed = self.on_devices(federated).needed
+        devices = max(federated.clients, simulated)
         if federated.clients and needed > devices:
             raise JobError(
                 f"{self.devices} devices are to evaluate, at least {needed} of them "

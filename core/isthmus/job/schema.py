@@ -208,7 +208,8 @@ class Job(Section):
                 "statistics of its own, which exchange.buffers='recompute' does not compute; "
                 "remove one of them"
             )
-        turn, steps = self.federated.personal_steps, self.federated.local_steps
+        turn = self.federated.personal_steps
+        steps = self.federated.local_steps
         if turn and not self.exchange.has_personal:
             raise ValueError(
                 f"federated.personal_steps={turn} train personal parameters, and there are none; "

@@ -60,7 +60,8 @@ def read_sealed_bytes(path: Path) -> bytes:
     """
     written = path.read_bytes()
     size = hashlib.sha256().digest_size
-    digest, data = written[:size], written[size:]
+    digest = written[:size]
+    data = written[size:]
     if hashlib.sha256(data).digest() != digest:
         raise _damaged(path)
     return data

@@ -46,7 +46,8 @@ def pack(
     if key_file.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"{key_file} is secret and must not be in {folder}; move it")
     name = name or folder.resolve().name
-    output, author = output or Path(f"{name}.task"), packages.read_author(key_file)
+    output = output or Path(f"{name}.task")
+    author = packages.read_author(key_file)
     data = packages.pack(folder, name, author, version or 1)
     earlier = _read(output) if output.exists() else None
     if earlier is not None and (earlier.name, earlier.author) == (

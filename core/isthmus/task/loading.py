@@ -59,7 +59,8 @@ def load_named(source: str, key: str, *, base: Path, root: Path | None = None) -
     where, _, name = source.rpartition(":")
     setting = f"{key}={source!r}"
     if where.endswith(".py"):
-        path, top = (base / where).resolve(), base if root is None else root.resolve()
+        path = (base / where).resolve()
+        top = base if root is None else root.resolve()
         in_package = (path.parent / "__init__.py").is_file() and top in path.parents[1:]
         if root is not None and in_package:
             where = ".".join(path.relative_to(top).with_suffix("").parts)
@@ -239,7 +240,8 @@ def user_traceback(error: BaseException) -> str:
 
 def _is_of_user(frame: FrameType) -> bool:
     """Whether a frame is outside of Isthmus, of installed packages and of Python's library."""
-    file, names = frame.f_code.co_filename, frame.f_globals
+    file = frame.f_code.co_filename
+    names = frame.f_globals
     return (
         not (file == names.get("__file__") and _PRODUCT_MODULE.match(names["__name__"]))
         and "site-packages" not in file

@@ -84,7 +84,8 @@ def _pair(
             f"optimizer() returned ({kinds}), and not an optimizer or a pair of an optimizer and "
             "its torch.optim.lr_scheduler.LRScheduler"
         )
-    optimizer, scheduler = check_optimizer(made[0], parameters), made[1]
+    optimizer = check_optimizer(made[0], parameters)
+    scheduler = made[1]
     kind = type(scheduler).__name__
     required = [
         name

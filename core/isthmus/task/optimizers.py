@@ -293,7 +293,8 @@ class _Schedule:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
-        self.optimizer, self.scheduler = optimizer, scheduler
+        self.optimizer = optimizer
+        self.scheduler = scheduler
         self.parts = list(range(len(optimizer.param_groups)))
         self._groups = [dict(group) for group in optimizer.param_groups]
         self._controlled = _RATE
@@ -314,7 +315,8 @@ class _Schedule:
         self.write()
 
     def _step(self, scheduler: LRScheduler) -> None:
-        own, before = self.optimizer.param_groups[:], self._options()
+        own = self.optimizer.param_groups[:]
+        before = self._options()
         self.optimizer.param_groups[:] = self._groups
         # PyTorch warns if no optimizer step precedes; here it was made by an earlier optimizer.
         vars(self.optimizer)["_opt_called"] = True
@@ -355,7 +357,8 @@ class _Schedule:
         self.scheduler.load_state_dict(copy.deepcopy(dict(state.scheduler)))
         for group, options in zip(self._groups, copy.deepcopy(state.options), strict=True):
             group.update(options)
-        self._position, self._controlled = state.position, state.controlled
+        self._position = state.position
+        self._controlled = state.controlled
 
     def _options(self) -> list[dict[str, Any]]:
         return [

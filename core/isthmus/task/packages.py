@@ -39,7 +39,8 @@ MAX_BYTES = 64 << 20
 """Largest package."""
 MAX_FILES = 1000
 
-_MANIFEST, _SIGNATURE = "manifest.json", "signature"
+_MANIFEST = "manifest.json"
+_SIGNATURE = "signature"
 _KEPT = ".package"
 """Name of the package in the folder that it was unpacked into."""
 _CACHE = "__pycache__"
@@ -246,7 +247,8 @@ def install(package: Package, tasks: Path, approved: Collection[bytes]) -> Path:
     try:
         tasks.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=tasks, prefix=".new-") as draft:
-            whole, old = Path(draft) / "whole", Path(draft) / "old"
+            whole = Path(draft) / "whole"
+            old = Path(draft) / "old"
             for path, blob in package.files.items():
                 place = whole / path
                 place.parent.mkdir(parents=True, exist_ok=True)

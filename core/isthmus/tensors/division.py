@@ -114,7 +114,8 @@ def divide(model: nn.Module, rules: ExchangeRules, *, on_device: bool = False) -
             f"exchange.buffers={rules.buffers!r} is about normalisation layers with running "
             "statistics, and this model has none; remove it"
         )
-    personal, frozen = set(), set()
+    personal = set()
+    frozen = set()
     for name in names:
         if matches(name, rules.exclude):
             frozen.add(name)

@@ -120,7 +120,8 @@ class TensorLayout:
         cls, shapes: Mapping[str, tuple[int, ...]], statistics: Collection[str] = ()
     ) -> TensorLayout:
         """The layout of the given names and shapes, in any order; some are of statistics."""
-        entries, offset = [], 0
+        entries = []
+        offset = 0
         for name in sorted(shapes, key=lambda name: (name in statistics, name)):
             entries.append(Entry(name, shapes[name], offset, name in statistics))
             offset += entries[-1].count

@@ -18,7 +18,8 @@ Fingerprint = dict[str, list[float]]
 
 _VALUES = 16
 """Values of each parameter in its fingerprint, evenly spaced."""
-_RELATIVE, _ABSOLUTE = 1e-4, 1e-6
+_RELATIVE = 1e-4
+_ABSOLUTE = 1e-6
 """Far above the difference between two processors, far below the effect of another training."""
 
 
@@ -38,7 +39,8 @@ def explain_difference(model: nn.Module, expected: Mapping[str, Sequence[float]]
     for name, values in expected.items():
         if name not in actual:
             return f"parameter {name!r} is frozen there and not here"
-        own, others = torch.tensor(actual[name]), torch.tensor(list(values))
+        own = torch.tensor(actual[name])
+        others = torch.tensor(list(values))
         if own.shape != others.shape or not torch.allclose(
             own, others, _RELATIVE, _ABSOLUTE, equal_nan=True
         ):

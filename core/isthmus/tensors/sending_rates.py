@@ -81,7 +81,9 @@ def _sending_rates(
         numbers = [number for pattern, number in one_in_of if matches(entry.name, [pattern])]
         if entry.statistic or not entry.count or not numbers:
             continue
-        start, end, number = entry.offset, entry.offset + entry.count, min(numbers)
+        start = entry.offset
+        end = entry.offset + entry.count
+        number = min(numbers)
         if ranges and ranges[-1][1:] == (start, number):
             start = ranges.pop()[0]
         ranges.append((start, end, number))

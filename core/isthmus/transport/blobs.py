@@ -44,7 +44,10 @@ Buffer = bytearray | memoryview
 Write = Callable[[int, bytes | memoryview], object]
 """Destination of received bytes: called with the offset and the bytes, in order."""
 
-_PIECE_BODY, _PIECE_SHA256, _PIECE_OFFSET, _PIECE_DATA = 0x2A, b"\x0a\x20", 0x10, 0x1A
+_PIECE_BODY = 0x2A
+_PIECE_SHA256 = b"\x0a\x20"
+_PIECE_OFFSET = 0x10
+_PIECE_DATA = 0x1A
 """Protobuf tags of `Envelope.chunk` and of a chunk's fields; the digest's includes its length."""
 
 
@@ -187,7 +190,8 @@ def piece_of(message: bytes) -> Piece | None:
     size, at = _read_varint(message, 1)
     if size != len(message) - at or message[at : at + 2] != _PIECE_SHA256:
         return None
-    sha256, at = message[at + 2 : at + 34], at + 34
+    sha256 = message[at + 2 : at + 34]
+    at += 34
     if message[at : at + 1] == bytes((_PIECE_OFFSET,)):
         offset, at = _read_varint(message, at + 1)
     if message[at : at + 1] != bytes((_PIECE_DATA,)):

@@ -60,7 +60,8 @@ class CertificateRenewal:
         """
         if not 0 <= clock <= _LATEST_CLOCK:
             raise UpdateError(f"the server's welcome has clock={clock}")
-        self._server_clock, self._welcomed_at = clock, time.monotonic()
+        self._server_clock = clock
+        self._welcomed_at = time.monotonic()
         differs = abs(clock - self._now()) > TOLERANCE_SECONDS
         if differs and not self._reported:
             log.warning("set the clock that is wrong: %s", self.clocks())
@@ -81,7 +82,8 @@ class CertificateRenewal:
 
     def doubt(self, reason: str) -> str:
         """What to add to the reason why no stream was opened, if a clock may be at fault."""
-        certificate, now = self._membership.certificate, self._now()
+        certificate = self._membership.certificate
+        now = self._now()
         if BY_SERVERS_CLOCK in reason:
             return f"; this machine's clock is at {utc(now)}"
         if not any(words in reason for words in HANDSHAKE_FAILURES):

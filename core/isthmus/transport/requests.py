@@ -45,13 +45,15 @@ class OpenRequest:
     @classmethod
     def of(cls, request: link_pb2.Request) -> OpenRequest:
         """A request that has just arrived; its own ID is replaced."""
-        id_, request.id = request.id, uuid.uuid4().hex
+        id_ = request.id
+        request.id = uuid.uuid4().hex
         return cls(request, id_)
 
     def pull(self, machine: str) -> link_pb2.Envelope:
         """Ask for the rest of the blob, or for a file with it that `machine` can open."""
         assert self.assembly is not None
-        sha256, offset = self.assembly.blob.sha256, self.assembly.offset
+        sha256 = self.assembly.blob.sha256
+        offset = self.assembly.offset
         return link_pb2.Envelope(pull=link_pb2.Pull(sha256=sha256, offset=offset, machine=machine))
 
     async def read(self, stream: Stream, file: link_pb2.OpenFile) -> bool:

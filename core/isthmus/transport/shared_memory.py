@@ -118,7 +118,8 @@ def read_into(file: BinaryIO, buffer: Buffer) -> None:
     Raises:
         OSError: it is too short, or cannot be read.
     """
-    view, offset = memoryview(buffer), 0
+    view = memoryview(buffer)
+    offset = 0
     while offset < len(view):
         count = os.preadv(file.fileno(), [view[offset:]], offset)
         if not count:

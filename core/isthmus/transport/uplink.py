@@ -126,7 +126,8 @@ class Uplink:
         self.identity = identity if membership is None else membership.identity_public
         self.on_welcome = on_welcome
         self.longest_pause = longest_pause
-        self._wanted, self._instance = wanted, uuid.uuid4().hex
+        self._wanted = wanted
+        self._instance = uuid.uuid4().hex
         self._machine = machine() if shares else ""
         self._jobs: dict[str, OpenRequest] = {}
         self._limits = RequestLimits()
@@ -146,7 +147,8 @@ class Uplink:
         Raises:
             AdmissionRefused: the server refused this participant, with the reason.
         """
-        self._loop, self._running = asyncio.get_running_loop(), asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        self._running = asyncio.current_task()
         backoff = Backoff(self.longest_pause)
         try:
             while True:
@@ -219,7 +221,8 @@ class Uplink:
                 lease = first.welcome.lease_seconds
                 self._welcomed(first.welcome)
                 log.info("linked to %s as %s", self.address, self.name)
-                self._stream, self._linked_at = stream, time.monotonic()
+                self._stream = stream
+                self._linked_at = time.monotonic()
                 if self._renewal is not None:
                     stream.spawn(self._renewal.run(stream))
                 async with Heartbeats(lease).of(stream):
@@ -233,8 +236,10 @@ class Uplink:
 
     def _hello(self) -> link_pb2.Envelope:
         hello = link_pb2.Hello(name=self.name, role=self.role, identity=self.identity)
-        hello.version_min, hello.version_max = OLDEST_VERSION, VERSION
-        hello.instance, hello.software = self._instance, __version__
+        hello.version_min = OLDEST_VERSION
+        hello.version_max = VERSION
+        hello.instance = self._instance
+        hello.software = __version__
         return link_pb2.Envelope(hello=hello)
 
     def _welcomed(self, welcome: link_pb2.Welcome) -> None:
@@ -253,7 +258,8 @@ class Uplink:
 
     def _forget(self, reason: str) -> None:
         """Drop all requests of a server that restarted or gave them up."""
-        jobs, self._jobs = self._jobs, {}
+        jobs = self._jobs
+        self._jobs = {}
         for job in jobs.values():
             self._drop(job, False, reason)
 
@@ -276,7 +282,8 @@ class Uplink:
         elif kind == "pull":
             stream.spawn(send_result(stream, self._jobs, message.pull, self._machine))
         elif kind == "receipt":
-            job, receipt = self._jobs.pop(message.receipt.id, None), message.receipt
+            job = self._jobs.pop(message.receipt.id, None)
+            receipt = message.receipt
             if job is not None:
                 if not receipt.accepted and (
                     job.reply is None or not job.reply.HasField("failure")
@@ -286,7 +293,8 @@ class Uplink:
                     )
                 self._drop(job, receipt.accepted, receipt.reason)
         elif kind == "renewed":
-            renewal, welcome = self._renewal, self._welcome
+            renewal = self._renewal
+            welcome = self._welcome
             if renewal and welcome and await renewal.take(message.renewed):
                 welcome.enrolment = message.renewed.enrolment
                 self.on_welcome(welcome)
@@ -360,16 +368,20 @@ class Uplink:
         job.task = asyncio.create_task(self._execute(job))
 
     async def _execute(self, job: OpenRequest) -> None:
-        buffer, job.buffer, job.assembly = job.buffer, None, None
+        buffer = job.buffer
+        job.buffer = None
+        job.assembly = None
         try:
             reply, payload = await self.worker.work(
                 job.request, buffer, lambda progress: self._progress(job, progress)
             )
         except IsthmusError as error:
-            reply, payload = failure(str(error), error.code), None
+            reply = failure(str(error), error.code)
+            payload = None
         except Exception as error:
             log.exception("request %s failed", job.id)
-            reply, payload = failure(f"internal error: {type(error).__name__}: {error}"), None
+            reply = failure(f"internal error: {type(error).__name__}: {error}")
+            payload = None
         await self._answer(job, reply, payload)
 
     async def _answer(
@@ -395,6 +407,7 @@ class Uplink:
             job.reported_at = now
         progress.id = job.id
         message = link_pb2.Envelope(progress=progress)
-        stream, loop = self._stream, self._loop
+        stream = self._stream
+        loop = self._loop
         if stream is not None and loop is not None:
             asyncio.run_coroutine_threadsafe(stream.send_quietly(message), loop)

@@ -155,7 +155,8 @@ class ShardedCheckpoints:
         name: list[str] = [f"data-{uuid.uuid4().hex[:16]}"]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(name, src=0)
-        writer, files = HashingWriter(self.directory / name[0]), ReportingFileSystem()
+        writer = HashingWriter(self.directory / name[0])
+        files = ReportingFileSystem()
         writer.fs = files
         written = async_save(
             state,
@@ -191,7 +192,8 @@ class ShardedCheckpoints:
         Raises:
             StorageError: it could not be written, on some rank.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             return
         error = pending.linked.exception()
@@ -214,7 +216,8 @@ class ShardedCheckpoints:
         Raises:
             DamagedError: a file is not the one that was written.
         """
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
         check_files(self.directory / f"step-{step}", rank, ranks)
 
     def restore(self, step: int, shard: ModelShard, optimizer: ShardedOptimizer) -> None:

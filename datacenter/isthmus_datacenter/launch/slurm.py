@@ -52,9 +52,12 @@ def render(launch: Launch) -> str:
     shell = NodeShell('"$control"', "SLURM_NODEID")
     first = launch.first(shell)
     srun = f"srun --nodes={launch.nodes} --ntasks={launch.nodes} --ntasks-per-node=1"
-    main, start_first, end_others = "nodes", list[str](), list[str]()
+    main = "nodes"
+    start_first = list[str]()
+    end_others = list[str]()
     if first is not None:
-        main, start_first = "first", [f"{first} &", "first=$!"]
+        main = "first"
+        start_first = [f"{first} &", "first=$!"]
         end_others = ['kill "$nodes" 2>/dev/null || true', 'wait "$nodes" || true']
     return "\n".join(
         [

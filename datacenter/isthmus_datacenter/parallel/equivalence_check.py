@@ -48,7 +48,8 @@ def check_stages(stages: Sequence[nn.Module], expected: Any, sample: Any) -> lis
     Raises:
         TaskError: the outputs differ.
     """
-    value, traces = sample, []
+    value = sample
+    traces = []
     for stage in stages:
         inputs = value if isinstance(value, tuple) else (value,)
         value = run_in_eval_mode(stage, *inputs)

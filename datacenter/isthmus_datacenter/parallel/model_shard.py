@@ -126,7 +126,8 @@ class GradientAllReduce:
     """
 
     def __init__(self, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._group, self._bucket_bytes = group, bucket_bytes
+        self._group = group
+        self._bucket_bytes = bucket_bytes
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
         """Reused: allocating a buffer costs as much as copying into it."""
 
@@ -147,7 +148,8 @@ class GradientAllReduce:
 
     def _flat_buffer(self, bucket: Sequence[torch.Tensor]) -> torch.Tensor:
         """A vector with as many elements as the tensors together."""
-        size, dtype = sum(each.numel() for each in bucket), bucket[0].dtype
+        size = sum(each.numel() for each in bucket)
+        dtype = bucket[0].dtype
         buffer = self._buffers.get(dtype)
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[dtype] = torch.empty(size, dtype=dtype)
@@ -326,7 +328,8 @@ def _buckets(tensors: Sequence[torch.Tensor], max_bytes: int) -> Iterator[list[t
     for each in tensors:
         if bucket and (each.dtype != bucket[0].dtype or nbytes + each.nbytes > max_bytes):
             yield bucket
-            bucket, nbytes = [], 0
+            bucket = []
+            nbytes = 0
         bucket.append(each)
         nbytes += each.nbytes
     if bucket:

@@ -233,7 +233,8 @@ class ShardedOptimizer:
         if not finite:
             self.loss_scale = max(self.loss_scale / 2, 1.0)
         elif self._steps_without_overflow == _GROWTH_INTERVAL:
-            self.loss_scale, self._steps_without_overflow = self.loss_scale * 2, 0
+            self.loss_scale *= 2
+            self._steps_without_overflow = 0
 
 
 def _split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> list[int]:

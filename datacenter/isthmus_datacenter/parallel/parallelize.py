@@ -142,7 +142,8 @@ class _CalledByTask(nn.Module):
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
-        self.task, self.model = task, model
+        self.task = task
+        self.model = model
 
     def forward(self, inputs: Any) -> Any:
         return self.task.forward(self.model, inputs)

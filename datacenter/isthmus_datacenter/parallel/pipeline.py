@@ -99,7 +99,8 @@ class StageChain(nn.Module):
         received = []
         for _ in range(count):
             kind, dimensions, *rest = rest
-            shape, rest = rest[:dimensions], rest[dimensions:]
+            shape = rest[:dimensions]
+            rest = rest[dimensions:]
             tensor = torch.empty(shape, dtype=_DTYPES[kind], device=self.device)
             dist.recv(tensor, group=self.group, group_src=source)
             received.append(tensor)
@@ -131,7 +132,8 @@ class Pipeline:
         if key not in self._schedules:
             self._schedules[key] = self._build_schedule(inputs)
         self._loss = loss
-        has_first, has_last = 0 in self.shard.stages, dims.stages - 1 in self.shard.stages
+        has_first = 0 in self.shard.stages
+        has_last = dims.stages - 1 in self.shard.stages
         # The schedule's target is the number of each micro-batch; the task's target may be any
         # structure, which the schedule could not split.
         numbers = torch.arange(dims.microbatches) if has_last else None
@@ -149,7 +151,8 @@ class Pipeline:
 
     def sync_tied(self) -> None:
         """Sum the gradients of parameters that several stages use, over those stages."""
-        parameters, gradients = self.shard.parameters(), self.shard.gradients()
+        parameters = self.shard.parameters()
+        gradients = self.shard.gradients()
         for name, group in sorted(self.shard.tied.groups.items()):
             if not parameters[name].requires_grad:
                 continue

@@ -106,7 +106,8 @@ class _TransposedLinearParallel(ParallelStyle):
         """`weight_dim` is the dimension of the weight to shard; the layouts are of activations."""
         super().__init__()
         self._weight_dim = weight_dim
-        self._input_layout, self._output_layout = input_layout, output_layout
+        self._input_layout = input_layout
+        self._output_layout = output_layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(
@@ -158,7 +159,9 @@ class FusedAttentionParallel(ParallelStyle):
             width_attributes: integer attributes of the module that hold the width of a piece.
         """
         super().__init__()
-        self._layer, self._pieces, self._width_attributes = layer, pieces, width_attributes
+        self._layer = layer
+        self._pieces = pieces
+        self._width_attributes = width_attributes
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer = module.get_submodule(self._layer)
@@ -179,8 +182,10 @@ class FusedOutputExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, pieces: int) -> None:
-        self._group, self._pieces = group, pieces
-        rank, degree = group.rank(), group.size()
+        self._group = group
+        self._pieces = pieces
+        rank = group.rank()
+        degree = group.size()
         blocks = range(pieces * degree)
         producer = [block // pieces for block in blocks]
         consumer = [block % degree for block in blocks]

@@ -112,7 +112,8 @@ class CommandMonitor:
     async def _forward_signal(self, now: float) -> None:
         control_signal = self._read_signal()
         if control_signal > self._sent_signal:
-            self._sent_signal, self._signalled_at = control_signal, now
+            self._sent_signal = control_signal
+            self._signalled_at = now
             await self._store.call(
                 ControlStore.send_signal, self._incarnation, self._number, control_signal
             )

@@ -142,7 +142,8 @@ class RankGroup:
 
     def stop(self) -> None:
         """End the agents and all ranks; `start` and `execute` start new ones."""
-        agents, self._agents = self._agents, None
+        agents = self._agents
+        self._agents = None
         if agents is not None:
             agents.end()
         self._opened_in = None

@@ -116,7 +116,8 @@ class RequestHandler:
             raise UserError(f"run_id={open_.run_id!r} cannot name a directory")
         job = read_job(open_.job)
         layout = TensorLayout.from_header(open_.layout)
-        base, data = Path(open_.base), self._data
+        base = Path(open_.base)
+        data = self._data
         if self._tasks is not None:
             check_installed(job.task.source, self._tasks)
             base = self._tasks
@@ -164,10 +165,8 @@ class RequestHandler:
                 "a compressed update needs a job with datacenter.compression, and the model that "
                 "it is about"
             )
-        about, committed = (
-            (train.round, train.attempt),
-            (train.summed_round, train.summed_attempt),
-        )
+        about = (train.round, train.attempt)
+        committed = (train.summed_round, train.summed_attempt)
         digest = train.model.sha256.hex()
         if unsent is not None and model is not None:
             digest += await asyncio.to_thread(unsent.apply, committed, model)
@@ -285,7 +284,8 @@ def training_events(
         values: of the command's outcome.
         losses: descriptions of the ranks that were lost.
     """
-    steps, resumed = f"steps {first} to {until}", values["resumed"]
+    steps = f"steps {first} to {until}"
+    resumed = values["resumed"]
     if resumed is None:
         recovery = f"the group restarted and repeated {steps}"
     else:

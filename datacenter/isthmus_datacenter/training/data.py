@@ -57,7 +57,10 @@ class BatchSource:
     ) -> None:
         """`readers` is the number of reader processes; an iterable dataset has at most one."""
         self.task = task
-        self.dataset, self.order, self.replica, self.device = dataset, order, replica, device
+        self.dataset = dataset
+        self.order = order
+        self.replica = replica
+        self.device = device
         self.readers = readers
 
     def batches(self, first: int, until: int) -> Iterator[Any]:
@@ -111,7 +114,9 @@ class _SeededByStep(Dataset[Any]):
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, replica: int) -> None:
-        self._dataset, self._seed, self._replica = dataset, seed, replica
+        self._dataset = dataset
+        self._seed = seed
+        self._replica = replica
 
     def __getitems__(self, step_and_indices: list[int]) -> list[Any]:
         step, *indices = step_and_indices
@@ -131,8 +136,11 @@ class _ReplicaStream(IterableDataset[Any]):
         until: int,
         replica: int,
     ) -> None:
-        self._dataset, self._order = dataset, order
-        self._first, self._until, self._replica = first, until, replica
+        self._dataset = dataset
+        self._order = order
+        self._first = first
+        self._until = until
+        self._replica = replica
 
     def __iter__(self) -> Iterator[Any]:
         order = self._order
@@ -212,7 +220,9 @@ class _ReplicaIndices(Sequence[int]):
     """One replica's part of some steps, computed on access: a round may have very many steps."""
 
     def __init__(self, order: ExampleOrder, first: int, until: int, replica: int) -> None:
-        self._order, self._first, self._replica = order, first, replica
+        self._order = order
+        self._first = first
+        self._replica = replica
         self._length = (until - first) * order.batch_size
 
     def __len__(self) -> int:

@@ -260,16 +260,19 @@ class Engine:
         return pair_of(self.task, next(source.batches(0, 1)))[0]
 
     def _make_batch_source(self) -> BatchSource | SampledExamples:
-        device, section = self.placement.device, self.job.datacenter
+        device = self.placement.device
+        section = self.job.datacenter
         if section.privacy is not None:
             own = range(self.coordinates.data, self.examples, self.dims.data)
             probability = section.private_batch / section.privacy.examples
             return SampledExamples(self.task, self.data, own, probability, device)
-        replica, readers = self.coordinates.data, section.readers
+        replica = self.coordinates.data
+        readers = section.readers
         return BatchSource(self.task, self.data, self.order, replica, device, readers)
 
     def _make_forward_backward(self, shard: ModelShard) -> ForwardBackward:
-        rank, device = self.placement.rank, self.placement.device
+        rank = self.placement.rank
+        device = self.placement.device
         section = self.job.datacenter
         if section.privacy is not None:
             kind = {"per_example": PerExampleForwardBackward, "ghost": GhostForwardBackward}

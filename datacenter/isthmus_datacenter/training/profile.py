@@ -205,7 +205,8 @@ class ProgressReporter:
             local_units: units of this step that were scored on this rank.
             global_units: units of this step.
         """
-        now, point = time.monotonic(), self._now
+        now = time.monotonic()
+        point = self._now
         self._now = _ProgressPoint(
             now,
             point.steps + 1,
@@ -227,7 +228,8 @@ class ProgressReporter:
         self._copying = self._now, self._pinned
 
     def _report(self, point: _ProgressPoint, loss_sum: torch.Tensor) -> None:
-        total, last = float(loss_sum), self._reported
+        total = float(loss_sum)
+        last = self._reported
         seconds = max(point.time - last.time, 1e-9)
         units = (point.local_units - last.local_units) or 1
         self._send(
@@ -239,7 +241,8 @@ class ProgressReporter:
                 units_per_second=(point.global_units - last.global_units) / seconds,
             )
         )
-        self._reported, self._reported_sum = point, total
+        self._reported = point
+        self._reported_sum = total
 
 
 def count_flops(model: nn.Module, forward: Callable[[], Any]) -> int:

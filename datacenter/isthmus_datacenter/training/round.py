@@ -75,7 +75,8 @@ class _Round:
     """One training command."""
 
     def __init__(self, engine: Engine, command: Command) -> None:
-        self._engine, self._command = engine, command
+        self._engine = engine
+        self._command = command
         self._profile = RoundProfile(engine.placement.device)
         self._state_step = self._find_state_step()
         """Step whose state the round starts from; None for the initial state."""
@@ -92,7 +93,9 @@ class _Round:
 
     def run(self, send_report: SendReport, read_signal: ReadSignal) -> dict[str, object]:
         """See `train_round`."""
-        engine, command, profile = self._engine, self._command, self._profile
+        engine = self._engine
+        command = self._command
+        profile = self._profile
         engine.round = command.round
         start = self._resume() or self._start()
         with fail_together():
@@ -140,14 +143,16 @@ class _Round:
         If the command has a model, the rest of the state may be older, or new: this datacenter
         may have been disconnected for some rounds, or take part for the first time.
         """
-        checkpoints, first = self._engine.checkpoints, self._command.from_step
+        checkpoints = self._engine.checkpoints
+        first = self._command.from_step
         if self._command.model is None or first == 0 or checkpoints.has(first):
             return first
         return checkpoints.newest_step(first)
 
     def _compute_lineage(self) -> str | None:
         """A digest of everything that the round's states follow from; None if it is not known."""
-        engine, command = self._engine, self._command
+        engine = self._engine
+        command = self._command
         if command.model is not None and not command.model_digest:
             return None
         step = self._state_step
@@ -158,7 +163,8 @@ class _Round:
 
     def _start(self) -> _StartPoint:
         """Restore the state before the round's first step."""
-        engine, command = self._engine, self._command
+        engine = self._engine
+        command = self._command
         if command.model is None or not self._resets_optimizer or engine.shard.has_buffers():
             if self._state_step is None:
                 engine.reset_to_initial_state()
@@ -175,7 +181,8 @@ class _Round:
 
     def _resume(self) -> _StartPoint | None:
         """Restore the last state that an earlier attempt saved within this round, if any."""
-        engine, command = self._engine, self._command
+        engine = self._engine
+        command = self._command
         if self._lineage is None or command.until_step == command.from_step:
             return None
         checkpoint = engine.checkpoints.newest_mid_round(self._lineage, command.until_step)
@@ -213,7 +220,8 @@ class _Round:
 
     def _notes(self) -> list[str]:
         """Notes for the user on the state that the round started from."""
-        command, state_step = self._command, self._state_step
+        command = self._command
+        state_step = self._state_step
         if command.model is None or self._resets_optimizer or state_step == command.from_step:
             return []
         kept = "a new one" if state_step is None else f"that of step {state_step}"
@@ -228,9 +236,13 @@ class _Round:
         self, start: _StartPoint, send_report: SendReport, read_signal: ReadSignal
     ) -> tuple[float | None, float]:
         """Train; return the mean loss over the round, None without steps, and the units trained."""
-        engine, profile, device = self._engine, self._profile, self._engine.placement.device
-        forward_backward, optimizer = engine.forward_backward, engine.optimizer
-        first, until = self._command.from_step, self._command.until_step
+        engine = self._engine
+        profile = self._profile
+        device = self._engine.placement.device
+        forward_backward = engine.forward_backward
+        optimizer = engine.optimizer
+        first = self._command.from_step
+        until = self._command.until_step
         loss_sum = torch.tensor(start.loss_sum, dtype=torch.float64, device=device)
         units = start.units
         reporter = None
@@ -252,7 +264,9 @@ class _Round:
         batches = profile.timed_reads(engine.batch_source.batches(start.step, until))
         for step, batch in enumerate(batches, start=start.step):
             self._flops = engine.step_flops(batch)
-            signal, local_units, global_units = ControlSignal.CONTINUE, 0.0, 0.0
+            signal = ControlSignal.CONTINUE
+            local_units = 0.0
+            global_units = 0.0
             for name in optimizer.names:
                 with optimizer.alone(name):
                     with profile.device_time("forward_backward"):
@@ -306,7 +320,8 @@ class _Round:
         Raises:
             StoppedError: a signal requested it, and the state is saved.
         """
-        engine, command = self._engine, self._command
+        engine = self._engine
+        command = self._command
         interval = engine.job.datacenter.checkpoint_steps
         if signal is not ControlSignal.SAVE and (interval == 0 or checkpoint.step % interval):
             return

@@ -95,7 +95,8 @@ class BlockTopK:
             UpdateError: the message is none of this codec; one sentence.
         """
         self.check_size(len(payload))
-        update, at = torch.zeros(self.size), 0
+        update = torch.zeros(self.size)
+        at = 0
         for start, blocks in self._parts(0, self.trained):
             part = memoryview(payload)[at : at + blocks.nbytes]
             blocks.decode(part, update[start : start + blocks.elements])
@@ -194,7 +195,8 @@ def _largest(blocks: torch.Tensor, keep: int) -> torch.Tensor:
     """
     sizes = blocks.abs()
     least = sizes.topk(keep, dim=1).values[:, -1:]
-    chosen, equal = sizes > least, sizes == least
+    chosen = sizes > least
+    equal = sizes == least
     room = keep - chosen.sum(1, keepdim=True)
     chosen |= equal & (equal.cumsum(1) <= room)
     return chosen.nonzero()[:, 1].view(len(blocks), keep)

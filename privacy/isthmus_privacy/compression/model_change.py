@@ -102,7 +102,8 @@ class ChangeCodec:
         """
         count = self.trained if changing is None else int(changing.sum())
         if changing is None or count == self.trained or not self._bits(count):
-            count, places = self.trained, bytearray()
+            count = self.trained
+            places = bytearray()
         else:
             places = pack(changing.to(torch.uint8), 1)
         bits = self._bits(count)
@@ -146,14 +147,17 @@ class ChangeCodec:
         bits = self._bits(count) if count <= self.trained else 0
         if len(view) < _COUNT_BYTES or not bits or len(view) < self._nbytes(count):
             raise ValueError(f"a change of {len(view)} bytes came; it has {self.nbytes} or fewer")
-        view, rest = view[_COUNT_BYTES : self._nbytes(count)], 4 * (self.size - self.trained)
+        view = view[_COUNT_BYTES : self._nbytes(count)]
+        rest = 4 * (self.size - self.trained)
         changing = None
         if count < self.trained:
             at = -(-self.trained // 8)
-            changing, view = unpack(view[:at], self.trained, 1).bool(), view[at:]
+            changing = unpack(view[:at], self.trained, 1).bool()
+            view = view[at:]
             if int(changing.sum()) != count:
                 raise ValueError(f"a change of {count} elements names {int(changing.sum())}")
-        first, last = 4 * _blocks(count), len(view) - rest
+        first = 4 * _blocks(count)
+        last = len(view) - rest
         steps = _floats(view[:first])
         levels = unpack(view[first:last], count, bits)
         values = vector[: self.trained] if changing is None else vector[: self.trained][changing]

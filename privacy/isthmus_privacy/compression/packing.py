@@ -24,7 +24,8 @@ def pack(vector: torch.Tensor, bits: int) -> bytearray:
     payload = bytearray(-(-len(vector) * bits // _BYTE))
     if not payload:
         return payload
-    out, shifts = torch.frombuffer(payload, dtype=torch.uint8), torch.arange(bits)
+    out = torch.frombuffer(payload, dtype=torch.uint8)
+    shifts = torch.arange(bits)
     for start in range(0, len(vector), TILE):
         words = vector[start : start + TILE].to(torch.int64)
         at = start * bits // _BYTE  # a whole number: a tile is a multiple of 8 elements
@@ -67,10 +68,12 @@ def unpack(payload: bytes | bytearray | memoryview, count: int, bits: int) -> to
     """
     if len(payload) != -(-count * bits // _BYTE):
         raise ValueError(f"{len(payload)} bytes are not {count} elements of {bits} bits")
-    vector, shifts = torch.empty(count, dtype=RING[word_bits(bits)]), torch.arange(bits)
+    vector = torch.empty(count, dtype=RING[word_bits(bits)])
+    shifts = torch.arange(bits)
     for start in range(0, count, TILE):
         out = vector[start : start + TILE]
-        at, size = start * bits // _BYTE, -(-len(out) * bits // _BYTE)
+        at = start * bits // _BYTE
+        size = -(-len(out) * bits // _BYTE)
         # Received bytes are read-only, and a tensor cannot view them.
         octets = torch.frombuffer(bytearray(payload[at : at + size]), dtype=torch.uint8)
         if bits <= _BYTE:

@@ -55,7 +55,8 @@ class Positions:
         Raises:
             UpdateError: it is not one of `encode`.
         """
-        low_bits, low = self._low_bits, torch.zeros((), dtype=torch.int64)
+        low_bits = self._low_bits
+        low = torch.zeros((), dtype=torch.int64)
         marks = unpack(payload[self._low_bytes :], self.count * self._marks(low_bits), 1)
         marks = marks.view(self.count, -1)
         if not bool((marks.sum(1) == self.keep).all()):

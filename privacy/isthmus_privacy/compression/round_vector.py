@@ -58,7 +58,8 @@ class RoundVector:
         """Add what `payload` of a vector of the same form returned, in place."""
         view = memoryview(payload)
         end = len(view) - len(self._figure_words)
-        elements, figures = view[:end], view[end:]
+        elements = view[:end]
+        figures = view[end:]
         if self.elements.element_size() * 8 != self._bits:
             self.elements.add_(unpack(elements, len(self.elements), self._bits))
         elif view.readonly:

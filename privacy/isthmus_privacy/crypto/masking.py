@@ -149,7 +149,8 @@ def _mask_tiles(
         for start in range(first * TILE, min(last * TILE, len(vector)), TILE):
             part = vector[start : start + TILE]
             count = len(part)
-            blank, mask = zeros[: count * width], tile[:count]
+            blank = zeros[: count * width]
+            mask = tile[:count]
             for context, plus in ciphers:
                 context.update_into(blank, stream)
                 if plus:

@@ -145,7 +145,9 @@ def _product(values: torch.Tensor) -> torch.Tensor:
 
 def _inverse(values: torch.Tensor) -> torch.Tensor:
     """x^(P - 2) mod P (Fermat)."""
-    result, power, exponent = torch.ones_like(values), values, P - 2
+    result = torch.ones_like(values)
+    power = values
+    exponent = P - 2
     while exponent:
         if exponent & 1:
             result = _reduced(result * power)

@@ -176,7 +176,8 @@ def _epsilon(composition: Composition, delta: float) -> float:
     import dp_accounting
     from dp_accounting import pld, rdp
 
-    multiplier, events = composition._gaussian_multiplier, []
+    multiplier = composition._gaussian_multiplier
+    events = []
     if multiplier is not None:
         events.append(dp_accounting.GaussianDpEvent(multiplier))
     for each in sorted(composition.sampled, key=dataclasses.astuple):
@@ -233,9 +234,11 @@ def epsilon_of_rho(rho: float, delta: float) -> float:
         order = 1 + excess
         return rho * order + math.log(excess / order) - math.log(delta * order) / excess
 
-    low, high = -30.0, 30.0
+    low = -30.0
+    high = 30.0
     while True:
-        left, right = low + (high - low) / 3, high - (high - low) / 3
+        left = low + (high - low) / 3
+        right = high - (high - low) / 3
         closer = (low, right) if at(left) < at(right) else (left, high)
         if closer == (low, high):  # no two numbers are closer
             return max(0.0, at(low))

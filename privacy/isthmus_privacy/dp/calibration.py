@@ -44,7 +44,8 @@ _FIRST_POWER = 1.5
 _TRIES = 8
 _MARGIN = 1.0005
 """The accountant rounds up: by less than this in the noise."""
-_PRECISE_EPSILONS, _PRECISE_DELTA = (0.01, 150.0), 1e-14
+_PRECISE_EPSILONS = (0.01, 150.0)
+_PRECISE_DELTA = 1e-14
 """Where privacy loss distributions are within `_MARGIN` of the exact epsilon: between these, and
 from this delta on."""
 
@@ -141,7 +142,8 @@ class NoisePlan:
     @property
     def first_bound(self) -> AdaptiveBound | None:
         """The clipping bound of the first round, if it moves."""
-        clip, quantile = self.privacy.clip, self.privacy.clip_quantile
+        clip = self.privacy.clip
+        quantile = self.privacy.clip_quantile
         if quantile is None:
             return None
         return AdaptiveBound(quantile, self.multiplier, bound=clip, first=clip)
@@ -292,7 +294,8 @@ def _near(epsilon: float, multiplier: float, epsilon_of: Callable[[float], float
 
     From a first one, at most `_TRIES` evaluations.
     """
-    power, before = _FIRST_POWER, None
+    power = _FIRST_POWER
+    before = None
     for _ in range(_TRIES):
         spent = epsilon_of(multiplier)
         if _CLOSE_EPSILON * epsilon <= spent <= epsilon:
@@ -340,7 +343,8 @@ def _of_distributed(epsilon: float, delta: float) -> float:
 
 
 def _least(fits: Callable[[float], bool]) -> float:
-    low, high = math.log(1e-6), math.log(1e9)
+    low = math.log(1e-6)
+    high = math.log(1e9)
     while high - low > _CLOSE:
         middle = (low + high) / 2
         low, high = (low, middle) if fits(math.exp(middle)) else (middle, high)

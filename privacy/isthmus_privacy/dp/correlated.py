@@ -113,7 +113,9 @@ class CorrelatedNoise:
 
         The root mean square over the models of all rounds.
         """
-        prefix, squares, total = 0.0, 0.0, 0.0
+        prefix = 0.0
+        squares = 0.0
+        total = 0.0
         for row in range(self.rows):
             prefix += self.coefficients[row] if row < self.bands else 0.0
             squares += prefix * prefix

@@ -34,7 +34,8 @@ import torch
 
 from isthmus_privacy.crypto.masking import TILE, cipher
 
-SIGMA_MIN, SIGMA_MAX = 1.0, float(1 << 26)
+SIGMA_MIN = 1.0
+SIGMA_MAX = float(1 << 26)
 """Range of the standard deviation; above it, a sample may not fit 32 bits."""
 
 _SELECT_BITS = 12
@@ -146,11 +147,13 @@ def _decompose(sigma: float) -> list[tuple[int, float]]:
 def _table(sigma: float) -> _Table:
     """Walker's table, by Vose's construction on integers."""
     masses = _masses(sigma)
-    thresholds, alias = [_WHOLE_COLUMN] * _COLUMNS, list(range(_COLUMNS))
+    thresholds = [_WHOLE_COLUMN] * _COLUMNS
+    alias = list(range(_COLUMNS))
     small = [i for i, mass in enumerate(masses) if mass < _WHOLE_COLUMN]
     large = [i for i, mass in enumerate(masses) if mass >= _WHOLE_COLUMN]
     while small and large:
-        i, j = small.pop(), large.pop()
+        i = small.pop()
+        j = large.pop()
         thresholds[i], alias[i] = masses[i], j
         masses[j] -= _WHOLE_COLUMN - masses[i]
         (small if masses[j] < _WHOLE_COLUMN else large).append(j)
@@ -173,7 +176,9 @@ def _masses(sigma: float) -> list[int]:
     with localcontext() as context:
         context.prec = _DIGITS
         q = int((-1 / (2 * Decimal(sigma) ** 2)).exp() * (1 << _FIXED_BITS))
-    weight, ratio, square = 1 << _FIXED_BITS, q, q * q >> _FIXED_BITS
+    weight = 1 << _FIXED_BITS
+    ratio = q
+    square = q * q >> _FIXED_BITS
     weights = [0] * _COLUMNS
     for x in range(_CENTRE):
         weights[_CENTRE + x] = weights[_CENTRE - x] = weight

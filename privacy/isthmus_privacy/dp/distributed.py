@@ -110,7 +110,8 @@ class DistributedNoise(Message):
 
     def sensitivity(self, size: int) -> float:
         """Largest 2-norm of one device's integers without noise."""
-        norm, root = self.clip * self.scale, math.sqrt(size)
+        norm = self.clip * self.scale
+        root = math.sqrt(size)
         likely = norm**2 + root**2 / 4 + norm + root / 2
         return math.sqrt(min(likely, (norm + root) ** 2))
 

@@ -45,14 +45,16 @@ class GaussianDraws:
         from isthmus_privacy.crypto.masking import TILE, cipher, ring_vector
 
         seed = keys.derive(self._key, b"", "gaussian-row", NUMBER.write(number))
-        stream, out = cipher(seed), torch.empty(self._size, dtype=torch.float64)
+        stream = cipher(seed)
+        out = torch.empty(self._size, dtype=torch.float64)
         for start in range(0, self._size, TILE):
             part = out[start : start + TILE]
             pairs = -(-len(part) // 2)
             words = bytearray(stream.update(bytes(16 * pairs)))
             bits = ring_vector(words, 64).view(2, pairs) & ((1 << _BITS) - 1)
             uniform = (bits + 1).double().mul_(2.0**-_BITS)  # in (0, 1]: its logarithm is finite
-            length, angle = uniform[0].log_().mul_(-2).sqrt_(), uniform[1].mul_(2 * math.pi)
+            length = uniform[0].log_().mul_(-2).sqrt_()
+            angle = uniform[1].mul_(2 * math.pi)
             both = torch.stack([length * angle.cos(), length * angle.sin()]).flatten()
             part.copy_(both[: len(part)])
         return out

@@ -228,7 +228,8 @@ class Ledger:
 
     def _append(self, content: dict[str, Any]) -> None:
         assert self._file is not None
-        number, previous = self.head.number + 1, self.head.digest
+        number = self.head.number + 1
+        previous = self.head.digest
         line = _canonical({"number": number, "previous": previous, **content})
         if len(line) > MAX_LINE:
             raise UserError(
@@ -323,7 +324,8 @@ class Ledger:
         charge = Charge(**{**table, "event": event, "devices": devices})
         self.entries[number] = LedgerEntry(number, charge)
         spent = self._spent.setdefault(charge.population, {})
-        nothing, sums = Composition(), dict[int, tuple[Composition, Composition]]()
+        nothing = Composition()
+        sums = dict[int, tuple[Composition, Composition]]()
         for name in charge.devices or ("",):
             before = spent.get(name, nothing)
             if id(before) not in sums:  # devices share few compositions, of which this is fast
@@ -373,7 +375,8 @@ def _lines(path: Path) -> tuple[list[bytes], int]:
     Raises:
         LedgerDamaged: a line is too long.
     """
-    lines, whole = [], 0
+    lines = []
+    whole = 0
     with path.open("rb") as file:
         for line in _bounded(file, path):
             if not line.endswith(b"\n"):

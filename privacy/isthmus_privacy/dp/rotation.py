@@ -79,7 +79,8 @@ def _blocks(vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _flip(vector: torch.Tensor, seed: bytes, first: int = 0) -> None:
     """Multiply by signs, one bit of the keystream's byte for each element."""
     stream = bytearray(min(TILE, len(vector)))
-    blank, words = memoryview(bytes(len(stream))), torch.frombuffer(stream, dtype=torch.int8)
+    blank = memoryview(bytes(len(stream)))
+    words = torch.frombuffer(stream, dtype=torch.int8)
     keystream = cipher(seed, first)
     for start in range(0, len(vector), TILE):
         part = vector[start : start + TILE]
@@ -119,7 +120,8 @@ def _butterflies(x: torch.Tensor, y: torch.Tensor, rows: int) -> tuple[torch.Ten
     """Transform the columns of x, a matrix of so many rows; returns the result and the other."""
     inner = len(x) // rows
     while inner < len(x):
-        pairs, out = x.view(-1, 2, inner), y.view(-1, 2, inner)
+        pairs = x.view(-1, 2, inner)
+        out = y.view(-1, 2, inner)
         torch.add(pairs[:, 0], pairs[:, 1], out=out[:, 0])
         torch.sub(pairs[:, 0], pairs[:, 1], out=out[:, 1])
         x, y = y, x

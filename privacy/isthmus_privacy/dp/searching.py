@@ -29,14 +29,17 @@ def largest(fits: Callable[[int], bool], *, most: int, start: int = 1) -> int:
     Returns:
         1 .. `most`; 0 if not even 1 fits.
     """
-    low, high = 0, most + 1
+    low = 0
+    high = most + 1
     at = min(max(start, 1), most)
     step = max(1, at // _FIRST_STEP)
     while low < at < high:
         if fits(at):
-            low, at = at, at + step
+            low = at
+            at += step
         else:
-            high, at = at, at - step
+            high = at
+            at -= step
         step *= 2
     while high - low > 1:
         middle = (low + high) // 2

@@ -67,7 +67,8 @@ class DeviceExamplesPlan:
         if reason := privacy.refusal(examples, settings.batch_size, whose):
             raise JobError(f"federated.privacy: {reason}")
         participations = privacy.most_participations(rounds)
-        steps, probability = settings.steps(examples), settings.batch_size / examples
+        steps = settings.steps(examples)
+        probability = settings.batch_size / examples
         multiplier = privacy.noise
         if multiplier is None:
             all_steps = participations * steps

@@ -56,8 +56,11 @@ class SampledExamples:
         self, task: Task, dataset: Dataset[Any], own: range, probability: float, device: Any
     ) -> None:
         """`own` are the indices of the examples that are drawn among."""
-        self._task, self._dataset, self._device = task, dataset, device
-        self._own, self._probability = own, probability
+        self._task = task
+        self._dataset = dataset
+        self._device = device
+        self._own = own
+        self._probability = probability
 
     def batches(self, first: int, until: int) -> Iterator[list[ExampleGroup]]:
         """The examples of steps `first` (included) to `until`, on the device; some have none."""

@@ -25,7 +25,8 @@ def poisson_sample(examples: range, probability: float, key: bytes | None = None
         key: 32 random bytes, to be used once; None for new ones.
     """
     stream = cipher(key or os.urandom(_KEY_BYTES))
-    limit, chosen = int(probability * 2**_BITS), []
+    limit = int(probability * 2**_BITS)
+    chosen = []
     for start in range(0, len(examples), TILE):
         part = examples[start : start + TILE]
         words = bytearray(stream.update(bytes(8 * len(part))))

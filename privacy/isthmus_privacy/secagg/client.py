@@ -142,9 +142,11 @@ class ClientSession:
             PeerMisbehaved: the roster is refused.
         """
         with self._step(Stage.SHARE_KEYS):
-            own, requirements = self._entry, self._requirements
+            own = self._entry
+            requirements = self._requirements
             cohort = check_roster(self.config, roster, self._directory, own, requirements)
-            self._cohort, self._position = cohort, cohort.positions[self._entry.name]
+            self._cohort = cohort
+            self._position = cohort.positions[self._entry.name]
             others = [i for i in range(cohort.size) if i != self._position]
             # Drawn after all keys are fixed, so that no key can be chosen to become a neighbour.
             drawn = secrets.SystemRandom().sample(others, cohort.graph.degree)
@@ -296,7 +298,8 @@ class ClientSession:
     # -- checks ---------------------------------------------------------------------------------
 
     def _check_inbox(self, inbox: Inbox) -> None:
-        graph, owners = self._cohort.graph, inbox.share_owners
+        graph = self._cohort.graph
+        owners = inbox.share_owners
         if inbox.roster_hash != self._cohort.hash or owners.size != self._cohort.size:
             refusal.refuse("inbox-other-roster", "this inbox belongs to another roster")
         if self._position not in owners:
@@ -340,7 +343,8 @@ class ClientSession:
         return parts
 
     def _check_survivors(self, message: Survivors) -> None:
-        graph, survivors = self._cohort.graph, message.survivors
+        graph = self._cohort.graph
+        survivors = message.survivors
         if message.roster_hash != self._cohort.hash or survivors.size != self._cohort.size:
             refusal.refuse("survivors-other-roster", "this survivor set is of another roster")
         if message.share_owners != self._share_owners:
@@ -364,7 +368,8 @@ class ClientSession:
         self._history.check(self.config, self._start, self._hash_of(survivors))
 
     def _check_quorum(self, message: ConsistencySignatures) -> None:
-        quorum, survivors = self._cohort.graph.quorum, self._survivors
+        quorum = self._cohort.graph.quorum
+        survivors = self._survivors
         signers = [signer for signer, _ in message.signatures]
         if any(not a < b for a, b in itertools.pairwise(signers)):
             refusal.refuse("quorum-signer-repeated", "a signature is repeated or out of order")

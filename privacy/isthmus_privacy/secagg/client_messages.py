@@ -85,7 +85,8 @@ def check_shares(message: ShareKeys, cohort: Cohort, *, received: Collection[int
     Raises:
         PeerMisbehaved: the shares are not those of an honest client of this roster.
     """
-    name, neighbours = message.name, message.neighbours
+    name = message.name
+    neighbours = message.neighbours
     position = cohort.positions.get(name, -1)
     if position < 0:
         refusal.refuse("shares-not-in-roster", f"{name!r} is not in the roster", peer=name)

@@ -106,7 +106,8 @@ class Cohort:
         Raises:
             PeerMisbehaved: a key of the holder is unusable.
         """
-        to, pair = self.entry(holder), (NUMBER.write(owner), NUMBER.write(holder))
+        to = self.entry(holder)
+        pair = (NUMBER.write(owner), NUMBER.write(holder))
         key, ciphertext = mask.encapsulate(to.mask_key, self.hash, "mask-part-key", *pair)
         part = self.own_part(mask, owner, holder)
         sealed_part = ciphertext + keys.seal(key, part, tagged("mask-part", *pair))
@@ -124,8 +125,10 @@ class Cohort:
         Returns:
             The shares; None if anything is not as `owner` sealed it.
         """
-        sealed_part, shares = sealed[:_SHARES_AT], sealed[_SHARES_AT:]
-        ciphertext, pair = shares[:CIPHERTEXT_BYTES], (NUMBER.write(owner), NUMBER.write(holder))
+        sealed_part = sealed[:_SHARES_AT]
+        shares = sealed[_SHARES_AT:]
+        ciphertext = shares[:CIPHERTEXT_BYTES]
+        pair = (NUMBER.write(owner), NUMBER.write(holder))
         key = sealing.decapsulate(
             self.entry(owner).sealing_key, ciphertext, self.hash, "share-key", *pair
         )
@@ -140,7 +143,8 @@ class Cohort:
         Returns:
             The part; None if it is not as `owner` sealed it.
         """
-        ciphertext, part = sealed[:CIPHERTEXT_BYTES], sealed[CIPHERTEXT_BYTES:_SHARES_AT]
+        ciphertext = sealed[:CIPHERTEXT_BYTES]
+        part = sealed[CIPHERTEXT_BYTES:_SHARES_AT]
         pair = NUMBER.write(owner), NUMBER.write(holder)
         key = mask.decapsulate(
             self.entry(owner).mask_key, ciphertext, self.hash, "mask-part-key", *pair

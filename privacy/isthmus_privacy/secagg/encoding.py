@@ -313,7 +313,8 @@ def _quantise(
         out: (N) ring elements.
         keys: provides one dither key for each tile.
     """
-    clip, scale = config.clip, (config.levels - 1) / (2 * config.clip)
+    clip = config.clip
+    scale = (config.levels - 1) / (2 * config.clip)
     scratch = torch.empty(3, min(TILE, len(values)), dtype=torch.float64)
     # Dither words are read as signed, so half of the dither's range is added here.
     scratch[2].fill_(clip * scale + 0.5)
@@ -344,7 +345,8 @@ def _dither_keys(key: bytes | None) -> Iterator[bytes]:
 def _dither(count: int, keys: Iterator[bytes]) -> Iterator[torch.Tensor]:
     """Yield tiles of uniform signed 32-bit words, each from its own key."""
     size = 4 * min(count, TILE)
-    blank, stream = memoryview(bytes(size)), bytearray(size)
+    blank = memoryview(bytes(size))
+    stream = bytearray(size)
     words = ring_vector(stream, 32)
     for start in range(0, count, TILE):
         part = words[: min(TILE, count - start)]
@@ -377,7 +379,8 @@ def _in_range(
 
 def _fit(config: RoundConfig, sums: Sequence[int], weight: int, clients: int) -> bool:
     """Whether the sums of the slots can come from honest clients."""
-    share, rounding = weight / config.weight_max, 2 * clients / (config.levels - 1)
+    share = weight / config.weight_max
+    rounding = 2 * clients / (config.levels - 1)
     return all(
         0 <= value <= clients * slot.maximum
         if slot.exact

@@ -170,7 +170,9 @@ def _disconnected(clients: int, removed: int, k: int) -> float:
     replacement give an upper bound. The removed clients are fixed here; a server that chooses them
     after the draws gains nothing, since every client requires t remaining neighbours.
     """
-    remaining, others, probability = clients - removed, clients - 1, 0.0
+    remaining = clients - removed
+    others = clients - 1
+    probability = 0.0
     for s in range(1, remaining // 2 + 1):
         inside = s - 1 + removed
         if inside == 0:

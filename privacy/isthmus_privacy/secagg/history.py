@@ -202,7 +202,8 @@ class History:
                 f"this device has taken part in {self.participations()} attempts of all runs, its "
                 "own limit",
             )
-        noise, rho = config.noise, 0.0
+        noise = config.noise
+        rho = 0.0
         if noise is not None:
             rho = noise.zcdp_rho(config.size, clients=config.clients_max)
         if requirements.epsilon is not None:

@@ -134,7 +134,8 @@ class ServerSession:
             return len(self._keys) >= self.config.clients_min
         if self.stage is Stage.FINISHED:
             return False
-        received, graph = self._expected_and_received()[1], self._cohort.graph
+        received = self._expected_and_received()[1]
+        graph = self._cohort.graph
         if self.stage is Stage.CONSISTENCY_CHECK:
             return len(received) >= graph.quorum
         if self.stage is Stage.UNMASKING:
@@ -206,7 +207,8 @@ class ServerSession:
             AggregationAborted: too few clients have shared their secrets.
         """
         self._check_stage(Stage.SHARE_KEYS, None)
-        owners, graph = set(self._shares), self._cohort.graph
+        owners = set(self._shares)
+        graph = self._cohort.graph
         if len(owners) < graph.survivors_min:
             refusal.refuse(
                 "too-few-owners",
@@ -381,7 +383,8 @@ class ServerSession:
 
     def _below_threshold(self, remaining: Collection[int]) -> str | None:
         """Name of a share owner with fewer than t remaining neighbours, if there is one."""
-        threshold, present = self._cohort.graph.threshold, frozenset(remaining)
+        threshold = self._cohort.graph.threshold
+        present = frozenset(remaining)
         for owner, message in self._shares.items():
             if len(message.neighbours.indices & present) < threshold:
                 return self._cohort.name(owner)

@@ -67,7 +67,8 @@ class UnmaskingInput:
     def _secrets(self) -> dict[int, bytes]:
         """Share owner to its seed if it survived, else to its mask secret."""
         threshold = self.cohort.graph.threshold
-        points, shares = [], []
+        points = []
+        shares = []
         for owner in sorted(self.shared):
             drawn = sorted(self.shared[owner].neighbours.indices)
             holders = [holder for holder in drawn if holder in self.revealed][:threshold]

@@ -123,7 +123,8 @@ class CrashSweep:
         control = self.deployment.processes[point.process].control
         control.crash_at = 2 * (control.steps + point.step) + point.after
         id_ = await self._run_job()
-        about, control.crash_at = control.take_crash(), NEVER
+        about = control.take_crash()
+        control.crash_at = NEVER
         if about:
             self.report.points += 1
         else:

@@ -147,7 +147,8 @@ class InvariantChecker:
             earlier.update(sums)
 
     def _run(self, directory: Path) -> list[str]:
-        id_, problem = directory.name, ""
+        id_ = directory.name
+        problem = ""
         for _ in range(_TRIES):
             try:
                 rows, newest = _read(directory / "run.sqlite")

@@ -113,7 +113,8 @@ def make_plan(seed: int, minutes: float, devices: int, datacenters: int, ranks: 
     targets = {
         part: _targets(draw, part, devices, datacenters) for part in sorted({*_PART.values()})
     }
-    end, at = 60.0 * minutes, 0.5
+    end = 60.0 * minutes
+    at = 0.5
     busy: dict[tuple[str, str], float] = {}
     plan: list[Fault] = []
     while at < end - 1.0:

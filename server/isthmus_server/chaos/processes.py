@@ -122,7 +122,9 @@ def _leaves(root: int) -> list[int]:
             with contextlib.suppress(OSError):
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 children.setdefault(parent, []).append(int(entry.name))
-    leaves, generation, depth = [], [root], 0
+    leaves = []
+    generation = [root]
+    depth = 0
     while generation:
         leaves += [pid for pid in generation if depth > 1 and pid not in children]
         generation = [child for pid in generation for child in children.get(pid, [])]

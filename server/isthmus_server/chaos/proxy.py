@@ -70,7 +70,8 @@ class DisturbedLink:
     def restore(self) -> None:
         """End every disturbance; connections that were held are reset."""
         held = not self._passing.is_set()
-        self._refusing, self._delay = False, 0.0
+        self._refusing = False
+        self._delay = 0.0
         if held:
             self.reset()
         self._passing.set()

@@ -34,33 +34,46 @@ _control: ControlBlock | None = None
 _folder = ""
 """Only files in this folder are on the faulty disk."""
 
-_real_time, _real_time_ns = time.time, time.time_ns
-_real_open, _real_os_open, _real_fsync, _real_replace = io.open, os.open, os.fsync, os.replace
-_real_rename, _real_unlink = os.rename, os.unlink
-_real_write, _real_truncate = os.write, os.truncate
+_real_time = time.time
+_real_time_ns = time.time_ns
+_real_open = io.open
+_real_os_open = os.open
+_real_fsync = os.fsync
+_real_replace = os.replace
+_real_rename = os.rename
+_real_unlink = os.unlink
+_real_write = os.write
+_real_truncate = os.truncate
 _real_connect = sqlite3.connect
 
 _WRITES = ("INSERT", "UPDATE", "DELETE", "REPLACE", "CREATE", "BEGIN", "COMMIT")
 _OPTIONS = {"encoding", "errors", "newline", "closefd"}
 _PAGE = 4096
-_WAL_HEADER, _WAL_FRAME = 32, 24 + 4096
+_WAL_HEADER = 32
+_WAL_FRAME = 24 + 4096
 
 
 def install() -> None:
     """Replace the functions. Call it before other modules keep references to them."""
-    time.time, time.time_ns = _time, _time_ns
+    time.time = _time
+    time.time_ns = _time_ns
     builtins.open = io.open = _open
     os.open = _os_open
-    os.fsync, os.replace = _fsync, _replace  # type: ignore[assignment]  # they take any arguments
-    os.write, os.truncate, os.ftruncate = _write, _truncate, _truncate
-    os.rename, os.unlink = _rename, _unlink  # type: ignore[assignment]  # they take any arguments
+    os.fsync = _fsync  # type: ignore[assignment]  # it takes any argument
+    os.replace = _replace  # type: ignore[assignment]  # it takes any arguments
+    os.write = _write
+    os.truncate = _truncate
+    os.ftruncate = _truncate
+    os.rename = _rename  # type: ignore[assignment]  # it takes any arguments
+    os.unlink = _unlink
     sqlite3.connect = _connect  # type: ignore[assignment]  # it takes any arguments
 
 
 def run() -> None:
     """Run `isthmus` with the faults of a control block: argv[1] the block, argv[2] the folder."""
     global _control, _folder
-    _control, _folder = ControlBlock(Path(sys.argv[1])), sys.argv[2] + os.sep
+    _control = ControlBlock(Path(sys.argv[1]))
+    _folder = sys.argv[2] + os.sep
     del sys.argv[1:3]
     from isthmus import cli
 

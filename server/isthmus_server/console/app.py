@@ -114,7 +114,8 @@ class ConsoleApp:
         return _html(await self._read(render))
 
     async def _run(self, request: Request) -> Response:
-        name, query = request.path_params["name"], _query(request)
+        name = request.path_params["name"]
+        query = _query(request)
 
         def render() -> str | None:
             try:
@@ -138,7 +139,8 @@ class ConsoleApp:
         return await self._missing(request) if page is None else _html(page)
 
     async def _round(self, request: Request) -> Response:
-        name, query = request.path_params["name"], _query(request)
+        name = request.path_params["name"]
+        query = _query(request)
         text = request.path_params["round"]
         if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
             return await self._missing(request)

@@ -110,7 +110,8 @@ class LiveUpdates:
 
     async def _events(self, poller: _Poller) -> AsyncIterator[str]:
         yield f"retry: {RETRY_MILLISECONDS}\n\n"
-        sent, until = "", time.monotonic() + CONNECTION_SECONDS
+        sent = ""
+        until = time.monotonic() + CONNECTION_SECONDS
         while time.monotonic() < until and not self._ended:
             news = poller.news
             if poller.version != sent:

@@ -40,7 +40,8 @@ def outcome_of(query: Mapping[str, str]) -> str:
 
 def run_page(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
     """The values of the template `run`."""
-    job, index = run.store.job, run.index
+    job = run.store.job
+    index = run.index
     status, reason, final = run.store.status()
     attempts = index.attempts
     rounds = Paging(number(query, "page"), len(attempts), "page")

@@ -103,7 +103,8 @@ class ShownRun:
         spans = []
         for regime, group in itertools.groupby(self.index.rounds, key=lambda each: each.regime):
             members = list(group)
-            first, last = members[0], members[-1]
+            first = members[0]
+            last = members[-1]
             spans.append(
                 {
                     "first": first.round,

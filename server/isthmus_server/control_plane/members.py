@@ -53,7 +53,8 @@ class Members(Enrolments):
         self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="registry")
         self.directory = directory
         self._writer: Registry | None = None
-        self._devices, self._count_at = 1, 0.0
+        self._devices = 1
+        self._count_at = 0.0
 
     def close(self) -> None:
         """Close the registry."""
@@ -119,7 +120,8 @@ class Members(Enrolments):
         """Number of devices in the registry that are not revoked or expired."""
         now = self.now()
         if now >= self._count_at:  # counting takes longer than a connection should
-            self._devices, self._count_at = self.registry.devices(), now + _COUNT_SECONDS
+            self._devices = self.registry.devices()
+            self._count_at = now + _COUNT_SECONDS
         return self._devices
 
     async def renew(self, subject: tls.Subject, request: bytes) -> tuple[bytes, tls.Subject]:

@@ -36,7 +36,8 @@ SERVICE = "isthmus.operator.v1.Operator"
 
 _MAX_CALLS = 8
 
-LEAST_SHARE, LARGEST_SHARE = 0.01, 1000.0
+LEAST_SHARE = 0.01
+LARGEST_SHARE = 1000.0
 """Maximum number of concurrent calls of one operator."""
 
 MAX_JOB = 64 << 10
@@ -343,7 +344,8 @@ async def _console_of(
     from isthmus_server.console.access import TOKEN_FILE, kept_token
     from isthmus_server.console.serving import ConsoleListener
 
-    state, served = server.members.directory, ObservedServer(server, runner)
+    state = server.members.directory
+    served = ObservedServer(server, runner)
     check = OperatorsOnly(served.pair, served.authority, LoopObserver(), served.registered)
     local = tls.is_loopback(address[0])
     token = kept_token(state) if local else ""

@@ -68,7 +68,8 @@ class RegistryCopy:
         Raises:
             UserError: a file cannot be read.
         """
-        self._path, self._head = directory / _COPY, directory / _HEAD
+        self._path = directory / _COPY
+        self._head = directory / _HEAD
         self._now = now
         self.version = 0
         """A number that changes with every replacement."""
@@ -108,7 +109,9 @@ class RegistryCopy:
         data = number.to_bytes(_NUMBER_BYTES, "little") + part.SerializeToString()
         write_sealed_bytes(self._path, data)
         write_sealed(self._head, {"copies": number})  # afterwards: a crash leaves a newer copy
-        self._number, self.damage, self._written = number, None, True
+        self._number = number
+        self.damage = None
+        self._written = True
 
     def _read(self) -> None:
         """Read the files, the head first, because a server may write them now.
@@ -125,7 +128,8 @@ class RegistryCopy:
             if self._number:
                 raise DamagedError(f"{self._path} is missing") from None
             return
-        newest, number = self._number, int.from_bytes(data[:_NUMBER_BYTES], "little")
+        newest = self._number
+        number = int.from_bytes(data[:_NUMBER_BYTES], "little")
         self._number = max(newest, number)
         if number not in (newest, newest + 1):
             raise DamagedError(
@@ -297,7 +301,8 @@ class RemoteMembers(Members):
                 except AdmissionRefused as error:
                     if reachable:
                         log.warning("%s; participants that have joined continue", error)
-                    reachable, pause = False, _OFFLINE_SECONDS
+                    reachable = False
+                    pause = _OFFLINE_SECONDS
                 except Exception:
                     log.exception("the registry could not be copied; it is tried again")
                     pause = _OFFLINE_SECONDS
@@ -382,6 +387,7 @@ class RemoteMembers(Members):
             raise AdmissionRefused(f"{where} cannot be reached: {short_message(details)}") from None
 
     async def _hang_up(self) -> None:
-        channel, self._channel = self._channel, None
+        channel = self._channel
+        self._channel = None
         if channel is not None:
             await channel.close()

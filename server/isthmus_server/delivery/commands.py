@@ -57,13 +57,15 @@ def export(run_dir: Path, format_: str, output: Path | None) -> None:
         folder = output or run_dir / "export"
         folder.mkdir(parents=True, exist_ok=True)
         if format_ == "safetensors":
-            path, note = folder / FINAL_MODEL, ""
+            path = folder / FINAL_MODEL
+            note = ""
             shutil.copyfile(store.directory / FINAL_MODEL, path)
         elif format_ == "torch-export":
             path = folder / "model.pt2"
             note = _write_program(store, path)
         else:
-            path, note = folder / "model.pte", "  (for one example at a time)"
+            path = folder / "model.pte"
+            note = "  (for one example at a time)"
             _write_executorch_program(store, path)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -36,7 +36,8 @@ def export_executorch(task: Task, module: nn.Module, path: Path) -> None:
             f"--format executorch needs ExecuTorch, which cannot be imported ({error}); install "
             "it with: pip install executorch"
         ) from None
-    program, inputs = TaskProgram(task, module).eval(), example_batch(task, 1)
+    program = TaskProgram(task, module).eval()
+    inputs = example_batch(task, 1)
     try:
         traced = torch.export.export(program, (inputs,))
         written: bytes = to_edge(traced).to_executorch().buffer

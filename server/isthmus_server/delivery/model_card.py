@@ -62,7 +62,8 @@ def _data_statement(report: Report, job: Job) -> Iterator[str]:
         for receipt in record.receipts:
             if receipt.status == "accepted":
                 accepted[receipt.regime].add(receipt.participant)
-    devices, datacenters = len(accepted["federated"]), len(accepted["datacenter"])
+    devices = len(accepted["federated"])
+    datacenters = len(accepted["datacenter"])
     if devices:
         seen = (
             "only sums of their updates over at least "

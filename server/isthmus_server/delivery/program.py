@@ -60,7 +60,8 @@ def export_program(task: Task, module: nn.Module, path: Path) -> bool:
         ) from error
     for inputs in [traced, *(others if any_size else [])]:
         with torch.no_grad():
-            expected, found = program(inputs), exported.module()(inputs)
+            expected = program(inputs)
+            found = exported.module()(inputs)
         if not close_to(expected, found):
             raise UserError(
                 "the program of torch.export does not compute what the model does; a part of its "
@@ -109,7 +110,8 @@ def example_batch(task: Task, size: int) -> Any:
 
 def close_to(expected: Any, found: Any) -> bool:
     """Whether two outputs are equal up to rounding, in all of their tensors."""
-    one, other = pytree.tree_leaves(expected), pytree.tree_leaves(found)
+    one = pytree.tree_leaves(expected)
+    other = pytree.tree_leaves(found)
     return len(one) == len(other) and all(
         a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)

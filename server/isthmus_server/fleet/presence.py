@@ -142,12 +142,14 @@ class FleetPresence(ParticipantListener):
         return FleetSnapshot(at=time.time(), running=running, participants=now, waiting=waiting)
 
     async def _keep(self) -> None:
-        written, at = None, 0.0
+        written = None
+        at = 0.0
         while True:
             found = self.snapshot()
             if not found.says_the_same(written) or time.monotonic() - at > _ALIVE_SECONDS:
                 await self._write(found)
-                written, at = found, time.monotonic()
+                written = found
+                at = time.monotonic()
             await asyncio.sleep(_WRITE_SECONDS)
 
     async def _write(self, found: FleetSnapshot) -> None:

@@ -129,7 +129,8 @@ class LinkGrid(RunScopedGrid):
 
     async def close(self) -> None:
         """Cancel the messages that were pushed and not pulled."""
-        tasks, self._tasks = self._tasks, {}
+        tasks = self._tasks
+        self._tasks = {}
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)

@@ -44,7 +44,8 @@ def check_reply(
         UpdateError: there is not exactly one record with the model's arrays, float and finite, or
             not exactly one record of finite metrics with a weight from 0 to `max_examples`.
     """
-    arrays, metrics = list(records.array_records.values()), list(records.metric_records.values())
+    arrays = list(records.array_records.values())
+    metrics = list(records.metric_records.values())
     if len(arrays) != 1 or len(metrics) != 1:
         raise UpdateError(
             f"it holds {len(arrays)} array records and {len(metrics)} metric "

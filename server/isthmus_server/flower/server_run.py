@@ -156,7 +156,8 @@ class FlowerServerRun:
         Raises:
             UserError: too few nodes connected in time.
         """
-        needed, deadline = self.federated.invited, time.monotonic() + self.job.time.join_seconds
+        needed = self.federated.invited
+        deadline = time.monotonic() + self.job.time.join_seconds
         while (connected := len(list(grid.get_node_ids()))) < needed:
             if time.monotonic() > deadline:
                 raise UserError(

@@ -124,13 +124,17 @@ def _same(default: Any, value: Any) -> bool:
 def _serialize(name: str, value: Any, owner: str) -> tuple[dict[str, torch.Tensor], Any]:
     arrays: dict[str, Any] | None = None
     if _is_array(value):
-        kind, arrays = "array", {"0": value}
+        kind = "array"
+        arrays = {"0": value}
     elif isinstance(value, ArrayRecord) and value:
-        kind, arrays = "record", {key: array.numpy() for key, array in value.items()}
+        kind = "record"
+        arrays = {key: array.numpy() for key, array in value.items()}
     elif isinstance(value, dict) and value and _all_arrays(value.values()):
-        kind, arrays = "dict", value
+        kind = "dict"
+        arrays = value
     elif isinstance(value, list) and value and _all_arrays(value):
-        kind, arrays = "list", {str(index): array for index, array in enumerate(value)}
+        kind = "list"
+        arrays = {str(index): array for index, array in enumerate(value)}
     if arrays is None:
         return {}, {"kind": "data", "value": _as_data(name, value, owner)}
     arrays = {key: np.asarray(array) for key, array in arrays.items()}

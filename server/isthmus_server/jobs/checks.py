@@ -74,11 +74,13 @@ def _named_code(job: Job) -> Iterator[tuple[str, str]]:
     if ":" in job.strategy.policy:
         yield "strategy.policy", job.strategy.policy
     flower = job.federated.flower
-    strategy, key = (None if flower is None else flower.strategy), "federated.flower.strategy"
+    strategy = None if flower is None else flower.strategy
+    key = "federated.flower.strategy"
     while strategy is not None:
         if ":" in strategy.name:
             yield f"{key}.name", strategy.name
-        strategy, key = strategy.inner, f"{key}.inner"
+        strategy = strategy.inner
+        key = f"{key}.inner"
 
 
 def _check_participants(job: Job) -> None:

@@ -55,7 +55,8 @@ class EarlyReturns(ParticipantListener):
 
     def take(self) -> set[int]:
         """Return the numbers of the jobs whose pause is over, and forget them."""
-        due, self._due = self._due, set()
+        due = self._due
+        self._due = set()
         return due
 
     def joined(self, peer: Peer) -> None:

@@ -142,7 +142,8 @@ class JobQueue:
             raise AdmissionRefused(
                 f"{MAX_WAITING} jobs are queued already; cancel some, or try again later"
             )
-        text, now = job.model_dump_json(), time.time()
+        text = job.model_dump_json()
+        now = time.time()
         row = (job.name, text, new_run_id(job), by, key, now, share, project)
         number = self._db.execute(
             "INSERT INTO jobs (name, job, run_id, submitted_by, key, submitted_at, state, reason, "

@@ -150,7 +150,8 @@ class JobRunner:
 
     def _begin(self, entry: QueuedJob) -> None:
         self._print(f"{entry.id}, submitted by {entry.submitted_by}")
-        link, admits = self.link, partial(self.projects.may_work, project=entry.project)
+        link = self.link
+        admits = partial(self.projects.may_work, project=entry.project)
         if self._at_once > 1 and not entry.runs_alone:
             seconds = entry.job.time.join_seconds
             link = JobLink(self._shared, entry.id, entry.share, seconds, admits)
@@ -332,7 +333,8 @@ class JobRunner:
         Raises:
             AdmissionRefused: there is no such job.
         """
-        last, shown = 0, None
+        last = 0
+        shown = None
         while True:
             entry = self.queue.get(id_)
             with self._store(entry) as store:

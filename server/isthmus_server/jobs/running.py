@@ -154,7 +154,8 @@ def check_memory(job: Job, tasks: Path) -> None:
     Raises:
         CannotContinue: it is tried again later.
     """
-    needed, available = MODELS_IN_MEMORY * _model_bytes(job, tasks), _available_memory()
+    needed = MODELS_IN_MEMORY * _model_bytes(job, tasks)
+    available = _available_memory()
     if available is not None and needed > available:
         raise CannotContinue(
             f"about {needed / 1e9:.1f} GB of memory are needed, and {available / 1e9:.1f} GB are "

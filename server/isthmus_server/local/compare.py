@@ -129,7 +129,8 @@ class JobComparison:
         Raises:
             JobError: it is unknown, has other settings, or follows a metric that no round has.
         """
-        section, vector = job.task, None
+        section = job.task
+        vector = None
         try:
             task = load_task(
                 section.source, section.settings, base=self.base, data=section.data_in(self.base)
@@ -193,7 +194,8 @@ class JobComparison:
 
     async def _result(self, number: int, seed: int) -> Mapping[str, Any]:
         """What a run ended with, or why it failed."""
-        directory, job = self._directory_of(number, seed), self._seeded(number, seed)
+        directory = self._directory_of(number, seed)
+        job = self._seeded(number, seed)
         try:
             if (directory / FILE).exists():
                 store = Store.open_to_continue(directory)
@@ -243,7 +245,8 @@ class JobComparison:
         self, number: int, seed: int, results: Sequence[Sequence[Mapping[str, Any]]]
     ) -> str:
         """A line about a finished run."""
-        done, result = sum(map(len, results)), results[number][-1]
+        done = sum(map(len, results))
+        result = results[number][-1]
         what = ", ".join(filter(None, (in_words(self.variants[number]), f"seed {seed}")))
         if "failed" in result:
             end = f"{what} failed: {result['failed']}"
@@ -253,7 +256,8 @@ class JobComparison:
 
     def _what_ended_early(self, number: int, runs: Sequence[Mapping[str, Any]]) -> str:
         """A sentence if a policy's runs ended by `rounds` with budget for more; "" otherwise."""
-        job, ended = self._jobs[number], [run for run in runs if "failed" not in run]
+        job = self._jobs[number]
+        ended = [run for run in runs if "failed" not in run]
         if job.budget is None or not ended or "strategy.policy" not in self.variants[number]:
             return ""
         cost = statistics_of(ended)["means"]["cost"]

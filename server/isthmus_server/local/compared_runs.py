@@ -27,7 +27,8 @@ class LocalRuns:
 
     def __init__(self, directory: Path, fork_server: ParticipantForkServer) -> None:
         """`directory` is that of the comparison."""
-        self._directory, self._fork_server = directory, fork_server
+        self._directory = directory
+        self._fork_server = fork_server
         self._link: Link | None = None
         self._coordinator: Coordinator | None = None
         self._leaving = False

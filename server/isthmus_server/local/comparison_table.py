@@ -72,7 +72,8 @@ def comparison_table(
     rows = []
     for runs in results:
         figures = statistics_of(runs)
-        means, deviations = figures["means"], figures["deviations"]
+        means = figures["means"]
+        deviations = figures["deviations"]
         rows.append(
             [
                 _figure(name, form, means[name], deviations.get(name)) if name in means else "-"
@@ -94,7 +95,8 @@ def _figure(name: str, form: str, mean: float, deviation: float | None) -> str:
     '0.4595 +- 0.25'
     """
     if name == "device_bytes":
-        mean, deviation = mean / 1e6, None if deviation is None else deviation / 1e6
+        mean = mean / 1e6
+        deviation = None if deviation is None else deviation / 1e6
     text = format(mean, form)
     if deviation is None or (name in OWN and not deviation):
         return text

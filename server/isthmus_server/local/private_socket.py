@@ -19,7 +19,8 @@ from isthmus.errors import UserError
 from isthmus.system.file_lock import file_lock
 
 _PREFIX = "isthmus-"
-_SOCKET, _LOCK = "link", "lock"
+_SOCKET = "link"
+_LOCK = "lock"
 _MAX_BYTES = 100
 """Maximum length of a Unix socket address: the kernel accepts paths of up to 107 bytes."""
 _MIN_AGE_SECONDS = 60.0
@@ -49,7 +50,8 @@ def _remove_stale_directories() -> None:
     """Remove directories of killed runs, which contain nothing but a socket and a free lock."""
     for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError, UserError):  # of another user, or removed already
-            status, lock = directory.lstat(), directory / _LOCK
+            status = directory.lstat()
+            lock = directory / _LOCK
             own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
             old = time.time() - status.st_mtime > _MIN_AGE_SECONDS
             entries = {entry.name for entry in directory.iterdir()} if own and old else set()

@@ -53,7 +53,10 @@ def _words(listed: str) -> list[str]:
     Raises:
         ValueError: what is wrong, as a noun.
     """
-    words, quote, depth, escaped = [""], "", 0, False
+    words = [""]
+    quote = ""
+    depth = 0
+    escaped = False
     for character in listed:
         if quote:
             if character == quote and not escaped:

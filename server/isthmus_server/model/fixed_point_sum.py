@@ -96,7 +96,8 @@ class WeightedSum:
             weight: of the update; negative to subtract it.
         """
         fixed = self._converted(tile)
-        part, number = self._sum[offset : offset + tile.numel()], offset // TILE
+        part = self._sum[offset : offset + tile.numel()]
+        number = offset // TILE
         with self._tile_locks[number % _TILE_LOCKS]:
             if self._initialized[number]:
                 part.add_(fixed, alpha=weight)

@@ -105,8 +105,10 @@ class GlobalModel:
     @classmethod
     def of(cls, job: Job, task: Task, *, shared: bool = False) -> GlobalModel:
         """The model of a job; raises the same errors, and those of `check_compression`."""
-        strategy, bits = job.strategy, job.federated.download_bits
-        optimizer, average = strategy.server_optimizer, strategy.served_average
+        strategy = job.strategy
+        bits = job.federated.download_bits
+        optimizer = strategy.server_optimizer
+        average = strategy.served_average
         first = task, job.seed, optimizer, average, job.exchange
         model = cls(*first, shared=shared, change_bits=bits)
         if job.federated.compression is not None:
@@ -253,7 +255,8 @@ class GlobalModel:
                     )
         if self._changes is not None:
             more_tensors, more_numbers = self._changes.state()
-            tensors, numbers = tensors | more_tensors, numbers | more_numbers
+            tensors = tensors | more_tensors
+            numbers = numbers | more_numbers
         return tensors, numbers
 
     def load_optimizer_state(

@@ -34,7 +34,8 @@ def interpolate(
 
 def remove_conflict(datacenter: torch.Tensor, federated: torch.Tensor) -> torch.Tensor:
     """Remove from `datacenter`, in place, its component against `federated` (Yu et al. 2020)."""
-    product, square = dot(datacenter, federated), dot(federated, federated)
+    product = dot(datacenter, federated)
+    square = dot(federated, federated)
     if product < 0 < square:
         datacenter.sub_(federated, alpha=product / square)
     return datacenter

@@ -20,7 +20,8 @@ from isthmus_privacy.compression.model_change import ChangeCodec
 MAX_CHANGES = 4
 """Rounds that a device may have missed and still need less than half of a model."""
 
-_RESIDUAL, _MODEL = "change.residual", "change.model"
+_RESIDUAL = "change.residual"
+_MODEL = "change.model"
 """Names in the stored state of the server optimizer."""
 
 
@@ -90,11 +91,13 @@ class ModelChanges:
     def offers(self, model: bytes) -> list[OfferedChange]:
         """What leads to the model with this SHA-256, from one round before it to the most."""
         offers: list[OfferedChange] = []
-        payload, wanted = bytearray(), model
+        payload = bytearray()
+        wanted = model
         for change in reversed(self._changes):
             if change.result != wanted:
                 break
-            payload, wanted = change.payload + payload, change.base
+            payload = change.payload + payload
+            wanted = change.base
             blob = describe(payload)
             offers.append(OfferedChange(link_pb2.ModelChange(base=wanted, blob=blob), payload))
         return offers

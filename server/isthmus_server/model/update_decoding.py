@@ -58,7 +58,8 @@ class UpdateSpool:
             expected_bytes: size of the update if known; a file is created at once if it is larger
                 than `max_memory_bytes`.
         """
-        self._max_memory_bytes, self._expected_bytes = max_memory_bytes, expected_bytes
+        self._max_memory_bytes = max_memory_bytes
+        self._expected_bytes = expected_bytes
         self._whole: memoryview | None = None
         """The bytes in the memory of a participant in this process, instead of the file."""
         self._file: IO[bytes] = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by `__exit__`
@@ -108,7 +109,8 @@ class UpdateSpool:
             UpdateError: of another one.
         """
         if self._whole is not None:
-            size, header = len(self._whole), bytes(self._whole[: len(layout.header)])
+            size = len(self._whole)
+            header = bytes(self._whole[: len(layout.header)])
         else:
             size = self._file.seek(0, io.SEEK_END)
             self._file.seek(0)

@@ -83,7 +83,8 @@ class JsonLines:
             with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
                 self.write(*object_)
                 if self._dropped:
-                    missed, self._dropped = self._dropped, 0
+                    missed = self._dropped
+                    self._dropped = 0
                     text = f"{missed} lines were dropped: standard output was not read in time"
                     self.write(time.time(), "warning", {"message": text})
             self._posted.task_done()

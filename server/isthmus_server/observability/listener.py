@@ -221,7 +221,8 @@ class _Server(ThreadingHTTPServer):
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = "isthmus", self.server_address[1]
+        self.server_name = "isthmus"
+        self.server_port = self.server_address[1]
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Whether there is room for the connection."""

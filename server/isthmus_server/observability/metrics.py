@@ -205,7 +205,8 @@ class RunMetrics:
         if figures.committed_at is not None and not figures.ended:
             age = max(0.0, self._clock() - figures.committed_at)
             add("isthmus_checkpoint_age_seconds", age)
-        buckets, total = [], 0
+        buckets = []
+        total = 0
         for bound, count in zip((*ROUND_SECONDS, "+Inf"), figures.seconds, strict=True):
             total += count
             buckets.append((str(bound), total))

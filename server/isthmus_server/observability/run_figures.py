@@ -103,7 +103,8 @@ class RunFigures(EventSink):
     def __call__(self, event: Event) -> None:
         """Count an event."""
         if self._earlier is not None:
-            earlier, self._earlier = self._earlier, None
+            earlier = self._earlier
+            self._earlier = None
             for record in earlier():
                 with self.lock:
                     self._count(record)
@@ -132,12 +133,14 @@ class RunFigures(EventSink):
             case WaitingForParticipants() | Paused():
                 self.waiting = True
             case RoundPlanned():
-                self.invited, self.waiting = event.invited, False
+                self.invited = event.invited
+                self.waiting = False
             case RoundCommitted() | RoundAttemptFailed():
                 self.invited = 0
                 self._count(event.record)
             case RunFinished() | RunFailed() | JobEnded():
-                self.invited, self.waiting = 0, False
+                self.invited = 0
+                self.waiting = False
 
     def _count(self, record: EndedAttempt) -> None:
         if (number := (record.round, record.attempt)) <= self._newest:

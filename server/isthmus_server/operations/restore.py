@@ -126,7 +126,8 @@ class _Restoring:
             return
         self.newer += [*self._newer_runs(), *self._newer_records()]
         with contextlib.suppress(IsthmusError, OSError):
-            ours, theirs = audit.read(self.draft), audit.read(self.lost)
+            ours = audit.read(self.draft)
+            theirs = audit.read(self.lost)
             if [entry.digest for entry in theirs[: len(ours)]] == [each.digest for each in ours]:
                 found = {name: (self.lost / name).read_bytes() for name in AUDIT}
                 for name, data in found.items():
@@ -152,7 +153,8 @@ class _Restoring:
         assert self.lost is not None
         for path in sorted((self.lost / "runs").glob("*")):
             with contextlib.suppress(IsthmusError, OSError):
-                there, here = _last_round(path), _last_round(self.draft / "runs" / path.name)
+                there = _last_round(path)
+                here = _last_round(self.draft / "runs" / path.name)
                 if there > here:
                     yield f"{path.name} had committed round {there}, in the backup {here}"
 

@@ -173,7 +173,8 @@ def prune(folder: Path, policy: RetentionPolicy, *, dry_run: bool) -> list[tuple
         for path in folder.glob(".*.pruned"):  # left by one that was killed while it deleted
             shutil.rmtree(path, ignore_errors=True)
     for run, why in to_prune(listed, policy, time.time()):
-        path, kept = folder / run.name, why
+        path = folder / run.name
+        kept = why
         if not kept and path.is_symlink():
             kept = "it is a link; prune the folder that it leads to"
         if not kept and (path / LEDGER_FILE).exists() and not (folder.parent / "privacy").is_dir():

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from isthmus_server.storage.store import Store
     from isthmus_server.strategy.round_spec import RoundSpec
 
-UNIT, ADJACENCY = "device", "zero-out"
+UNIT = "device"
+ADJACENCY = "zero-out"
 ROUND = "round"
 """What the charge of an attempt at a round says it is for."""
 

@@ -14,7 +14,8 @@ from isthmus_privacy.dp.ledger import Charge
 from isthmus_server.privacy.run_ledgers import RunLedgers
 from isthmus_server.strategy.round_spec import RoundSpec
 
-EXAMPLE, ADD_OR_REMOVE = "example", "add-or-remove"
+EXAMPLE = "example"
+ADD_OR_REMOVE = "add-or-remove"
 
 
 class ExamplesBudget:

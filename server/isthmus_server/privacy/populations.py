@@ -102,7 +102,8 @@ def _refuse_older(directory: Path, name: str) -> None:
 def _open(directory: Path, name: str) -> Ledger:
     make_private_directory(directory)
     _refuse_older(directory, name)
-    path, head = directory / f"{name}.ledger", directory / f"{name}.head"
+    path = directory / f"{name}.ledger"
+    head = directory / f"{name}.head"
     known = LedgerHead.of(head.read_text(errors="replace")) if head.exists() else None
     if known is None and (head.exists() or (path.exists() and path.stat().st_size)):
         raise LedgerDamaged(

@@ -64,7 +64,8 @@ class RunBudgets:
             UserError: no noise meets a budget, a ledger is damaged or in use, or the key of the
                 noise is lost.
         """
-        steps, privacy = SampledNoisePlan.of(store.job), store.job.privacy
+        steps = SampledNoisePlan.of(store.job)
+        privacy = store.job.privacy
         if steps is None and privacy is None:
             return cls(None, None, None, contextlib.ExitStack())
         with contextlib.ExitStack() as opened:
@@ -143,7 +144,8 @@ def _check_logged(store: Store, own: Ledger) -> None:
     of_devices = store.job.privacy is not None
     of_examples = store.job.datacenter.privacy is not None
     for logged in store.logged_attempts():
-        planned, who = logged.planned, ""
+        planned = logged.planned
+        who = ""
         about = (planned.round, planned.attempt)
         if of_devices and set(planned.invited) - charged.get(about, set()):
             who = "devices were asked"

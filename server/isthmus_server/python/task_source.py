@@ -31,7 +31,8 @@ def source_of(task: type[Task], folder: Path) -> str:
     """
     if not (isinstance(task, type) and issubclass(task, Task)):
         raise UserError(f"the task is a subclass of isthmus.Task, and not {task!r}")
-    name, module = task.__qualname__, sys.modules.get(task.__module__)
+    name = task.__qualname__
+    module = sys.modules.get(task.__module__)
     if "." in name:
         raise UserError(f"the task {name} is defined within another block; define it at the top")
     file = getattr(module, "__file__", None)

@@ -208,7 +208,9 @@ class BufferAttempt:
 
     async def _sum_securely(self, deadline: float) -> FederatedResult:
         """Sum finished updates; each device applies its own staleness weight before masking."""
-        context, spec, trained = self._context, self._spec, self._devices.trained
+        context = self._context
+        spec = self._spec
+        trained = self._devices.trained
         cohort = self._summable([trained[name] for name in list(trained)[: spec.settings.cohort]])
         for training in cohort:
             del trained[training.name]
@@ -313,7 +315,8 @@ class BufferAttempt:
 
     async def _take(self, training: LocalTraining) -> None:
         """Add the update of a finished device, or record why it is not in the buffer."""
-        name, lost = training.name, training.lost
+        name = training.name
+        lost = training.lost
         if lost is not None:
             self._receipts.record(name, "dropped", str(lost), started=lost.reached, late=False)
             return
@@ -336,7 +339,8 @@ class BufferAttempt:
             raise
 
     async def _add(self, training: LocalTraining, trained: link_pb2.Trained) -> None:
-        settings, layout = self._spec.settings, self._context.layout
+        settings = self._spec.settings
+        layout = self._context.layout
         check_figures(trained)
         staleness = self._spec.round - training.round
         if staleness > settings.buffer.max_staleness:

@@ -167,7 +167,8 @@ async def call(
             `UpdateError`, `PeerMisbehaved`, `AdmissionRefused` or `ParticipantLost`).
     """
     request.id = request.id or link.new_id()
-    accepted, reason = False, late
+    accepted = False
+    reason = late
     failure: CallFailed | None = None
     try:
         async with asyncio.timeout(seconds) as limit:
@@ -178,7 +179,8 @@ async def call(
                 refused.code = in_a_line(reply.failure.code)
                 raise refused
             yield reply
-        accepted, reason = True, ""
+        accepted = True
+        reason = ""
     except TimeoutError:
         if not limit.expired():
             reason = SERVER_FAILED

@@ -139,7 +139,8 @@ class DatacenterRegime:
     ) -> DatacenterResult:
         """Send work; `vector_kind` names the vector that the reply must come with, if any."""
         receipts = ReceiptBook([name], "datacenter")
-        vector, compressed = None, request.train_steps.compressed
+        vector = None
+        compressed = request.train_steps.compressed
         try:
             async with call(
                 self._link, name, request, "trained", receipts, seconds=self._seconds
@@ -194,5 +195,6 @@ class DatacenterRegime:
 
 
 def _attempt_failed(name: str, failed: CallFailed, receipts: ReceiptBook) -> AttemptFailed:
-    reason, failures = f"{name}: {failed.reason}", receipts.task_failures
+    reason = f"{name}: {failed.reason}"
+    failures = receipts.task_failures
     return AttemptFailed(reason, receipts.complete(""), task_failures=failures)

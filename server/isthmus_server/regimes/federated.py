@@ -51,7 +51,8 @@ class FederatedRegime:
         self._attempt = self._attempt_for(spec)
         result = await self._attempt.run()
         if self.context.privacy is not None:
-            mean, devices = result.pseudo_gradient, _updates_in(result)
+            mean = result.pseudo_gradient
+            devices = _updates_in(result)
             release = self.context.privacy.release
             figures = await asyncio.to_thread(release, mean, devices, result.training)
             result = dataclasses.replace(result, training=figures)
@@ -62,8 +63,10 @@ class FederatedRegime:
 
     def _split(self, result: FederatedResult, spec: AttemptSpec) -> FederatedResult:
         """The result with the gradient apart from the update."""
-        both, size = result.pseudo_gradient, self.context.layout.size
-        gradient, update = both[:size], both[size:]
+        both = result.pseudo_gradient
+        size = self.context.layout.size
+        gradient = both[:size]
+        update = both[size:]
         return dataclasses.replace(
             result, pseudo_gradient=update, gradient=gradient, gradient_scale=spec.gradient_scale
         )

@@ -77,7 +77,8 @@ class PlaintextAttempt:
 
     async def _collect(self) -> str:
         """Wait for the updates; returns why the wait ended."""
-        settings, seconds = self._spec.settings, self._context.job.time.round_seconds
+        settings = self._spec.settings
+        seconds = self._context.job.time.round_seconds
         tasks = [asyncio.create_task(self._train(name)) for name in self._spec.cohort]
         try:
             async with asyncio.timeout(seconds) as limit:

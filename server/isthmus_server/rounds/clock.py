@@ -28,7 +28,8 @@ class Clock:
 
     async def sleep(self, seconds: float) -> None:
         """Return when that many seconds have passed on either clock."""
-        monotonic_end, wall_end = self.now() + seconds, self.utc() + seconds
+        monotonic_end = self.now() + seconds
+        wall_end = self.utc() + seconds
         await asyncio.sleep(min(seconds, _LONGEST_SLEEP))
         while (left := min(monotonic_end - self.now(), wall_end - self.utc())) > 0:  # noqa: ASYNC110 - clocks send no events
             await asyncio.sleep(min(left, _LONGEST_SLEEP))

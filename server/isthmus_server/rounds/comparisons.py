@@ -127,7 +127,8 @@ class ComparisonRunner:
 
         Returns the record of the attempt, with a `result` or an `error`, and the failure.
         """
-        number, attempt = state.comparisons_ended + 1, state.comparison_attempts + 1
+        number = state.comparisons_ended + 1
+        attempt = state.comparison_attempts + 1
         started = self._clock.now()
         self._store.begin_comparison(number, attempt, state.round + 1, question)
         result: Comparison | None = None

@@ -87,9 +87,13 @@ class Coordinator:
         Raises:
             UserError: the job, its task or a checkpoint cannot be used.
         """
-        self.store, self._link, self.job = store, link, store.job
-        self.events, self.clock = events or EventStream(), clock or Clock()
-        self._final, self.drain = False, Drain()
+        self.store = store
+        self._link = link
+        self.job = store.job
+        self.events = events or EventStream()
+        self.clock = clock or Clock()
+        self._final = False
+        self.drain = Drain()
         data = self.job.task.data_in(store.base)
         task = load_task(self.job.task.source, self.job.task.settings, base=store.base, data=data)
         strategy = self.job.strategy
@@ -105,10 +109,14 @@ class Coordinator:
             raise
 
     def _assemble(self) -> None:
-        store, link, layout, budgets = self.store, self._link, self.model.layout, self._budgets
+        store = self.store
+        link = self._link
+        layout = self.model.layout
+        budgets = self._budgets
         opening = opening_of(store.run_id, self.job, store.base, self.model)
         sums = CommittedSums.of(self.job, store.attempts)
-        files, privacy = (store.directory, store.unmaskings), budgets.devices
+        files = (store.directory, store.unmaskings)
+        privacy = budgets.devices
         context = FederatedContext(link, self.job, opening, layout, *files, privacy, sums)
         self.federated = FederatedRegime(context)
         self._datacenter = DatacenterRegime(link, self.job, store.run_id, layout, sums)
@@ -164,7 +172,8 @@ class Coordinator:
                 if saving_elapsed.done():
                     saving_elapsed.result()  # raises: the disk is full, for example
                 if stop is not None:
-                    reason, next_ = stop.reason, self.state.round + 1
+                    reason = stop.reason
+                    next_ = self.state.round + 1
                     self._publish(RunStopped(round=next_, reason=reason, decision=decision))
                     break
             self.drain.hold()
@@ -280,7 +289,8 @@ class Coordinator:
     # -- decide ------------------------------------------------------------------------------------
 
     def _observe(self) -> Observation:
-        state, available = self.state, len(self.roster.available())
+        state = self.state
+        available = len(self.roster.available())
         return observe(
             self.job,
             state.history,
@@ -306,7 +316,8 @@ class Coordinator:
             await self._cohorts.repeat(interrupted)
             self.state = dataclasses.replace(self.state, cut_short=None)
             return interrupted.decision
-        name, pause = self.job.strategy.policy, self._readiness.pause
+        name = self.job.strategy.policy
+        pause = self._readiness.pause
         return await decide(self._policy, name, self._observe, self._compare, pause)
 
     async def _compare(self, question: Compare) -> None:

@@ -99,7 +99,8 @@ class ParticipantRoster(ParticipantListener):
         if self._package is not None:
             package = self._package
             run.package.blob.CopyFrom(describe(package.data))
-            run.package.digest, run.package.author = package.digest, package.author
+            run.package.digest = package.digest
+            run.package.author = package.author
 
     @property
     def declined(self) -> Mapping[str, tuple[link_pb2.Role, str]]:
@@ -168,7 +169,8 @@ class ParticipantRoster(ParticipantListener):
 
         Those that are not ready in time have declined: no round waits for them again.
         """
-        clients, datacenters = self.started_clients, int(self._job.datacenter.ranks > 0)
+        clients = self.started_clients
+        datacenters = int(self._job.datacenter.ranks > 0)
         if await self._wait_for(clients, datacenters, missing=self.started_here):
             return
         limit = f"{self._job.time.join_seconds:g} s (time.join_seconds)"
@@ -389,7 +391,8 @@ class ParticipantRoster(ParticipantListener):
 
     async def _close(self, name: str, finished: bool) -> None:
         close = link_pb2.CloseRun(run_id=self._run.run_id, finished=finished)
-        request, seconds = link_pb2.Request(close=close), self._link.lease_seconds
+        request = link_pb2.Request(close=close)
+        seconds = self._link.lease_seconds
         try:
             async with call(self._link, name, request, "closed", seconds=seconds):
                 pass

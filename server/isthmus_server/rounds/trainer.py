@@ -55,7 +55,8 @@ class Trainer:
         roster: ParticipantRoster,
     ) -> None:
         """`roster` knows the datacenters that are ready."""
-        self._job, self._link = federated.context.job, federated.context.link
+        self._job = federated.context.job
+        self._link = federated.context.link
         self._model = model
         self._federated = federated
         self._datacenter = datacenter
@@ -138,7 +139,8 @@ class Trainer:
         The datacenters have computed their mean gradient at the round's model, which is multiplied
         by the transfer weight. Devices train, and add it to the gradient of each local step.
         """
-        gradient, weight = gradients.datacenter_gradient, spec.plan.transfer_weight
+        gradient = gradients.datacenter_gradient
+        weight = spec.plan.transfer_weight
         weight = self._job.strategy.transfer_weight if weight is None else weight
         if spec.plan.datacenter_weights:
             parts = {
@@ -151,7 +153,8 @@ class Trainer:
             gradient = gradient.clone()  # the measurement is of the gradient without the weight
         assert gradient is not None
         gradient.mul_(weight)
-        vectors, spool = (self._model.vector, gradient), self._federated.context.spool
+        vectors = (self._model.vector, gradient)
+        spool = self._federated.context.spool
         async with published(self._link, self._model.layout, spool, vectors, 2) as blob:
             result = await self._federated.train(self._attempt(spec, blob, gradients))
         return TrainingResult(federated=result, gradient=gradient)
@@ -174,7 +177,8 @@ class Trainer:
     ) -> AttemptSpec:
         scale = 0.0
         if spec.plan.measure_gradients and gradients is not None:
-            datacenter, clip = gradients.datacenter_gradient, spec.federated.clip
+            datacenter = gradients.datacenter_gradient
+            clip = spec.federated.clip
             scale = gradient_measurement.scale_for(clip, datacenter, spec.last_gradients)
         return AttemptSpec(
             round=spec.round,
@@ -295,7 +299,8 @@ class Trainer:
 
     async def _recompute_statistics(self, spec: RoundSpec, results: TrainingResult) -> None:
         """Replace the model's running statistics by those of a datacenter's data."""
-        name, model = self._statistics_source(), self._model
+        name = self._statistics_source()
+        model = self._model
         async with self._published(summing=False) as blob:
             result = await self._datacenter.statistics(name, spec, blob)
         assert result.vector is not None
@@ -339,7 +344,8 @@ class Trainer:
         there until another participant needs it. With devices or several datacenters the server
         optimizer steps on the merged pseudo-gradient.
         """
-        plan, model = spec.plan, self._model
+        plan = spec.plan
+        model = self._model
         results.gradients = measured_gradients(results)
         results.groups = group_sums(results)
         extension = self._federated.extension
@@ -348,7 +354,8 @@ class Trainer:
             extension.commit(state)
         one_datacenter = results.federated is None and len(results.datacenters) == 1
         models = [r.vector for r in results.datacenters if r.vector is not None]
-        datacenter, weight = None, self._job.strategy.datacenter_weight
+        datacenter = None
+        weight = self._job.strategy.datacenter_weight
         if models:
             datacenter, weight = self._pseudo_gradient(plan, results, keep=one_datacenter)
         federated = results.federated.pseudo_gradient if results.federated is not None else None

@@ -118,8 +118,10 @@ def read(state: Path) -> list[AuditEntry]:
     for number, line in enumerate(lines[:-1] if lines[-1] == b"" else lines, 1):
         try:
             fields = json.loads(line)
-            previous, time_ = fields.pop("previous"), float(fields.pop("time"))
-            by, action = fields.pop("by"), fields.pop("action")
+            previous = fields.pop("previous")
+            time_ = float(fields.pop("time"))
+            by = fields.pop("by")
+            action = fields.pop("action")
             if not (0 <= time_ < _LATEST and isinstance(by, str) and isinstance(action, str)):
                 raise ValueError
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -211,7 +211,8 @@ class DirectWriter:
         os.fsync(self._file.fileno())
 
     def _flush(self, direct: int) -> None:
-        rest, self._filled = self._block[: self._filled], 0
+        rest = self._block[: self._filled]
+        self._filled = 0
         while rest:
             try:
                 flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~self._direct

@@ -54,7 +54,8 @@ def check_no_newer_checkpoint(store: Store) -> None:
     Raises:
         DamagedError: it is: there is a checkpoint that only a later commit can have led to.
     """
-    last, newest = store.last_round(), store.checkpoints.newest_round()
+    last = store.last_round()
+    newest = store.checkpoints.newest_round()
     if newest > last + 1:
         raise DamagedError(
             f"run.sqlite ends with round {last}, but there is a checkpoint of round {newest}: the "

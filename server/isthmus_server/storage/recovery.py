@@ -185,7 +185,8 @@ class _Rollback:
 
     def _target(self) -> tuple[int, CommittedState]:
         """The commit to go back to, and its state."""
-        commits, checkpoints = self.store.newest_commits(), self.store.checkpoints
+        commits = self.store.newest_commits()
+        checkpoints = self.store.checkpoints
         candidates: list[tuple[int, CommittedState]] = list(commits)
         if len(commits) < KEPT_CHECKPOINTS:
             candidates.append((0, CommittedState()))

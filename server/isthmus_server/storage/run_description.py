@@ -101,7 +101,8 @@ class RunDescription:
         Raises:
             DamagedError: they differ, with the first key that does.
         """
-        found, expected = json.loads(self.to_text()), json.loads(logged.to_text())
+        found = json.loads(self.to_text())
+        expected = json.loads(logged.to_text())
         for key, value in _leaves(expected):
             if (other := dict(_leaves(found)).get(key)) != value:
                 raise damaged(

@@ -55,7 +55,8 @@ def read_log(file: Path) -> SealedDatabase:
     Raises:
         OSError, sqlite3.Error: it cannot be used.
     """
-    folder, wal = file.parent, file.with_name(f"{file.name}-wal")
+    folder = file.parent
+    wal = file.with_name(f"{file.name}-wal")
     read_only = os.statvfs(folder).f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK)
     if not read_only or file.with_name(f"{file.name}-shm").exists():
         return SealedDatabase(file, SCHEMA, "read")
@@ -68,5 +69,6 @@ def read_log(file: Path) -> SealedDatabase:
             shutil.copyfile(path, Path(copy) / path.name)
         database = SealedDatabase(Path(copy) / file.name, SCHEMA, "read")
         database.seal()  # opens the files of the copy, which can be unlinked then
-        database.file, database.head = file, file.with_suffix(".head")
+        database.file = file
+        database.head = file.with_suffix(".head")
         return database

@@ -256,7 +256,9 @@ class SealedDatabase:
         """
         with self._damage_named(), self._snapshot():
             self._check_structure()
-            seal, rows, total = self.seal(), 0, 0
+            seal = self.seal()
+            rows = 0
+            total = 0
             for table in _tables(self.connection):
                 for row in self.connection.execute(f"SELECT rowid, * FROM {table}"):
                     total += int.from_bytes(row_hash(table, *row), "big")
@@ -333,15 +335,20 @@ def row_hash(table: str, *values: Any) -> bytes:
     for value in values:
         match value:
             case None:
-                kind, data = b"n", b""
+                kind = b"n"
+                data = b""
             case str():
-                kind, data = b"t", value.encode("utf-8", "surrogatepass")
+                kind = b"t"
+                data = value.encode("utf-8", "surrogatepass")
             case bytes():
-                kind, data = b"b", value
+                kind = b"b"
+                data = value
             case float() if not value.is_integer():
-                kind, data = b"f", struct.pack(">d", value)
+                kind = b"f"
+                data = struct.pack(">d", value)
             case _:
-                kind, data = b"i", str(int(value)).encode()
+                kind = b"i"
+                data = str(int(value)).encode()
         digest.update(kind + len(data).to_bytes(8, "big"))
         digest.update(data)
     return digest.digest()

@@ -305,22 +305,28 @@ class Store:
         newest = self._db.execute(
             "SELECT round, run_state FROM attempts WHERE state='committed' ORDER BY round DESC"
         ).fetchone()
-        round_, committed = 0, CommittedState()
+        round_ = 0
+        committed = CommittedState()
         if newest:
-            round_, committed = newest[0], CommittedState.from_json(parsed(newest[1]))
+            round_ = newest[0]
+            committed = CommittedState.from_json(parsed(newest[1]))
         last_attempt = self._db.execute(
             "SELECT attempt, planned, state, record FROM attempts WHERE round=? "
             "ORDER BY attempt DESC",
             (round_ + 1,),
         ).fetchone()
-        history, paid, moved, elapsed = [], 0.0, 0, self._saved_elapsed()
+        history = []
+        paid = 0.0
+        moved = 0
+        elapsed = self._saved_elapsed()
         for record in self.attempts():
             paid += record.cost.price
             moved += record.cost.device_bytes
             elapsed = max(elapsed, record.elapsed)
             if isinstance(record, RoundRecord):
                 history.append(record.as_past_round())
-        comparisons, comparisons_ended = [], 0
+        comparisons = []
+        comparisons_ended = 0
         for comparison in self._comparisons():
             comparisons_ended += comparison.ended
             if comparison.round == round_ + 1:

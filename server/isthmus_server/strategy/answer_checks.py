@@ -135,7 +135,8 @@ def _problem_with_groups(plan: Plan, observation: Observation) -> str:
 
 
 def _problem_with_datacenter_weights(plan: Plan, observation: Observation) -> str:
-    names, weights = observation.datacenter_names, plan.datacenter_weights
+    names = observation.datacenter_names
+    weights = plan.datacenter_weights
     if not weights:
         return ""
     if plan.regime == "federated":

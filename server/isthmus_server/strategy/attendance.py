@@ -75,7 +75,8 @@ class Attendance:
         for receipt in receipts:
             if not receipt.started:
                 continue
-            name, cap = receipt.participant, self.settings.participation
+            name = receipt.participant
+            cap = self.settings.participation
             if name not in self.records:
                 self.records[name] = ParticipationRecord(
                     deque(maxlen=1 if cap is None else cap.rounds)
@@ -124,7 +125,8 @@ class Attendance:
         return math.inf
 
     def _seconds_until_below_cap(self, name: str, now: float) -> float:
-        cap, record = self.settings.participation, self.records.get(name)
+        cap = self.settings.participation
+        record = self.records.get(name)
         if cap is None or record is None or len(record.invited) < cap.rounds:
             return 0.0
         if cap.hours is None:

@@ -123,7 +123,8 @@ def progress_by_round(
     metric = "loss" if observation.target is None else observation.target.name
     parts: list[float] = []
     before: float | None = None
-    rounds, counts = 0, True
+    rounds = 0
+    counts = True
     for past in observation.history:
         rounds += 1
         counts = counts and past.regime in regimes and past.round > since
@@ -133,7 +134,9 @@ def progress_by_round(
         after = _missing(value, observation)
         if before is not None and before > 0 and counts:
             parts.append((before - after) / before / rounds)
-        before, rounds, counts = after, 0, True
+        before = after
+        rounds = 0
+        counts = True
     return parts
 
 

@@ -126,7 +126,8 @@ def _without_improvement(observation: Observation) -> str:
     Raises:
         JobError: the metric is one that the task does not have.
     """
-    metric, patience = observation.keep_best, observation.patience
+    metric = observation.keep_best
+    patience = observation.patience
     best = None if metric is None else best_round(observation.history, metric)
     if metric is None or patience is None or best is None:
         return ""
@@ -220,7 +221,8 @@ def _wait_for_window(side: Side, observation: Observation) -> Wait | Stop:
 
 def _wait_for_quorum(observation: Observation) -> ConstrainedAnswer | None:
     """Wait until connected devices may be invited again; None if too few are connected."""
-    ready, ineligible = observation.clients_ready, observation.clients_ineligible
+    ready = observation.clients_ready
+    ineligible = observation.clients_ineligible
     if ready + ineligible < observation.quorum:
         return None
     reason = (

@@ -59,7 +59,8 @@ def _spans(hours: Sequence[Hours]) -> list[tuple[float, float]]:
     """Return the open spans of the week in seconds since Monday 00:00, sorted and disjoint."""
     pieces: list[tuple[float, float]] = []
     for entry in hours:
-        opens, closes = _seconds(entry.opens), _seconds(entry.closes)
+        opens = _seconds(entry.opens)
+        closes = _seconds(entry.closes)
         length = (closes - opens) % DAY or DAY
         for day in entry.days or DAYS:
             start = DAYS.index(day) * DAY + opens
@@ -98,7 +99,8 @@ def _open_share(
     open_seconds = weeks * sum(closes - opens for opens, closes in spans)
     for opens, closes in spans:
         for shift in (0.0, WEEK):
-            end, start = min(closes + shift, time_of_week + rest), max(opens + shift, time_of_week)
+            end = min(closes + shift, time_of_week + rest)
+            start = max(opens + shift, time_of_week)
             open_seconds += max(0.0, end - start)
     return open_seconds / duration
 

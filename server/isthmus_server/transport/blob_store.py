@@ -82,13 +82,16 @@ class BlobStore:
         transfer.add_done_callback(remove)
 
     async def _transfer(self, peer: Peer, stream: Stream, pull: link_pb2.Pull) -> None:
-        broadcast, last, peer.last_blob = self.get(pull.sha256), peer.last_blob, b""
+        broadcast = self.get(pull.sha256)
+        last = peer.last_blob
+        peer.last_blob = b""
         file = None if broadcast is None else answer(pull, broadcast.payload, self._machine)
         if broadcast is not None and file is not None:
             await stream.send(file)
             if last != pull.sha256:  # else the participant has read it, and asks again
                 peer.bytes_out += len(broadcast.payload)
-            peer.last_blob, peer.last_size = pull.sha256, len(broadcast.payload)
+            peer.last_blob = pull.sha256
+            peer.last_size = len(broadcast.payload)
             return
         try:
             for message in () if broadcast is None else broadcast.messages(pull.offset):
@@ -101,7 +104,8 @@ class BlobStore:
             log.exception("a blob cannot be sent to %s", peer.name)
             broadcast = None
         if broadcast is not None:
-            peer.last_blob, peer.last_size = pull.sha256, len(broadcast.payload)
+            peer.last_blob = pull.sha256
+            peer.last_size = len(broadcast.payload)
             return
         absent = link_pb2.Chunk(sha256=pull.sha256, offset=pull.offset, absent=True)
         await stream.send(link_pb2.Envelope(chunk=absent))

@@ -111,15 +111,18 @@ class InProcessLink(Link):
                 if buffer is not None:
                     broadcast.fill(buffer)
                 peer = self.peers[name]
-                peer.last_blob, peer.last_size = blob.sha256, blob.size
+                peer.last_blob = blob.sha256
+                peer.last_size = blob.size
                 peer.bytes_out += blob.size
             reply, payload = await worker.work(request, buffer, lambda progress: None)
         except IsthmusError as error:
-            reply, payload = failure(str(error)), None
+            reply = failure(str(error))
+            payload = None
         except Exception as error:  # as of a real participant: the server decides what follows
             # Hundreds of devices may fail in the same way, and the command ends in one sentence.
             log.debug("request %s of %s failed", request.id, name, exc_info=True)
-            reply, payload = failure(f"internal error: {type(error).__name__}: {error}"), None
+            reply = failure(f"internal error: {type(error).__name__}: {error}")
+            payload = None
         reply.id = request.id
         self._unacknowledged[request.id] = _Result(name, request, blob_of(reply).sha256, payload)
         return reply

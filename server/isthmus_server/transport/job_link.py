@@ -42,7 +42,8 @@ class LinkView(Link):
         super().__init__(link.lease_seconds, link.enrolments)
         self.peers = link.peers
         self._blobs = BlobStore(link._blobs)
-        self._ids, self._instance = link._ids, link._instance
+        self._ids = link._ids
+        self._instance = link._instance
         self._admits = admits
         self._whole = link
         self._relay = _Relay(self)

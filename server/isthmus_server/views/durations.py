@@ -9,7 +9,8 @@ def duration(seconds: float) -> str:
     >>> duration(0.25), duration(12), duration(3600 * 3 + 1200), duration(-1)
     ('0.25 s', '12 s', '3 h 20 min', '0 s')
     """
-    minutes, hours = seconds / 60, seconds / 3600
+    minutes = seconds / 60
+    hours = seconds / 3600
     if 0 < seconds < 10:
         return f"{seconds:.2g} s"
     if minutes < 2:

@@ -89,7 +89,8 @@ def _part(title: str, rows: Iterable[tuple[str, str]]) -> RenderableType:
 
 def title_of(explained: ExplainedDecision) -> str:
     """What was decided, and why, in a sentence."""
-    plan, round_ = explained.decision.answer, explained.round
+    plan = explained.decision.answer
+    round_ = explained.round
     if explained.stop is not None or not isinstance(plan, Plan):
         return f"before round {round_}: the end, because {explained.stop}"
     return f"round {round_}: {plan.regime}, because {plan.reason}"
@@ -219,7 +220,8 @@ def _scores(comparison: Comparison) -> list[str]:
     first, *others = comparison.models
     lines = []
     for name in others:
-        difference, error = comparison.difference[name], comparison.standard_error[name]
+        difference = comparison.difference[name]
+        error = comparison.standard_error[name]
         word = "better" if difference < 0 else "worse"
         significant = comparison.beats(name) or comparison.loses(name)
         doubt = "" if significant else ", which may be chance"
@@ -235,7 +237,8 @@ def _scores(comparison: Comparison) -> list[str]:
 
 def _planned(explained: ExplainedDecision) -> list[str]:
     """The plan in words, a line for each part of it."""
-    plan, observation = explained.decision.answer, explained.decision.observation
+    plan = explained.decision.answer
+    observation = explained.decision.observation
     assert isinstance(plan, Plan)  # a stop has no page about a plan
     lines = []
     if plan.regime != "datacenter":

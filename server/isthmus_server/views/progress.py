@@ -124,7 +124,8 @@ class ProgressView:
                 )
 
     def _show_round(self, record: RoundRecord) -> None:
-        participants, regime = record.participants, record.regime
+        participants = record.participants
+        regime = record.regime
         metrics = _safe(format_metrics(record.metrics))
         self._print(
             f"round {record.round:>3}  [{_STYLES[regime]}]{regime:<10}[/]  "

@@ -17,13 +17,20 @@ from pathlib import Path
 from isthmus_clients.device.sandbox.system_calls import system_call
 
 # The numbers are the same on all architectures.
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_CREATE_RULESET = 444
+_ADD_RULE = 445
+_RESTRICT_SELF = 446
 _CREATE_RULESET_VERSION = 1
 _RULE_PATH_BENEATH = 1
 
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
-_MAKE_CHAR, _MAKE_BLOCK = 1 << 6, 1 << 11
-_TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
+_EXECUTE = 1 << 0
+_WRITE_FILE = 1 << 1
+_READ_FILE = 1 << 2
+_READ_DIR = 1 << 3
+_MAKE_CHAR = 1 << 6
+_MAKE_BLOCK = 1 << 11
+_TRUNCATE = 1 << 14
+_IOCTL_DEV = 1 << 15
 _OF_A_FILE = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
 _LAST_RIGHT = {1: 12, 2: 13, 3: 14, 4: 14, 5: 15}
 """By ABI version: the number of the last right on files that it knows."""

@@ -9,7 +9,9 @@ from pathlib import Path
 from isthmus_clients.device.sandbox.system_calls import unshare
 
 _CLONE_NEWUSER = 0x10000000
-_CLONE_NEWIPC, _CLONE_NEWPID, _CLONE_NEWNET = 0x08000000, 0x20000000, 0x40000000
+_CLONE_NEWIPC = 0x08000000
+_CLONE_NEWPID = 0x20000000
+_CLONE_NEWNET = 0x40000000
 
 
 def enter_namespaces() -> bool:
@@ -19,7 +21,8 @@ def enter_namespaces() -> bool:
     kernel or its settings do not permit namespaces; nothing has changed then. The process must
     have one thread.
     """
-    uid, gid = os.geteuid(), os.getegid()
+    uid = os.geteuid()
+    gid = os.getegid()
     separate = _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWIPC
     try:
         unshare(_CLONE_NEWUSER | separate)

@@ -167,7 +167,8 @@ class ProcessHost:
 
     def buffer(self, size: int, room: int = 0) -> Buffer:
         """See `TaskHost.buffer`."""
-        spare, self._spare = self._spare, None
+        spare = self._spare
+        self._spare = None
         fits = spare is not None and len(spare) == room + size
         return memoryview(spare if spare is not None and fits else SharedMemory(room + size))[room:]
 
@@ -179,7 +180,8 @@ class ProcessHost:
         progress: ReportProgress,
     ) -> tuple[link_pb2.Trained, Buffer]:
         """See `TaskHost.train`; the update is in private memory."""
-        opened, started = self._run(), time.monotonic()
+        opened = self._run()
+        started = time.monotonic()
         memory = _shared(payload)
 
         def report(received: link_pb2.Progress) -> None:
@@ -241,7 +243,8 @@ class ProcessHost:
         self, request_id: str, work: link_pb2.FlowerMessage, payload: Buffer | bytes
     ) -> tuple[link_pb2.FlowerReply, Buffer | None]:
         """See `TaskHost.answer`."""
-        opened, started = self._run(), time.monotonic()
+        opened = self._run()
+        started = time.monotonic()
         flower = opened.run.job.federated.flower
         assert flower is not None
         out = SharedMemory(flower.max_bytes)
@@ -291,7 +294,9 @@ class ProcessHost:
     def _switch_to(self, run_id: str) -> _Opened | None:
         """Keep the open run in memory if the owner allows it; returns another one that was kept."""
         with self._lock:
-            opened, self._opened, self._spare = self._opened, None, None
+            opened = self._opened
+            self._opened = None
+            self._spare = None
             found = self._kept.pop(run_id, None)
             if opened is not None:
                 self._kept[opened.work.run_id] = opened
@@ -338,7 +343,8 @@ class ProcessHost:
         progress: ReportProgress = lambda progress: None,
     ) -> link_pb2.Reply:
         process = self._process(opened)
-        handles, request_id = [each.handle for each in memory], request.id
+        handles = [each.handle for each in memory]
+        request_id = request.id
         reply = process.call(
             request, handles, progress, cancelled=lambda: request_id in self._cancelled
         )

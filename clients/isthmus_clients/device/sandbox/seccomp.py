@@ -77,21 +77,32 @@ _ABSENT = {"io_uring_setup": (425, 425), "clone3": (435, 435)}
 _CLONE = (56, 220)
 _NEW_NAMESPACES = 0x7E020000
 """The flags CLONE_NEW* of clone(2)."""
-_SOCKETPAIR, _PRLIMIT = (53, 199), (302, 261)
+_SOCKETPAIR = (53, 199)
+_PRLIMIT = (302, 261)
 _SOCKET_TYPE = 0xF
 """The bits of the type of a socket that are not flags."""
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of the tables, and AUDIT_ARCH."""
 _SECCOMP = (317, 277)
-_SET_MODE_FILTER, _SPEC_ALLOW = 1, 1 << 2
+_SET_MODE_FILTER = 1
+_SPEC_ALLOW = 1 << 2
 _X32 = 0x40000000
 
-_LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD = 0x20
+_IF_EQUAL = 0x15
+_IF_AT_LEAST = 0x35
+_IF_ANY_BIT = 0x45
+_RETURN = 0x06
 _AND = 0x54
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+_NUMBER = 0
+_ARCHITECTURE = 4
+_FIRST_ARGUMENT = 16
+_SECOND_ARGUMENT = 24
 """Offsets in struct seccomp_data."""
-_ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_ALLOW = 0x7FFF0000
+_FAIL = 0x00050000
+_KILL = 0x80000000
 
 
 def restrict() -> None:

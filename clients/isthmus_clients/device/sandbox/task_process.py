@@ -147,7 +147,8 @@ class TaskProcess:
                 what it must not; in the last two cases it is ended.
         """
         with self._lock:
-            self._current, self._count = request.id, self._count + 1
+            self._current = request.id
+            self._count += 1
             request.id = str(self._count)
         try:
             if cancelled():

@@ -83,7 +83,8 @@ class TaskWorker:
             os._exit(0)
 
     def _execute(self, request: link_pb2.Request, memory: list[memoryview]) -> link_pb2.Reply:
-        kind, host = request.WhichOneof("work"), self._host
+        kind = request.WhichOneof("work")
+        host = self._host
         if kind == "open":
             examples = host.open(request.open)
             return link_pb2.Reply(opened=link_pb2.Opened(examples=examples))
@@ -117,7 +118,8 @@ class TaskWorker:
     def _train(
         self, request: link_pb2.Request, memory: memoryview, personal: memoryview | None = None
     ) -> link_pb2.Trained:
-        run, reported_at = self._run, 0.0
+        run = self._run
+        reported_at = 0.0
 
         def stopped() -> bool:
             self._throttle.pause()
@@ -145,7 +147,8 @@ def _mapped(handle: int) -> mmap.mmap:
 
 
 def _failure(error: Exception) -> link_pb2.Reply:
-    reason, details = str(error), user_traceback(error)
+    reason = str(error)
+    details = user_traceback(error)
     if not isinstance(error, IsthmusError):
         reason = f"internal error: {type(error).__name__}: {reason}"
         details = "".join(traceback.format_exception(error))

@@ -20,7 +20,8 @@ from isthmus_clients.device.sandbox.namespaces import enter_namespaces
 
 def main(arguments: list[str]) -> int:
     """Run a task's process; returns its exit status."""
-    end, agent = socket.socket(fileno=int(arguments[0])), int(arguments[1])
+    end = socket.socket(fileno=int(arguments[0]))
+    agent = int(arguments[1])
     separate = enter_namespaces()
     if separate:
         child = os.fork()

@@ -64,7 +64,8 @@ class Factors:
             if name not in low_rank.names:
                 self.trained[name] = parameter
                 continue
-            parameter.grad, device = None, parameter.device
+            parameter.grad = None
+            device = parameter.device
             (m, n), r = parameter.shape, low_rank.rank
             drawn = torch.rand(r, n, generator=generator).mul_(2).sub_(1).div_(math.sqrt(n))
             left = nn.Parameter(torch.zeros(m, r, device=device))

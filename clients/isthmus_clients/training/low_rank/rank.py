@@ -25,9 +25,12 @@ class LowRank:
         Raises:
             TaskError: not all matrices can have the rank.
         """
-        self._task, self._section, self._division = task, section, division
+        self._task = task
+        self._section = section
+        self._division = division
         self.names = frozenset(division.adapted)
-        self.rank, self.scale = 1, 1.0
+        self.rank = 1
+        self.scale = 1.0
         if section is None:
             return
         with user_code("adapter_rank()"):

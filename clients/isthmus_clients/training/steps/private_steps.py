@@ -46,7 +46,8 @@ class PrivateSteps:
         settings = job.federated
         self._plan = plan = DeviceExamplesPlan.of(settings, job.rounds, data.examples)
         self._deviation = plan.multiplier * plan.privacy.clip
-        self._expected, self._device = settings.batch_size, device
+        self._expected = settings.batch_size
+        self._device = device
         own = range(data.examples)
         self._sampled = SampledExamples(task, data.dataset, own, plan.probability, device)
         self._gradients = ExampleGradients(task, model, plan.privacy.clip, settings.batch_size)

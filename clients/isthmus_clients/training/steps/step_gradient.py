@@ -27,7 +27,9 @@ class StepGradient:
         self, task: Task, model: nn.Module, arithmetic: Arithmetic, *, accumulates: bool
     ) -> None:
         """`model` is what runs a step; `accumulates` tells whether a step may have parts."""
-        self._task, self._model, self._arithmetic = task, model, arithmetic
+        self._task = task
+        self._model = model
+        self._arithmetic = arithmetic
         self._accumulates = accumulates
         self._by_step = defines(task, "training_step")
 
@@ -57,7 +59,8 @@ class StepGradient:
             loss, weight = self._loss(part.batch, averages, optimizer)
             summed = loss * weight
             self._backward(summed / size)
-            total, count = total + summed.detach(), count + weight
+            total = total + summed.detach()
+            count = count + weight
         factor = (size or 1) / torch.as_tensor(count).clamp(min=1e-30)
         for parameter in self._model.parameters():
             if parameter.grad is not None:

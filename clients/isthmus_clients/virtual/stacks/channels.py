@@ -110,7 +110,8 @@ class StackedChannels(TorchFunctionMode):
             return None
         pairs = map(_pair, (kernel_size, stride or kernel_size, padding, dilation))
         options = *pairs, ceil_mode
-        source, rectify = inputs, False
+        source = inputs
+        rectify = False
         if inputs in self._rectified:
             rectified: _Rectified = self._rectified[inputs]
             rectify = rectified.state == _Rectified.state_of(rectified.source, inputs)
@@ -281,7 +282,8 @@ class _MaxPoolBackward(_Operation):
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
-        count, tensors = info.batch_size, zip(arguments[:4], in_dims[:4], strict=True)
+        count = info.batch_size
+        tensors = zip(arguments[:4], in_dims[:4], strict=True)
         channels = (_in_channels(each, dim, count) for each, dim in tensors)
         found = _MaxPoolBackward.of(*channels, *arguments[4:])
         return found.unflatten(1, (count, -1)), 1
@@ -290,14 +292,16 @@ class _MaxPoolBackward(_Operation):
 def _side_by_side(parameter: torch.Tensor, dim: int | None, count: int) -> torch.Tensor:
     """The parameters of all models: (K x C, ...)."""
     if dim is None:
-        parameter, dim = parameter.expand(count, *parameter.shape), 0
+        parameter = parameter.expand(count, *parameter.shape)
+        dim = 0
     return parameter.movedim(dim, 0).flatten(0, 1)
 
 
 def _in_channels(images: torch.Tensor, dim: int | None, count: int) -> torch.Tensor:
     """The images of all models, channels last in memory: (B, K x C, height, width)."""
     if dim is None:
-        images, dim = images.expand(count, *images.shape), 0
+        images = images.expand(count, *images.shape)
+        dim = 0
     images = images.movedim(dim, 1)
     if images.stride(1) == images.shape[2] * images.stride(2):
         return images.flatten(1, 2).contiguous(memory_format=torch.channels_last)

@@ -62,7 +62,8 @@ class _Repeated:
 
     def __call__(self, *arguments: torch.Tensor | float) -> Sequence[torch.Tensor]:
         if self._recorded is not None:
-            recorded, self._recorded = self._recorded, None
+            recorded = self._recorded
+            self._recorded = None
             tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
             if not tensors[0].is_cuda and not self._is_renewed:
                 self._compute = scripted(recorded, arguments)
@@ -160,11 +161,13 @@ class Gradients:
                 when they are computed again.
         """
         if round_ != self._round:
-            self._round, self._checked = round_, set()
+            self._round = round_
+            self._checked = set()
         key = _key(inputs[0], targets[0])
         if {(key, "whole"), (key, "short")} <= self._checked:
             return
-        counts, size = (weights > 0).sum(2), weights.shape[2]
+        counts = (weights > 0).sum(2)
+        size = weights.shape[2]
         for kind, found in (("whole", counts == size), ("short", (counts > 0) & (counts < size))):
             if (key, kind) in self._checked:
                 continue
@@ -185,7 +188,8 @@ class Gradients:
             self._is_renewed = True
             difference = self._difference(k, stacked, *batch)
         if difference is not None and self._by_channels and not difference <= _SAME:
-            self._recorded, self._by_channels = {}, False
+            self._recorded = {}
+            self._by_channels = False
             difference = self._difference(k, stacked, *batch)
         if difference is not None and not difference <= _REFUSED:  # nan, too
             raise TaskError(
@@ -206,7 +210,8 @@ class Gradients:
         batch = inputs, target, weights
         self._prepare(stacked, batch)
         predictable = Predictable() if self.are_random else contextlib.nullcontext()
-        is_present, model = weights[k] > 0, self._scored.model.train()
+        is_present = weights[k] > 0
+        model = self._scored.model.train()
         example = inputs[k][is_present], target[k][is_present]
         named = dict(model.named_parameters())
         parameters = [named[name] for name in stacked]
@@ -377,7 +382,8 @@ def stacked_batches(
 
     A device with fewer steps or a short last batch is padded with the example that it uses first.
     """
-    inputs, targets = [], []
+    inputs = []
+    targets = []
     lengths = torch.zeros(steps_max, len(datasets), 1)
     for k, (dataset, steps) in enumerate(zip(datasets, indices, strict=True)):
         flat: list[int] = []

@@ -93,7 +93,9 @@ def convolution_backward(
     >>> for one, other in zip(convolution_backward(g, x, w, *rest), expected):
     ...     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     """
-    batch, kernel, sizes = len(inputs), weight.shape[2:], gradient.shape[2:]
+    batch = len(inputs)
+    kernel = weight.shape[2:]
+    sizes = gradient.shape[2:]
     by_group = gradient.reshape(batch, groups, -1, *sizes).movedim(0, 2)
     grouped = by_group.reshape(groups, -1, batch * math.prod(sizes))
     of_inputs = of_weight = of_bias = None
@@ -148,9 +150,11 @@ def _added_columns(
     columns: torch.Tensor, inputs: torch.Tensor, stride: Sizes, padding: Sizes, dilation: Sizes
 ) -> torch.Tensor:
     """The sum of what columns (G, C, *kernel, B, *sizes) have of each input, as `inputs`."""
-    dimensions, places = len(stride), inputs.shape[2:]
+    dimensions = len(stride)
+    places = inputs.shape[2:]
     groups, channels = columns.shape[:2]
-    kernel, sizes = columns.shape[2 : 2 + dimensions], columns.shape[3 + dimensions :]
+    kernel = columns.shape[2 : 2 + dimensions]
+    sizes = columns.shape[3 + dimensions :]
     padded = [size + 2 * p for size, p in zip(places, padding, strict=True)]
     total = columns.new_zeros(groups, channels, len(inputs), *padded)
     for offsets in itertools.product(*map(range, kernel)):

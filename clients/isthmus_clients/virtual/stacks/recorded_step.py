@@ -126,7 +126,8 @@ def _simplify(recorded: torch.fx.GraphModule, node: torch.fx.Node) -> None:
         node.replace_all_uses_with(same)
         graph.erase_node(node)
     elif _is_reshape(node):
-        node.args, node.kwargs = (_source_of_reshapes(node), list(_shape(node))), {}
+        node.args = (_source_of_reshapes(node), list(_shape(node)))
+        node.kwargs = {}
         node.target = aten.view.default
     elif node.target is aten.clone.default:
         _without_copy(graph, node)
@@ -175,7 +176,8 @@ def _is_reshape(node: torch.fx.Node) -> bool:
     """Whether a node has the elements of its operand in the same order, both contiguous."""
     if node.target not in _RESHAPES or len(node.all_input_nodes) != 1:
         return False
-    before, after = node.all_input_nodes[0].meta.get("tensor_meta"), node.meta.get("tensor_meta")
+    before = node.all_input_nodes[0].meta.get("tensor_meta")
+    after = node.meta.get("tensor_meta")
     return (
         isinstance(before, TensorMetadata)
         and isinstance(after, TensorMetadata)
@@ -196,7 +198,8 @@ def _own_results(graph: torch.fx.Graph) -> None:
     The caller may change them.
     """
     output = next(iter(reversed(graph.nodes)))
-    results, owners = [], set()
+    results = []
+    owners = set()
     for node in output.args[0]:
         owner = _owner(node)
         if owner.op != "call_function" or owner in owners:
@@ -237,7 +240,8 @@ def descent(gradients: torch.fx.GraphModule, parameters: int) -> torch.fx.GraphM
     """
     step = torch.fx.GraphModule(gradients, copy.deepcopy(gradients.graph))  # with its constants
     *arguments, output = (n for n in step.graph.nodes if n.op in ("placeholder", "output"))
-    changed, computed = arguments[:parameters], output.args[0][:parameters]
+    changed = arguments[:parameters]
+    computed = output.args[0][:parameters]
     output.args = (output.args[0][parameters:],)
     rates: list[torch.fx.Node] = []
     for number in range(parameters):
@@ -323,7 +327,8 @@ def _transposed(graph: torch.fx.Graph, matrices: torch.fx.Node) -> torch.fx.Node
 
 def _same_format(one: torch.fx.Node, other: torch.fx.Node) -> bool:
     """Whether the tensors of two nodes have the same shape, strides and dtype."""
-    first, second = one.meta.get("tensor_meta"), other.meta.get("tensor_meta")
+    first = one.meta.get("tensor_meta")
+    second = other.meta.get("tensor_meta")
     if not isinstance(first, TensorMetadata) or not isinstance(second, TensorMetadata):
         return False
     return (first.shape, first.stride, first.dtype) == (second.shape, second.stride, second.dtype)

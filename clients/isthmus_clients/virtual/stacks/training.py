@@ -89,7 +89,9 @@ class StackedTraining:
         """
         check_settings(run.job.federated)
         check_run(run)
-        self.job, self.task, self.layout = run.job, run.task, run.layout
+        self.job = run.job
+        self.task = run.task
+        self.layout = run.layout
         self.device = next(run.model.parameters()).device
         self.model = run.model
         self._first = run.participant
@@ -164,7 +166,8 @@ class StackedTraining:
                 passes,
                 position_of(work.position),
             )
-        layout, size = self.layout.gradient_and_update if passes else self.layout, self.layout.size
+        layout = self.layout.gradient_and_update if passes else self.layout
+        size = self.layout.size
         model = dict(self.layout.parts(start))
         ends, means = (
             {name: part.cpu() for name, part in parts.items()} for parts in (ends, means)
@@ -214,7 +217,8 @@ class StackedTraining:
         position: RoundPosition,
     ) -> tuple[Stacked, list[float], Stacked]:
         """Final parameters and mean loss of each device, and with `passes` its mean gradient."""
-        k, steps_max = len(datasets), max(len(steps) for steps in indices)
+        k = len(datasets)
+        steps_max = max(len(steps) for steps in indices)
         ends = {name: part.expand(k, *part.shape) for name, part in model.items()}
         if not steps_max:
             means = {name: torch.zeros_like(part) for name, part in ends.items()}
@@ -247,8 +251,10 @@ class StackedTraining:
             sums = mean_gradients(self.gradients, stacked, inputs, targets, present, passes)
             means = {name: part[:k] for name, part in sums.items()}
         losses = []
-        mu, clip_norm = self.job.federated.proximal, self.job.federated.clip_norm
-        may_be_plain, rates = not (mu or added or clip_norm), None
+        mu = self.job.federated.proximal
+        clip_norm = self.job.federated.clip_norm
+        may_be_plain = not (mu or added or clip_norm)
+        rates = None
         for step in range(steps_max):
             optimizers.go_to(position.of_step(step, steps_max))
             batch = inputs[step], targets[step], weights[step]

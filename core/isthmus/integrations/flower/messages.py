@@ -125,7 +125,8 @@ class _WarningCapture(logging.Handler):
         with self.users_lock:
             if self.users == 0:
                 self.before = log.handlers, log.propagate
-                log.handlers, log.propagate = [self], False
+                log.handlers = [self]
+                log.propagate = False
             self.users += 1
 
     def leave(self, log: logging.Logger) -> None:
@@ -145,7 +146,8 @@ def captured_warnings() -> Iterator[list[str]]:
     Yields a list to which the warnings logged by this thread are appended.
     """
     log = logging.getLogger("flwr")
-    outer, messages = getattr(_CAPTURE.thread, "messages", None), list[str]()
+    outer = getattr(_CAPTURE.thread, "messages", None)
+    messages = list[str]()
     _CAPTURE.enter(log)
     _CAPTURE.thread.messages = messages
     try:

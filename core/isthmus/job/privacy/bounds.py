@@ -12,7 +12,8 @@ MAX_CORRELATED_ROUNDS = 100_000
 """Most rounds of correlated noise: the search for its bands takes time in proportion."""
 MOST_MEASUREMENTS = 1_000_000
 """Most evaluations and comparisons of a device."""
-SMALLEST_CLIP, LARGEST_CLIP = 1e-9, 1e9
+SMALLEST_CLIP = 1e-9
+LARGEST_CLIP = 1e9
 """Clipping bounds with which updates and their noise are numbers of float32, and of any ring of
 secure aggregation."""
 

@@ -76,7 +76,8 @@ class BoundedMeans(EvaluationVector):
     ) -> torch.Tensor:
         """See `EvaluationVector.measure`; a value that is not finite counts as the upper bound."""
         counts = super().measure(model, dataset, batch_size, first)
-        shares, at = [], 0
+        shares = []
+        at = 0
         for metric in self.metrics.values():
             assert isinstance(metric, Mean)
             summed, units, not_finite, *_ = counts[at : at + metric.size].tolist()

@@ -173,10 +173,14 @@ class EvaluationVector:
             count = metric.figures(name, part).get(name + CLIPPED, 0)
             if not count:
                 continue
-            low, high, instead = 0.0, 1.0, "give scores from 0 to 1, such as probabilities"
+            low = 0.0
+            high = 1.0
+            instead = "give scores from 0 to 1, such as probabilities"
             units = int(part[:-1].sum())
             if isinstance(metric, Mean):
-                low, high, units = metric.low, metric.high, int(part[1])
+                low = metric.low
+                high = metric.high
+                units = int(part[1])
                 instead = f"declare bounds in device_metrics(), {name!r}: isthmus.Mean(low, high)"
             found[DEVICES + name] = Clipping(
                 f"{count:.0f} of {units} values of {DEVICES}{name} were not within {low:g} to "

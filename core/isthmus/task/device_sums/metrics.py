@@ -192,7 +192,8 @@ def quantile_bin(histogram: list[int], share: float) -> int:
     >>> quantile_bin([1, 0, 2, 1], 0.5)
     2
     """
-    needed, seen = share * sum(histogram), 0
+    needed = share * sum(histogram)
+    seen = 0
     for place, count in enumerate(histogram):
         seen += count
         if count and seen >= needed - 1e-9:
@@ -256,7 +257,8 @@ class Confusion(DeviceMetric):
     def figures(self, name: str, total: torch.Tensor) -> dict[str, float]:
         """The accuracy, and the mean recall of the classes that occur."""
         matrix = total.double().view(self.classes, self.classes)
-        of_class, right = matrix.sum(1), matrix.diagonal()
+        of_class = matrix.sum(1)
+        right = matrix.diagonal()
         present = of_class > 0
         if not bool(present.any()):
             return {}

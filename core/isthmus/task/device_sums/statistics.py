@@ -112,8 +112,10 @@ class Column:
         if number < minimum or not number:
             return figures
         half = (self.high - self.low) / 2
-        mean, square = first / STEPS / number, second / STEPS / number
-        variance, precision = (square - mean**2) * half**2, 3 * half**2 / (2 * STEPS)
+        mean = first / STEPS / number
+        square = second / STEPS / number
+        variance = (square - mean**2) * half**2
+        precision = 3 * half**2 / (2 * STEPS)
         if variance <= precision:  # the values are equal, as far as the sums can tell
             variance = 0.0
         width = (self.high - self.low) / self.bins
@@ -156,7 +158,8 @@ class Category:
         Raises:
             TaskError: there are none, or two are equal, by themselves or as text.
         """
-        names, values = list(map(str, self.values)), list(self.values)
+        names = list(map(str, self.values))
+        values = list(self.values)
         equal = any(value in values[:place] for place, value in enumerate(values))
         if not names or equal or len(set(names)) < len(names):
             raise TaskError(f"{self} is not usable: give different values, at least one")
@@ -227,7 +230,9 @@ def joined(bins: Sequence[int], minimum: int) -> tuple[list[int], list[int]]:
     >>> joined([1, 4, 0, 9, 2], 5)
     ([0, 2, 5], [5, 11])
     """
-    edges, counts, count = [0], list[int](), 0
+    edges = [0]
+    counts = list[int]()
+    count = 0
     for place, number in enumerate(bins):
         count += number
         if count >= minimum:
@@ -322,7 +327,8 @@ class StatisticsVector:
 
     def describe(self, total: torch.Tensor, minimum: int) -> dict[str, dict[str, Any]]:
         """What a sum of vectors, int64 (size), tells of each column, see `Column.describe`."""
-        described, at = {}, 0
+        described = {}
+        at = 0
         for name, column in self.columns.items():
             described[name] = column.describe(total[at : at + column.size], minimum)
             at += column.size

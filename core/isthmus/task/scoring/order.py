@@ -20,8 +20,10 @@ class EpochOrder:
 
     def __init__(self, task: Task, dataset: Dataset[Any], examples: int, batch_size: int) -> None:
         """`examples` is the size of the data set, `batch_size` the examples of a batch."""
-        self._task, self._dataset = task, dataset
-        self._examples, self._batch_size = examples, batch_size
+        self._task = task
+        self._dataset = dataset
+        self._examples = examples
+        self._batch_size = batch_size
         self._own = defines(task, "order")
         self._length: int | None = None if self._own else examples
 
@@ -52,7 +54,8 @@ class EpochOrder:
             indices = torch.as_tensor(chosen)
         if indices.ndim != 1 or indices.dtype not in (torch.int64, torch.int32) or not len(indices):
             raise TaskError("order() must return a sequence of indices of the data set")
-        low, high = int(indices.min()), int(indices.max())
+        low = int(indices.min())
+        high = int(indices.max())
         if low < 0 or high >= self._examples:
             raise TaskError(
                 f"order() returned indices from {low} to {high}, and the data set has "

@@ -111,7 +111,8 @@ def unit_values(returned: Any, single: str) -> UnitValues | None:
     Raises:
         TaskError: the weights do not fit the values.
     """
-    values, weights = returned, None
+    values = returned
+    weights = None
     if isinstance(returned, (tuple, list)) and len(returned) == 2:
         values, weights = returned
     if not isinstance(values, torch.Tensor) or values.ndim == 0:

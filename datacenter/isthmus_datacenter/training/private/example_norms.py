@@ -146,7 +146,8 @@ class _Layer:
     """A layer with parameters that are trained."""
 
     def __init__(self, name: str, module: nn.Module, trained: Mapping[str, str]) -> None:
-        self.name, self.module = name, module
+        self.name = name
+        self.module = module
         self.trained = trained
         """First names of its parameters in the model, by attribute."""
         self._without_examples: bool | None = None
@@ -316,7 +317,8 @@ class _Forward(nn.Module):
 
     def __init__(self, kind: type[nn.Module], module: nn.Module) -> None:
         super().__init__()
-        self.kind, self.module = kind, module
+        self.kind = kind
+        self.module = module
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.kind.forward(self.module, given)

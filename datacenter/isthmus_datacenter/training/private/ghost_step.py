@@ -153,7 +153,8 @@ class GhostForwardBackward(PrivateForwardBackward):
     @contextlib.contextmanager
     def _without_zeros(self) -> Iterator[None]:
         """Small random numbers in place of the zeros among the trained parameters."""
-        generator, changed = torch.Generator().manual_seed(0), []
+        generator = torch.Generator().manual_seed(0)
+        changed = []
         for parameter in self._trained().values():
             part = local(parameter)
             zeros = part == 0

@@ -70,7 +70,8 @@ def squared_norms(summands: Sequence[OuterProducts]) -> torch.Tensor:
     Returns:
         (B) float64.
     """
-    shape, terms = summands[0].shape, sum(each.terms for each in summands)
+    shape = summands[0].shape
+    terms = sum(each.terms for each in summands)
     by_products = 2 * terms**2 <= shape.numel()
     elements = 2 * terms * (terms + sum(shape)) if by_products else shape.numel()
     parts = []

@@ -97,7 +97,8 @@ class TrackerSink(EventSink):
     def __call__(self, event: Event) -> None:
         """Log a committed round."""
         if self._earlier is not None:
-            earlier, self._earlier = self._earlier, None
+            earlier = self._earlier
+            self._earlier = None
             self._begin(earlier())
         match event:
             case RoundCommitted():

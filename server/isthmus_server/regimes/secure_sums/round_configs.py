@@ -72,7 +72,8 @@ def training_config(
 
     `purpose` is the hash of what the devices are asked to do, see `isthmus_privacy.purpose`.
     """
-    settings, size = spec.settings, spec.result_layout(context.layout).size
+    settings = spec.settings
+    size = spec.result_layout(context.layout).size
     config = RoundConfig(
         run_id=context.run_id,
         round=spec.round,
@@ -88,7 +89,8 @@ def training_config(
         selected_ppm=spec.selected_ppm,
     )
     if settings.compression is not None and not spec.gradient_scale:
-        seed, magnitude = context.job.seed, context.sums.magnitude
+        seed = context.job.seed
+        magnitude = context.sums.magnitude
         return _compressed(config, settings.compression, context.layout, seed, magnitude)
     if context.job.federated.privacy is not None:  # devices send no loss and count the same
         config = dataclasses.replace(config, slots=SCORING_SLOTS, weight_max=1)
@@ -107,9 +109,11 @@ def _compressed(
 
     Before the magnitude of updates is known, each element has as many bits as the ring allows.
     """
-    bits, clients = compression.bits, config.clients_max
+    bits = compression.bits
+    clients = config.clients_max
     if magnitude is None:
-        bits, bound = min(MAX_BITS, MAX_RING_BITS - clients.bit_length()), config.clip
+        bits = min(MAX_BITS, MAX_RING_BITS - clients.bit_length())
+        bound = config.clip
     else:
         # Of few examples the mean is mostly rounding, by which one device can move it.
         magnitude = max(-MAX_MAGNITUDE, min(MAX_MAGNITUDE, magnitude))

@@ -73,7 +73,8 @@ class UnmaskedAttempt(SecureAggregationAttempt):
         request = self._first_request(self._config.to_bytes())
         self._context.sums.tell(name, request)
         loop = asyncio.get_running_loop()
-        asked, link = loop.time(), self._context.link
+        asked = loop.time()
+        link = self._context.link
         async with call(link, name, request, "trained", self._receipts) as reply:
             result = reply.trained.result
             if result.size != self._config.payload_bytes:

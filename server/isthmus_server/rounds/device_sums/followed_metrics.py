@@ -19,7 +19,8 @@ from isthmus_server.strategy.policy import Policy
 
 def followed_metrics(job: Job, policy: Policy) -> dict[str, str]:
     """The names of these metrics, by the keys of the job that name them."""
-    target, best = job.strategy.target_metric, job.evaluation.keep_best
+    target = job.strategy.target_metric
+    best = job.evaluation.keep_best
     named = {
         "strategy.settings.metric": getattr(policy, "metric", None),
         "strategy.target_metric.name": None if target is None else target.name,
@@ -46,7 +47,8 @@ def check_followed_metrics(
     Raises:
         JobError: with the key to change.
     """
-    known, name_of_task = known_metrics(task, vector), type(task).__name__
+    known = known_metrics(task, vector)
+    name_of_task = type(task).__name__
     if known is not None and job.strategy.target_metric is None and isinstance(policy, Adaptive):
         raise JobError(
             'strategy.policy="adaptive" follows the loss on eval_data(), which '

@@ -87,7 +87,8 @@ class PlaintextAnswers(Generic[Answer]):
         return answers, all_receipts
 
     async def _ask(self, name: str, receipts: ReceiptBook, sent_bytes: int) -> None:
-        link, request = self._context.link, self._request()
+        link = self._context.link
+        request = self._request()
         with contextlib.suppress(CallFailed):
             async with call(link, name, request, self._outcome, receipts) as reply:
                 self._answers[name] = self._read(reply)

@@ -97,7 +97,8 @@ class DeviceSummation:
             secure = self._secure(work, cohort, list(cohort.examples), config, "")
             result = await secure.run()
             devices = int(result.training["examples"])  # every usable vector has a weight of 1
-            total, deviation = result.pseudo_gradient, 0.0
+            total = result.pseudo_gradient
+            deviation = 0.0
             if noisy is not None:
                 deviation = noisy.release(total, devices, config)
             return DeviceSums(total, devices, result.receipts, deviation=deviation)

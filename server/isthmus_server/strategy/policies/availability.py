@@ -22,7 +22,8 @@ class Availability:
 
     def plan(self, observation: Observation) -> Plan | Wait:
         """Plan for the available sides; wait for a window if there is none."""
-        devices, quorum = observation.clients_ready, observation.quorum
+        devices = observation.clients_ready
+        quorum = observation.quorum
         edge = observation.open("federated") and devices >= quorum
         center = observation.open("datacenter") and observation.datacenter_ready
         if edge and center:

@@ -37,7 +37,8 @@ class Plateau:
 
     def plan(self, observation: Observation) -> Plan:
         """Look for a plateau in the evaluated rounds since the last switch."""
-        settings, state = self.settings, observation.state
+        settings = self.settings
+        state = observation.state
         regime: RegimeName = state.get("regime", settings.first)
         since = state.get("since", 0)
         values = [
@@ -64,10 +65,12 @@ class Plateau:
 
 def _best(values: list[float], improvement: float) -> tuple[float, int]:
     """Return the last figure that was an improvement, and how many figures followed it."""
-    best, idle = float("inf"), 0
+    best = float("inf")
+    idle = 0
     for value in values:
         if value < best - improvement * abs(best) or best == float("inf"):
-            best, idle = value, 0
+            best = value
+            idle = 0
         else:
             idle += 1
     return best, idle

@@ -15,10 +15,15 @@ _T = TypeVar("_T")
 MAX_MARKS = 1000
 """Points or bars of one chart; of more, evenly spaced ones are drawn."""
 
-_WIDTH, _HEIGHT = 460.0, 230.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56.0, 10.0, 12.0, 36.0
+_WIDTH = 460.0
+_HEIGHT = 230.0
+_LEFT = 56.0
+_RIGHT = 10.0
+_TOP = 12.0
+_BOTTOM = 36.0
 _TICKS = 5
-_STRIP_WIDTH, _STRIP_HEIGHT = 940.0, 54.0
+_STRIP_WIDTH = 940.0
+_STRIP_HEIGHT = 54.0
 
 
 def text(value: object) -> str:
@@ -70,7 +75,8 @@ def ticks(low: float, high: float) -> list[float]:
     rough = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * n for n in (1, 2, 5, 10) if power * n >= rough * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
     return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
 
 
@@ -109,9 +115,12 @@ def lines_chart(
     if not points:
         return ""
     heights = [point.y for point in points] + ([] if limit is None else [limit])
-    x_low, x_high = min(point.x for point in points), max(point.x for point in points)
-    y_low, y_high = min(heights), max(heights)
-    x_ticks, y_ticks = ticks(x_low, x_high), ticks(y_low, y_high)
+    x_low = min(point.x for point in points)
+    x_high = max(point.x for point in points)
+    y_low = min(heights)
+    y_high = max(heights)
+    x_ticks = ticks(x_low, x_high)
+    y_ticks = ticks(y_low, y_high)
 
     def across(x: float) -> float:
         room = _WIDTH - _LEFT - _RIGHT
@@ -151,7 +160,8 @@ def lines_chart(
             f'cy="{down(point.y):.1f}" r="{radius}"><title>{text(point.label)}</title></circle>'
             for point in line.points
         ]
-    first, last = points[0], points[-1]
+    first = points[0]
+    last = points[-1]
     spoken = f"{title} against {x_label}: from {figure(first.y)} to {figure(last.y)}"
     if len(drawn) > 1:
         spoken = f"{title} against {x_label}: {len(drawn)} lines"
@@ -191,7 +201,8 @@ def stacked_bars(bars: Sequence[tuple[int, Mapping[str, int]]], *, title: str) -
     highest = max((sum(counts.values()) for _, counts in bars), default=0)
     if not highest:
         return ""
-    bottom, room = _STRIP_HEIGHT * 2 - 16, _STRIP_HEIGHT * 2 - 22
+    bottom = _STRIP_HEIGHT * 2 - 16
+    room = _STRIP_HEIGHT * 2 - 22
     width = _STRIP_WIDTH / len(bars)
     parts = []
     for place, (round_, counts) in enumerate(bars):
@@ -206,7 +217,8 @@ def stacked_bars(bars: Sequence[tuple[int, Mapping[str, int]]], *, title: str) -
                     f'width="{max(width - 0.5, 0.5):.2f}" height="{height:.2f}">'
                     f"<title>{text(label)}</title></rect>"
                 )
-    first, last = bars[0][0], bars[-1][0]
+    first = bars[0][0]
+    last = bars[-1][0]
     for anchor, x, round_ in (("start", 0.0, first), ("end", _STRIP_WIDTH, last)):
         parts.append(
             f'<text class="tick" text-anchor="{anchor}" x="{x}" y="{bottom + 13}">'

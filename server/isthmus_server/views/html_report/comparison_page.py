@@ -71,7 +71,8 @@ def _against_rounds(metric: str, variants: Mapping[int, Sequence[Curve]]) -> str
     """The mean over seeds in each round in which all seeds were measured."""
     lines = []
     for number, members in variants.items():
-        kind, variant = _kind(number), members[0].variant
+        kind = _kind(number)
+        variant = members[0].variant
         common = set.intersection(
             *({number for number, row in each.rounds.items() if metric in row} for each in members)
         )
@@ -93,9 +94,12 @@ def _against_key(metric: str, variants: Mapping[int, Sequence[Curve]]) -> str:
     (key,) = keys
     if not all(type(each[key]) in (int, float) for each in changes):
         return ""
-    means, marks = [], []
+    means = []
+    marks = []
     for number, members in sorted(variants.items(), key=lambda one: one[1][0].changes[key]):
-        kind, variant, x = _kind(number), members[0].variant, float(members[0].changes[key])
+        kind = _kind(number)
+        variant = members[0].variant
+        x = float(members[0].changes[key])
         ends = [(each.seed, each.end[metric]) for each in members if metric in each.end]
         if not ends:
             continue

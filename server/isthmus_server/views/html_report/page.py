@@ -130,7 +130,8 @@ def _spans(rounds: Sequence[RoundRecord]) -> Iterator[Span]:
     """Consecutive rounds of one regime, with the reason of the first."""
     for regime, group in itertools.groupby(rounds, key=lambda record: record.regime):
         members = list(group)
-        first, last = members[0].round, members[-1].round
+        first = members[0].round
+        last = members[-1].round
         which = f"round {first}" if first == last else f"rounds {first} to {last}"
         yield Span(first, last, regime, f"{which}: {regime}, because {members[0].reason}")
 

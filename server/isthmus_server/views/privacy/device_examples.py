@@ -67,7 +67,8 @@ class DeviceExamplesForecast:
         Raises:
             JobError: no noise meets the budget, or no number of examples the delta.
         """
-        promise, privacy = PromisedToExamples.of(job), job.federated.privacy
+        promise = PromisedToExamples.of(job)
+        privacy = job.federated.privacy
         if promise is None or privacy is None:
             return None
         sizes = [times * job.federated.batch_size for times in _BATCHES]
@@ -117,7 +118,8 @@ def _most(delta: float) -> int:
 
 def _largest(job: Job) -> int:
     """The number of examples to show where delta is too large for ten batches."""
-    privacy, batch = job.federated.privacy, job.federated.batch_size
+    privacy = job.federated.privacy
+    batch = job.federated.batch_size
     assert privacy is not None
     if (most := _most(privacy.delta)) < batch:
         raise JobError(

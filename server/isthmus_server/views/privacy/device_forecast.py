@@ -65,7 +65,8 @@ class PrivacyForecast:
         )
 
         plan = NoisePlan.of_job(job)
-        size, cohort = update_size(job, base), job.federated.cohort
+        size = update_size(job, base)
+        cohort = job.federated.cohort
         rounds = tenths(job.rounds)
         ratios = {cohort: noise_to_signal(job, plan, size, cohort)}
         for larger in (cohort * factor for factor in LARGER_COHORTS):

@@ -48,12 +48,12 @@ class SpentOnExamples(Record):
         charges = [] if ledger is None else [each.charge for each in ledger.entries.values()]
         events = [each.event for each in charges if each.unit == EXAMPLE]
         spent = 0.0 if ledger is None else ledger.epsilon(privacy.population, privacy.delta)
-        devices, together, delta = store.job.privacy, None, None
+        devices = store.job.privacy
+        together = None
+        delta = None
         if privacy.overlap and devices is not None:
-            both, delta = (
-                (devices.population, privacy.population),
-                min(devices.delta, privacy.delta),
-            )
+            both = (devices.population, privacy.population)
+            delta = min(devices.delta, privacy.delta)
             together = 0.0 if ledger is None else ledger.epsilon_together(both, delta)
         return cls(
             epsilon=spent,

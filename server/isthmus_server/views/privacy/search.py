@@ -309,7 +309,8 @@ def find_for_examples(sought: Sought, job: Job, noise: float | None) -> Found:
         noise = job.datacenter.privacy.noise
     if noise is None:
         raise JobError(f"--find {sought} needs --noise for [datacenter.privacy]")
-    epsilon, steps = job.datacenter.privacy.epsilon, job.datacenter.steps
+    epsilon = job.datacenter.privacy.epsilon
+    steps = job.datacenter.steps
     given = {"datacenter.privacy.noise": noise}
     if sought == "epsilon":
         largest_epsilon = _epsilon_at(_EPSILONS)

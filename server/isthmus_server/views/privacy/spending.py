@@ -95,7 +95,8 @@ class Spending:
 
 def _attempt(charge: Charge) -> str:
     """The attempt of a charge; an evaluation of one attempt at a round may take several tries."""
-    attempt, tried = charge.attempt, 0
+    attempt = charge.attempt
+    tried = 0
     if charge.what == "evaluation":
         attempt, tried = divmod(charge.attempt, TRIES)
     return f"attempt {attempt}" + (f" try {tried + 1}" if tried else "")
@@ -110,7 +111,8 @@ def read_spending(run_dir: Path) -> Spending:
     """
     path = run_dir / LEDGER_FILE
     with contextlib.closing(Store.open(run_dir)) as store:
-        privacy, state = store.job.privacy, store.run_state()
+        privacy = store.job.privacy
+        state = store.run_state()
         promised = PromisedToExamples.of(store.job)
         if privacy is None and store.job.datacenter.privacy is None and promised is not None:
             return _of_devices_alone(promised)

@@ -75,7 +75,8 @@ def metric_noise(job: Job, plan: NoisePlan, base: Path) -> float | None:
     if not job.evaluation.devices:
         return None
     check_evaluates_on_devices(job, task := _task(job, base))
-    size, devices = BoundedMeans(task).size, job.evaluation.devices
+    size = BoundedMeans(task).size
+    devices = job.evaluation.devices
     deviation = plan.measuring_multiplier * measured_norm(size) / devices / 2
     if plan.privacy.mechanism == "distributed":
         deviation *= math.sqrt(devices / _honest(job, devices, job.evaluation))

@@ -69,7 +69,8 @@ class Comparisons:
 
 def in_words(comparison: Comparison, model: str, reference: str) -> str:
     """Say by how much a model is better or worse than the first one."""
-    difference, error = comparison.difference[model], comparison.standard_error[model]
+    difference = comparison.difference[model]
+    error = comparison.standard_error[model]
     than = "better" if difference < 0 else "worse"
     return (
         f"{comparison.devices} devices found {NAMES[model]} {abs(difference):.4f} "

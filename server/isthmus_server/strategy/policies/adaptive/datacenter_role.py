@@ -84,7 +84,8 @@ class RoleChooser:
             return DatacenterRole(reason, trains=True)
         overshoots = evidence.overshoots(observation, settings.overshoot)
         weight /= 2**overshoots
-        limit, weight = weight, min(weight, settings.gradient_pull / ratios[0])
+        limit = weight
+        weight = min(weight, settings.gradient_pull / ratios[0])
         reason = (
             f", and take {weight:.3g} of the datacenter's gradient for the rest (it was "
             f"{ratios[0]:.3g} times as long as theirs"
@@ -176,7 +177,8 @@ class RoleChooser:
 
         With whole steps the server's momentum can carry what it adds to each round too far.
         """
-        pull, ratios = self._settings.rehearsal_pull, evidence.gradient_ratios(observation)
+        pull = self._settings.rehearsal_pull
+        ratios = evidence.gradient_ratios(observation)
         weight = pull / max(ratios) if ratios else self._unmeasured_weight
         if not self._steps.is_short(observation, state):
             weight /= 2 ** evidence.overshoots(observation, self._settings.overshoot)

@@ -19,11 +19,13 @@ SIMILARITY_ROUNDS = 6
 
 def flat_rounds(observation: Observation) -> int:
     """Count the latest datacenter rounds since the held-out loss last fell by 1 %."""
-    best, flat = math.inf, 0
+    best = math.inf
+    flat = 0
     for past in observation.history:
         loss = past.metrics.get("loss")
         if past.regime != "datacenter":
-            best, flat = math.inf, 0
+            best = math.inf
+            flat = 0
         elif loss is not None:
             flat = 0 if loss < 0.99 * best else flat + 1
             best = min(best, loss)

@@ -51,7 +51,8 @@ class Probation:
         outcome = in_words(result, SERVED, WARM)
         if not result.loses(SERVED, self._settings.error):
             return EdgeRound(done, f"probation is over: {outcome}")
-        failures, scale = state.failed_probations + 1, state.step_scale / 2
+        failures = state.failed_probations + 1
+        scale = state.step_scale / 2
         failed = dataclasses.replace(
             state,
             edge_rounds=0,

@@ -36,9 +36,12 @@ class Race:
 
     def next(self, observation: Observation, state: AdaptiveState) -> EdgeRound | Compare:
         """Return the next round of the race, the comparison at its end, or what follows it."""
-        branch, rounds, length = state.race.branch, state.race.rounds, self._settings.race_rounds
+        branch = state.race.branch
+        rounds = state.race.rounds
+        length = self._settings.race_rounds
         if branch == "with" and rounds == length:
-            branch, rounds = "without", 0
+            branch = "without"
+            rounds = 0
         if branch == "fork":
             branch = "with"
         if branch == "with" and not budget_plan.datacenter_available(observation, state.excluded):
@@ -61,7 +64,8 @@ class Race:
         if isinstance(result, str):
             return EdgeRound(_race_later(state), result)
         outcome = in_words(result, WITH_GRADIENT, CURRENT)
-        margin, error = self._settings.margin, self._settings.error
+        margin = self._settings.margin
+        error = self._settings.error
         if result.is_no_worse(WITH_GRADIENT, margin, error):
             state = dataclasses.replace(
                 state, race=RaceState(), uses_gradient=True, gradient_since=observation.round

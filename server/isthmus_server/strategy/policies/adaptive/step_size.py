@@ -40,7 +40,8 @@ class StepSize:
 
     def choose(self, observation: Observation, state: AdaptiveState) -> tuple[float, str]:
         """Return the factor on the server's steps, and the reason for it or ""."""
-        scale, loss_ratio = state.step_scale, evidence.peak_device_loss_ratio(observation)
+        scale = state.step_scale
+        loss_ratio = evidence.peak_device_loss_ratio(observation)
         short = scale * self._settings.damped
         if loss_ratio > self._settings.forgotten:
             why = f"; their loss rose to {loss_ratio:.2g} times the first"

@@ -53,7 +53,8 @@ class TargetPlanner:
 
     def choose(self, observation: Observation, state: AdaptiveState) -> tuple[TargetState, str]:
         """Return the side of the next round with the planner's new state, and why."""
-        now, last = state.target, observation.round - 1
+        now = state.target
+        last = observation.round - 1
         if now is None:
             if _can_train("datacenter", observation):
                 return TargetState("datacenter", last), "training on no device is tried first"
@@ -106,7 +107,8 @@ class TargetPlanner:
         Progress that is not larger than its standard error counts as none.
         """
         settings = self._settings
-        here, other = self._each(observation, now.side), OTHER[now.side]
+        here = self._each(observation, now.side)
+        other = OTHER[now.side]
         rounds = observation.round - 1 - now.since
         if rounds < settings.trial_rounds * 2**now.trials:
             return ""
