@@ -76,7 +76,7 @@ test: $(VENV)/ready-dev packages lint
 	@$(BIN)/pytest -q $(TOGETHER)
 
 # No processes, no whole jobs, no statistics of noise: what fails first after most changes.
-FAST := core privacy server clients datacenter simulation tests/core tests/clients/training \
+FAST := core privacy server clients datacenter simulation chaos tests/core tests/clients/training \
   $(addprefix tests/privacy/,compression crypto dp_sgd secagg) --ignore=tests/privacy/secagg/test_rounds.py \
   $(addprefix tests/server/,flower model regimes storage strategy transport test_checks.py test_commands.py) \
   $(addprefix tests/,docs/test_language.py docs/test_site.py test_deployment.py test_repository.py test_setup.py)

@@ -14,10 +14,10 @@ import threading
 from pathlib import Path
 
 from playwright.sync_api import sync_playwright
-from tests.server.console.filled_runs import filled_run
+from tests.server.read.console.filled_runs import filled_run
 
 from isthmus.job import load_job
-from isthmus_server.console.serving import ConsoleListener
+from isthmus_server.read.console.serving import ConsoleListener
 
 ROOT = Path(__file__).parents[1]
 TOKEN = "t" * 43

@@ -36,7 +36,7 @@ from torch.utils.data import Dataset, TensorDataset
 import isthmus
 from isthmus.job import parse_job
 from isthmus.task import Participant, load_task
-from isthmus.task.device_sums.evaluation import EvaluationVector
+from isthmus.task.measurements.evaluation import EvaluationVector
 from isthmus.wire import link_pb2
 from isthmus_clients.device.task_host import InProcessHost
 from isthmus_clients.training.personal_state import PersonalStates

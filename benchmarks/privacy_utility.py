@@ -36,7 +36,7 @@ from isthmus_privacy.dp import noisy_vector
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.clipping import clip_to_norm
 from isthmus_privacy.dp.distributed import fit_ring
-from isthmus_server.privacy.server_noise import ServerNoise
+from isthmus_server.budgets.server_noise import ServerNoise
 
 USERS, COHORTS = 1000, 10
 EACH = USERS // COHORTS

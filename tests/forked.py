@@ -25,7 +25,7 @@ _LOADED = [
     "isthmus.cli",
     "isthmus.task.scoring",
     "isthmus_clients.commands",
-    "isthmus_server.local.session",
+    "isthmus_server.runs.local.session",
     PRELOADED_MODULE,
     "isthmus_simulation.run",
     "torch.distributed.run",

@@ -24,9 +24,9 @@ from isthmus.transport.stream import Stream
 from isthmus.transport.uplink import Uplink
 from isthmus.wire import join_pb2, link_pb2
 from isthmus_clients.device.agent import Agent
-from isthmus_server.control_plane.authority import CertificateAuthority, initialise
-from isthmus_server.control_plane.joining import JoinService
-from isthmus_server.control_plane.members import Members
+from isthmus_server.fleet.authority import CertificateAuthority, initialise
+from isthmus_server.fleet.joining import JoinService
+from isthmus_server.fleet.members import Members
 from tests.privacy.protocol import ProtocolRound, enrolment, make_config
 from tests.server.loopback import LoopbackNetwork
 from tests.server.scripted_participant import replying, training_request

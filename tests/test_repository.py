@@ -23,7 +23,7 @@ from tests.server.storage.records import FINAL, planned_attempt, round_record
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-ROOTS = ["core", "privacy", "server", "clients", "datacenter", "simulation"]
+ROOTS = ["core", "privacy", "server", "clients", "datacenter", "simulation", "chaos"]
 PACKAGES = [
     "core/isthmus",
     "privacy/isthmus_privacy",
@@ -31,6 +31,7 @@ PACKAGES = [
     "clients/isthmus_clients",
     "datacenter/isthmus_datacenter",
     "simulation/isthmus_simulation",
+    "chaos/isthmus_chaos",
 ]
 NAMES = [path.partition("/")[2] for path in PACKAGES]
 TOOLS = PROJECT["tool"]
@@ -148,18 +149,18 @@ LIGHT_MODULES = [
     "isthmus_clients.device.agent",
     "isthmus_clients.training.history_log",
     "isthmus_datacenter.commands",
-    "isthmus_server.authority.service",
-    "isthmus_server.commands",
-    "isthmus_server.console.serving",
-    "isthmus_server.control_plane.operator_service",
-    "isthmus_server.operator_commands",
-    "isthmus_server.operations.doctor",
-    "isthmus_server.operations.retention",
+    "isthmus_server.fleet.authority_service",
+    "isthmus_server.cli.run",
+    "isthmus_server.read.console.serving",
+    "isthmus_server.service.operator_service",
+    "isthmus_server.cli.operators",
+    "isthmus_server.runs.operations.doctor",
+    "isthmus_server.runs.operations.retention",
     "isthmus_server.python.run",
     "isthmus_server.storage.recovery",
-    "isthmus_server.views.privacy.examples_forecast",
-    "isthmus_server.views.privacy.search",
-    "isthmus_server.views.privacy.spending",
+    "isthmus_server.read.report.privacy.examples_forecast",
+    "isthmus_server.read.report.privacy.search",
+    "isthmus_server.read.report.privacy.spending",
     "isthmus_simulation.commands",
 ]
 """What such commands and an idle server import."""

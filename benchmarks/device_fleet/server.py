@@ -30,8 +30,8 @@ from harness.processes import (
 
 from isthmus.identity import joining, tls
 from isthmus.identity.membership import Membership, prepare
-from isthmus_server.control_plane.authority import CertificateAuthority
-from isthmus_server.control_plane.registry import Registry
+from isthmus_server.fleet.authority import CertificateAuthority
+from isthmus_server.fleet.registry import Registry
 
 HARNESS = Path(__file__).parents[1] / "harness"
 

@@ -25,8 +25,6 @@ from isthmus.task.scoring import build_model
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus_clients.virtual.device import VirtualDevice, devices_of
-from isthmus_clients.virtual.fleet import VirtualFleet
 from isthmus_datacenter.virtual import VirtualDatacenter
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.coordinator import Coordinator
@@ -34,6 +32,8 @@ from isthmus_server.storage.events import Event, EventStream, RoundCommitted, Ru
 from isthmus_server.storage.records import Receipt
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.inprocess import InProcessLink
+from isthmus_simulation.devices.device import VirtualDevice, devices_of
+from isthmus_simulation.devices.fleet import VirtualFleet
 
 P = ParamSpec("P")
 T = TypeVar("T")

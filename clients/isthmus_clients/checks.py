@@ -8,8 +8,8 @@ from isthmus.errors import TaskError
 from isthmus.job import Job, with_changes, write_job
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, Task
-from isthmus.task.device_sums.bounded_means import evaluation_vector
 from isthmus.task.loading import user_code
+from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus.task.scoring import build_model
 from isthmus.tensors.division import divide
 from isthmus.tensors.fingerprint import fingerprint

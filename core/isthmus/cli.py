@@ -19,6 +19,9 @@ from isthmus.printable import PrintableFormatter, in_lines
 
 log = logging.getLogger(__name__)
 
+_EXTRAS = {"isthmus_clients": "client", "isthmus_datacenter": "datacenter"}
+"""The extra that a package with commands needs, if it is not the server's."""
+
 
 class _Commands(click.Group):
     """Finds a subcommand by name and imports only that one."""
@@ -31,10 +34,10 @@ class _Commands(click.Group):
             try:
                 command = point.load()
             except ModuleNotFoundError as error:
-                role = point.module.partition(".")[0].removeprefix("isthmus_").rstrip("s")
+                extra = _EXTRAS.get(point.module.partition(".")[0], "server")
                 raise click.ClickException(
                     f"`isthmus {cmd_name}` needs the package {error.name!r}, which is not "
-                    f"installed; pip install 'isthmus[{role}]'"
+                    f"installed; pip install 'isthmus[{extra}]'"
                 ) from error
             assert isinstance(command, click.Command)
             return command

@@ -9,16 +9,16 @@ import torch
 from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus.task import Task
-from isthmus.task.device_sums.bounded_means import evaluation_vector
-from isthmus.task.device_sums.evaluation import EvaluationVector, check_evaluates_on_devices
 from isthmus.task.held_out import HeldOut
+from isthmus.task.measurements.bounded_means import evaluation_vector
+from isthmus.task.measurements.evaluation import EvaluationVector, check_evaluates_on_devices
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.division import divide
 from isthmus.tensors.sending_rates import check_compression
+from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.model.optimizers import check_round_length, make_optimizer
-from isthmus_server.privacy.run_budgets import check_budgets
 from isthmus_server.regimes.base import load_extension
-from isthmus_server.rounds.device_sums.followed_metrics import (
+from isthmus_server.rounds.measurements.followed_metrics import (
     check_followed_metrics,
     followed_metrics,
 )

@@ -15,13 +15,7 @@ from isthmus.job import Job, apply_override
 from isthmus.system.process import die_with_parent
 from isthmus_datacenter.launch import check_private, parse_options
 from isthmus_datacenter.launch.options import launch_options, start
-from isthmus_server.commands import (
-    fresh_directory,
-    loaded_job,
-    prepare,
-    run_until_stopped,
-)
-from isthmus_server.comparison_commands import (
+from isthmus_server.cli.compare import (
     check_writable,
     parse_variations,
     refuse_seed,
@@ -29,8 +23,14 @@ from isthmus_server.comparison_commands import (
     run_comparison,
     vary_option,
 )
-from isthmus_server.local.variations import combinations
+from isthmus_server.cli.run import (
+    fresh_directory,
+    loaded_job,
+    prepare,
+    run_until_stopped,
+)
 from isthmus_server.observability.options import LogFormat, observed
+from isthmus_server.runs.local.variations import combinations
 from isthmus_simulation.cluster_launch import SimulationLaunch, check_here, path_of_pods
 from isthmus_simulation.rank_place import RankPlace
 
@@ -301,7 +301,7 @@ def _sweep(
     json_file: Path | None,
 ) -> None:
     """Simulate every combination of values with each seed."""
-    from isthmus_server.local.compare import JobComparison
+    from isthmus_server.runs.local.compare import JobComparison
     from isthmus_simulation.compared_runs import SimulatedRuns
     from isthmus_simulation.virtual_time import VirtualTimeLoop
 

@@ -14,7 +14,7 @@ from isthmus_simulation.run import Simulation, check, gpus_of
 
 
 class SimulatedRuns:
-    """Simulates one run after the other (an `isthmus_server.local.compare.ComparedRuns`).
+    """Simulates one run after the other (an `isthmus_server.runs.local.compare.ComparedRuns`).
 
     Has to be used on a `VirtualTimeLoop`.
     """

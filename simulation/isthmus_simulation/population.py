@@ -13,8 +13,6 @@ from collections.abc import Collection
 
 from isthmus.job import Job
 from isthmus.wire import link_pb2
-from isthmus_clients.virtual.device import VirtualDevice
-from isthmus_clients.virtual.fleet import VirtualFleet
 from isthmus_server.storage.events import (
     Event,
     EventStream,
@@ -24,6 +22,8 @@ from isthmus_server.storage.events import (
     RoundCommitted,
 )
 from isthmus_server.transport.inprocess import InProcessLink
+from isthmus_simulation.devices.device import VirtualDevice
+from isthmus_simulation.devices.fleet import VirtualFleet
 
 
 class SimulationEvents(EventStream):

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from isthmus.job import Job
-from isthmus_clients.virtual.fleet import VirtualFleet
+from isthmus_server.read.report.durations import duration
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.storage.events import Event, RoundCommitted
-from isthmus_server.views.durations import duration
+from isthmus_simulation.devices.fleet import VirtualFleet
 
 _INTERVAL = 10.0
 """Seconds of real time between two estimates."""

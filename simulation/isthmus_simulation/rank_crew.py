@@ -19,11 +19,11 @@ from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
-from isthmus_clients.virtual.channel import Channel
-from isthmus_clients.virtual.messages import PieceRequest
-from isthmus_clients.virtual.stacks.training import DeviceTraining, StackedTraining
-from isthmus_clients.virtual.workers import PieceWorker
 from isthmus_server.storage.run_description import RunDescription
+from isthmus_simulation.devices.channel import Channel
+from isthmus_simulation.devices.messages import PieceRequest
+from isthmus_simulation.devices.stacks.training import DeviceTraining, StackedTraining
+from isthmus_simulation.devices.workers import PieceWorker
 from isthmus_simulation.rank_description import RankDescription
 from isthmus_simulation.rank_place import START_SECONDS, RankPlace, channel_of
 from isthmus_simulation.rank_trainer import fork_trainer, train_for
@@ -81,7 +81,7 @@ def check_for_ranks(job: Job) -> None:
 
 
 class RankCrew:
-    """The ranks that train (an `isthmus_clients.virtual.workers.Crew`).
+    """The ranks that train (an `isthmus_simulation.devices.workers.Crew`).
 
     Guarantees:
       * all have loaded the same job and the same code of the task, in the same version;

@@ -21,10 +21,10 @@ from isthmus.errors import IsthmusError, UserError
 from isthmus.system.process import die_with_parent, keep_freed_memory
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
-from isthmus_clients.virtual.channel import Channel
-from isthmus_clients.virtual.messages import PieceAnswer, PieceRequest
-from isthmus_clients.virtual.piece_trainer import PieceTrainer
-from isthmus_clients.virtual.stacks.training import StackedTraining
+from isthmus_simulation.devices.channel import Channel
+from isthmus_simulation.devices.messages import PieceAnswer, PieceRequest
+from isthmus_simulation.devices.piece_trainer import PieceTrainer
+from isthmus_simulation.devices.stacks.training import StackedTraining
 from isthmus_simulation.rank_description import RankDescription
 from isthmus_simulation.rank_place import RankPlace
 

@@ -19,14 +19,9 @@ from isthmus.transport.blobs import Buffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.training.accelerator import Accelerators
-from isthmus_clients.virtual.fleet import VirtualFleet
-from isthmus_clients.virtual.forked_crew import ForkedCrew
-from isthmus_clients.virtual.profiles import DeviceProfile
-from isthmus_clients.virtual.stacks.requirements import check_settings
-from isthmus_clients.virtual.workers import Crew
 from isthmus_datacenter.virtual import VirtualDatacenter
+from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.observability.observers import Observers
-from isthmus_server.privacy.run_budgets import check_budgets
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.run_description import (
@@ -41,6 +36,11 @@ from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.inprocess import InProcessLink
+from isthmus_simulation.devices.fleet import VirtualFleet
+from isthmus_simulation.devices.forked_crew import ForkedCrew
+from isthmus_simulation.devices.profiles import DeviceProfile
+from isthmus_simulation.devices.stacks.requirements import check_settings
+from isthmus_simulation.devices.workers import Crew
 from isthmus_simulation.population import Population, SimulationEvents
 from isthmus_simulation.progress import SimulationProgress, errors_of_devices_once
 from isthmus_simulation.rank_crew import RankCrew

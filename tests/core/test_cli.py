@@ -1,11 +1,15 @@
 import json
 import logging
+import tomllib
+from pathlib import Path
 
 import click
 import pytest
 
 from isthmus import __version__, cli
 from isthmus.errors import UserError
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
 @pytest.fixture
@@ -96,9 +100,19 @@ def test_an_unknown_command_exits_with_code_2(isthmus):
     assert "No such command 'jbo'" in err
 
 
-def test_a_command_with_missing_packages_names_them(isthmus, monkeypatch):
+@pytest.mark.parametrize(
+    ("package", "extra"),
+    [
+        ("isthmus_clients", "client"),
+        ("isthmus_datacenter", "datacenter"),
+        ("isthmus_server", "server"),
+        ("isthmus_simulation", "server"),
+        ("isthmus_chaos", "server"),
+    ],
+)
+def test_a_command_with_missing_packages_names_them(isthmus, monkeypatch, package, extra):
     class Absent:
-        module = "isthmus_datacenter.commands"
+        module = f"{package}.commands"
 
         def load(self):
             raise ModuleNotFoundError("no numpy", name="numpy")
@@ -107,7 +121,8 @@ def test_a_command_with_missing_packages_names_them(isthmus, monkeypatch):
     code, _, err = isthmus("datacenter")
     assert code == 1
     assert "needs the package 'numpy', which is not installed" in err
-    assert "pip install 'isthmus[datacenter]'" in err
+    assert f"pip install 'isthmus[{extra}]'" in err
+    assert extra in PROJECT["optional-dependencies"]
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ import pytest
 from tests import forked
 
 from isthmus.job import Job, with_changes
+from isthmus_server.read.report.report import read_report
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.trainer import Trainer
 from isthmus_server.storage.events import RoundCommitted
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
-from isthmus_server.views.report import read_report
 
 NAMES = ("first", "second")
 ROUNDS = 4

@@ -17,11 +17,11 @@ from isthmus.task import Participant
 from isthmus.task.scoring import build_model, losses
 from isthmus_datacenter.service.service import DatacenterService
 from isthmus_datacenter.training.data import ExampleOrder
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
-from isthmus_server.views.report import read_report
 
 STEPS = 4
 DATACENTERS = {1: ["first"], 2: ["first", "late"], 3: ["first", "late"]}

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from tests import forked
 
-from isthmus_server.commands import report
+from isthmus_server.cli.run import report
 
 collect_ignore = ["flower_quickstarts"]
 """Modules with the names of packages that they stand in for."""

@@ -18,14 +18,14 @@ from isthmus_clients.device.owner_limits import LimitsGuard, OwnerLimits
 from isthmus_clients.training.history_files import begin_history
 from isthmus_clients.training.history_log import HistoryLog
 from isthmus_datacenter.checkpointing.digests import check_files
-from isthmus_server.control_plane.authority import CertificateAuthority
-from isthmus_server.control_plane.registry import Registry
-from isthmus_server.control_plane.remote_authority import RemoteMembers, check
-from isthmus_server.jobs.queue import JobQueue
+from isthmus_server.fleet.authority import CertificateAuthority
+from isthmus_server.fleet.registry import Registry
+from isthmus_server.fleet.remote_authority import RemoteMembers, check
+from isthmus_server.read.report.explain import explain
+from isthmus_server.read.report.report import read_report
+from isthmus_server.runs.jobs.queue import JobQueue
 from isthmus_server.storage import audit
 from isthmus_server.storage.store import Store
-from isthmus_server.views.explain import explain
-from isthmus_server.views.report import read_report
 
 
 def damage(data: bytes, draw: random.Random) -> bytes:

@@ -32,12 +32,12 @@ from isthmus_clients.device.owner_limits import LimitsGuard, OwnerLimits
 from isthmus_clients.training.history_files import begin_history
 from isthmus_clients.training.history_log import HistoryLog
 from isthmus_privacy.secagg.history import Begun, Unmasked
-from isthmus_server.authority.service import AuthorityService
-from isthmus_server.control_plane.authority import CertificateAuthority, initialise
-from isthmus_server.control_plane.registry import Registry
-from isthmus_server.control_plane.remote_authority import RegistryCopy
-from isthmus_server.jobs.queue import JobQueue
-from isthmus_server.runs_commands import runs
+from isthmus_server.cli.runs import runs
+from isthmus_server.fleet.authority import CertificateAuthority, initialise
+from isthmus_server.fleet.authority_service import AuthorityService
+from isthmus_server.fleet.registry import Registry
+from isthmus_server.fleet.remote_authority import RegistryCopy
+from isthmus_server.runs.jobs.queue import JobQueue
 from isthmus_server.storage import audit
 from isthmus_server.storage.schema import SCHEMA
 from isthmus_server.storage.sealed_database import SealedDatabase

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from isthmus_server.privacy_commands import privacy
+from isthmus_server.cli.privacy import privacy
 
 JOB = """
 name = "private"

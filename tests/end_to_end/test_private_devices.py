@@ -10,7 +10,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from isthmus_clients.training.examples_account import spent_of
-from isthmus_server.privacy_commands import privacy
+from isthmus_server.cli.privacy import privacy
 
 JOB = """
 name = "private"

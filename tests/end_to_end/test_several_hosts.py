@@ -25,8 +25,8 @@ from tests.end_to_end import network
 
 from isthmus.identity import joining, tls
 from isthmus.task import packages
-from isthmus_server.control_plane.authority import CertificateAuthority, initialise
-from isthmus_server.control_plane.registry import Registry
+from isthmus_server.fleet.authority import CertificateAuthority, initialise
+from isthmus_server.fleet.registry import Registry
 
 REASON = network.missing()
 
@@ -52,7 +52,7 @@ from isthmus.identity import joining, tls
 from isthmus.errors import AdmissionRefused
 from isthmus.transport.uplink import METHOD
 from isthmus.wire import link_pb2
-from isthmus_server.control_plane.authority import CertificateAuthority, initialise
+from isthmus_server.fleet.authority import CertificateAuthority, initialise
 
 link, joined, public, used = sys.argv[1:]
 

@@ -11,8 +11,8 @@ import torch
 from tests import forked, machine
 
 from isthmus import TaskError
+from isthmus_server.read.report.report import read_report
 from isthmus_server.storage.store import Store
-from isthmus_server.views.report import read_report
 
 from .conftest import EXAMPLES, device
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from tests import forked
 
-from isthmus_server.commands import report
+from isthmus_server.cli.run import report
 
 NEEDS_TORCHVISION = pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is None,

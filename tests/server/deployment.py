@@ -12,9 +12,9 @@ from isthmus.errors import TaskError
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
-from isthmus_server.views.report import read_report
 
 NAMES = ("a", "b", "c")
 

@@ -7,7 +7,7 @@ from isthmus.errors import UserError
 from isthmus.job.commands import check
 from isthmus.task import load_task
 from isthmus_server.checks import check as server_check
-from isthmus_server.local.session import LocalRun
+from isthmus_server.runs.local.session import LocalRun
 
 NAN_ROW = """
     def {method}(self{argument}):

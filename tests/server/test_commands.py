@@ -4,8 +4,9 @@ import pytest
 from click.testing import CliRunner
 
 from isthmus.errors import UserError
-from isthmus_server import commands, comparison_commands
-from isthmus_server.local.processes import participant_commands
+from isthmus_server.cli import compare as comparison_commands
+from isthmus_server.cli import run as commands
+from isthmus_server.runs.local.processes import participant_commands
 from isthmus_server.storage.store import Store
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from tests.server.transport.test_sanitize import SENT
 
 from isthmus.wire import operator_pb2 as pb
-from isthmus_server import operator_commands
+from isthmus_server.cli import operators as operator_commands
 
 
 @settings(max_examples=25)

@@ -18,11 +18,11 @@ from click.testing import CliRunner
 from tests.datacenter.launch.manifest import Manifest
 
 from isthmus.errors import JobError, UserError
-from isthmus_clients.virtual.channel import Channel
-from isthmus_clients.virtual.messages import PieceRequest
+from isthmus_server.read.report.report import read_report
 from isthmus_server.storage.store import Store
-from isthmus_server.views.report import read_report
 from isthmus_simulation import commands, rank_trainer
+from isthmus_simulation.devices.channel import Channel
+from isthmus_simulation.devices.messages import PieceRequest
 from isthmus_simulation.rank_place import RankPlace
 from isthmus_simulation.run import Simulation
 from isthmus_simulation.virtual_time import VirtualTimeLoop

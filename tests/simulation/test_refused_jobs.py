@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from isthmus import JobError
-from isthmus_server.local.session import LocalRun
+from isthmus_server.runs.local.session import LocalRun
 from isthmus_server.storage.run_description import is_simulated
 from isthmus_simulation.run import Simulation
 

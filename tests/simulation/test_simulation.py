@@ -12,14 +12,14 @@ from rich.console import Console
 
 from isthmus.errors import CannotContinue, JobError, UserError
 from isthmus_clients.training.local_run import DeviceRun
-from isthmus_clients.virtual.messages import Measured
-from isthmus_clients.virtual.piece_trainer import PieceTrainer
-from isthmus_clients.virtual.profiles import DeviceProfile
-from isthmus_server.local.session import LocalRun
 from isthmus_server.observability.observers import Observers
 from isthmus_server.python.saved_model import load_model
+from isthmus_server.read.report.report import read_report
+from isthmus_server.runs.local.session import LocalRun
 from isthmus_server.storage.store import Store
-from isthmus_server.views.report import read_report
+from isthmus_simulation.devices.messages import Measured
+from isthmus_simulation.devices.piece_trainer import PieceTrainer
+from isthmus_simulation.devices.profiles import DeviceProfile
 from isthmus_simulation.run import Simulation
 from isthmus_simulation.virtual_time import VirtualTimeLoop
 

@@ -10,7 +10,7 @@ from isthmus.errors import TaskError, UpdateError
 from isthmus.job import Job, read_job
 from isthmus.task import check_installed, check_named
 from isthmus.task.code_digest import code_digest
-from isthmus.task.device_sums.metrics import MAX_COUNTS
+from isthmus.task.measurements.metrics import MAX_COUNTS
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.sending_rates import sending_rates
 from isthmus.transport.blobs import Buffer

@@ -84,7 +84,7 @@ def evaluate(
     """
     import torch
 
-    from isthmus.task.device_sums.bounded_means import measured_norm, numbers_of
+    from isthmus.task.measurements.bounded_means import measured_norm, numbers_of
     from isthmus_privacy.purpose import EvaluationPurpose, evaluated_model, statistics_of
     from isthmus_privacy.secagg.config import RoundConfig
     from isthmus_privacy.slots import SCORING_SLOTS
@@ -132,7 +132,7 @@ def _counts(counts: list[int], size: int) -> torch.Tensor:
     """
     import torch
 
-    from isthmus.task.device_sums.metrics import LARGEST
+    from isthmus.task.measurements.metrics import LARGEST
 
     if len(counts) != size or not all(abs(count) <= LARGEST for count in counts):
         raise TaskError(

@@ -88,7 +88,7 @@ class TaskHost(Protocol):
     def evaluate(self, request_id: str, work: link_pb2.Evaluate, payload: Buffer) -> list[int]:
         """Count how the encoded model in `payload` does on the device's validation data.
 
-        See `isthmus.task.device_sums.evaluation.EvaluationVector`.
+        See `isthmus.task.measurements.evaluation.EvaluationVector`.
 
         Raises:
             TaskError: the task's code raised, or this device has no validation data.

@@ -15,7 +15,7 @@ from isthmus.errors import TaskError
 from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
 from isthmus.task import Participant, Task, check_installed, user_code
-from isthmus.task.device_sums.statistics import StatisticsVector
+from isthmus.task.measurements.statistics import StatisticsVector
 from isthmus.task.not_finite import explain_not_finite
 from isthmus.task.scoring import count_examples, training_batches
 from isthmus.task.scoring.inputs import streamed_batches

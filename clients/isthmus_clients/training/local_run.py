@@ -20,7 +20,7 @@ from isthmus.job import read_job
 from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, load_task, user_code
-from isthmus.task.device_sums.bounded_means import evaluation_vector
+from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
 from isthmus.task.scoring import Averages, build_same_model
 from isthmus.tensors.exchange_set import TensorLayout

@@ -32,7 +32,7 @@ class SummedEvaluation:
     devices: int
     """Number of devices in the sum; 0 without a result."""
     sums: Mapping[str, Sequence[int]]
-    """The sums of the devices' whole numbers by metric, see `isthmus.task.device_sums.metrics`."""
+    """The sums of the devices' whole numbers by metric, see `isthmus.task.measurements.metrics`."""
     metrics: Mapping[str, float]
     """The metrics that follow from the sums; they are also among the round's metrics."""
     groups: Mapping[str, GroupEvaluation] = dataclasses.field(default_factory=dict)

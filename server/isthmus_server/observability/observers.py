@@ -15,7 +15,7 @@ from cryptography import x509
 from rich.console import Console
 
 from isthmus.identity import tls
-from isthmus_server.observability.event_loop import LoopNotAnswering, LoopObserver
+from isthmus_server.fleet.callers import OperatorsOnly
 from isthmus_server.observability.json_lines import (
     JsonConsoleFile,
     JsonEventSink,
@@ -23,16 +23,17 @@ from isthmus_server.observability.json_lines import (
     JsonLogHandler,
     standard_output,
 )
-from isthmus_server.observability.listener import MetricsListener, OperatorsOnly
+from isthmus_server.observability.listener import MetricsListener
 from isthmus_server.observability.metrics import RunMetrics
 from isthmus_server.observability.options import LogFormat
 from isthmus_server.observability.run_figures import RunFigures
 from isthmus_server.observability.sinks import EventSink, sinks_of
 from isthmus_server.observability.trackers.options import TrackedBy, tracker_of
+from isthmus_server.read.report.progress import ProgressView
 from isthmus_server.storage.events import Event, EventStream
 from isthmus_server.storage.records import EndedAttempt
 from isthmus_server.storage.store import Store
-from isthmus_server.views.progress import ProgressView
+from isthmus_server.transport.event_loop import LoopNotAnswering, LoopObserver
 
 
 class ConsoleSink(EventSink):

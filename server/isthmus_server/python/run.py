@@ -18,10 +18,10 @@ from isthmus_server.python import tables
 from isthmus_server.python.child_process import IN_RUN, RunProcess
 from isthmus_server.python.saved_model import DELIVERED, load_model
 from isthmus_server.python.task_source import source_of
+from isthmus_server.read.report.report import Report, read_report
 from isthmus_server.storage.records import FinalModel, Receipt, RoundRecord
 from isthmus_server.storage.run_description import is_simulated
 from isthmus_server.storage.store import Store
-from isthmus_server.views.report import Report, read_report
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,9 +11,9 @@ from isthmus.transport.requests import fingerprint_of
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import RunPurpose
 from isthmus_privacy.secagg.identity import Directory
+from isthmus_server.budgets.budget import PrivacyBudget
 from isthmus_server.model.fixed_point_sum import SUM_BYTES, WeightedSum
 from isthmus_server.model.mmap_buffer import MmapBuffer
-from isthmus_server.privacy.budget import PrivacyBudget
 from isthmus_server.regimes.committed_sums import CommittedSums
 from isthmus_server.storage.unmasking_log import UnmaskingLog
 from isthmus_server.transport.link import Link

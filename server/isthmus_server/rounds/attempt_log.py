@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isthmus.errors import RoundFailed
-from isthmus_server.privacy.budget import PrivacyBudget
+from isthmus_server.budgets.budget import PrivacyBudget
 from isthmus_server.regimes.attempt_result import TrainingResult
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.committed_sums import CommittedSums
 from isthmus_server.rounds.availability import DeviceAvailability
-from isthmus_server.rounds.device_sums.evaluation import Evaluated
+from isthmus_server.rounds.measurements.evaluation import Evaluated
 from isthmus_server.storage.events import Event, RoundAttemptFailed, RoundCommitted, RoundPlanned
 from isthmus_server.storage.records import (
     Cost,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from isthmus.job import Job
 from isthmus.job.section import Hours
-from isthmus_server.privacy.budget import PrivacyBudget
+from isthmus_server.budgets.budget import PrivacyBudget
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.storage.records import AttemptRecord, RoundRecord
 from isthmus_server.strategy.attendance import Attendance

@@ -28,9 +28,9 @@ from isthmus_server.regimes.secure_sums.round_configs import margins
 from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
-from isthmus_server.rounds.device_sums.noisy_sum import NoisySum
-from isthmus_server.rounds.device_sums.plaintext import PlaintextAnswers
-from isthmus_server.rounds.device_sums.quorum import check_budgets_left, check_quorum
+from isthmus_server.rounds.measurements.noisy_sum import NoisySum
+from isthmus_server.rounds.measurements.plaintext import PlaintextAnswers
+from isthmus_server.rounds.measurements.quorum import check_budgets_left, check_quorum
 from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.rounds.readiness import Drain, Retries
 from isthmus_server.storage.records import ComparisonRecord, Receipt

@@ -14,10 +14,10 @@ from typing import Any
 
 from isthmus.errors import CannotContinue, IsthmusError, RoundFailed
 from isthmus.task import load_task
+from isthmus_server.budgets.populations import Populations
+from isthmus_server.budgets.run_budgets import RunBudgets
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.model.optimizers import check_round_length
-from isthmus_server.privacy.populations import Populations
-from isthmus_server.privacy.run_budgets import RunBudgets
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.committed_sums import CommittedSums
 from isthmus_server.regimes.context import FederatedContext
@@ -30,7 +30,7 @@ from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector
 from isthmus_server.rounds.comparisons import ComparisonRunner
-from isthmus_server.rounds.device_sums.evaluation import RoundEvaluator
+from isthmus_server.rounds.measurements.evaluation import RoundEvaluator
 from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.rounds.readiness import Drain, Retries, RoundReadiness
 from isthmus_server.rounds.roster import ParticipantRoster

@@ -12,7 +12,7 @@ from typing import TypeVar
 from isthmus.errors import RoundFailed
 from isthmus.job import Job
 from isthmus.wire import link_pb2
-from isthmus_server.privacy.run_budgets import RunBudgets
+from isthmus_server.budgets.run_budgets import RunBudgets
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.rounds.assignment import cohort_settings
 from isthmus_server.rounds.clock import Clock

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from isthmus_server.privacy.populations import Populations
+from isthmus_server.budgets.populations import Populations
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.rounds.device_sums.statistics import StatisticsRun
+from isthmus_server.rounds.measurements.statistics import StatisticsRun
 from isthmus_server.server_apps.run import ServerAppRun
 from isthmus_server.storage.events import EventStream
 from isthmus_server.storage.store import Store

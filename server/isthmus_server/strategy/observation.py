@@ -14,7 +14,7 @@ from typing import Any, overload
 from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus.job.measurements import BestModel
-from isthmus.task.device_sums.metrics import DEVICES
+from isthmus.task.measurements.metrics import DEVICES
 from isthmus_server.strategy.policy import (
     CURRENT,
     Comparison,

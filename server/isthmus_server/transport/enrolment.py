@@ -1,7 +1,7 @@
 """Admit participants, and sign the identities that secure aggregation relies on.
 
 `Enrolments` is for runs on one machine, on loopback: every participant that connects is admitted
-and enrolled by the server process. `isthmus_server.control_plane.members` is for a server that can
+and enrolled by the server process. `isthmus_server.fleet.members` is for a server that can
 be reached over a network.
 """
 

@@ -13,11 +13,11 @@ from tests.privacy.protocol import make_config
 from isthmus_clients.device.residuals import MAX_RUNS, NO_SUM, Residuals
 from isthmus_clients.device.secure_sessions import SecureSessions
 from isthmus_clients.training.secure import SecureParticipation
-from isthmus_clients.virtual.unmasked import UnmaskedParticipation, UnmaskedSessions
 from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.crypto.keys import SigningKey
 from isthmus_privacy.secagg.identity import Authority
 from isthmus_privacy.slots import COMPRESSED_SLOTS
+from isthmus_simulation.devices.unmasked import UnmaskedParticipation, UnmaskedSessions
 
 CODEC = UpdateCodec(one_in=2, bits=3)
 SECURE = "federated.secure_aggregation=true"

@@ -7,7 +7,7 @@ from isthmus.errors import JobError, UserError
 from isthmus.job.federated import FederatedSection
 from isthmus_clients.commands import client
 from isthmus_clients.training.accelerator import Accelerators, check_choice, may_be_nvidia
-from isthmus_clients.virtual.stacks.requirements import check_settings
+from isthmus_simulation.devices.stacks.requirements import check_settings
 
 
 @pytest.mark.parametrize(

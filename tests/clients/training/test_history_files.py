@@ -13,7 +13,7 @@ from isthmus_clients.commands import client
 from isthmus_clients.training.history_files import begin_history
 from isthmus_clients.training.history_log import HistoryLog
 from isthmus_privacy.secagg.history import Begun
-from isthmus_server.control_plane.authority import CertificateAuthority, initialise
+from isthmus_server.fleet.authority import CertificateAuthority, initialise
 
 ENTRY = Begun("run", 1, 1, 1, 7)
 

@@ -19,11 +19,11 @@ import isthmus_datacenter.service.service
 from isthmus.errors import UserError
 from isthmus.task.scoring import build_model
 from isthmus_datacenter.service.service import DatacenterService
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import ParticipantListener
-from isthmus_server.views.report import read_report
 
 HERE = Path(__file__).parents[1]
 

@@ -23,7 +23,7 @@ from isthmus_privacy.dp import noisy_vector
 from isthmus_privacy.dp.accounting import Composition, Gaussian, ZeroConcentrated
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.distributed import fit_ring
-from isthmus_server.privacy.server_noise import ServerNoise
+from isthmus_server.budgets.server_noise import ServerNoise
 
 DELTA = 1e-6
 ERROR = 0.05

@@ -5,11 +5,11 @@ import contextlib
 import json
 
 from click.testing import CliRunner
-from tests.server.control_plane.conftest import fleet, operated  # noqa: F401 - fixtures
+from tests.server.service.conftest import fleet, operated  # noqa: F401 - fixtures
 from tests.server.waiting import wait_until
 
 from isthmus import __version__
-from isthmus_server.control_plane.commands import server
+from isthmus_server.cli.server import server
 from isthmus_server.fleet import presence as module
 from isthmus_server.fleet.presence import FILE, FleetPresence, read_snapshot
 from isthmus_server.storage.events import EventStream, ParticipantDeclined

@@ -7,11 +7,11 @@ from click.testing import CliRunner
 
 from isthmus.errors import AdmissionRefused, DamagedError, UserError
 from isthmus.identity import joining, tls
-from isthmus_server.control_plane.authority import initialise
-from isthmus_server.control_plane.commands import server
-from isthmus_server.control_plane.registry import REPEAT_SECONDS, Registry
-from isthmus_server.control_plane.server import ControlPlaneServer
+from isthmus_server.cli.server import server
+from isthmus_server.fleet.authority import initialise
+from isthmus_server.fleet.registry import REPEAT_SECONDS, Registry
 from isthmus_server.fleet.registry_file import refuse_lost_revocations
+from isthmus_server.service.server import ControlPlaneServer
 from isthmus_server.storage import audit
 
 

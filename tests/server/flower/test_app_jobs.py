@@ -9,9 +9,9 @@ from isthmus.errors import TaskError, UserError
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.flower.client_app import FlowerRun
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted
-from isthmus_server.views.report import read_report
 
 TORCH_APP = """
 import sys

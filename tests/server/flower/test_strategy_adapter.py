@@ -16,9 +16,9 @@ from isthmus.wire import link_pb2
 from isthmus_server.flower.strategy_adapter import FlowerStrategyAdapter
 from isthmus_server.flower.strategy_round import UpdateCollector
 from isthmus_server.model.update_decoding import UpdateSpool
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted
-from isthmus_server.views.report import read_report
 
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "scale": (), "weight": (3, 2)})
 COHORT = dict.fromkeys("abcdefg", 10)

@@ -11,8 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.storage.records import failed_attempt, round_record
 
 from isthmus.errors import UserError
-from isthmus_server.observability import event_loop, metrics
-from isthmus_server.observability.event_loop import LoopNotAnswering, LoopObserver
+from isthmus_server.observability import metrics
 from isthmus_server.observability.listener import MetricsListener
 from isthmus_server.observability.metrics import METRICS, RunMetrics
 from isthmus_server.observability.observers import Observers
@@ -29,6 +28,8 @@ from isthmus_server.storage.events import (
     WaitingForParticipants,
 )
 from isthmus_server.storage.records import Receipt
+from isthmus_server.transport import event_loop
+from isthmus_server.transport.event_loop import LoopNotAnswering, LoopObserver
 
 PRIVACY = 'privacy={mechanism="gaussian", epsilon=8, delta=1e-6}'
 

@@ -7,18 +7,18 @@ import re
 from html import unescape
 
 from rich.console import Console
-from tests.server.console.serving import ask, served
+from tests.server.read.console.serving import ask, served
 from tests.server.waiting import wait_until
 
 from isthmus_server.observability.json_lines import JsonLines
 from isthmus_server.observability.listener import MetricsListener
 from isthmus_server.observability.metrics import RunMetrics
 from isthmus_server.observability.observers import Observers
+from isthmus_server.read.report.explain import explain
+from isthmus_server.read.report.explanation_page import show
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import EventStream
-from isthmus_server.views.explain import explain
-from isthmus_server.views.explanation_page import show
-from isthmus_server.views.report import read_report
 
 GONE = "an operator has removed it"
 LATE = "the round's 77 s were over"

@@ -12,6 +12,7 @@ from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_server.model.update_decoding import StreamingUpdate
+from isthmus_server.read.report.report import read_report
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.federated import FederatedRegime
@@ -19,7 +20,6 @@ from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted, RoundPlanned
 from isthmus_server.transport import peer
-from isthmus_server.views.report import read_report
 
 LAYOUT = TensorLayout.from_shapes({"weight": (3,)})
 LEASE_SECONDS = 99.0

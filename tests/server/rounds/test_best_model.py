@@ -8,10 +8,10 @@ from tests.server.rounds.results import stored_models
 from tests.server.strategy.observations import past_round
 
 from isthmus.errors import JobError
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted
 from isthmus_server.strategy.observation import best_round
-from isthmus_server.views.report import read_report
 
 # The loss of these runs falls in each round, so that a highest loss is that of the first round.
 HIGHEST_LOSS = 'evaluation.keep_best={ name = "loss", mode = "max" }'

@@ -5,10 +5,10 @@ from tests.server.waiting import wait_until
 
 from isthmus.task import Participant
 from isthmus_clients.device.agent import Agent
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundPlanned
-from isthmus_server.views.report import read_report
 
 HOUR = 3600.0
 MONDAY = 4 * 24 * HOUR

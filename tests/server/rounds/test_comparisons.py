@@ -13,12 +13,12 @@ from isthmus.task import Participant, load_task
 from isthmus.task.paired_scores import comparisons_run_id
 from isthmus.wire import link_pb2
 from isthmus_clients.training.model_scores import score_each
-from isthmus_clients.virtual.device import devices_of
-from isthmus_clients.virtual.fleet import VirtualFleet
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted
 from isthmus_server.transport.inprocess import InProcessLink
-from isthmus_server.views.report import read_report
+from isthmus_simulation.devices.device import devices_of
+from isthmus_simulation.devices.fleet import VirtualFleet
 
 MODELS = ("initial", "current", "initial+current")
 

@@ -9,9 +9,9 @@ from isthmus.errors import CannotContinue, ParticipantsMissing, TaskError
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_privacy.compression.block_top_k import BlockTopK
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted
-from isthmus_server.views.report import read_report
 
 CODEC = BlockTopK.of(LAYOUT, 1024)
 KEYS = (

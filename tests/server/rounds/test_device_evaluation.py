@@ -11,10 +11,10 @@ from torch.utils.data import ConcatDataset
 
 from isthmus.errors import CannotContinue, JobError
 from isthmus.task import Participant, load_task
-from isthmus.task.device_sums.evaluation import EvaluationVector
+from isthmus.task.measurements.evaluation import EvaluationVector
 from isthmus.wire import link_pb2
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.views.report import read_report
 
 VALIDATES = """
 def validation_data(self, participant):

@@ -14,6 +14,8 @@ from tests.server.rounds.policies import TRANSFER, WAITS, write_policy
 from tests.server.rounds.results import LAYOUT
 
 from isthmus.errors import UserError
+from isthmus_server.read.report.progress import ProgressView
+from isthmus_server.read.report.report import Report, read_report, show
 from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.rounds import coordinator as coordinator_module
 from isthmus_server.rounds import trainer
@@ -22,8 +24,6 @@ from isthmus_server.storage.events import (
     EventStream,
     RoundCommitted,
 )
-from isthmus_server.views.progress import ProgressView
-from isthmus_server.views.report import Report, read_report, show
 
 
 async def test_a_failed_attempt_is_repeated_and_paid_for(deployment):

@@ -8,9 +8,9 @@ from tests.server.rounds.test_measured_gradients import devices_gradient
 from isthmus.errors import JobError
 from isthmus.task import Participant
 from isthmus_clients.device.agent import Agent
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.unmasking_log import Unmasking
-from isthmus_server.views.report import read_report
 
 GROUPS = "federated.groups={minimum=3}"
 SIX = ("federated.cohort=6", "federated.quorum=6", "federated.local_steps=1")

@@ -13,9 +13,9 @@ from isthmus.errors import JobError
 from isthmus.task import Participant, load_task
 from isthmus.task.scoring import build_model
 from isthmus.wire import link_pb2
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundPlanned
-from isthmus_server.views.report import read_report
 
 MEASURED = {"regime": "federated", "measure_gradients": True}
 PLAIN = "federated.secure_aggregation=false"

@@ -5,9 +5,9 @@ from tests.server.deployment import NAMES
 from tests.server.rounds.results import LAYOUT
 
 from isthmus_privacy.compression.model_change import ChangeCodec
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted, RoundPlanned
-from isthmus_server.views.report import read_report
 
 WHOLE = LAYOUT.nbytes
 CHANGE = ChangeCodec(LAYOUT.size, LAYOUT.size, 3).nbytes

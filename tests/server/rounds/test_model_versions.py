@@ -5,9 +5,9 @@ import hashlib
 import torch
 from tests.server.rounds.results import LAYOUT, initial_model, stored_models, training_requests
 
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundCommitted
-from isthmus_server.views.report import read_report
 
 
 async def test_a_round_can_start_from_a_model_that_was_kept(deployment, planned, tmp_path):

@@ -8,8 +8,8 @@ from tests.server.deployment import Killed, SimulatedDatacenter
 from isthmus.errors import CannotContinue, JobError
 from isthmus.task.scoring import build_model
 from isthmus.wire import link_pb2
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.views.report import read_report
 
 SETTINGS = ("rounds=3", "federated.cohort=3", "exchange.personal=['bias']")
 

@@ -4,9 +4,9 @@ import asyncio
 
 from tests.server.rounds.results import invited_devices
 
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import WaitingForParticipants
-from isthmus_server.views.report import read_report
 
 SETTINGS = ("federated.clients=0", "federated.cohort=4", "federated.quorum=3", "rounds=2")
 

@@ -10,6 +10,7 @@ from tests.server.rounds.results import LAYOUT, gradient_requests
 from tests.server.waiting import wait_until
 
 from isthmus.wire import link_pb2
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds import coordinator as coordinator_module
 from isthmus_server.rounds.attempt_log import AttemptLog
 from isthmus_server.rounds.coordinator import Coordinator
@@ -19,7 +20,6 @@ from isthmus_server.storage.events import (
     RoundPlanned,
     WaitingForParticipants,
 )
-from isthmus_server.views.report import read_report
 
 
 @pytest.mark.parametrize(

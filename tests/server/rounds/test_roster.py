@@ -9,11 +9,11 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import UpdateError, UserError
 from isthmus.wire import link_pb2
+from isthmus_server.read.report.progress import waiting_for
+from isthmus_server.read.report.report import read_report
 from isthmus_server.regimes.opening import hours_of
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import EventStream, ParticipantDeclined, WaitingForParticipants
-from isthmus_server.views.progress import waiting_for
-from isthmus_server.views.report import read_report
 
 
 async def test_too_few_devices_are_one_sentence(deployment, network, timeouts):

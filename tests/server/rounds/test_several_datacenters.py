@@ -13,7 +13,7 @@ from tests.server.rounds.results import (
 
 from isthmus.errors import IsthmusError, JobError, TaskError
 from isthmus.wire import link_pb2
-from isthmus_server.views.report import read_report
+from isthmus_server.read.report.report import read_report
 
 PLAIN = "federated.secure_aggregation=false"
 SECURE = "federated.secure_aggregation=true"

@@ -9,9 +9,9 @@ from isthmus import JobError
 from isthmus.errors import CannotContinue
 from isthmus.job import load_job
 from isthmus.task import Participant, load_task
-from isthmus.task.device_sums.statistics import StatisticsVector
+from isthmus.task.measurements.statistics import StatisticsVector
 from isthmus_clients.training.history_files import LogEnd, write_head
-from isthmus_server.rounds.device_sums.statistics import STATISTICS, StatisticsRun
+from isthmus_server.rounds.measurements.statistics import STATISTICS, StatisticsRun
 
 COUNTED = """
 def statistics_columns(self):

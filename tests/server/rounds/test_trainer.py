@@ -14,12 +14,12 @@ from tests.server.rounds.results import (
 
 from isthmus_server.model import merge, mmap_buffer
 from isthmus_server.model.global_model import GlobalModel
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds import trainer
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import (
     RoundCommitted,
 )
-from isthmus_server.views.report import read_report
 
 PLAIN = "federated.secure_aggregation=false"
 BUFFERED = (PLAIN, "federated.mode=buffered", "federated.buffer={concurrency=3}")

@@ -6,10 +6,10 @@ import pytest
 from tests.server.waiting import wait_until
 
 from isthmus.errors import CannotContinue
+from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.storage.events import RoundPlanned, WaitingForParticipants
 from isthmus_server.storage.unmasking_log import Unmasking
-from isthmus_server.views.report import read_report
 
 SETTINGS = ("federated.clients=0", "rounds=2")
 

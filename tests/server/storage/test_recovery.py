@@ -12,7 +12,7 @@ from tests.server.storage.records import FINAL
 from tests.server.storage.rounds import checkpoint_files, commit_round, plan_round
 
 from isthmus.errors import DamagedError, UserError
-from isthmus_server.runs_commands import runs
+from isthmus_server.cli.runs import runs
 from isthmus_server.storage.recovery import roll_back
 from isthmus_server.storage.schema import SCHEMA
 from isthmus_server.storage.sealed_database import SealedDatabase

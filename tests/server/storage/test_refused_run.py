@@ -5,7 +5,7 @@ from tests.server.storage.rounds import commit_round, plan_round
 
 from isthmus.errors import UserError
 from isthmus.system.sealed_files import read_sealed, write_sealed
-from isthmus_server.local.session import LocalRun
+from isthmus_server.runs.local.session import LocalRun
 from isthmus_server.storage.events import ParticipantJoined
 from isthmus_server.storage.run_description import remove_refused_run
 

@@ -9,10 +9,10 @@ import sqlite3
 import pytest
 
 from isthmus.errors import DamagedError
-from isthmus_server.control_plane.registry import Registry
 from isthmus_server.fleet import registry_file
-from isthmus_server.jobs import queue
-from isthmus_server.jobs.queue import JobQueue
+from isthmus_server.fleet.registry import Registry
+from isthmus_server.runs.jobs import queue
+from isthmus_server.runs.jobs.queue import JobQueue
 from isthmus_server.storage import recovery
 from isthmus_server.storage.sealed_database import SealedDatabase, database_error
 from isthmus_server.storage.store import Store

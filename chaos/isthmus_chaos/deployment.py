@@ -1,0 +1,246 @@
+"""A whole deployment on this machine: a server with mutual TLS, devices and a datacenter.
+
+Everything is as in production: a state directory with an authority, tokens, memberships, one
+process for each participant. Between each participant and the server is a proxy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import sqlite3
+import time
+from pathlib import Path
+
+from isthmus.errors import AdmissionRefused, UserError
+from isthmus.identity import joining, tls
+from isthmus.job import Job
+from isthmus.job.schema import with_changes
+from isthmus.wire import operator_pb2
+from isthmus_chaos.plan import SERVER, datacenter_names, device_names
+from isthmus_chaos.processes import SupervisedProcess
+from isthmus_chaos.proxy import DisturbedLink
+from isthmus_server.cli.operators import OperatorClient
+from isthmus_server.fleet.authority import CertificateAuthority, initialise
+from isthmus_server.fleet.registry import Registry
+from isthmus_server.runs.local.fork_server import ParticipantForkServer
+from isthmus_server.service.server import LEASE_SECONDS
+
+_OPERATOR = "operator"
+_TOKEN_SECONDS = 600.0
+_START_SECONDS = 60.0
+_POLL_SECONDS = 0.05
+_CANCEL_TRIES = 30
+
+
+class ChaosDeployment:
+    """The processes, links and directories of one deployment."""
+
+    def __init__(
+        self,
+        job: Job,
+        base: Path,
+        directory: Path,
+        fork_server: ParticipantForkServer,
+        datacenters: int,
+    ) -> None:
+        """Prepare a job for the deployment.
+
+        Args:
+            job: the numbers of devices and of ranks per datacenter are taken from it.
+            base: the folder that the job's paths start from.
+            directory: where the deployment's state is created.
+            fork_server: starts the processes.
+            datacenters: their number, if the job has ranks.
+
+        Raises:
+            UserError: the task is not a file, or a participant is missing.
+        """
+        self.devices = job.federated.clients
+        self.ranks = job.datacenter.ranks
+        self.datacenters = datacenters if self.ranks else 0
+        if not self.devices and not self.ranks:
+            raise UserError("the job starts no participants: set federated.clients, or --clients")
+        self.directory = directory.absolute()
+        self.server_state = self.directory / SERVER
+        self.tasks = self.server_state / "tasks"
+        self.processes: dict[str, SupervisedProcess] = {}
+        self.links: dict[str, DisturbedLink] = {}
+        self.port = 0
+        self._fork_server = fork_server
+        self._source = (base / job.task.source.rpartition(":")[0]).resolve()
+        if not self._source.is_file():
+            raise UserError(f"task.source={job.task.source!r} is no file below {base}")
+        name = job.task.source.rpartition(":")[2]
+        changes: dict[str, object] = {
+            "task.source": f"{job.name}/{self._source.name}:{name}",
+            "federated.clients": 0,
+            "datacenter.ranks": 0,
+            "time.lease_seconds": LEASE_SECONDS,
+        }
+        if job.task.data is not None:
+            changes["task.data"] = f"{job.name}/{job.task.data}"
+        self.job = with_changes(job, changes)
+
+    @property
+    def runs(self) -> Path:
+        """The server's run directories."""
+        return self.server_state / "runs"
+
+    def participant_state(self, name: str) -> Path:
+        """The state directory of a process."""
+        return self.directory / name
+
+    # -- begin and end -----------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Create a server, start it, and let every participant join and start."""
+        (self.directory / "logs").mkdir(parents=True, exist_ok=True)
+        initialise(self.server_state, ["127.0.0.1"])
+        folder = self.tasks / self.job.name
+        shutil.copytree(self._source.parent, folder, ignore=self._left_out)
+        self.port = _free_pair()
+        address = f"127.0.0.1:{self.port}"
+        self._add(SERVER, ["server", "start", str(self.server_state), "--address", address])
+        await self._until_listening()
+        await self._join(_OPERATOR, "operator", self.directory / _OPERATOR)
+        for index, name in enumerate(device_names(self.devices)):
+            state = self.participant_state(name)
+            await self._join(name, "client", state)
+            (state / "policy.toml").write_text(self._owner_policy())
+            proxied = await self._proxied(name)
+            shard = f"{index}/{self.devices}"
+            start = ["client", "start", "--state", str(state), "--server", proxied]
+            self._add(name, [*start, "--shard", shard, "--tasks", str(self.tasks)])
+        for name in datacenter_names(self.datacenters):
+            state = self.participant_state(name)
+            await self._join(name, "datacenter", state / "membership")
+            proxied = await self._proxied(name)
+            launch = ["datacenter", "launch", "--state", str(state), "--server", proxied]
+            ranks = ["--ranks", str(self.ranks), "--grace", "5", "--tasks", str(self.tasks)]
+            self._add(name, [*launch, *ranks])
+
+    async def stop(self) -> list[str]:
+        """End every process; returns a sentence for each that did not end by itself."""
+        problems = [
+            await process.stop()
+            for process in sorted(self.processes.values(), key=lambda one: one.name == SERVER)
+        ]
+        for link in self.links.values():
+            await link.close()
+        return [problem for problem in problems if problem]
+
+    def _left_out(self, folder: str, names: list[str]) -> list[str]:
+        """What is not copied with a task: results of runs, and this deployment."""
+        left_out = ("__pycache__", "runs")
+        return [n for n in names if n in left_out or Path(folder, n) == self.directory]
+
+    def _add(self, name: str, arguments: list[str]) -> None:
+        process = SupervisedProcess(
+            name,
+            arguments,
+            self.participant_state(name),
+            self.directory / f"{name}.control",
+            self.directory / "logs" / f"{name}.log",
+            self._fork_server,
+        )
+        self.processes[name] = process
+        process.start()
+
+    async def _proxied(self, name: str) -> str:
+        self.links[name] = DisturbedLink(self.port)
+        await self.links[name].listen()
+        return f"127.0.0.1:{self.links[name].port}"
+
+    async def until_connected(self) -> None:
+        """Wait until the server listens and every participant has a connection to it."""
+        end = time.monotonic() + _START_SECONDS
+        while time.monotonic() < end:
+            listening = all(map(_listens, (self.port, self.port + 1)))
+            if listening and all(link.connected for link in self.links.values()):
+                return
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _until_listening(self) -> None:
+        end = time.monotonic() + _START_SECONDS
+        while not all(map(_listens, (self.port, self.port + 1))):
+            if time.monotonic() > end or self.processes[SERVER].exits:
+                log = self.processes[SERVER].log.read_text(errors="replace")
+                raise UserError(f"the server did not start: {log[-300:]}")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _owner_policy(self) -> str:
+        """Limits of the devices' owners that permit the job in a small fleet."""
+        federated = self.job.federated
+        allowed = {
+            "clients_min": "2",
+            "secure_aggregation": str(federated.secure_aggregation).lower(),
+            "buffered": str(federated.mode == "buffered").lower(),
+        }
+        return "\n".join(["[privacy]", *(f"{key} = {text}" for key, text in allowed.items()), ""])
+
+    async def _join(self, name: str, kind: str, state: Path) -> None:
+        """Create a token as `isthmus server token create` does, and join with it."""
+        authority = CertificateAuthority(self.server_state).certificate
+        token = joining.Token(os.urandom(joining.SECRET_BYTES), tls.fingerprint(authority))
+        with contextlib.closing(Registry(self.server_state)) as registry:
+            expires = time.time() + _TOKEN_SECONDS
+            registry.add_token(token.digest, name=name, kind=kind, expires=expires)
+        await joining.join(f"127.0.0.1:{self.port + 1}", token, state, kind)
+
+    # -- jobs --------------------------------------------------------------------------------------
+
+    async def submit(self) -> str:
+        """Queue the job; returns its id."""
+        return await asyncio.to_thread(
+            lambda: OperatorClient(self.directory / _OPERATOR).submit(self.job)
+        )
+
+    async def cancel(self, id_: str) -> None:
+        """Cancel a job, with repetitions while the server is being started.
+
+        Raises:
+            AdmissionRefused: it has ended.
+        """
+
+        def call() -> None:
+            client = OperatorClient(self.directory / _OPERATOR)
+            client.call("Cancel", operator_pb2.CancelRequest(id=id_), operator_pb2.CancelReply)
+
+        for left in reversed(range(_CANCEL_TRIES)):
+            try:
+                await asyncio.to_thread(call)
+            except AdmissionRefused as error:
+                if not left or "cannot be reached" not in str(error):
+                    raise
+                await asyncio.sleep(1.0)
+            else:
+                return
+
+    def jobs(self) -> dict[str, tuple[str, str]]:
+        """State and reason of each submitted job, from the server's queue."""
+        file = self.server_state / "jobs.sqlite"
+        with contextlib.closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as queue:
+            rows = queue.execute("SELECT name, number, state, reason FROM jobs ORDER BY number")
+            return {f"{name}-{number}": (state, reason) for name, number, state, reason in rows}
+
+
+def _free_pair() -> int:
+    """A port that is free together with the next one."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

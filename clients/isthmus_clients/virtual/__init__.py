@@ -1,1 +1,0 @@
-"""Virtual devices that train in one process."""

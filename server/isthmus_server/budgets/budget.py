@@ -1,0 +1,257 @@
+"""The privacy budget of a run: whom it may still ask, and the charges for what it asks.
+
+A charge is in the ledgers before any device is asked, those of attempts that fail included; see
+`run_ledgers`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Literal
+
+from isthmus.errors import JobError, RoundFailed
+from isthmus_privacy.dp.calibration import NoisePlan
+from isthmus_privacy.dp.ledger import Charge
+from isthmus_privacy.slots import WITHIN_CLIP
+from isthmus_server.budgets.run_ledgers import RunLedgers
+from isthmus_server.budgets.server_noise import ServerNoise, fresh_noise
+
+if TYPE_CHECKING:
+    import torch
+
+    from isthmus.job.privacy import PrivacySection
+    from isthmus_privacy.dp.accounting import Composition, Event
+    from isthmus_server.storage.store import Store
+    from isthmus_server.strategy.round_spec import RoundSpec
+
+UNIT = "device"
+ADJACENCY = "zero-out"
+ROUND = "round"
+"""What the charge of an attempt at a round says it is for."""
+
+Measurement = Literal["evaluation", "comparison"]
+
+
+class PrivacyBudget:
+    """What a run with `[privacy]` may still ask of each device.
+
+    Guarantees:
+      * no device is asked for a round with which its epsilon would exceed the budget, the part of
+        later measurements included, for more rounds than the noise was made for, or before the
+        separation is over;
+      * a crash at any instant leaves every charge of a round that devices may have been asked for.
+    """
+
+    def __init__(
+        self, store: Store, privacy: PrivacySection, ledgers: RunLedgers, clip: float = 0.0
+    ) -> None:
+        """Find the noise, and what was charged before.
+
+        Args:
+            store: the run.
+            privacy: the job's table.
+            ledgers: open.
+            clip: the bound that the last committed round has moved to; 0 for the job's.
+
+        Raises:
+            UserError: no noise meets the budget, or the key of the noise is lost.
+        """
+        self.privacy = privacy
+        self.plan = NoisePlan.of_job(store.job)
+        self._ledgers = ledgers
+        self._rounds = store.job.rounds
+        self._event = self.plan.event(store.run_id)
+        self._charged = 0
+        """Attempts of this run with devices."""
+        self._last: dict[str, list[int]] = {}
+        """The attempts that each device was asked for, counted from 0."""
+        self._measured = collections.Counter[str]()
+        """Evaluations and comparisons that each device was asked for."""
+        bound = self.plan.first_bound
+        if bound is not None and clip:
+            bound = dataclasses.replace(bound, bound=clip)
+        self._bound = self._moved = bound
+        """The clipping bound of the next round, and that after the running one."""
+        for entry in ledgers.of_run():
+            if entry.charge.unit == UNIT and entry.charge.what == ROUND:
+                self._count(entry.charge.devices)
+            elif entry.charge.unit == UNIT:
+                self._measured.update(entry.charge.devices)
+        self._noise = None
+        if privacy.mechanism != "distributed":
+            self._noise = ServerNoise(self.plan, store.directory, used=self._charged > 0)
+
+    # -- what may be asked -------------------------------------------------------------------------
+
+    def allows(self, device: str) -> bool:
+        """Whether a device may be asked for one more round."""
+        rows = self._last.get(device, [])
+        capped = self.privacy.participations is not None or self.plan.correlated is not None
+        if capped and len(rows) >= self.plan.participations:
+            return False
+        if self.plan.correlated is not None:
+            if self._charged >= self._rounds:
+                return False
+            if rows and self._charged - rows[-1] < self.privacy.separation:
+                return False
+        reserved = self.plan.measurements - self._measured[device]
+        return self._affords(device, self._event, max(reserved, 0))
+
+    def allows_measurement(self, device: str) -> bool:
+        """Whether a device may be asked for one more evaluation or comparison."""
+        if self._measured[device] >= self.plan.measurements:
+            return False
+        return self._affords(device, self.plan.measuring_event)
+
+    def _affords(self, device: str, event: Event, measurements: int = 0) -> bool:
+        """Whether the budget of a device allows an event and, later, so many measurements."""
+        return all(
+            self._with(spent.plus(event), measurements).epsilon(self.privacy.delta)
+            <= self.privacy.epsilon
+            for spent in self._ledgers.spent_by(device)
+        )
+
+    def _with(self, spent: Composition, measurements: int) -> Composition:
+        return spent.plus(self.plan.measuring_event, measurements) if measurements else spent
+
+    @property
+    def spent(self) -> float:
+        """Epsilon of the device that was asked most, of all charges."""
+        return self._ledgers.epsilon(self.privacy.delta)
+
+    # -- charges -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def charged(self, spec: RoundSpec) -> Iterator[None]:
+        """Charge a round before the block, which asks its devices; note how the block ended.
+
+        Raises:
+            OSError: the charge cannot be stored.
+            JobError: delta is too large for so many devices.
+            RoundFailed: another job has used up the budget of a device since it was chosen.
+        """
+        devices = tuple(sorted(spec.cohort))
+        self._check_delta(len(devices))
+        if used_up := [name for name in devices if not self.allows(name)]:
+            raise RoundFailed(
+                f"{len(used_up)} devices of the round have no privacy budget left since another "
+                f"job of the population {self.privacy.population!r} was charged"
+            )
+        charge = self._charge(ROUND, self._event, spec.round, spec.attempt, devices)
+        with self._ledgers.charged(charge):
+            self._count(devices)
+            self._moved = self._bound
+            yield
+            self._bound = self._moved
+
+    @contextlib.contextmanager
+    def charged_measurement(
+        self, what: Measurement, number: int, attempt: int, devices: Collection[str]
+    ) -> Iterator[None]:
+        """Charge a measurement before the block, which asks its devices.
+
+        Args:
+            what: it is.
+            number: of the round that is evaluated, or of the comparison.
+            attempt: at it.
+            devices: who are asked.
+
+        Raises:
+            OSError: the charge cannot be stored.
+            JobError: delta is too large for so many devices.
+            RoundFailed: another job has used up the budget of a device since it was chosen.
+        """
+        names = tuple(sorted(devices))
+        self._check_delta(len(names))
+        if used_up := [name for name in names if not self.allows_measurement(name)]:
+            raise RoundFailed(
+                f"{len(used_up)} devices have no privacy budget left for a measurement since "
+                f"another job of the population {self.privacy.population!r} was charged"
+            )
+        charge = self._charge(what, self.plan.measuring_event, number, attempt, names)
+        with self._ledgers.charged(charge):
+            self._measured.update(names)
+            yield
+
+    def _check_delta(self, devices: int) -> None:
+        if self.privacy.delta * devices >= 1:
+            raise JobError(
+                f"privacy.delta={self.privacy.delta:g} is not below 1 / {devices} devices: it "
+                "would allow to publish one of them; use 1e-5 or less"
+            )
+
+    def _charge(
+        self, what: str, event: Event, number: int, attempt: int, devices: tuple[str, ...]
+    ) -> Charge:
+        return Charge(
+            population=self.privacy.population,
+            unit=UNIT,
+            adjacency=ADJACENCY,
+            mechanism=self.privacy.mechanism,
+            event=event,
+            run=self._ledgers.run_id,
+            round=number,
+            attempt=attempt,
+            what=what,
+            devices=devices,
+        )
+
+    def _count(self, devices: Collection[str]) -> None:
+        for name in devices:
+            self._last.setdefault(name, []).append(self._charged)
+        self._charged += 1
+
+    # -- noise -------------------------------------------------------------------------------------
+
+    @property
+    def clip(self) -> float:
+        """Bound on the 2-norm of a device's update in the next attempt."""
+        return self.privacy.clip if self._bound is None else self._bound.bound
+
+    @property
+    def saved_clip(self) -> float:
+        """The bound after the round that is about to be committed; 0 if it does not move."""
+        return 0.0 if self._moved is None else self._moved.bound
+
+    def release(
+        self, mean: torch.Tensor, devices: int, figures: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Add the server's noise to what the devices of the round that was charged last have sent.
+
+        Args:
+            mean: (N) float32, the mean of the devices' updates; changed in place.
+            devices: in the mean.
+            figures: of the devices.
+
+        Returns:
+            The figures, with the bound in place of how many updates were within it.
+        """
+        figures = dict(figures)
+        if self._noise is not None:
+            self._noise.add(mean, self.clip, row=self._charged - 1, devices=devices)
+        if self._bound is not None:
+            noise = float(fresh_noise(1)) * self._bound.count_deviation
+            share = (figures.pop(WITHIN_CLIP.name) + noise) / devices
+            figures["clip"] = self._bound.bound
+            self._moved = self._bound.moved(share)
+        return figures
+
+    def release_measurement(self, mean: torch.Tensor, norm: float, devices: int) -> float:
+        """Add the server's noise to the mean of what devices measured, unless devices have.
+
+        Args:
+            mean: (N) float32; changed in place.
+            norm: bound on the 2-norm of what one device sends.
+            devices: in the mean.
+
+        Returns:
+            The standard deviation of the noise that was added to an element; 0 for none.
+        """
+        if self.privacy.mechanism == "distributed":
+            return 0.0
+        deviation = self.plan.measuring_multiplier * norm / devices
+        mean.add_(fresh_noise(len(mean)).mul_(deviation).to(mean.dtype))
+        return deviation

@@ -1,0 +1,358 @@
+"""``isthmus operator`` and the commands for jobs, ``submit`` to ``cancel``: use a remote server."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import click
+import grpc
+from google.protobuf.message import Message
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from isthmus.errors import AdmissionRefused, UserError
+from isthmus.grpc_errors import details_of, short_message
+from isthmus.identity.membership import Membership, default_state
+from isthmus.job import Job, load_job, write_job
+from isthmus.printable import in_a_line
+from isthmus.transport.uplink import CHANNEL_OPTIONS
+from isthmus.wire import operator_pb2 as pb
+
+_SERVICE = "/isthmus.operator.v1.Operator/"
+_TIMEOUT = 30.0
+_MB = 1_000_000
+_RETRY_SECONDS = 10.0
+"""Seconds that a repeated submission waits for a server that did not answer."""
+_NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+"""Status codes after which it is unknown whether the server has executed the call."""
+_Reply = TypeVar("_Reply", bound=Message)
+
+_STATE = click.option(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=lambda: default_state("operator"),
+    show_default="~/.local/state/isthmus/operator",
+    help="Directory with this operator's keys.",
+)
+
+
+class OperatorClient:
+    """One operator's connection to the server that was joined."""
+
+    def __init__(self, state: Path) -> None:
+        """Connect; a certificate that expires soon is renewed first.
+
+        Raises:
+            UserError: this machine has not joined as an operator.
+            AdmissionRefused: the server refuses, or cannot be reached.
+        """
+        self.member = Membership(state)
+        if self.member.kind != "operator":
+            raise UserError(f"{state} is the membership of a {self.member.kind}, not an operator's")
+        self.member.check_valid()
+        self._channel = self._dial()
+        if time.time() > self.member.renew_at:
+            request = pb.RenewRequest(signing_request=self.member.next_request())
+            self.member.renewed(self.call("Renew", request, pb.RenewReply).certificate)
+            self._channel.close()
+            self._channel = self._dial()
+
+    def _dial(self) -> grpc.Channel:
+        credentials = self.member.channel_credentials()
+        return grpc.secure_channel(self.member.server, credentials, CHANNEL_OPTIONS)
+
+    def call(self, method: str, request: Message, reply: type[_Reply]) -> _Reply:
+        """Call a method and return its reply."""
+        call = self._channel.unary_unary(_SERVICE + method)
+        try:
+            return reply.FromString(call(request.SerializeToString(), timeout=_TIMEOUT))
+        except grpc.RpcError as error:
+            raise self._refusal(error) from None
+
+    def submit(self, job: Job, share: float = 1.0, project: str = "") -> str:
+        """Queue a job exactly once, even if the server's first reply is lost; returns its id.
+
+        `share` is that of the participants, while other jobs run too.
+
+        Raises:
+            AdmissionRefused: the server refuses, or did not answer twice.
+        """
+        key = uuid.uuid4().hex
+        request = pb.SubmitRequest(job=write_job(job), key=key, share=share, project=project)
+        data = request.SerializeToString()
+        call = self._channel.unary_unary(_SERVICE + "Submit")
+        try:
+            try:
+                return pb.SubmitReply.FromString(call(data, timeout=_TIMEOUT)).id
+            except grpc.RpcError as error:
+                if error.code() not in _NO_ANSWER:
+                    raise
+                again = call(data, timeout=_RETRY_SECONDS, wait_for_ready=True)
+                return pb.SubmitReply.FromString(again).id
+        except grpc.RpcError as error:
+            raise self._refusal(
+                error, "; it may have the job: see `isthmus jobs` before you submit it again"
+            ) from None
+
+    def events(self, request: pb.LogsRequest) -> Iterator[pb.Event]:
+        """Yield the events of a log as they arrive."""
+        try:
+            for data in self._channel.unary_stream(_SERVICE + "Logs")(request.SerializeToString()):
+                yield pb.Event.FromString(data)
+        except grpc.RpcError as error:
+            raise self._refusal(error) from None
+
+    def fetch(self, job: str, what: str, path: Path, limit: int) -> None:
+        """Write a job's result into a file, which appears when it is complete.
+
+        Args:
+            job: its id.
+            what: `model` or `report`.
+            path: of the file; one that exists is replaced.
+            limit: largest size in bytes.
+
+        Raises:
+            UserError: it is larger, or not what the server announced.
+            AdmissionRefused: the server refuses, or cannot be reached.
+        """
+        request = pb.FetchRequest(id=job, what=what)
+        call = self._channel.unary_stream(_SERVICE + "Fetch")(request.SerializeToString())
+        part = path.with_name(path.name + ".part")
+        try:
+            head = pb.FetchReply.FromString(next(call))
+            if head.size > limit:
+                raise UserError(
+                    f"the {what} of {job} has {head.size / 1e6:.1f} MB; allow them with --max-mb"
+                )
+            digest = hashlib.sha256()
+            left = head.size
+            with part.open("wb") as file:
+                for data in call:
+                    received = pb.FetchReply.FromString(data).data
+                    left -= len(received)
+                    if left < 0:
+                        break
+                    digest.update(received)
+                    file.write(received)
+            if left or digest.digest() != head.sha256:
+                raise UserError(f"the {what} of {job} did not arrive as the server announced it")
+            part.replace(path)
+        except grpc.RpcError as error:
+            raise self._refusal(error) from None
+        finally:
+            call.cancel()
+            part.unlink(missing_ok=True)
+
+    def _refusal(self, error: grpc.RpcError, unsure: str = "") -> AdmissionRefused:
+        assert isinstance(error, grpc.Call)
+        doubt = unsure if error.code() in _NO_ANSWER else ""
+        details = details_of(error)
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            problem = f" cannot be reached: {short_message(details)}"
+        elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            problem = " did not answer in time"
+        else:
+            problem = f": {details}"
+        return AdmissionRefused(f"the server at {self.member.server}{problem}{doubt}")
+
+
+@click.group()
+def operator() -> None:
+    """Operate a remote server."""
+
+
+@operator.command()
+@click.argument("url", metavar="HOST:PORT")
+@click.argument("token", required=False)
+@click.option(
+    "--token-file", metavar="PATH", help="File with the token instead; - for standard input."
+)
+@_STATE
+def join(url: str, token: str | None, token_file: str | None, state: Path) -> None:
+    """Join the server at HOST:PORT with an operator's TOKEN."""
+    import asyncio
+
+    from isthmus.identity import joining
+
+    member = asyncio.run(
+        joining.join(url, joining.Token.given(token, token_file), state, "operator")
+    )
+    click.echo(f"joined {member.server} as {member.name!r}")
+
+
+@click.command()
+@click.argument("job", type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
+@click.option(
+    "--share",
+    type=click.FloatRange(0.01, 1000),
+    default=1.0,
+    show_default=True,
+    help="Of the participants' time, relative to other jobs that run at the same time.",
+)
+@click.option(
+    "--project",
+    default="",
+    metavar="NAME",
+    help="Project of the server whose participants train it. Default: the operator's own, if any.",
+)
+@_STATE
+def submit(job: Path, overrides: tuple[str, ...], share: float, project: str, state: Path) -> None:
+    """Append JOB to the server's queue and print the job's id.
+
+    The server uses its own copy of the task: a file in `tasks/` of the server's state directory.
+    """
+    loaded = load_job(job, overrides)
+    click.echo(in_a_line(OperatorClient(state).submit(loaded, share, project)))
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option(
+    "--ended",
+    type=click.IntRange(0, 1000),
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="List the latest N ended jobs.",
+)
+@_STATE
+def jobs(as_json: bool, ended: int, state: Path) -> None:
+    """List the server's running, paused and queued jobs, and the latest ended ones."""
+    reply = OperatorClient(state).call("Jobs", pb.JobsRequest(ended=ended), pb.JobsReply)
+    keys = (
+        "id",
+        "state",
+        "reason",
+        "submitted_by",
+        "submitted_at",
+        "round",
+        "rounds",
+        "next_try",
+        "share",
+        "participations",
+        "participant_seconds",
+        "project",
+    )
+    if as_json:
+        click.echo(
+            json.dumps([{key: getattr(job, key) for key in keys} for job in reply.jobs], indent=1)
+        )
+        return
+    table = Table("job", "state", "round", "by", "since (UTC)", "share", box=None)
+    grouped = any(job.project for job in reply.jobs)
+    if grouped:
+        table.add_column("project")
+    table.add_column("reason", overflow="fold")
+    for job in reply.jobs:
+        since = time.strftime("%Y-%m-%d %H:%M", time.gmtime(job.submitted_at))
+        rounds = f"{job.round} of {job.rounds}"
+        reason = job.reason
+        if job.next_try:
+            reason = f"next try {_time_of_day(job.next_try)}: {reason}"
+        share = f"{job.share:g}"
+        if job.participations:
+            share += f" ({job.participations} participations)"
+        projects = [job.project] if grouped else []
+        texts = (job.id, job.state, rounds, job.submitted_by, since, share, *projects, reason)
+        table.add_row(*(escape(in_a_line(text)) for text in texts))
+    none = "nothing has been submitted yet" if ended else "no job is running or queued"
+    Console().print(table if reply.jobs else none)
+
+
+@click.command()
+@click.argument("job")
+@click.option("-f", "--follow", is_flag=True, help="Continue until the job has ended.")
+@_STATE
+def logs(job: str, follow: bool, state: Path) -> None:
+    """Print the result of each round of JOB."""
+    from isthmus_server.read.report.progress import ProgressView, waiting_for
+    from isthmus_server.storage.events import (
+        JobEnded,
+        JobPaused,
+        WaitingForParticipants,
+        event_from_json,
+    )
+
+    view = ProgressView(Console())
+    for message in OperatorClient(state).events(pb.LogsRequest(id=job, follow=follow)):
+        event = event_from_json(json.loads(message.data))
+        if isinstance(event, JobEnded):
+            reason = in_a_line(event.reason)
+            click.echo(f"{job} {event.state}" + (f": {reason}" if reason else ""))
+        elif isinstance(event, JobPaused):
+            until = _time_of_day(event.next_try)
+            click.echo(f"{job} is paused, next try {until}: {in_a_line(event.reason)}")
+        elif isinstance(event, WaitingForParticipants):
+            click.echo(f"{job} is {waiting_for(event)}")
+        else:
+            view(event)
+
+
+@click.command()
+@click.argument("job")
+@_STATE
+def cancel(job: str, state: Path) -> None:
+    """Remove JOB from the queue, or stop it; committed rounds are kept."""
+    reply = OperatorClient(state).call("Cancel", pb.CancelRequest(id=job), pb.CancelReply)
+    click.echo(f"{job} is {in_a_line(reply.state)}")
+
+
+@click.command()
+@click.argument("job")
+@_STATE
+def pause(job: str, state: Path) -> None:
+    """Let JOB rest after its running round, until `isthmus resume`."""
+    reply = OperatorClient(state).call("Pause", pb.PauseRequest(id=job), pb.PauseReply)
+    click.echo(f"{job} is {in_a_line(reply.state)}; continue it with  isthmus resume {job}")
+
+
+@click.command()
+@click.argument("job")
+@_STATE
+def resume(job: str, state: Path) -> None:
+    """Try the paused or failed JOB again at once, or as soon as the running one ends or is paused.
+
+    A failed one goes on from its last committed round, once what made it fail is repaired.
+    """
+    OperatorClient(state).call("Resume", pb.ResumeRequest(id=job), pb.ResumeReply)
+    click.echo(f"{job} is tried again as soon as it is its turn")
+
+
+@click.command()
+@click.argument("job")
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of the files. Default: JOB.",
+)
+@click.option(
+    "--max-mb",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    help="Refuse larger files, in MB.",
+)
+@_STATE
+def fetch(job: str, output: Path | None, max_mb: int, state: Path) -> None:
+    """Fetch the report of JOB, and its final model, model.safetensors, when it has finished."""
+    client = OperatorClient(state)
+    folder = output or Path(job)
+    if Path(job).name != job:
+        raise UserError(f"{job!r} is not the id of a job; see `isthmus jobs`")
+    folder.mkdir(parents=True, exist_ok=True)
+    for what, name in (("report", "report.json"), ("model", "model.safetensors")):
+        client.fetch(job, what, folder / name, max_mb * _MB)
+        click.echo(f"{what:<7} {folder / name}")
+
+
+def _time_of_day(timestamp: float) -> str:
+    """When a next try is, which is at most minutes away."""
+    return time.strftime("%H:%M:%S UTC", time.gmtime(timestamp))

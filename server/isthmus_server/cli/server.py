@@ -1,0 +1,399 @@
+"""``isthmus server``: the command line of the server's operator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from isthmus.errors import IsthmusError, UserError
+from isthmus.identity import tls
+from isthmus.system.clocks import utc
+from isthmus_server.fleet.durations import seconds_of
+from isthmus_server.fleet.rollouts import MAX_USES
+from isthmus_server.observability.options import LogFormat, observed
+from isthmus_server.storage import audit
+from isthmus_server.storage.sealed_database import database_error
+
+if TYPE_CHECKING:
+    from isthmus_server.fleet.registry import Registry
+
+_DIRECTORY = click.Path(file_okay=False, path_type=Path)
+_STATE = click.argument("state", metavar="DIR", type=_DIRECTORY)
+LAST_PORT = 65535
+
+
+@click.group()
+def server() -> None:
+    """Run a server that participants on other machines join."""
+
+
+@server.command()
+@_STATE
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Name or address that participants connect to; may be repeated. "
+    "Default: this machine's own.",
+)
+@click.option(
+    "--authority",
+    metavar="HOST:PORT",
+    help="Where to join an authority that is another process (isthmus authority).",
+)
+@click.option(
+    "--token-file", metavar="PATH", help="File with the authority's token; - for standard input."
+)
+def init(
+    state: Path, hosts: tuple[str, ...], authority: str | None, token_file: str | None
+) -> None:
+    """Create a new server in DIR: its authority, certificate and registry of participants.
+
+    With --authority, only its own certificate: who may join is decided at the authority.
+    """
+    from isthmus_server.fleet.authority import default_hosts, initialise
+    from isthmus_server.fleet.registry import Registry
+
+    if authority is not None:
+        from isthmus.identity import joining
+
+        if hosts:
+            raise UserError("--host is decided at the authority; remove it, or --authority")
+        given = joining.Token.given(None, token_file)
+        member = asyncio.run(joining.join(authority, given, state, tls.SERVER))
+        click.echo(f"the server {member.name!r} is ready in {state}; keep that directory private")
+        return
+    if token_file is not None:
+        raise UserError("--token-file is the token of an authority; also give --authority")
+    names = list(hosts) or default_hosts()
+    initialise(state, names)
+    Registry(state).close()
+    click.echo(f"a server for {', '.join(names)} is ready in {state}; keep that directory private")
+
+
+@server.group()
+def token() -> None:
+    """Manage the tokens with which participants join."""
+
+
+@token.command()
+@_STATE
+@click.option("--name", required=True, help="Name of the participant.")
+@click.option(
+    "--kind",
+    type=click.Choice((*tls.KINDS, tls.SERVER)),
+    default="client",
+    show_default=True,
+    help="Kind of the participant.",
+)
+@click.option(
+    "--expires",
+    default="24h",
+    show_default=True,
+    metavar="TIME",
+    help="Validity of the token in minutes, hours or days, as in 30m, 24h, 7d.",
+)
+@click.option(
+    "--uses",
+    type=click.IntRange(2, MAX_USES),
+    metavar="N",
+    help="Let N participants join with it, as NAME-1 to NAME-N; revoke --rollout ends them all.",
+)
+def create(state: Path, name: str, kind: str, expires: str, uses: int | None) -> None:
+    """Print a token that lets one participant join, once, or with --uses many."""
+    from isthmus.identity.joining import SECRET_BYTES, Token
+    from isthmus_server.fleet.authority import CertificateAuthority
+
+    seconds = seconds_of(expires, "--expires")
+    with _registry(state):
+        certificates = CertificateAuthority(state)
+    if kind == tls.SERVER and certificates.serves is None:
+        raise UserError(
+            "a token of kind 'server' is made by an authority that is another process "
+            f"(isthmus authority init), and {state} is a server's own"
+        )
+    fingerprint = tls.fingerprint(certificates.certificate)
+    new_token = Token(os.urandom(SECRET_BYTES), fingerprint)
+    with _registry(state) as registry:
+        ends = time.time() + seconds
+        registry.add_token(new_token.digest, name=name, kind=kind, expires=ends, uses=uses)
+        audit.record(
+            state,
+            "token",
+            by=audit.local_user(),
+            name=name,
+            kind=kind,
+            expires=expires,
+            token=new_token.digest.hex(),
+            **({} if uses is None else {"uses": str(uses)}),
+        )
+    click.echo(str(new_token))
+
+
+@server.command()
+@_STATE
+@click.argument("name")
+@click.option(
+    "--rollout",
+    is_flag=True,
+    help="NAME is of a token with --uses: end all of its participants.",
+)
+def revoke(state: Path, name: str, rollout: bool) -> None:
+    """Exclude participant NAME immediately and permanently; unused tokens for it become invalid."""
+    if rollout:
+        with _registry(state) as registry:
+            members = registry.revoke_rollout(name)
+            for each in (name, *members):
+                audit.record(state, "revoke", by=audit.local_user(), name=each, rollout=name)
+        click.echo(f"the token {name} and its {len(members)} participants are revoked")
+        return
+    with _registry(state) as registry:
+        registry.revoke(name)
+        audit.record(state, "revoke", by=audit.local_user(), name=name)
+    click.echo(f"{name} is revoked; a running server closes its connection at once")
+
+
+@server.command()
+@_STATE
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def participants(state: Path, as_json: bool) -> None:
+    """List the participants that have joined, and what each does now.
+
+    It shows who is connected, when each was last seen, which round it works on, its version and the
+    last job that it declined; then what jobs wait for.
+    """
+    from isthmus_server.fleet.authority import is_separate
+    from isthmus_server.fleet.presence import read_snapshot
+    from isthmus_server.fleet.table import print_fleet
+
+    if is_separate(state):
+        from isthmus_server.fleet.remote_authority import RegistryCopy
+
+        entries = RegistryCopy(state).participants()
+    else:
+        with _registry(state) as registry:
+            entries = registry.participants()
+    print_fleet(entries, read_snapshot(state), as_json=as_json)
+
+
+@server.command()
+@_STATE
+def verify(state: Path) -> None:
+    """Check the keys and databases in DIR, and print what is intact and what is damaged.
+
+    Nothing is changed, and no other machine is asked. The exit code is 1 if something is damaged.
+    `isthmus runs verify` checks a run.
+    """
+    from isthmus_server.fleet import registry_file, remote_authority
+    from isthmus_server.fleet.authority import CertificateAuthority, is_separate
+    from isthmus_server.runs.jobs import queue
+
+    identity: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("keys and certificates", lambda: CertificateAuthority(state).read_server_pair()),
+        ("registry of participants", lambda: registry_file.check(state)),
+    )
+    if is_separate(state):
+        identity = (("membership and copy of the registry", lambda: remote_authority.check(state)),)
+    damaged = False
+    for what, check in (
+        *identity,
+        ("queue of jobs", lambda: queue.check(state)),
+        ("audit log", lambda: audit.read(state)),
+    ):
+        try:
+            check()
+            click.echo(f"intact   {what}")
+        except (IsthmusError, OSError) as error:
+            damaged = True
+            click.echo(f"damaged  {error}")
+    if damaged:
+        raise click.exceptions.Exit(1)
+
+
+@server.command("audit")
+@_STATE
+def show_audit(state: Path) -> None:
+    """Print who made tokens, joined, revoked, submitted or cancelled, and verify the log.
+
+    Times are in UTC. Keep a copy of the last line elsewhere: it also shows whether lines are
+    missing at the end.
+    """
+    from isthmus_server.fleet.authority import is_separate
+
+    if not is_separate(state):
+        with _registry(state):  # refuses a directory without a server
+            pass
+    entries = audit.read(state)
+    for entry in entries:
+        details = " ".join(f"{key}={value}" for key, value in entry.details.items())
+        click.echo(f"{utc(entry.time)}  {entry.by}  {entry.action}  {details}")
+    last = entries[-1].digest if entries else "empty"
+    click.echo(f"{len(entries)} records, unbroken; the last one is {last}")
+
+
+@server.command()
+@_STATE
+@click.option(
+    "--address",
+    default="0.0.0.0:9400",
+    show_default=True,
+    help="Where participants connect; the next port is for joining.",
+)
+@click.option(
+    "--grace",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds for a running round to end after SIGTERM or Ctrl-C.",
+)
+@click.option(
+    "--console",
+    metavar="HOST:PORT",
+    help="Where to show jobs in browsers; beyond loopback only to operators. Default: nowhere.",
+)
+@click.option(
+    "--jobs",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Most jobs that run at a time; they take turns with the participants by their shares.",
+)
+@observed
+def start(
+    state: Path,
+    address: str,
+    grace: float,
+    console: str | None,
+    jobs: int,
+    log_format: LogFormat,
+    quiet: bool,
+    metrics: str | None,
+    track: tuple[str, ...],
+) -> None:
+    """Serve the participants that have joined, and run the jobs that operators submit.
+
+    SIGTERM or Ctrl-C ends it after the running round; a second one, or the end of --grace, gives
+    that round up. After a restart, queued jobs and an interrupted run continue.
+    """
+    from isthmus_server.cli.run import prepare, run_until_stopped
+    from isthmus_server.observability.observers import Observers
+    from isthmus_server.runs.jobs.runner import JobRunner
+    from isthmus_server.service.operator_service import serve_queue
+    from isthmus_server.service.server import ControlPlaneServer
+
+    host, port = tls.split_address(address, "--address")
+    if port == LAST_PORT:
+        raise UserError(f"--address {address!r} has no next port, which is needed for joining")
+    shown = None if console is None else tls.split_address(console, "--console")
+    prepare()
+    for name in ("isthmus_server.service", "isthmus_server.fleet"):  # who joins, and who may not
+        logging.getLogger(name).setLevel(logging.INFO)
+    observers = Observers.of_options(log_format, quiet, metrics, track, certified=True)
+    server = ControlPlaneServer(state)
+    runner = JobRunner(server.link, state, observers, jobs)
+    with contextlib.suppress(click.Abort):  # the queue is kept
+        served = serve_queue(server, runner, host, port, shown)
+        run_until_stopped(served, runner.leave, grace)
+
+
+@contextlib.contextmanager
+def _registry(state: Path) -> Iterator[Registry]:
+    """Open the registry of the server in a state directory.
+
+    Raises:
+        UserError: there is no server, or its registry cannot be used.
+    """
+    from isthmus_server.fleet.authority import CertificateAuthority, is_separate
+    from isthmus_server.fleet.registry import Registry
+
+    if is_separate(state):
+        raise UserError(
+            f"the authority of {state} is another process, which has the registry; use "
+            "`isthmus authority` there"
+        )
+    CertificateAuthority(state)  # raises if there is no server, before a registry is created
+    with contextlib.closing(Registry(state)) as registry:
+        try:
+            yield registry
+        except sqlite3.Error as error:
+            raise database_error(state / "fleet.sqlite", error) from error
+
+
+@server.command()
+@_STATE
+@click.argument("target", metavar="BACKUP", type=_DIRECTORY)
+def backup(state: Path, target: Path) -> None:
+    """Copy the state directory DIR into the new directory BACKUP, also while the server runs.
+
+    It has the keys of the server: keep it as private as DIR.
+    """
+    from isthmus_server.runs.operations.backup import back_up
+
+    manifest = back_up(state, target)
+    size = sum(size for size, _ in manifest.files.values())
+    click.echo(f"{len(manifest.files)} files, {size / 1e6:.1f} MB, are backed up in {target}")
+
+
+@server.command()
+@click.argument("source", metavar="BACKUP", type=_DIRECTORY)
+@click.argument("state", metavar="DIR", type=_DIRECTORY)
+@click.option(
+    "--lost",
+    type=_DIRECTORY,
+    metavar="OLD",
+    help="What is left of the directory that was lost: its newer audit log and privacy ledgers are "
+    "used.",
+)
+@click.option(
+    "--nothing-ran-since",
+    is_flag=True,
+    help="State that the server was stopped before the backup and never started again.",
+)
+def restore(source: Path, state: Path, lost: Path | None, nothing_ran_since: bool) -> None:
+    """Make the new state directory DIR of a BACKUP, after checking every file of it.
+
+    What happened after the backup is not known: unused tokens end, unfinished jobs are cancelled,
+    and no population with a privacy ledger is asked again before `isthmus server population`.
+    """
+    from isthmus_server.runs.operations import restore as restoring
+
+    done = restoring.restore(source, state, lost=lost, nothing_ran_since=nothing_ran_since)
+    click.echo(f"{state} is as it was at {utc(done.manifest.made_at)}")
+    for line in done.newer:
+        click.echo(f"newer than the backup: {line}")
+    for name in done.closed:
+        click.echo(f"cancelled: {name}; submit it again")
+    for name in done.populations:
+        click.echo(f"not asked any more: the population {name}")
+    if nothing_ran_since:
+        return
+    click.echo("unused tokens have ended; make new ones")
+    if not done.revocations_known:
+        click.echo("revoke again whom you have revoked since then: the backup does not know them")
+
+
+@server.command()
+@_STATE
+@click.argument("name")
+def population(state: Path, name: str) -> None:
+    """State that population NAME was asked nothing between a backup and its restore into DIR.
+
+    Only then is its privacy ledger complete. The statement is in the audit log.
+    """
+    from isthmus_server.budgets.populations import accept_population
+
+    if not (state / "privacy").is_dir():
+        raise UserError(f"{state} has no privacy ledgers of populations")
+    accept_population(state / "privacy", name)
+    audit.record(state, "population", by=audit.local_user(), name=name)
+    click.echo(f"the population {name} may be asked again")

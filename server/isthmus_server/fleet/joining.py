@@ -1,0 +1,184 @@
+"""The join service: exchanges a token for a certificate; the only service for unknown callers.
+
+It has its own port and gRPC server, so that its load cannot take resources from the link. All
+callers together may have `MAX_CALLERS` connections, each for a few seconds; messages are at most a
+few kilobytes, and attempts are limited per address.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+
+import grpc
+import grpc.aio
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from google.protobuf.message import DecodeError
+
+from isthmus.errors import AdmissionRefused
+from isthmus.identity import tls
+from isthmus.identity.joining import MAX_JOIN_BYTES, SECRET_BYTES, VERSION, Token, statement
+from isthmus.wire import join_pb2
+from isthmus_server.fleet.members import Members
+from isthmus_server.fleet.registry import Registry
+from isthmus_server.storage import audit
+from isthmus_server.transport.limits import listen, server_options
+
+log = logging.getLogger(__name__)
+
+MAX_CALLERS = 64
+"""Concurrent connections; further callers are refused and retry."""
+
+_CALLER_SECONDS = 15
+"""Maximum duration of a connection."""
+
+
+class TokenBucket:
+    """Limits attempts per address to a burst and a rate, for a bounded number of addresses.
+
+    >>> bucket = TokenBucket(burst=2, per_second=1.0)
+    >>> [bucket.take("a", now) for now in (0.0, 0.0, 0.0, 1.0)]
+    [True, True, False, True]
+    """
+
+    def __init__(self, burst: float = 50, per_second: float = 5.0, addresses: int = 4096) -> None:
+        self.burst = burst
+        self.per_second = per_second
+        self.addresses = addresses
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, address: str, now: float) -> bool:
+        """Count an attempt from an address at `now` (seconds); returns whether it is allowed."""
+        left, since = self._left.pop(address, (self.burst, now))
+        left = min(self.burst, left + (now - since) * self.per_second)
+        allowed = left >= 1
+        self._left[address] = (left - allowed, now)
+        if len(self._left) > self.addresses:
+            self._left.popitem(last=False)
+        return allowed
+
+
+class JoinService:
+    """Exchanges tokens for certificates.
+
+    Guarantees:
+      * the resources used for callers do not grow with their number;
+      * a token's secret is neither stored nor logged.
+    """
+
+    def __init__(self, members: Members, bucket: TokenBucket | None = None) -> None:
+        self.members = members
+        self._link_port = 0
+        self._bucket = bucket or TokenBucket()
+        self._server: grpc.aio.Server | None = None
+        self._authority = join_pb2.AuthorityReply(
+            certificate=tls.pem(members.certificate_authority.certificate)
+        ).SerializeToString()
+
+    async def start(
+        self, host: str, port: int, credentials: grpc.ServerCredentials, *, link_port: int
+    ) -> int:
+        """Listen; returns the port. `link_port` is sent to participants as the port of the link.
+
+        Raises:
+            UserError: the port is in use.
+        """
+        self._link_port = link_port
+        options = (
+            *server_options(MAX_CALLERS, MAX_JOIN_BYTES, _CALLER_SECONDS / 3),
+            ("grpc.max_connection_age_ms", 1000 * _CALLER_SECONDS),
+            ("grpc.max_connection_age_grace_ms", 1000),
+        )
+        methods = {
+            "Authority": grpc.unary_unary_rpc_method_handler(self._show_authority),
+            "Join": grpc.unary_unary_rpc_method_handler(self._join),
+        }
+        self._server, bound = await listen(
+            {"isthmus.join.v1.Join": methods}, f"{host}:{port}", credentials, options, MAX_CALLERS
+        )
+        return bound
+
+    async def stop(self) -> None:
+        """Stop listening."""
+        if self._server is not None:
+            await self._server.stop(grace=0.2)
+
+    async def _show_authority(self, _: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return self._authority
+
+    async def _join(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        if not self._bucket.take(_address(context.peer()), time.monotonic()):
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "too many attempts; try again later"
+            )
+        try:
+            reply = await self.admit(join_pb2.JoinRequest.FromString(data))
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is not a join request")
+        except AdmissionRefused as error:
+            log.info("a join from %s was refused: %s", _address(context.peer()), error)
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        return reply.SerializeToString()
+
+    async def admit(self, request: join_pb2.JoinRequest) -> join_pb2.JoinReply:
+        """Exchange a token for a certificate.
+
+        Raises:
+            AdmissionRefused: with the reason; nothing was changed.
+        """
+        if request.version != VERSION:
+            raise AdmissionRefused(
+                f"version {request.version} of joining is not supported, only {VERSION}; "
+                "upgrade the older side"
+            )
+        authority = self.members.certificate_authority
+        kinds = tls.KINDS if authority.serves is None else (*tls.KINDS, tls.SERVER)
+        if request.kind not in kinds or len(request.secret) != SECRET_BYTES:
+            raise AdmissionRefused("this join request is invalid")
+        fingerprint = tls.fingerprint(authority.certificate)
+        signed = statement(fingerprint, request.kind, request.secret, request.signing_request)
+        try:
+            Ed25519PublicKey.from_public_bytes(request.identity).verify(request.proof, signed)
+        except (InvalidSignature, ValueError):
+            raise AdmissionRefused("this join request is not signed by its identity key") from None
+
+        digest = Token(request.secret, fingerprint).digest
+
+        def redeem(registry: Registry) -> tuple[str, bytes]:
+            name, certificate = registry.redeem(
+                digest,
+                request.kind,
+                request.identity,
+                lambda name: authority.issue(
+                    request.signing_request, kind=request.kind, name=name, identity=request.identity
+                ),
+            )
+            audit.record(
+                self.members.directory,
+                "join",
+                by=name,
+                kind=request.kind,
+                identity=request.identity.hex(),
+                token=digest.hex(),
+            )
+            return name, certificate
+
+        name, certificate = await self.members.write(redeem)
+        log.info("%s %s has joined", request.kind, name)
+        return join_pb2.JoinReply(
+            name=name,
+            certificate=certificate,
+            link_port=self._link_port,
+            server="" if request.kind == tls.SERVER else authority.serves,
+        )
+
+
+def _address(peer: str) -> str:
+    """Return the address in gRPC's `ipv4:1.2.3.4:567`; the /64 network of an IPv6 address."""
+    kind, _, rest = peer.partition(":")
+    host = rest.rpartition(":")[0].removeprefix("%5B").removeprefix("[")
+    if kind != "ipv6":
+        return host
+    return ":".join(host.split(":")[:4])

@@ -1,0 +1,153 @@
+"""What a run has spent of its privacy budget, from its verified ledger."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from isthmus.errors import UserError
+from isthmus_privacy.dp.accounting import SampledGaussian
+from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger, LedgerEntry, last_known
+from isthmus_server.budgets.budget import UNIT
+from isthmus_server.model.summed_evaluation import TRIES
+from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
+from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
+from isthmus_server.storage.store import Store
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spending:
+    """The charges of a run."""
+
+    path: Path | None
+    """None if only devices have accounts, with `[federated.privacy]` alone."""
+    lines_read: int
+    epsilon: float
+    """Of the device that was asked most; 0 if only the datacenter's examples are protected."""
+    budget: float | None
+    delta: float | None
+    entries: Sequence[LedgerEntry]
+    most_asked: int
+    """Sums that this device was asked for."""
+    examples: SpentOnExamples | None = None
+    """What was spent of the datacenter's examples, apart; None without `[datacenter.privacy]`."""
+    promised: PromisedToExamples | None = None
+    """To the examples of devices; None without `[federated.privacy]`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the names of the devices, of which there may be many."""
+        return {
+            "ledger": None if self.path is None else str(self.path),
+            "lines": self.lines_read,
+            "epsilon": self.epsilon,
+            "budget": self.budget,
+            "delta": self.delta,
+            "most_asked": self.most_asked,
+            "examples": None if self.examples is None else dataclasses.asdict(self.examples),
+            "device_examples": None if self.promised is None else dataclasses.asdict(self.promised),
+            "charges": [
+                {
+                    "number": entry.number,
+                    "population": entry.charge.population,
+                    "unit": entry.charge.unit,
+                    "adjacency": entry.charge.adjacency,
+                    "mechanism": entry.charge.mechanism,
+                    "what": entry.charge.what,
+                    "round": entry.charge.round,
+                    "attempt": entry.charge.attempt,
+                    "devices": len(entry.charge.devices),
+                    "outcome": entry.outcome,
+                }
+                for entry in self.entries
+            ],
+        }
+
+    def lines(self) -> list[str]:
+        """Lines for a terminal."""
+        lines = []
+        if self.path is not None:
+            lines.append(f"{self.path}: {self.lines_read} lines, the chain is intact")
+        if self.promised is not None:
+            lines.append(self.promised.sentence)
+        if self.examples is not None:
+            lines.append(self.examples.sentence)
+        by_devices = [entry.charge for entry in self.entries if entry.charge.unit == UNIT]
+        if by_devices:
+            charge = by_devices[0]
+            lines.append(
+                f"population {charge.population}, unit {charge.unit} ({charge.adjacency}): epsilon "
+                f"{self.epsilon:.4g} of {self.budget:g} at delta {self.delta:g}, of the "
+                f"{charge.unit} that was asked most, {self.most_asked} times"
+            )
+        for entry in self.entries:
+            charge = entry.charge
+            outcome = entry.outcome or "not ended, or cut short by a crash"
+            who = f"{len(charge.devices)} devices, {charge.mechanism} noise"
+            if isinstance(charge.event, SampledGaussian):
+                who = f"{charge.event.steps} steps of a datacenter, {charge.mechanism}"
+            lines.append(f"{charge.what} {charge.round} {_attempt(charge)}: {who}, {outcome}")
+        return lines
+
+
+def _attempt(charge: Charge) -> str:
+    """The attempt of a charge; an evaluation of one attempt at a round may take several tries."""
+    attempt = charge.attempt
+    tried = 0
+    if charge.what == "evaluation":
+        attempt, tried = divmod(charge.attempt, TRIES)
+    return f"attempt {attempt}" + (f" try {tried + 1}" if tried else "")
+
+
+def read_spending(run_dir: Path) -> Spending:
+    """Verify and read the ledger of a run.
+
+    Raises:
+        UserError: the run cannot be read, or has no differential privacy.
+        LedgerDamaged: the ledger is not the one that was written.
+    """
+    path = run_dir / LEDGER_FILE
+    with contextlib.closing(Store.open(run_dir)) as store:
+        privacy = store.job.privacy
+        state = store.run_state()
+        promised = PromisedToExamples.of(store.job)
+        if privacy is None and store.job.datacenter.privacy is None and promised is not None:
+            return _of_devices_alone(promised)
+        if privacy is None and store.job.datacenter.privacy is None:
+            raise UserError(f"{run_dir} is a run without differential privacy ([privacy])")
+        if not path.exists():
+            raise UserError(
+                f"{run_dir} has no {LEDGER_FILE}: nobody was asked yet, or it was removed"
+            )
+        ledger = Ledger.read(path, last_known(run_dir, state.ledger_head))
+        examples = SpentOnExamples.of(store, ledger)
+    entries = list(ledger.entries.values())
+    asked = Counter(name for entry in entries for name in entry.charge.devices)
+    return Spending(
+        path=path,
+        lines_read=ledger.head.number,
+        epsilon=0.0 if privacy is None else ledger.epsilon(privacy.population, privacy.delta),
+        budget=None if privacy is None else privacy.epsilon,
+        delta=None if privacy is None else privacy.delta,
+        entries=entries,
+        most_asked=max(asked.values(), default=0),
+        examples=examples,
+        promised=promised,
+    )
+
+
+def _of_devices_alone(promised: PromisedToExamples) -> Spending:
+    """Nothing is charged on the server."""
+    return Spending(
+        path=None,
+        lines_read=0,
+        epsilon=0.0,
+        budget=None,
+        delta=None,
+        entries=(),
+        most_asked=0,
+        promised=promised,
+    )

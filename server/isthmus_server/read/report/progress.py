@@ -1,0 +1,217 @@
+"""The terminal's view of a run: lines for ended attempts, and a live status of current work."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from isthmus.printable import in_a_line
+from isthmus_server.read.report.report import format_metrics, told_receipts
+from isthmus_server.storage.events import (
+    Event,
+    ModelsCompared,
+    ParticipantDeclined,
+    ParticipantLeft,
+    ParticipantProgress,
+    ParticipantReady,
+    Paused,
+    RoundAttemptFailed,
+    RoundCommitted,
+    RoundPlanned,
+    RunFinished,
+    WaitingForParticipants,
+)
+from isthmus_server.storage.records import ComparisonRecord, FinalModel, RoundRecord
+
+_LINE_SECONDS = 10.0
+"""Between two lines about the work of one participant, where there is no terminal."""
+
+_STYLES = {"datacenter": "blue", "federated": "green", "hybrid": "magenta"}
+
+
+def _safe(text: str) -> str:
+    """Text of another machine, as one line of markup: a server's events are shown to operators."""
+    return escape(in_a_line(text))
+
+
+class ProgressView:
+    """Shows the events of a run; subscribe it to the run's `EventStream`.
+
+    On a terminal a live status shows the round under way; elsewhere lines are printed. Use it as a
+    context manager around the run.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._live: Live | None = None
+        self._status = "starting"
+        self._spinner = Spinner("dots")
+        self._since = time.monotonic()
+        self._working: dict[str, str] = {}
+        """The last progress line of each datacenter at work, by name."""
+        self._printed: dict[str, float] = {}
+        """When a progress line was last printed, by name; "" for that of waiting."""
+
+    def __enter__(self) -> ProgressView:
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, refresh_per_second=8, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        match event:
+            case ParticipantProgress():
+                self._show_progress(event)
+            case WaitingForParticipants():
+                self._show_waiting(waiting_for(event))
+            case ParticipantReady():
+                name = in_a_line(event.participant)
+                self._set_status(f"{name} is ready with {event.examples} examples of its own")
+            case ParticipantDeclined():
+                self._print(
+                    f"[red]{_safe(event.participant)} declined:[/red] {_safe(event.reason)}"
+                )
+            case ParticipantLeft():
+                self._print(
+                    f"[yellow]{_safe(event.participant)} left:[/yellow] {_safe(event.reason)}"
+                )
+            case Paused():
+                self._print(
+                    f"           [dim]round {event.round} waits {event.seconds:.0f} s: "
+                    f"{_safe(event.reason)}[/dim]"
+                )
+            case RoundPlanned():
+                attempt = f", try {event.attempt}" if event.attempt > 1 else ""
+                self._set_status(
+                    f"round {event.round}{attempt}: {event.regime} with {event.invited} "
+                    f"participant(s), because {in_a_line(event.reason)}"
+                )
+            case ModelsCompared():
+                self._show_comparison(event.record)
+            case RoundCommitted():
+                self._show_round(event.record)
+            case RoundAttemptFailed():
+                attempt = f"round {event.record.round}, try {event.record.attempt}"
+                self._print(f"[red]{attempt} failed:[/red] {_safe(event.record.error)}")
+            case RunFinished(final=None):
+                self._print(f"[bold]done[/bold] ({_safe(event.reason)})")
+            case RunFinished():
+                assert event.final is not None
+                figures = _safe(format_metrics(event.final.metrics))
+                self._print(
+                    f"[bold]done[/bold] ({_safe(event.reason)}): "
+                    f"{figures}{', ' if figures else ''}"
+                    f"cost {event.spent:g}{_which(event.final)}\n"
+                    f"model   {_safe(event.final.model_path)}\n"
+                    f"sha256  {event.final.model_sha256}"
+                )
+
+    def _show_round(self, record: RoundRecord) -> None:
+        participants = record.participants
+        regime = record.regime
+        metrics = _safe(format_metrics(record.metrics))
+        self._print(
+            f"round {record.round:>3}  [{_STYLES[regime]}]{regime:<10}[/]  "
+            f"{participants.accepted}/{participants.invited}  "
+            f"{metrics:<32} cost {record.cost.price:<6g} {_privacy(record)}"
+            f"{record.seconds:6.2f} s  [dim]{_safe(record.reason)}[/dim]"
+        )
+        for who, reason in told_receipts(record.receipts):
+            self._print(f"           [yellow]{_safe(who)}:[/yellow] {_safe(reason)}")
+        if record.evaluation is not None and record.evaluation.error:
+            error = f"evaluation on devices: {_safe(record.evaluation.error)}"
+            self._print(f"           [yellow]{error}[/yellow]")
+        for sentence in () if record.evaluation is None else record.evaluation.clipped.values():
+            self._print(f"           [yellow]{_safe(sentence)}[/yellow]")
+        if record.unusable:
+            self._print(f"           [yellow]{record.unusable}[/yellow]")
+
+    def _show_comparison(self, record: ComparisonRecord) -> None:
+        result = record.result
+        if result is None:
+            line = f"[red]try {record.attempt} failed:[/red] {_safe(record.error or '')}"
+        else:
+            scores = (f"{_safe(name)} {result.score[name]:.4f}" for name in result.models)
+            line = f"{result.devices} devices scored {', '.join(scores)} (0 is best)"
+        self._print(f"           comparison for round {record.round}: {line}")
+
+    def _show_progress(self, event: ParticipantProgress) -> None:
+        """Show how far a datacenter is; of devices there may be many, and they are not shown."""
+        name = event.participant
+        if event.note:
+            self._print(f"[dim]{_safe(name)}: {_safe(event.note)}[/dim]")
+        if not event.total_steps:
+            return
+        line = (
+            f"{in_a_line(name)}: step {event.steps} of {event.total_steps}, loss {event.loss:.4g}, "
+            f"{event.examples_per_second:,.0f} examples/s"
+        )
+        if event.units_per_second > 1.5 * event.examples_per_second:
+            line += f" ({event.units_per_second:,.0f} scored units/s)"
+        self._working[name] = line
+        self._draw()
+        now = time.monotonic()
+        if self._live is None and now - self._printed.get(name, self._since) >= _LINE_SECONDS:
+            self._printed[name] = now
+            self._print(f"           [dim]{_safe(line)}[/dim]")
+
+    def _show_waiting(self, line: str) -> None:
+        """Show what the run waits for; without a terminal only once it has waited for a while."""
+        self._set_status(line)
+        now = time.monotonic()
+        if self._live is None and now - self._printed.get("", self._since) >= _LINE_SECONDS:
+            self._printed[""] = now
+            self._print(f"[dim]{_safe(line)}[/dim]")
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def _set_status(self, text: str) -> None:
+        self._status = text
+        self._working.clear()
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._live is None:
+            return
+        row = Table.grid(padding=(0, 1))
+        row.add_row(self._spinner, Text("\n  ".join([self._status, *self._working.values()])))
+        self._live.update(row)
+
+
+def waiting_for(event: WaitingForParticipants) -> str:
+    """What a run waits for, and who is missing, as far as that is known."""
+    wanted = {"device": event.clients, "datacenter": event.datacenters}
+    counts = [f"{n} {noun}{'s' * (n > 1)}" for noun, n in wanted.items() if n]
+    line = f"waiting for {' and '.join(counts) or 'participants'}"
+    if event.clients:
+        line += f"; ready: {event.ready} of {event.clients} devices"
+    if event.missing:
+        more = f" and {len(event.missing) - 8} more" if len(event.missing) > 8 else ""
+        line += f"; missing: {', '.join(map(in_a_line, event.missing[:8]))}{more}"
+    return line
+
+
+def _which(final: FinalModel) -> str:
+    return f"; the model of round {final.round}, the best" if final.best else ""
+
+
+def _privacy(record: RoundRecord) -> str:
+    return "" if record.epsilon is None else f"epsilon {record.epsilon:.3g} "

@@ -1,0 +1,251 @@
+"""The report of a run: one document for programs, one page for people."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from isthmus.job import Job
+from isthmus.printable import in_a_line
+from isthmus.task.definition import PUBLIC
+from isthmus.task.measurements.metrics import DEVICES, SPREAD
+from isthmus_server.budgets.budget import ADJACENCY, UNIT
+from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
+from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
+from isthmus_server.storage.events import LoggedEvent, ParticipantDeclined, ParticipantLeft
+from isthmus_server.storage.records import (
+    EndedAttempt,
+    FailedAttempt,
+    FinalModel,
+    Receipt,
+    Record,
+    RoundRecord,
+    adapter,
+)
+from isthmus_server.storage.store import Store
+
+_TOLD = 8
+"""Reasons for which an attempt lost participants that are told; a cohort may lose hundreds."""
+
+_DETAILS = (*(f"_{suffix}" for suffix in SPREAD), "_error")
+"""Ends of the names of devices' metrics that only the JSON report has."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpentPrivacy(Record):
+    """The guarantee of a run with `[privacy]` so far."""
+
+    epsilon: float
+    """Of the device that was asked most, failed attempts included."""
+    budget: float
+    delta: float
+    unit: str = UNIT
+    """What is protected: all updates of one of these."""
+    adjacency: str = ADJACENCY
+    """How neighbouring data sets differ: zeros in place of one unit's updates."""
+
+    @property
+    def sentence(self) -> str:
+        """The guarantee in words."""
+        return (
+            f"epsilon {self.epsilon:.4g} of {self.budget:g} at delta {self.delta:g} for one "
+            f"{self.unit} ({self.adjacency}), spent by the {self.unit} that was asked most"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report(Record):
+    """A whole run. Programs may rely on the keys of its JSON document."""
+
+    run_id: str
+    job: Mapping[str, Any]
+    """The validated job."""
+    status: str
+    """`running`, `finished`, `failed` or `cancelled`."""
+    reason: str
+    """Why the run has ended; empty while it runs."""
+    rounds: Sequence[RoundRecord]
+    """Committed rounds, in order."""
+    failed_attempts: Sequence[FailedAttempt]
+    events: Sequence[LoggedEvent]
+    """Participants that joined, got ready, declined or left, and the early end of the run."""
+    final: FinalModel | None
+    """None unless the run has finished."""
+    privacy: SpentPrivacy | None = None
+    """None without `[privacy]`."""
+    examples_privacy: SpentOnExamples | None = None
+    """None without `[datacenter.privacy]`."""
+    device_examples_privacy: PromisedToExamples | None = None
+    """None without `[federated.privacy]`."""
+
+
+def read_report(store: Store) -> Report:
+    """Read the report of a run from its log."""
+    status, reason, final = store.status()
+    attempts = list(store.attempts())
+    return Report(
+        run_id=store.run_id,
+        job=store.job.model_dump(mode="json"),
+        status=status,
+        reason=reason,
+        rounds=[record for record in attempts if isinstance(record, RoundRecord)],
+        failed_attempts=[record for record in attempts if isinstance(record, FailedAttempt)],
+        events=store.events(),
+        final=final,
+        privacy=_spent_privacy(store.job, attempts),
+        examples_privacy=SpentOnExamples.of(store),
+        device_examples_privacy=PromisedToExamples.of(store.job),
+    )
+
+
+def _spent_privacy(job: Job, attempts: Sequence[EndedAttempt]) -> SpentPrivacy | None:
+    if job.privacy is None:
+        return None
+    epsilon = max((record.epsilon or 0.0 for record in attempts), default=0.0)
+    return SpentPrivacy(epsilon=epsilon, budget=job.privacy.epsilon, delta=job.privacy.delta)
+
+
+def report_schema() -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of the document."""
+    schema = adapter(Report).json_schema(mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the page."""
+    console.print(page(report), soft_wrap=False)
+
+
+def page(report: Report) -> RenderableType:
+    """A table of all attempts, then incidents, bytes, the end and the final model."""
+    attempts: list[EndedAttempt] = sorted(
+        [*report.rounds, *report.failed_attempts], key=lambda record: (record.round, record.attempt)
+    )
+    parts: list[RenderableType] = [_table(report, attempts)]
+    incidents = _incidents(report, attempts)
+    if incidents:
+        parts.append(Text("\n".join(["what else happened:", *(f"  {line}" for line in incidents)])))
+    parts += [Text(line) for line in _moved(attempts)]
+    if report.reason:
+        parts.append(Text(f"it ended because: {in_a_line(report.reason)}"))
+    if report.privacy is not None:
+        parts.append(Text(f"privacy: {report.privacy.sentence}"))
+    if report.examples_privacy is not None:
+        parts.append(Text(f"privacy: {report.examples_privacy.sentence}"))
+    if report.device_examples_privacy is not None:
+        parts.append(Text(f"privacy: {report.device_examples_privacy.sentence}"))
+    if report.final is not None:
+        total = sum(record.cost.price for record in attempts)
+        figures = format_metrics(report.final.metrics)
+        figures += ", " if figures else ""
+        which = f", of round {report.final.round}, the best" if report.final.best else ""
+        parts.append(
+            Text(
+                f"final model{which}: {figures}cost {total:g}\n"
+                f"  {report.final.model_path}\n  sha256 {report.final.model_sha256}"
+            )
+        )
+    return Group(*parts)
+
+
+def _table(report: Report, attempts: Sequence[EndedAttempt]) -> Table:
+    table = Table(title=f"{report.run_id}: {report.status}", title_justify="left")
+    for column in ("round", "regime", "because", "took part", "held-out", "cost", "s"):
+        table.add_column(column, overflow="fold")
+    for record in attempts:
+        failed = isinstance(record, FailedAttempt)
+        reason = record.error if isinstance(record, FailedAttempt) else record.reason
+        table.add_row(
+            str(record.round) + (f" try {record.attempt}" if record.attempt > 1 else ""),
+            record.regime,
+            Text(in_a_line(reason), style="red" if failed else ""),
+            f"{record.participants.accepted} of {record.participants.invited}",
+            Text(format_metrics(record.metrics)),
+            f"{record.cost.price:g}",
+            f"{record.seconds:.2f}",
+        )
+    return table
+
+
+def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
+    """Receipts with a reason, unusable updates, and participants that declined or left."""
+    lines = [
+        f"round {record.round}: {who}: {reason}"
+        for record in attempts
+        for who, reason in told_receipts(record.receipts)
+    ]
+    lines += [
+        f"round {record.round}: {record.unusable}" for record in report.rounds if record.unusable
+    ]
+    lines += [
+        f"round {record.round}: {sentence}"
+        for record in report.rounds
+        if record.evaluation is not None
+        for sentence in record.evaluation.clipped.values()
+    ]
+    lines += [
+        f"{event.participant} {event.kind}: {event.reason}"
+        for event in report.events
+        if isinstance(event, ParticipantDeclined | ParticipantLeft)
+    ]
+    return [in_a_line(line) for line in lines]
+
+
+def _moved(attempts: Sequence[EndedAttempt]) -> list[str]:
+    """A line for each regime: what its participants sent and received, one and all of them."""
+    lines = []
+    for regime, who in (("federated", "devices"), ("datacenter", "datacenters")):
+        receipts = [
+            receipt for each in attempts for receipt in each.receipts if receipt.regime == regime
+        ]
+        sent = [receipt.bytes_in for receipt in receipts]
+        received = [receipt.bytes_out for receipt in receipts]
+        total = sum(sent) + sum(received)
+        if not total:
+            continue
+        line = (
+            f"{who} sent {_megabytes(sum(sent))} and received {_megabytes(sum(received))}, each at "
+            f"most {_megabytes(max(sent))} and {_megabytes(max(received))} in one attempt"
+        )
+        counted = sum(each.cost.device_bytes for each in attempts)
+        if regime == "federated" and counted > total:
+            line += f"; with evaluations and comparisons {_megabytes(counted)} in all"
+        lines.append(line)
+    return lines
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.3g} MB"
+
+
+def told_receipts(receipts: Sequence[Receipt]) -> list[tuple[str, str]]:
+    """Who was lost and why: a line for each reason, the most frequent one first."""
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for each in receipts:
+        if each.reason:
+            alike[each.outcome, in_a_line(each.reason)].append(each.participant)
+    lines = []
+    ordered = sorted(alike.items(), key=lambda item: -len(item[1]))
+    for (outcome, reason), (first, *others) in ordered[:_TOLD]:
+        more = f" and {len(others)} more" * bool(others)
+        lines.append((f"{first}{more} {outcome}", reason))
+    if left := ordered[_TOLD:]:
+        lines.append((f"and {sum(len(names) for _, names in left)} more", "other reasons"))
+    return lines
+
+
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """Metrics on one line, accuracies as percentages; without details of devices' metrics."""
+    return " ".join(
+        f"{name} {value:.1%}"
+        if name in ("accuracy", f"{PUBLIC}accuracy", f"{DEVICES}accuracy")
+        else f"{name} {value:.4g}"
+        for name, value in sorted(metrics.items())
+        if not (name.startswith(DEVICES) and name.endswith(_DETAILS))
+    )

@@ -1,0 +1,221 @@
+"""Evaluation of a round's model: centrally, and on the devices' own validation data.
+
+Devices count whole numbers (`isthmus.task.measurements`), which are summed securely where the job's
+updates are; with `[privacy]` they send means, and their sum has noise. The server derives metrics
+from the sums and stores only these. An evaluation belongs to an attempt at a round and is committed
+with it. It is of the served model, so a crash leaves nothing to continue: the next attempt trains
+the same model and evaluates it on the same devices, because devices that have unmasked a sum of a
+model's counts are in another one only together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from isthmus.errors import CannotContinue, JobError, RoundFailed
+from isthmus.task.measurements.bounded_means import BoundedMeans, evaluation_vector
+from isthmus.task.measurements.evaluation import EvaluationVector, check_evaluates_on_devices
+from isthmus.task.measurements.statistics import StatisticsVector
+from isthmus_server.model.global_model import GlobalModel
+from isthmus_server.model.summed_evaluation import TRIES, GroupEvaluation, SummedEvaluation
+from isthmus_server.regimes.attempt_result import TrainingResult
+from isthmus_server.regimes.base import AttemptFailed
+from isthmus_server.regimes.context import FederatedContext
+from isthmus_server.rounds.clock import Clock
+from isthmus_server.rounds.cohort_selection import CohortSelector
+from isthmus_server.rounds.measurements.followed_metrics import (
+    check_followed_metrics,
+    followed_metrics,
+    known_metrics,
+)
+from isthmus_server.rounds.measurements.summing import DeviceSummation, DeviceSums
+from isthmus_server.rounds.readiness import Retries
+from isthmus_server.storage.records import Receipt
+from isthmus_server.strategy.policy import Policy
+from isthmus_server.strategy.round_spec import RoundSpec, evaluates
+from isthmus_server.transport.bundle import published
+
+CLIPPED_SHARE = 0.01
+"""Part of the clipped values with which a metric may still decide about a run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """What is known about the model of a round."""
+
+    metrics: Mapping[str, float]
+    """Central metrics, and those of devices with the prefix ``devices_``."""
+    on_devices: SummedEvaluation | None = None
+
+
+class RoundEvaluator:
+    """Evaluates the models of one run."""
+
+    def __init__(
+        self,
+        model: GlobalModel,
+        cohorts: CohortSelector,
+        context: FederatedContext,
+        clock: Clock,
+        busy: Callable[[], Sequence[str]] = list,
+    ) -> None:
+        """Read the task's declaration of what devices measure.
+
+        Args:
+            model: of the run.
+            cohorts: selects the devices.
+            context: of the run's federated rounds.
+            clock: measures durations.
+            busy: devices that train across rounds, which are not asked.
+
+        Raises:
+            JobError: devices are to evaluate a task without `validation_data`.
+            TaskError: the task's `device_metrics` cannot be used.
+        """
+        self._job = context.job
+        self._model = model
+        self._context = context
+        self._summation = DeviceSummation(context, cohorts, busy)
+        self._clock = clock
+        self._vector: EvaluationVector | None = None
+        self._followed: dict[str, str] = {}
+        """Metrics that decide something, by the keys that name them."""
+        self._evaluated = False
+        """Whether devices could evaluate a model before."""
+        if self._job.evaluation.devices:
+            check_evaluates_on_devices(self._job, model.task)
+            self._vector = evaluation_vector(self._job, model.task)
+
+    @property
+    def known_metrics(self) -> list[str] | None:
+        """Names of all metrics that a round can have; None if central data decide."""
+        return known_metrics(self._model.task, self._vector)
+
+    def check_policy(self, policy: Policy) -> None:
+        """Refuse a policy, or a target, that follows a metric which no round will have.
+
+        Raises:
+            JobError: with the key to change.
+        """
+        check_followed_metrics(self._job, self._model.task, policy, self._vector)
+        self._followed = followed_metrics(self._job, policy)
+
+    def _check_evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Refuse to follow a metric where nothing evaluates, which only the task's data show.
+
+        Raises:
+            JobError: no data were found.
+        """
+        if metrics:
+            return
+        for key, name in self._followed.items():
+            raise JobError(
+                f"{key}={name!r} follows a metric, and nothing evaluates the model: eval_data() "
+                "returned None"
+            )
+
+    def central(self) -> dict[str, float]:
+        """Metrics of the served model on the central held-out data; empty without such data."""
+        return self._model.evaluate(self._job.evaluation.batch_size)
+
+    async def evaluate(self, spec: RoundSpec, results: TrainingResult) -> Evaluated:
+        """Evaluate the served model after a round, if the job evaluates that round."""
+        if not evaluates(self._job, spec.round):
+            return Evaluated({})
+        if spec.evaluate:
+            metrics = results.datacenters[0].evaluation
+        else:
+            metrics = await asyncio.to_thread(self.central)
+        if self._vector is None:
+            self._check_evaluated(metrics)
+            return Evaluated(metrics)
+        on_devices = await self._on_devices(self._vector, spec)
+        return Evaluated({**metrics, **on_devices.metrics}, on_devices)
+
+    async def _on_devices(self, vector: EvaluationVector, spec: RoundSpec) -> SummedEvaluation:
+        """Evaluate on devices, in up to `attempts` attempts; a round is not lost if they fail."""
+        started = self._clock.now()
+        sums, tried, failure = await self._tried(vector.size, spec.round, spec.attempt * TRIES)
+        self._check_counted(sums, failure)
+        clipped = {} if sums is None else vector.clipped(sums.total)
+        for name in self._followed.values():
+            if name in clipped and clipped[name].share > CLIPPED_SHARE:
+                raise CannotContinue(f"{clipped[name].sentence}: this metric decides about the run")
+        receipts = [receipt for each in tried for receipt in each]
+        reached = sum(receipt.started for receipt in receipts)
+        return SummedEvaluation(
+            asked=len(tried[-1]),
+            devices=0 if sums is None else sums.devices,
+            sums={} if sums is None else vector.sums(sums.total),
+            metrics={} if sums is None else _figures(vector, sums),
+            groups={}
+            if sums is None
+            else {
+                name: GroupEvaluation(devices=devices, metrics=vector.figures(total))
+                for name, (total, devices) in sums.groups.items()
+            },
+            clipped={name: each.sentence for name, each in clipped.items()},
+            error=None if failure is None else str(failure),
+            price=reached * self._job.prices.client_evaluation,
+            device_bytes=sum(receipt.bytes_in + receipt.bytes_out for receipt in receipts),
+            seconds=self._clock.now() - started,
+        )
+
+    def _check_counted(self, sums: DeviceSums | None, failure: RoundFailed | None) -> None:
+        """End a run of which devices cannot evaluate the first model because of their task.
+
+        Raises:
+            CannotContinue: so it is.
+        """
+        by_task = isinstance(failure, AttemptFailed) and bool(failure.task_failures)
+        if sums is None and not self._evaluated and by_task:
+            raise CannotContinue(f"devices cannot evaluate the model: {failure}")
+        self._evaluated = self._evaluated or sums is not None
+
+    async def statistics(self, vector: StatisticsVector, first: int) -> DeviceSums:
+        """Sum the counts of the devices' data, in up to `attempts` attempts.
+
+        Args:
+            vector: what devices count.
+            first: number of the first attempt, above that of all before it.
+
+        Raises:
+            CannotContinue: too few devices could be summed in any attempt.
+        """
+        sums, _, failure = await self._tried(vector.size, 1, first)
+        if sums is None:
+            raise CannotContinue(
+                f"the devices' data could not be counted: {failure}; a device takes part in "
+                "statistics of one version of a task only with one set of devices"
+            )
+        return sums
+
+    async def _tried(
+        self, size: int, round_: int, first: int
+    ) -> tuple[DeviceSums | None, list[Sequence[Receipt]], RoundFailed | None]:
+        """The sums, the receipts of each attempt, and the last failure."""
+        retries = Retries(self._job, self._clock)
+        tried: list[Sequence[Receipt]] = []
+        failure: RoundFailed | None = None
+        context = self._context
+        served = iter([self._model.served_vector])
+        async with published(context.link, context.layout, context.spool, served, 1) as blob:
+            while True:
+                try:
+                    sums = await self._summation.attempt(size, round_, first + retries.failed, blob)
+                except RoundFailed as failed:
+                    tried.append(failed.receipts if isinstance(failed, AttemptFailed) else ())
+                    failure = failed
+                    if retries.give_up(failed):
+                        return None, tried, failure
+                    await retries.pause(failed)
+                else:
+                    return sums, [*tried, sums.receipts], failure
+
+
+def _figures(vector: EvaluationVector, sums: DeviceSums) -> dict[str, float]:
+    if isinstance(vector, BoundedMeans):
+        return vector.figures_of_mean(sums.total, sums.deviation)
+    return vector.figures(sums.total)

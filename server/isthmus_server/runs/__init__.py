@@ -1,0 +1,1 @@
+"""How jobs are run: on one machine, for operators, and over the years."""

@@ -1,0 +1,158 @@
+"""Run a job on this machine: the link, the participants' processes and the coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from isthmus.errors import UserError
+from isthmus.job import Job
+from isthmus_server.budgets.run_budgets import check_budgets
+from isthmus_server.observability.observers import Observers
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.runs.local.fork_server import ParticipantForkServer
+from isthmus_server.runs.local.private_socket import private_socket
+from isthmus_server.runs.local.processes import LocalProcesses, OnFailure, started_roles
+from isthmus_server.server_apps.loop import RunLoop, run_loop
+from isthmus_server.storage.events import EventStream
+from isthmus_server.storage.records import FinalModel
+from isthmus_server.storage.run_description import (
+    is_simulated,
+    remove_refused_run,
+    resume_command,
+)
+from isthmus_server.storage.store import Store
+from isthmus_server.strategy.loading import check_participants, load_policy
+from isthmus_server.transport.link import Link
+
+Address = tuple[str, int]
+"""Loopback host and port; port 0 selects a free one."""
+
+
+class LocalRun:
+    """A run on this machine, with its run directory."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._loop: RunLoop | None = None
+
+    @classmethod
+    def new(cls, job: Job, base: Path, directory: Path) -> LocalRun:
+        """Create a run; the job's relative paths start at `base`.
+
+        It takes the place of one whose job was refused before anything had begun.
+
+        Raises:
+            UserError: the directory has a run, or no noise meets a privacy budget of the job: then
+                there is no directory yet, so that the corrected job can have it.
+        """
+        check_budgets(job)
+        remove_refused_run(directory)
+        return cls(Store.create(directory, job, base))
+
+    @classmethod
+    def resumed(cls, directory: Path) -> LocalRun:
+        """Open an existing run to continue it.
+
+        Raises:
+            UserError: it was simulated.
+        """
+        if is_simulated(directory):
+            raise UserError(
+                f"{directory} has a simulated run; continue it with `{resume_command(directory)}`"
+            )
+        return cls(Store.open_to_continue(directory))
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.store.directory
+
+    async def run(
+        self,
+        address: Address | None,
+        console: Console,
+        fork_server: ParticipantForkServer,
+        observers: Observers | None = None,
+    ) -> FinalModel | None:
+        """Train to the end, in processes of the fork server; returns the final model.
+
+        A run that a ServerApp directs has none.
+
+        With an address, other processes of this machine can take part too. Without observers the
+        run is shown on the console.
+
+        Raises:
+            UserError: with the sentence to show.
+        """
+        torch.set_num_threads(1)  # the processes of devices and ranks need the cores
+        store = self.store
+        link = Link(store.job.time.lease_seconds, shares=True)
+        events = EventStream()
+        observers = observers or Observers(console)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(contextlib.closing(store))
+            stack.enter_context(store.locked())
+            await stack.enter_async_context(observers.serving())
+            await stack.enter_async_context(observers.watching(store, events, store.job.name))
+            loop = self._loop = run_loop(store, link, events, installed=False)
+            loop.roster.started_here = started_roles(store.job)
+            trains = isinstance(loop, Coordinator) and not store.job.statistics.collect
+            if isinstance(loop, Coordinator) and trains and loop.evaluator.known_metrics == []:
+                console.print(
+                    "nothing evaluates this model: the task has no eval_data(), and "
+                    "evaluation.devices is 0"
+                )
+            if address is None and trains:  # others could join there
+                check_participants(store.job, load_policy(store.job.strategy))
+            async with running_participants(
+                store.job, link, address, self.directory, fork_server, loop.roster.decline
+            ):
+                return await loop.run()
+
+    def leave(self) -> None:
+        """End `run` after the running round, or at once if there is none."""
+        if self._loop is not None:
+            self._loop.drain.request()
+
+
+@asynccontextmanager
+async def running_participants(
+    job: Job,
+    link: Link,
+    address: Address | None,
+    directory: Path,
+    fork_server: ParticipantForkServer,
+    on_failure: OnFailure,
+) -> AsyncIterator[LocalProcesses]:
+    """Listen, and run the job's devices and ranks while the block lasts.
+
+    Raises:
+        UserError: the server cannot listen at the address.
+    """
+    with private_socket() if address is None else contextlib.nullcontext() as socket:
+        try:
+            server = await _listen(link, socket, address)
+            processes = LocalProcesses(job, server, directory, fork_server, on_failure)
+            try:
+                processes.start()
+                yield processes
+            finally:
+                await processes.stop()
+        finally:
+            await link.stop()
+
+
+async def _listen(link: Link, socket: str | None, address: Address | None) -> str:
+    """Listen, and return the address for participants."""
+    if socket is not None:
+        await link.start_on_socket(socket)
+        return socket
+    assert address is not None
+    host, port = address
+    return f"{host}:{await link.start(host, port)}"

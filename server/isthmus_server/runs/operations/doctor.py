@@ -1,0 +1,99 @@
+"""``isthmus doctor server``: check the machine and the state directory of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from isthmus.doctor import checks
+from isthmus.doctor.checks import Diagnosis, diagnose
+from isthmus.doctor.commands import tell
+from isthmus.errors import UserError
+from isthmus.identity import tls
+from isthmus.identity.membership import Membership
+from isthmus_server.fleet import registry_file, remote_authority
+from isthmus_server.fleet.authority import CertificateAuthority, is_separate
+from isthmus_server.fleet.presence import read_snapshot
+from isthmus_server.runs.jobs import queue
+from isthmus_server.storage import audit
+
+_SECRETS = (
+    "authority.pem",
+    "enroller.key",
+    "server.pem",
+    "credentials.pem",
+    "identity.key",
+    "fleet.sqlite",
+)
+
+
+@click.command("server")
+@click.argument("state", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--address", default="0.0.0.0:9400", show_default=True, help="Where the server listens."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def doctor_server(state: Path, address: str, as_json: bool) -> None:
+    """Check the server, or separate authority, of the state directory DIR."""
+    tell(_results(state, address), as_json=as_json)
+
+
+def _results(state: Path, address: str) -> Iterator[Diagnosis]:
+    yield from diagnose("versions", checks.versions)
+    yield checks.tls_version()
+    if not (state / "authority.pem").exists():
+        found = f"{state} is the state directory of no server"
+        yield Diagnosis("FAIL", "state", found, f"isthmus server init {state}")
+        return
+    yield from diagnose("disk", lambda: checks.disk(state))
+    yield from diagnose("file modes", lambda: checks.modes(state, _SECRETS))
+    yield from diagnose("certificate", lambda: _certificate(state))
+    for what, check in (
+        ("queue of jobs", lambda: queue.check(state)),
+        ("audit log", lambda: audit.read(state)),
+        (
+            "registry",
+            lambda: (
+                remote_authority.check(state) if is_separate(state) else registry_file.check(state)
+            ),
+        ),
+    ):
+
+        def intact(what: str = what, check: object = check) -> Diagnosis:
+            assert callable(check)
+            check()
+            return Diagnosis("OK", what, "it is intact")
+
+        yield from diagnose(what, intact)
+    ports = list(diagnose("ports", lambda: _ports(state, address)))
+    yield from ports
+    fleet = read_snapshot(state)
+    free = any("it is free" in port.found for port in ports)
+    if fleet is not None and fleet.is_current() and free:
+        found = "it ran less than a minute ago, and nothing listens at its port now"
+        remedy = f"if it was killed, isthmus server start {state}; if it runs, give its --address"
+        yield Diagnosis("WARN", "server", found, remedy)
+    elif fleet is not None and fleet.is_current():
+        online = sum(seen.online for seen in fleet.participants.values())
+        yield Diagnosis("OK", "server", f"it runs, and {online} participants are connected")
+    else:
+        yield Diagnosis("WARN", "server", "it is not running", f"isthmus server start {state}")
+
+
+def _certificate(state: Path) -> Diagnosis:
+    if is_separate(state):
+        remedy = "start the server while its authority can be reached"
+        return checks.certificate("certificate", Membership(state).certificate, remedy)
+    _, found = CertificateAuthority(state).read_server_pair()
+    return checks.certificate("certificate", found, "start the server, which renews it")
+
+
+def _ports(state: Path, address: str) -> Iterator[Diagnosis]:
+    host, port = tls.split_address(address, "--address")
+    if not 0 < port < 65535:
+        raise UserError(f"--address {address!r} has no next port, which is needed for joining")
+    yield checks.port(host, port)
+    if not is_separate(state):
+        yield checks.port(host, port + 1)

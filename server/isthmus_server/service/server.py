@@ -1,0 +1,161 @@
+"""A running server on a network: the link, the join service, revocation and renewal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+
+from isthmus.identity import tls
+from isthmus.system.file_lock import file_lock
+from isthmus_server.fleet.authority import CertificateAuthority, is_separate
+from isthmus_server.fleet.joining import JoinService
+from isthmus_server.fleet.members import Members
+from isthmus_server.fleet.remote_authority import RemoteMembers
+from isthmus_server.transport.limits import Services
+from isthmus_server.transport.link import Link
+
+LEASE_SECONDS = 10.0
+"""Time without a message after which a participant is removed."""
+
+_REVOCATION_SECONDS = 0.2
+"""Interval of checks for revocations that another process wrote."""
+
+_RENEWAL_SECONDS = 60.0
+"""Interval of checks of the server's own certificate. It is short in order to notice that the clock
+was set."""
+
+log = logging.getLogger(__name__)
+
+
+class ControlPlaneServer:
+    """Runs the link, the join service, revocation and certificate renewal of a server.
+
+    Without the join service if the authority is another process.
+
+    Guarantees:
+      * every participant on the link has a certificate of this authority that is in the registry;
+      * a join or a revocation does not affect other participants;
+      * its own certificate is renewed in time: new connections use the new one, and open
+        connections continue.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        lease_seconds: float = LEASE_SECONDS,
+        authority: CertificateAuthority | None = None,
+    ) -> None:
+        """Use the state directory that `authority.initialise` created.
+
+        Raises:
+            UserError: it contains no server.
+        """
+        self.joining: JoinService | None = None
+        self.members: Members
+        if authority is None and is_separate(directory):
+            self.members = RemoteMembers(directory)
+        else:
+            self.members = Members(directory, authority or CertificateAuthority(directory))
+            self.joining = JoinService(self.members)
+        self.link = Link(lease_seconds, self.members)
+        self.link_port = 0
+        self.join_port = 0
+        self.pair = (b"", b"")
+        """Key and certificate (PEM) for new connections."""
+
+    @asynccontextmanager
+    async def listening(
+        self, host: str, port: int, services: Services | None = None
+    ) -> AsyncIterator[None]:
+        """Listen: the link at `port`, joining at the next one (0: any free ports).
+
+        `services` are further gRPC services on the port of the link.
+
+        Raises:
+            UserError: a port is in use.
+        """
+        _allow_many_files()
+        directory = self.members.directory
+        with file_lock(directory / "lock", f"another server runs from {directory}"):
+            async with self._open(host, port, services or {}):
+                yield
+
+    @asynccontextmanager
+    async def _open(self, host: str, port: int, services: Services) -> AsyncIterator[None]:
+        await self.members.first_copy()
+        self.pair = self.members.server_pair()
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            self.link_port = await self.link.start(
+                host, port, self._credentials(known=True), services
+            )
+            if self.joining is not None:
+                self.join_port = await self.joining.start(
+                    host,
+                    port + 1 if port else 0,
+                    self._credentials(known=False),
+                    link_port=self.link_port,
+                )
+            works = (self._disconnect_revoked(), self._renew(), self.members.follow())
+            tasks = [asyncio.create_task(work) for work in works]
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self.joining is not None:
+                await self.joining.stop()
+            await self.link.stop()
+            self.members.close()
+
+    async def _disconnect_revoked(self) -> None:
+        while True:
+            try:
+                self.members.disconnect_revoked(self.link)
+            except Exception:
+                log.exception("the check for revoked participants failed")
+            await asyncio.sleep(_REVOCATION_SECONDS)
+
+    async def _renew(self) -> None:
+        """Renew the server's own certificate in time, without a restart."""
+        while True:
+            await asyncio.sleep(_RENEWAL_SECONDS)
+            try:
+                pair = await asyncio.to_thread(self.members.server_pair)
+            except Exception:
+                log.exception("the server's own certificate could not be renewed")
+                continue
+            if pair != self.pair:
+                self.pair = pair
+                log.info("the server has a new certificate")
+
+    def _credentials(self, *, known: bool) -> grpc.ServerCredentials:
+        """TLS with the current certificate at each handshake; `known` callers must present one."""
+        roots = tls.pem(self.members.authority_certificate) if known else None
+        presented = self.pair
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal presented
+            if presented is self.pair:
+                return None  # unchanged
+            presented = self.pair
+            return grpc.ssl_server_certificate_configuration([presented], root_certificates=roots)
+
+        first = grpc.ssl_server_certificate_configuration([presented], root_certificates=roots)
+        return grpc.dynamic_ssl_server_credentials(
+            first, fetch, require_client_authentication=known
+        )
+
+
+def _allow_many_files() -> None:
+    """Raise the limit on open files, because every participant needs one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

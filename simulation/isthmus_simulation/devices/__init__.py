@@ -1,0 +1,1 @@
+"""Simulated devices that train in one process, or in a few."""

@@ -1,0 +1,143 @@
+"""What the console shows of runs, and how much of them it reads and sends."""
+
+import json
+import sqlite3
+
+import pytest
+from tests.server.read.console.filled_runs import add_round, filled_run
+from tests.server.read.console.serving import ask, rows, served
+from tests.server.storage.records import planned_attempt, round_record
+
+from isthmus.errors import UserError
+from isthmus_server.read.console.attempt_index import AttemptIndex
+from isthmus_server.read.console.pages import PAGE_ROWS
+from isthmus_server.read.console.shown_run import MAX_POINTS
+from isthmus_server.read.console.sources import ConsoleSource
+from isthmus_server.storage.records import CommittedState, Receipt
+
+PRIVACY = 'privacy={mechanism="gaussian", epsilon=8, delta=1e-6}'
+HOSTILE = "<script>alert(1)</script>\"'\u202e"
+
+
+@pytest.fixture
+def make_run(make_job, tmp_path):
+    stores = []
+
+    def make_run(name, rounds, *settings, **options):
+        job = make_job(*settings)
+        stores.append(filled_run(tmp_path / "runs" / name, job, tmp_path, rounds, **options))
+        return stores[-1]
+
+    yield make_run
+    for store in stores:
+        store.close()
+
+
+def test_a_long_run_opens_with_one_page_of_its_rows(make_run):
+    store = make_run("long", 120, "rounds=120", devices=20)
+    with served(store.directory) as listener:
+        status, _, page = ask(listener, "/runs/long")
+        assert status == 200
+        assert (rows(page, "rounds"), rows(page, "receipts")) == (PAGE_ROWS, PAGE_ROWS)
+        assert "of 121 rounds and failed tries" in page
+        assert len(page) < 60_000
+        index = listener.console.source.opened["long"].index
+        first = index.rows_read
+        assert first < 121 + 2 * PAGE_ROWS  # each row once, and those of the page
+        ask(listener, "/runs/long?page=3&receipts=9")
+        assert index.rows_read - first < 2 * PAGE_ROWS
+        series = ask(listener, "/runs/long/series.json")[2]
+        assert len(json.loads(series)["round"]) == 120 <= MAX_POINTS
+
+
+def test_receipts_are_paged_by_outcome_without_gaps(make_run):
+    store = make_run("paged", 40, "rounds=40", devices=7)
+    index = AttemptIndex(store.log.connection)
+    index.refresh()
+    for outcome in ("", "late", "rejected", "reason"):
+        total = index.receipts(outcome, 0, 0).total
+        found = []
+        while len(found) < total:
+            page = index.receipts(outcome, len(found), 9).rows
+            assert 0 < len(page) <= 9
+            found += page
+        expected = [
+            (record.round, receipt.participant)
+            for record in reversed(list(store.attempts()))
+            for receipt in record.receipts
+            if outcome in ("", receipt.outcome) or (outcome == "reason" and receipt.reason)
+        ]
+        assert [(row["round"], row["participant"]) for row in found] == expected
+
+
+def test_text_of_other_machines_is_escaped(make_run):
+    store = make_run("hostile", 1, "rounds=3")
+    receipt = Receipt(
+        participant=HOSTILE, regime="federated", status="rejected", reason=f"no {HOSTILE}"
+    )
+    store.plan(planned_attempt(2))
+    store.commit(round_record(2, [receipt], reason=HOSTILE), CommittedState())
+    with served(store.directory) as listener:
+        for path in ("/runs/hostile", "/runs/hostile/rounds/2", "/devices"):
+            status, _, page = ask(listener, path)
+            assert status == 200
+            assert "<script>alert" not in page
+            assert "\u202e" not in page
+        assert "&lt;script&gt;alert(1)" in ask(listener, "/runs/hostile/rounds/2")[2]
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_secure_aggregation_hides_figures_of_single_devices(make_run, secure):
+    store = make_run("run", 20, "rounds=20", f"federated.secure_aggregation={str(secure).lower()}")
+    with served(store.directory) as listener:
+        for path in ("/runs/run", "/runs/run/rounds/18"):
+            page = ask(listener, path)[2]
+            assert (">examples</th>" in page) is not secure
+            assert (">loss</th>" in page) is not secure
+
+
+def test_the_pages_of_a_run_say_what_the_log_says(make_run):
+    store = make_run("run", 20, "rounds=24", "budget=400", PRIVACY)
+    with served(store.directory) as listener:
+        assert ask(listener, "/")[:2][0] == 303
+        page = ask(listener, "/runs/run")[2]
+        for words in ("too few devices answered", "datacenter, because", "of 400", "(zero-out)"):
+            assert words in page
+        page = ask(listener, "/runs/run/rounds/3")[2]
+        for words in ("What the policy saw", "round 2, datacenter", "try 1 failed", "Round 4"):
+            assert words in page
+        assert "its owner allows no tasks" in ask(listener, "/devices")[2]
+        late = ask(listener, "/runs/run?outcome=late")[2]
+        assert rows(late, "receipts") == late.count('data-outcome="late">late</span>') > 0
+        rounds = [f"/runs/run/rounds/{number}" for number in ("99", "9" * 18, "9" * 5000, "x")]
+        for path in (*rounds, "/runs/other", "/runs/..%2Frun", "/nothing"):
+            status, _, text = ask(listener, path)
+            assert status == 404
+            assert "Back to the start" in text
+        assert ask(listener, "/runs/run?page=x&receipts=-4&outcome=1&compare=%00,%22")[0] == 200
+
+
+def test_empty_states_have_words(make_run, tmp_path):
+    make_run("new", 0, "rounds=5")
+    with served(tmp_path / "runs") as listener:
+        assert "0 of 5" in ask(listener, "/")[2]
+        page = ask(listener, "/runs/new")[2]
+        assert "No round is committed so far" in page
+        assert "No receipt has this outcome" in page
+    with pytest.raises(UserError, match="neither a run"):
+        ConsoleSource(tmp_path / "nothing")
+
+
+def test_a_console_neither_locks_nor_changes_a_run_that_is_written(make_run):
+    store = make_run("run", 5, "rounds=9")
+    store.log.connection.execute("PRAGMA busy_timeout=0")  # a lock would be an error at once
+    source = ConsoleSource(store.directory)
+    for round_ in range(6, 9):
+        shown = source.run("run")
+        assert len(shown.index.rounds) == round_ - 1
+        add_round(store, round_, rounds=9)
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        shown.store.log.connection.execute("DELETE FROM attempts")
+    store.log.connection.execute("DELETE FROM attempts WHERE round=8")  # as a rollback
+    assert len(source.run("run").index.rounds) == 7
+    source.close()

@@ -1,0 +1,161 @@
+"""The lines that `ProgressView` prints without a terminal."""
+
+import time
+from io import StringIO
+
+import pytest
+from hypothesis import given, settings
+from rich.console import Console
+from tests.core.test_printable import ANY_TEXT
+from tests.server.storage.records import comparison_record, failed_attempt, round_record
+
+import isthmus_server.read.report.progress
+from isthmus.wire import link_pb2
+from isthmus_server.read.report.progress import ProgressView, waiting_for
+from isthmus_server.storage.events import (
+    ModelsCompared,
+    ParticipantDeclined,
+    ParticipantLeft,
+    ParticipantProgress,
+    ParticipantReady,
+    Paused,
+    RoundAttemptFailed,
+    RoundCommitted,
+    RoundPlanned,
+    RunFinished,
+    WaitingForParticipants,
+)
+from isthmus_server.storage.records import (
+    FinalModel,
+    Receipt,
+)
+from isthmus_server.strategy.policy import Comparison
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """`shown()`: the lines so far, of a `ProgressView` whose clock the test sets."""
+    output = StringIO()
+    with ProgressView(Console(file=output, width=200)) as view_:
+
+        class Shown:
+            now = time.monotonic()
+
+            @staticmethod
+            def monotonic():
+                return Shown.now
+
+            view = staticmethod(view_)
+
+            def __call__(self):
+                return [line.strip() for line in output.getvalue().splitlines()]
+
+        monkeypatch.setattr(isthmus_server.read.report.progress, "time", Shown)
+        yield Shown()
+
+
+def progress(name, steps, **more):
+    return ParticipantProgress(
+        participant=name,
+        steps=steps,
+        total_steps=50,
+        loss=1.25,
+        examples_per_second=1234.5,
+        **more,
+    )
+
+
+def test_a_note_is_printed_once_and_without_delay(shown):
+    shown.view(
+        ParticipantProgress(participant="cluster-0", note="layout: zero_stage=0 [as it fits]")
+    )
+    assert shown() == ["cluster-0: layout: zero_stage=0 [as it fits]"]
+
+
+def test_progress_is_printed_at_intervals_for_each_datacenter(shown):
+    shown.view(progress("cluster-0", 1))
+    assert shown() == []
+    for later in (10, 5, 6):
+        shown.now += later
+        type(shown).now = shown.now
+        shown.view(progress("cluster-0", later, units_per_second=9000.0))
+    shown.view(progress("cluster-1", 7, units_per_second=1234.5))
+    assert shown() == [
+        "cluster-0: step 10 of 50, loss 1.25, 1,234 examples/s (9,000 scored units/s)",
+        "cluster-0: step 6 of 50, loss 1.25, 1,234 examples/s (9,000 scored units/s)",
+        "cluster-1: step 7 of 50, loss 1.25, 1,234 examples/s",
+    ]
+
+
+def test_progress_of_devices_is_not_shown(shown):
+    shown.now = type(shown).now = shown.now + 60
+    shown.view(ParticipantProgress(participant="edge-1", steps=3))
+    assert shown() == []
+
+
+def test_names_and_reasons_are_shown_as_plain_text(shown):
+    """Brackets are rich's markup: no text from participants may end a run or be styled."""
+    text = "[/a] is no [/INST] of [red]mine[/red]\\"
+    receipt = Receipt(participant=text, regime="federated", status="rejected", reason=text)
+    for event in (
+        ParticipantDeclined(participant=text, reason=text),
+        ParticipantLeft(participant=text, reason=text),
+        ParticipantReady(participant=text, examples=3),
+        Paused(round=1, seconds=1.0, reason=text),
+        RoundPlanned(round=1, attempt=2, regime="federated", reason=text, invited=2),
+        RoundCommitted(record=round_record(1, [receipt], reason=text, metrics={text: 1.0})),
+        ModelsCompared(record=comparison_record(("current", "served"), error=text)),
+        RoundAttemptFailed(record=failed_attempt(1, [receipt], error=text)),
+        RunFinished(
+            reason=text,
+            spent=1.0,
+            final=FinalModel(metrics={text: 1.0}, model_sha256="00", model_path=text, round=1),
+        ),
+    ):
+        shown.view(event)
+    assert sum(line.count(text) for line in shown()) == 14
+
+
+@settings(max_examples=30)
+@given(ANY_TEXT)
+def test_no_event_of_a_server_forges_lines_or_controls_the_terminal(text):
+    """`isthmus logs` shows what a server sends; texts come from participants too."""
+    receipt = Receipt(participant=text, regime="federated", status="dropped", reason=text)
+    final = FinalModel(metrics={text: 1.0}, model_sha256="00", model_path=text, round=1)
+    comparison = Comparison(
+        models=(text,), devices=1, score={text: 0.1}, difference={}, standard_error={}, price=0.0
+    )
+    record = comparison_record((text,), comparison)
+    events = {
+        1: [
+            ParticipantDeclined(participant=text, reason=text),
+            ParticipantLeft(participant=text, reason=text),
+            ParticipantProgress.from_message(text, link_pb2.Progress(note=ascii(text))),
+            Paused(round=1, seconds=1.0, reason=text),
+            RoundAttemptFailed(record=failed_attempt(1, error=text)),
+            ModelsCompared(record=record),
+        ],
+        2: [RoundCommitted(record=round_record(1, [receipt], reason=text, metrics={text: 1.0}))],
+        3: [RunFinished(reason=text, spent=1.0, final=final)],
+    }
+    for event, count in ((event, count) for count, group in events.items() for event in group):
+        output = StringIO()
+        with ProgressView(Console(file=output, width=200)) as view:
+            view(event)
+        lines = output.getvalue().split("\n")[:-1]
+        assert all(line.isprintable() for line in lines)
+        assert len(lines) <= count
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (WaitingForParticipants(clients=0, datacenters=1), "waiting for 1 datacenter"),
+        (
+            WaitingForParticipants(clients=4, datacenters=1, ready=1, missing=("a",)),
+            "waiting for 4 devices and 1 datacenter; ready: 1 of 4 devices; missing: a",
+        ),
+    ],
+)
+def test_a_wait_names_only_what_is_needed(event, line):
+    assert waiting_for(event) == line

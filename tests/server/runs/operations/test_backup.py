@@ -1,0 +1,215 @@
+"""Backups of a running server, and what a restored one refuses because it may have forgotten it."""
+
+import asyncio
+import contextlib
+import shutil
+import stat
+
+import pytest
+from click.testing import CliRunner
+from tests.server.service.conftest import fleet, operated  # noqa: F401 - fixtures
+from tests.server.waiting import wait_until
+
+from isthmus.errors import DamagedError, UserError
+from isthmus.identity import tls
+from isthmus_privacy.dp.accounting import ZeroConcentrated
+from isthmus_privacy.dp.ledger import Charge, LedgerDamaged
+from isthmus_server.budgets.populations import Populations
+from isthmus_server.cli.server import server
+from isthmus_server.fleet.authority import initialise
+from isthmus_server.fleet.registry import Registry
+from isthmus_server.runs.jobs.queue import JobQueue
+from isthmus_server.runs.operations.backup import back_up
+from isthmus_server.runs.operations.manifest import FILE
+from isthmus_server.runs.operations.restore import restore
+from isthmus_server.storage import audit
+from isthmus_server.storage.recovery import verify
+
+
+def command(*words):
+    result = CliRunner().invoke(server, [str(word) for word in words])
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+async def test_a_backup_of_a_running_server_is_restored(operated, tmp_path):  # noqa: F811
+    operated.gate.set()
+    await operated.devices()
+    first = await operated.submit(operated.job(), "one")
+    assert await operated.ended(first) == "finished"
+    operated.gate.clear()
+    second = await operated.submit(operated.job("name=other"), "two")
+    await wait_until(lambda: operated.runner.queue.get(second).state == "running")
+    await wait_until(lambda: any(peer.pending for peer in operated.link.peers.values()))
+    operated.token("later")
+    backup, again = tmp_path / "backup", tmp_path / "again"
+    said = await asyncio.to_thread(command, "backup", operated.state, backup)
+    assert said.endswith(f"are backed up in {backup}\n")
+    operated.gate.set()
+    assert await operated.ended(second) == "finished"  # the backup has not disturbed it
+    said = await asyncio.to_thread(command, "restore", backup, again)
+    assert f"cancelled: {second}; submit it again\n" in said
+    assert "revoke again whom you have revoked since then" in said
+    assert "damaged" not in command("verify", again)
+    for run in (first, second):
+        assert [finding.damage for finding in verify(again / "runs" / run) if finding.damage] == []
+    with contextlib.closing(JobQueue(again)) as queue:
+        assert {each.id: each.state for each in queue.entries(9)} == {
+            first: "finished",
+            second: "cancelled",
+        }
+    with contextlib.closing(Registry(again)) as registry:
+        assert {entry.name for entry in registry.participants()} == {"me", *"abc"}
+        tokens = registry._db.execute("SELECT count(*) FROM tokens WHERE used IS NULL")
+        assert tokens.fetchone() == (0,)
+    for path in (backup, *backup.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    assert audit.read(again)[-1].action == "restore"
+
+
+@pytest.fixture
+def state(tmp_path):
+    """A server that has charged a population once."""
+    state = tmp_path / "state"
+    initialise(state, ["localhost"])
+    with contextlib.closing(Registry(state)) as registry:
+        for name in ("phone", "tablet"):
+            registry.add_token(name.encode(), name=name, kind="client", expires=2e10)
+            join(registry, name)
+            audit.record(state, "join", by=name, identity=identity(name).hex())
+    charge(state)
+    return state
+
+
+def identity(name):
+    return name.encode().ljust(32)
+
+
+def join(registry, name):
+    subject = tls.Subject("client", name, identity(name), name, 2e10)
+    registry.redeem(name.encode(), "client", identity(name), lambda _: (b"certificate", subject))
+
+
+def charge(state, population="fleet"):
+    with Populations(state / "privacy").ledger(population) as ledger:
+        event = ZeroConcentrated(rho=0.5)
+        asked = {"run": "r", "round": 1, "attempt": 1, "what": "round", "devices": ("a",)}
+        ledger.reserve(
+            Charge(
+                population=population,
+                unit="device",
+                adjacency="zero-out",
+                mechanism="distributed",
+                event=event,
+                **asked,
+            )
+        )
+        return ledger.head.number
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda folder: (folder / "server.pem").write_bytes(b"x"), "server.pem was changed"),
+        (lambda folder: (folder / "fleet.head").unlink(), "fleet.head is missing"),
+        (lambda folder: (folder / "more").write_bytes(b""), "more was added"),
+        (lambda folder: (folder / "more").symlink_to("/etc"), "is not a plain file"),
+        (lambda folder: (folder / FILE).write_bytes(b"x" * 99), "is damaged"),
+        (lambda folder: (folder / FILE).unlink(), "is not a backup of a server"),
+    ],
+)
+def test_a_damaged_backup_is_refused(state, tmp_path, damage, sentence):
+    back_up(state, tmp_path / "backup")
+    damage(tmp_path / "backup")
+    with pytest.raises(UserError, match=sentence):
+        restore(tmp_path / "backup", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_neither_command_writes_where_something_is(state, tmp_path):
+    back_up(state, tmp_path / "backup")
+    for words in (("backup", state, tmp_path / "backup"), ("restore", tmp_path / "backup", state)):
+        with pytest.raises(UserError, match="is not empty; nothing was changed"):
+            command(*words)
+    with pytest.raises(UserError, match="of no server and no authority"):
+        command("backup", tmp_path, tmp_path / "other")
+    with pytest.raises(UserError, match=r"is inside .*: later backups would contain it"):
+        command("backup", state, state / "copy")
+    with pytest.raises(UserError, match="has no audit log and no privacy ledgers"):
+        command("restore", tmp_path / "backup", tmp_path / "other", "--lost", tmp_path / "nowhere")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["backup", "state"]
+
+
+def test_a_server_with_damage_is_not_backed_up(state, tmp_path):
+    with contextlib.closing(Registry(state)) as registry:
+        registry._db.execute("DROP TABLE tokens")
+    with pytest.raises(DamagedError):
+        back_up(state, tmp_path / "backup")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_an_older_ledger_is_not_used_as_if_nothing_had_been_charged_since(state, tmp_path):
+    back_up(state, tmp_path / "backup")
+    assert charge(state) == 2
+    again = tmp_path / "again"
+    said = command("restore", tmp_path / "backup", again)
+    assert "not asked any more: the population fleet\n" in said
+    for population in ("fleet", "new"):  # one that the backup does not know may be as old
+        with pytest.raises(LedgerDamaged, match=f"population '{population}' was asked between"):
+            charge(again, population)
+    assert "the population new may be asked again" in command("population", again, "new")
+    assert charge(again, "new") == 1
+    with pytest.raises(LedgerDamaged):
+        charge(again)
+    assert audit.read(again)[-1].details == {"name": "new"}
+    with pytest.raises(UserError, match="is not refused"):
+        command("population", again, "new")
+    back_up(again, tmp_path / "second")  # a backup of it refuses the same
+    restore(tmp_path / "second", tmp_path / "third", nothing_ran_since=True)
+    with pytest.raises(LedgerDamaged):
+        charge(tmp_path / "third")
+
+
+def test_what_is_left_of_the_lost_directory_is_used(state, tmp_path):
+    back_up(state, tmp_path / "backup")
+    charge(state)
+    with contextlib.closing(Registry(state)) as registry:
+        registry.revoke("phone")
+    audit.record(state, "revoke", by="user me", name="phone")
+    with pytest.raises(UserError, match="is newer than the backup: the audit log had 1 more"):
+        restore(tmp_path / "backup", tmp_path / "no", lost=state, nothing_ran_since=True)
+    (state / "fleet.sqlite").write_bytes(b"lost")
+    said = command("restore", tmp_path / "backup", tmp_path / "again", "--lost", state)
+    assert "newer than the backup: the ledger of 'fleet' had 1 more lines\n" in said
+    assert charge(tmp_path / "again") == 3
+    with contextlib.closing(Registry(tmp_path / "again")) as registry:
+        revoked = {entry.name: entry.revoked is not None for entry in registry.participants()}
+    assert revoked == {"phone": True, "tablet": False}
+
+
+def test_a_ledger_of_the_lost_directory_that_was_cut_is_not_used(state, tmp_path):
+    charge(state)
+    back_up(state, tmp_path / "backup")
+    ledger = state / "privacy/fleet.ledger"
+    ledger.write_bytes(ledger.read_bytes().partition(b"\n")[0] + b"\n")
+    done = restore(tmp_path / "backup", tmp_path / "again", lost=state)
+    assert done.populations == ["fleet"]
+    with pytest.raises(LedgerDamaged):
+        charge(tmp_path / "again")
+
+
+def test_an_audit_log_without_its_head_is_not_taken_over(state, tmp_path):
+    back_up(state, tmp_path / "backup")
+    (state / "audit.head").unlink()
+    restore(tmp_path / "backup", tmp_path / "again", lost=state)
+    actions = [entry.action for entry in audit.read(tmp_path / "again")]
+    assert actions == ["join", "join", "restore"]
+
+
+def test_a_server_that_moves_to_another_machine_goes_on(state, tmp_path):
+    back_up(state, tmp_path / "backup")
+    shutil.rmtree(state)
+    restore(tmp_path / "backup", tmp_path / "again", nothing_ran_since=True)
+    assert charge(tmp_path / "again") == 2
+    assert audit.read(tmp_path / "again")[-1].details["stated"] == "nothing ran since"

@@ -1,0 +1,143 @@
+"""`isthmus doctor` for each role: what it finds on a machine, and that it changes nothing."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import time
+
+import pytest
+from click.testing import CliRunner
+from tests.server.service.conftest import fleet  # noqa: F401 - a fixture
+
+from isthmus.doctor import checks
+from isthmus.doctor.commands import doctor
+from isthmus.identity import joining
+from isthmus.system.sealed_files import write_sealed_bytes
+from isthmus_datacenter.commands import datacenter
+from isthmus_server.fleet.authority import CertificateAuthority, initialise
+from isthmus_server.fleet.registry import Registry
+from isthmus_server.fleet.snapshot import FleetSnapshot
+
+
+def examined(*words):
+    """The exit code, and what was found by point."""
+    result = CliRunner().invoke(doctor, [*map(str, words), "--json"])
+    return result.exit_code, {each["what"]: each for each in json.loads(result.output)}
+
+
+@pytest.fixture
+def state(tmp_path):
+    initialise(tmp_path / "fleet", ["localhost"])
+    Registry(tmp_path / "fleet").close()
+    return tmp_path / "fleet"
+
+
+def test_a_server_in_good_order(state):
+    before = {path: path.read_bytes() for path in state.iterdir()}
+    code, found = examined("server", state, "--address", "127.0.0.1:29400")
+    assert code == 0
+    levels = {each["level"] for what, each in found.items() if what not in ("server", "disk")}
+    assert levels == {"OK"}
+    assert found["server"]["remedy"] == f"isthmus server start {state}"
+    assert {path: path.read_bytes() for path in before} == before
+    text = CliRunner().invoke(doctor, ["server", str(state)]).output
+    assert f"WARN server: it is not running; isthmus server start {state}\n" in text
+
+
+def test_a_server_that_was_killed_is_not_said_to_run(state):
+    snapshot = FleetSnapshot(at=time.time(), running=True, participants={}, waiting={})
+    write_sealed_bytes(state / "presence", snapshot.to_json())
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        one.listen()
+        number = one.getsockname()[1]
+        address = ("--address", f"127.0.0.1:{number}")
+        with contextlib.suppress(OSError):  # something else may listen there
+            other.bind(("127.0.0.1", number + 1))
+            other.listen()
+        assert examined("server", state, *address)[1]["server"]["level"] == "OK"
+    server = examined("server", state, *address)[1]["server"]
+    assert server["level"] == "WARN"
+    assert server["remedy"].startswith(f"if it was killed, isthmus server start {state}; ")
+
+
+def test_each_fault_of_a_server_fails_with_what_to_do(state, monkeypatch):
+    (state / "enroller.key").chmod(0o644)
+    code, found = examined("server", state)
+    assert (code, found["file modes"]["level"]) == (1, "FAIL")
+    assert found["file modes"]["remedy"] == f"chmod 600 {state / 'enroller.key'}"
+    (state / "enroller.key").chmod(0o600)
+    with contextlib.closing(Registry(state)) as registry:
+        registry._db.execute("DROP TABLE tokens")
+    assert examined("server", state)[1]["registry"]["level"] == "FAIL"
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 9))
+    assert examined("server", state)[1]["disk"]["level"] == "FAIL"
+    code, found = examined("server", state / "nowhere")
+    assert (code, found["state"]["level"]) == (1, "FAIL")
+
+
+def test_a_certificate_that_ends_is_named(state, monkeypatch):
+    _, certificate = CertificateAuthority(state).read_server_pair()
+    end = certificate.not_valid_after_utc.timestamp()
+    for now, level in ((end - 1e6, "OK"), (end - 9, "WARN"), (end + 9, "FAIL")):
+        monkeypatch.setattr(checks.time, "time", lambda now=now: now)
+        assert checks.certificate("c", certificate, "start it").level == level
+
+
+async def test_a_device_that_has_joined(fleet, tmp_path):  # noqa: F811
+    await fleet.listen()
+    token = fleet.token("phone")
+    await joining.join(fleet.url, token, tmp_path / "phone", "client")
+    code, found = await asyncio.to_thread(examined, "device", tmp_path / "phone")
+    assert (code, found["server"]["level"], found["certificate"]["level"]) == (0, "OK", "OK")
+    assert found["clock"]["level"] == "OK"
+    for ahead, sentence in (
+        (90, "it is 90 s behind the server's"),
+        (-90, "s ahead of the server's"),
+    ):
+        later = time.time() + ahead
+        fleet.link.enrolments.now = lambda later=later: later
+        found = (await asyncio.to_thread(examined, "device", tmp_path / "phone"))[1]
+        assert found["clock"]["level"] == "WARN"
+        assert sentence in found["clock"]["found"].replace("89 s", "90 s")
+    assert not fleet.link.peers  # it has asked the time, and nothing else
+    await fleet.close()
+    code, found = await asyncio.to_thread(examined, "device", tmp_path / "phone")
+    assert (code, found["server"]["level"]) == (1, "FAIL")
+    code, found = examined("device", fleet.state)
+    assert (code, found["membership"]["level"]) == (1, "FAIL")
+    assert "holds no membership" in found["membership"]["found"]
+
+
+async def test_a_datacenter_that_has_joined(fleet, tmp_path, monkeypatch):  # noqa: F811
+    """`--state` is the directory of `join` and `launch`, and `join` prints what comes next."""
+    await fleet.listen()
+    state = tmp_path / "a cluster"
+    (tmp_path / "token").write_text(str(fleet.token("cluster", "datacenter")))
+    words = ["join", fleet.url, "--token-file", str(tmp_path / "token"), "--state", str(state)]
+    joined = await asyncio.to_thread(CliRunner().invoke, datacenter, words, catch_exceptions=False)
+    assert joined.output == (
+        f"this datacenter is 'cluster' at {fleet.address}; begin, with N ranks on this machine, "
+        f"with: isthmus datacenter launch --ranks N --state '{state}'\n"
+    )
+    code, found = await asyncio.to_thread(examined, "datacenter", "--state", state)
+    assert (code, found["membership"]["level"], found["server"]["level"]) == (0, "OK", "OK")
+    await fleet.close()
+
+
+def test_a_datacenter_without_a_gpu():
+    code, found = examined("datacenter")
+    assert code == 0
+    assert "versions" in found
+    assert found.get("GPU", found.get("GPU 0"))["level"] in ("OK", "WARN")
+
+
+def test_a_port_that_another_program_has(state):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        number = other.getsockname()[1]
+        assert checks.port("127.0.0.1", number).level == "FAIL"
+        other.listen()
+        assert checks.port("127.0.0.1", number).found.startswith("something listens")

@@ -1,0 +1,215 @@
+"""List, export, import and prune the runs of a folder."""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+
+import pytest
+from click.testing import CliRunner
+from tests.server.storage.conftest import new_run  # noqa: F401 - a fixture
+from tests.server.storage.rounds import commit_round
+
+from isthmus.errors import DamagedError, UserError
+from isthmus.system.sealed_files import write_sealed_bytes
+from isthmus_server.cli.runs import runs
+from isthmus_server.runs.operations.retention import ListedRun, RetentionPolicy, to_prune
+from isthmus_server.storage import audit
+from isthmus_server.storage.records import FinalModel
+from isthmus_server.storage.recovery import verify
+from isthmus_server.storage.store import Store
+
+
+def command(*words):
+    result = CliRunner().invoke(runs, [str(word) for word in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.output
+
+
+@pytest.fixture
+def ended(new_run):  # noqa: F811
+    """A run with two rounds in `runs/`, which ended in a state, so many seconds ago."""
+
+    def ended(name, state="finished", ago=0.0, settings=()):
+        store = new_run(f"runs/{name}", *settings)
+        for round_ in (1, 2, 3):
+            commit_round(store, round_)
+        model = store.write_final(b"model" * 3)
+        final = None
+        if state == "finished":
+            digest = hashlib.sha256(b"model" * 3).hexdigest()
+            final = FinalModel(
+                metrics={"accuracy": 0.5}, model_sha256=digest, model_path=str(model), round=3
+            )
+        store.finish(state, "", final)
+        store.close()
+        at = time.time() - ago
+        os.utime(store.directory / "run.head", (at, at))
+        return store.directory
+
+    return ended
+
+
+def test_runs_are_listed_newest_first(ended):
+    folder = ended("old", ago=1000).parent
+    ended("new", "failed")
+    (folder / "broken").mkdir()
+    (folder / "broken/run.sqlite").write_bytes(b"nothing")
+    (folder / "no-run").mkdir()
+    rows = json.loads(command("list", folder, "--json"))
+    assert {row["name"]: row["state"] for row in rows} == {
+        "new": "failed",
+        "broken": "damaged",
+        "old": "finished",
+    }
+    assert [row["name"] for row in rows[:2]] == ["new", "old"]
+    assert (rows[1]["rounds"], rows[1]["metrics"]) == (3, {"accuracy": 0.5})
+    assert "finished" in command("list", folder)
+    with pytest.raises(UserError, match="there is no folder of runs"):
+        command("list", folder / "nowhere")
+
+
+def test_a_run_is_exported_and_imported(ended, tmp_path):
+    source = ended("one")
+    assert "as of round 3" in command("export", source, tmp_path / "copy")
+    assert command("import", tmp_path / "copy", tmp_path / "again").endswith("as it was exported\n")
+    assert [finding for finding in verify(tmp_path / "again") if finding.damage] == []
+    with pytest.raises(UserError, match="is not empty"):
+        command("import", tmp_path / "copy", tmp_path / "again")
+    (tmp_path / "copy/checkpoints/model-000003.safetensors").write_bytes(b"else")
+    with pytest.raises(DamagedError, match=r"model-000003\.safetensors was changed"):
+        command("import", tmp_path / "copy", tmp_path / "more")
+
+
+def test_a_run_that_goes_on_elsewhere_is_cancelled_where_it_is_imported(new_run, tmp_path):  # noqa: F811
+    store = new_run("one")
+    commit_round(store, 1)
+    command("export", store.directory, tmp_path / "copy")  # while another process has it open
+    commit_round(store, 2)
+    assert command("import", tmp_path / "copy", tmp_path / "again").endswith("and cancelled\n")
+    with contextlib.closing(Store.open(tmp_path / "again")) as copy:
+        assert copy.status()[0] == "cancelled"
+        assert copy.last_round() == 1
+
+
+def test_pruning_keeps_what_can_go_on_and_records_what_it_deletes(ended, tmp_path):
+    folder = ended("new").parent
+    audit.record(tmp_path, "submit", by="me")
+    for name, state in (("a", "finished"), ("b", "cancelled"), ("c", "failed"), ("d", "paused")):
+        ended(name, state, ago=100 * 24 * 3600)
+    words = ("prune", folder, "--older-than", "30d")
+    said = command(*words, "--dry-run")
+    assert "would go a\n" in said
+    assert "kept     d: it is paused and can go on\n" in said
+    assert len(list(folder.iterdir())) == 5
+    with contextlib.closing(Store.open_to_continue(folder / "a")) as used, used.locked():
+        os.utime(folder / "a/run.head", (0, 0))
+        assert "kept     a: another process has it open\n" in command(*words)
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "c", "d", "new"]
+    command(*words, "--failed")
+    assert not (folder / "c").exists()
+    assert {entry.details["run"] for entry in audit.read(tmp_path)[1:]} >= {"b", "c"}
+    with pytest.raises(UserError, match="say which runs are kept"):
+        command("prune", folder)
+
+
+def test_a_run_with_the_only_ledger_of_its_charges_is_kept(ended, tmp_path):
+    path = ended("one", ago=9e6)
+    (path / "privacy.ledger").write_bytes(b"")
+    words = ("prune", path.parent, "--older-than", "1d")
+    assert "is the only record of what devices were asked" in command(*words)
+    (tmp_path / "privacy").mkdir()  # of a server, which has the ledgers of its populations there
+    assert "deleted  one\n" in command(*words)
+
+
+@pytest.mark.parametrize(
+    ("policy", "gone"),
+    [
+        ({"keep_last": 1}, ["a2", "b2", "a3"]),
+        ({"keep_last": 1, "keep_best": "accuracy"}, ["a2", "b2"]),
+        ({"older_than": 250.0, "keep_best": "loss"}, ["a3"]),
+        ({"keep_last": 2, "older_than": 50.0}, ["a3"]),
+    ],
+)
+def test_a_run_is_kept_if_one_rule_keeps_it(policy, gone):
+    def run(name, accuracy, ago):
+        metrics = {"accuracy": accuracy, "loss": accuracy}
+        return ListedRun(
+            name=name, job=name[0], state="finished", metrics=metrics, changed=1000.0 - ago
+        )
+
+    listed = [
+        run("a1", 0.5, 100),
+        run("b1", 0.9, 150),
+        run("a2", 0.1, 200),
+        run("b2", 0.2, 250),
+        run("a3", 0.8, 300),
+    ]
+    decided = to_prune(listed, RetentionPolicy(**policy), 1000.0)
+    assert [run.name for run, why in decided if not why] == gone
+
+
+@pytest.mark.parametrize(
+    ("modes", "mode", "kept"),
+    [
+        ({}, "", "high"),
+        ({}, "min", "low"),
+        ({"rmse": "min"}, "", "low"),
+        ({"rmse": "min"}, "max", "high"),
+        ({"other": "min"}, "", "high"),
+    ],
+)
+def test_the_best_run_is_the_one_that_its_job_or_the_operator_means(modes, mode, kept):
+    runs_ = [
+        ListedRun(name=name, job="j", state="finished", metrics={"rmse": value}, modes=modes)
+        for name, value in (("high", 2.0), ("low", 1.0))
+    ]
+    decided = to_prune(runs_, RetentionPolicy(keep_best="rmse", mode=mode), 1000.0)
+    assert [run.name for run, why in decided if why] == [kept]
+
+
+def test_pruning_reads_from_the_job_or_the_option_which_metric_is_the_best(ended):
+    folder = ended("old", ago=9e6, settings=('evaluation.keep_best={name="accuracy",mode="min"}',))
+    (listed,) = json.loads(command("list", folder.parent, "--json"))
+    assert listed["modes"] == {"accuracy": "min"}
+    words = ("prune", folder.parent, "--older-than", "1d", "--dry-run", "--keep-best")
+    for option in ("accuracy", "accuracy:max"):
+        assert "kept     old: it has the best accuracy of its job\n" in command(*words, option)
+
+
+def test_a_misspelt_metric_deletes_nothing(ended):
+    folder = ended("old", ago=9e6).parent
+    with pytest.raises(UserError, match=r"'acuracy': no run in .* has this metric; .* accuracy$"):
+        command("prune", folder, "--older-than", "1d", "--keep-best", "acuracy")
+    assert (folder / "old").exists()
+
+
+def test_a_run_without_a_number_is_not_the_best_one():
+    runs_ = [
+        ListedRun(name=name, state="finished", metrics={"loss": value})
+        for name, value in (("nan", float("nan")), ("good", 0.5), ("bad", 2.0))
+    ]
+    decided = to_prune(runs_, RetentionPolicy(keep_best="loss"), time.time())
+    assert [run.name for run, why in decided if why] == ["good"]
+
+
+def test_pruning_leaves_links_and_completes_what_was_interrupted(ended, tmp_path):
+    elsewhere = ended("old", ago=9e6).rename(tmp_path / "elsewhere")
+    folder = tmp_path / "runs"
+    (folder / "link").symlink_to(elsewhere)
+    (folder / ".gone.pruned").mkdir()
+    assert "kept     link: it is a link" in command("prune", folder, "--older-than", "1d")
+    assert [path.name for path in folder.iterdir()] == ["link"]
+    assert (elsewhere / "run.sqlite").exists()
+
+
+@pytest.mark.parametrize(
+    "table", [[], {"format": 1}, {"format": 1, "kind": "run", "files": {"job.json": "x"}}]
+)
+def test_a_manifest_of_another_program_is_refused(ended, tmp_path, table):
+    command("export", ended("one"), tmp_path / "copy")
+    write_sealed_bytes(tmp_path / "copy/MANIFEST", json.dumps(table).encode())
+    with pytest.raises(UserError, match="copy is not an exported run: its MANIFEST is none that"):
+        command("import", tmp_path / "copy", tmp_path / "again")
