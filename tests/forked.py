@@ -29,6 +29,7 @@ _LOADED = [
     PRELOADED_MODULE,
     "isthmus_simulation.run",
     "torch.distributed.run",
+    "tests.forked_tasks",
     # Data and models of examples.
     "sklearn.datasets",
     "transformers.models.resnet.modeling_resnet",
@@ -121,7 +122,9 @@ def _become(
     from torch.distributed.run import main as torchrun
 
     from isthmus import cli
+    from tests import forked_tasks
 
+    forked_tasks.install()
     if threads := environment.get("OMP_NUM_THREADS"):  # PyTorch was imported without it
         torch.set_num_threads(int(threads))
     if words[0] == "torchrun":
