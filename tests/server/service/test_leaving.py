@@ -5,10 +5,10 @@ import contextlib
 import json
 import os
 import re
-import sys
 import time
 from urllib.request import urlopen
 
+from tests import forked
 from tests.conftest import TABLE
 from tests.server.service.conftest import Device
 from tests.server.waiting import wait_until
@@ -35,37 +35,44 @@ class Phone(Device):
 class ServerProcess:
     """`isthmus server start`, and what it has printed."""
 
-    def __init__(self, process):
-        self.process = process
+    def __init__(self, process, output):
+        self.terminate = process.terminate
+        self._process = process
+        self._output = output
 
     async def line(self, pattern):
         """Wait for a line of the output; returns the match."""
         output = ""
-        while line := (await self.process.stdout.readline()).decode():
+        while line := (await self._output.readline()).decode():
             output += line
             if match := re.search(pattern, line):
                 return match
         raise AssertionError(f"the output ended without {pattern!r}:\n{output}")
 
+    async def wait(self):
+        """Wait for its end; returns the exit status."""
+        await asyncio.to_thread(self._process.join)
+        return self._process.exitcode
+
 
 @contextlib.asynccontextmanager
 async def started(state, *options):
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "isthmus.cli", "server", "start", str(state)),
-        *("--address", "127.0.0.1:0", "--grace", "600", *options),
-        env={**os.environ, "COLUMNS": "200"},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
+    words = ["server", "start", str(state), "--address", "127.0.0.1:0", "--grace", "600", *options]
+    process, pipe = forked.start(words, state, {**os.environ, "COLUMNS": "200"})
+    output = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(output), os.fdopen(os.dup(pipe.fileno()), "rb")
     )
+    pipe.close()
     try:
-        server = ServerProcess(process)
+        server = ServerProcess(process, output)
         found = await server.line(r"link at 127.0.0.1:(\d+), joining at 127.0.0.1:(\d+)")
         server.link, server.joining = (f"localhost:{port}" for port in found.groups())
         yield server
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+        process.kill()
+        await server.wait()
+        transport.close()
 
 
 async def join(server, state, name, kind):
@@ -117,20 +124,20 @@ async def test_sigterm_lets_the_round_end_and_a_second_one_does_not(tmp_path, ma
         )
         async with connected(phone, server.link, member):
             await wait_until(lambda: phone.asked == 1)
-            server.process.terminate()
+            server.terminate()
             await server.line("stopping: a running round has 600 s to end")
             gate.set()
             await server.line("table-1 continues when the server is started again")
-            assert await server.process.wait() == 0
+            assert await server.wait() == 0
     assert committed(state) == ("running", 1)
 
     gate.clear()
     async with started(state) as server, connected(phone, server.link, member):
         await wait_until(lambda: phone.asked == 2)
-        server.process.terminate()
+        server.terminate()
         await server.line("stopping")
-        server.process.terminate()
-        assert await server.process.wait() == 0
+        server.terminate()
+        assert await server.wait() == 0
     assert committed(state) == ("running", 1)
 
     gate.set()
@@ -144,7 +151,7 @@ async def test_sigterm_lets_the_round_end_and_a_second_one_does_not(tmp_path, ma
             while rounds not in await asyncio.to_thread(read, f"{address}/metrics"):
                 pass
         assert await asyncio.to_thread(read, f"{address}/readyz") == b"ready\n"
-        server.process.terminate()
-        assert await server.process.wait() == 0
+        server.terminate()
+        assert await server.wait() == 0
     assert committed(state) == ("finished", 3)
     assert phone.asked == 4  # the second round was repeated
