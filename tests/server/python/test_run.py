@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import isthmus
+from isthmus_server.python import child_process
 from isthmus_server.python.child_process import IN_RUN
 from isthmus_server.python.task_source import source_of
 
@@ -61,6 +63,17 @@ def job(tmp_path, monkeypatch):
     return {**JOB, "task": {"source": "task.py:Table"}}
 
 
+@pytest.fixture
+def forked(monkeypatch, forked_commands, tmp_path):
+    """The processes of runs do not import PyTorch anew, as those of a script do."""
+    python = tmp_path / "python"
+    program = forked_commands.folder / "isthmus"
+    python.write_text(f'#!/bin/sh\nshift 2  # -m isthmus\nexec "{program}" "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(child_process, "sys", SimpleNamespace(executable=str(python)))
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_run_is_followed_stopped_and_resumed(job):
     seen = []
 
@@ -110,6 +123,7 @@ def held_out_rows():
     return table["rows"](99, 100).tensors
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_failed_run_raises_its_last_sentence(job):
     with pytest.raises(isthmus.UserError, match=r"^round 1 failed .* Invalid learning rate: -1"):
         isthmus.run(job, run_dir="run", quiet=True, attempts=1, **{"task.settings": {"lr": -1}})
