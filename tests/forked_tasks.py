@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,7 @@ from isthmus_clients import commands
 from isthmus_clients.device.sandbox import process_host, task_process, worker
 from isthmus_clients.device.sandbox.system_calls import prctl
 from isthmus_server.chaos import worker as faults
+from tests import forked
 
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 _MAX_BYTES = 1 << 20
@@ -40,15 +41,39 @@ def install() -> None:
     class ForkingHost(process_host.ProcessHost):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            server = _TaskForkServer()
-            task_process.subprocess = SimpleNamespace(  # type: ignore[assignment,attr-defined]
-                Popen=server.start,
-                DEVNULL=subprocess.DEVNULL,
-                PIPE=subprocess.PIPE,
-                STDOUT=subprocess.STDOUT,
-            )
+            prctl(_PR_SET_CHILD_SUBREAPER, 1)  # it adopts what its fork server leaves behind
+            _replace_subprocess(_TaskForkServer(_forked_server()))
 
     commands.ProcessHost = ForkingHost  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def forked_from_tests() -> Iterator[None]:
+    """Have the hosts of devices in a test's process fork, from what all tests fork from."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process = forked.context().Process(target=_serve, args=(theirs,))
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        process.start()
+        theirs.close()
+        _replace_subprocess(_TaskForkServer(ours))
+        yield
+    finally:
+        vars(task_process)["subprocess"] = subprocess
+        prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        ours.close()
+        process.join()
+        process.close()
+
+
+def _replace_subprocess(server: _TaskForkServer) -> None:
+    """Replace what `TaskProcess` uses of the module."""
+    vars(task_process)["subprocess"] = SimpleNamespace(
+        Popen=server.start,
+        DEVNULL=subprocess.DEVNULL,
+        PIPE=subprocess.PIPE,
+        STDOUT=subprocess.STDOUT,
+    )
 
 
 class _ForkedTask:
@@ -66,21 +91,12 @@ class _ForkedTask:
 
 
 class _TaskForkServer:
-    """A process of a device, from which its tasks' processes are forked."""
+    """A process from which those of a device's tasks are forked, for the device."""
 
-    def __init__(self) -> None:
-        (_,) = Path("/proc/self/task").iterdir()  # a fork would lack other threads
-        device = os.getpid()
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # it adopts what its fork server leaves behind
-        self._lock = threading.Lock()
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if os.fork() == 0:
-            try:
-                _serve(theirs, device)
-            finally:
-                os._exit(1)
-        theirs.close()
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
         self._connection.recv(1)  # it has closed this device's files, of which some are locks
+        self._lock = threading.Lock()
 
     def start(
         self,
@@ -108,9 +124,23 @@ class _TaskForkServer:
             return _ForkedTask(int(self._connection.recv(_MAX_BYTES)), ours)
 
 
-def _serve(connection: socket.socket, device: int) -> None:
+def _forked_server() -> socket.socket:
+    """Fork a server from a device; returns the connection to it."""
+    (_,) = Path("/proc/self/task").iterdir()  # a fork would lack other threads
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    device = os.getpid()
+    if os.fork() == 0:
+        try:
+            die_with_parent(device)
+            _serve(theirs)
+        finally:
+            os._exit(1)
+    theirs.close()
+    return ours
+
+
+def _serve(connection: socket.socket) -> None:
     """Fork a process for each request, until the device has ended."""
-    die_with_parent(device)
     os.setsid()
     _close_all_but(connection.fileno())
     gc.freeze()

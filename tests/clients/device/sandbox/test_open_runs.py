@@ -1,11 +1,19 @@
 """Runs that a device keeps in memory at a time, for jobs that take turns on it."""
 
+import pytest
 import torch
+from tests import forked_tasks
 from tests.clients.device.sandbox.test_process_host import Device, opening, train
 
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.device.owner_limits import OwnerLimits
+
+
+@pytest.fixture(autouse=True)
+def _forked():
+    with forked_tasks.forked_from_tests():
+        yield
 
 
 def test_runs_that_their_owner_lets_open_keep_their_processes(tmp_path):
