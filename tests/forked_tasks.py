@@ -25,10 +25,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from isthmus.system.process import die_with_parent
+from isthmus_chaos import worker as faults
 from isthmus_clients import commands
 from isthmus_clients.device.sandbox import process_host, task_process, worker
 from isthmus_clients.device.sandbox.system_calls import prctl
-from isthmus_server.chaos import worker as faults
 from tests import forked
 
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
