@@ -210,7 +210,7 @@ class ActiveRun:
         privacy = self.job.privacy
         if self.job.federated.privacy is not None:
             reason = "[federated.privacy]"
-        elif privacy is not None and not privacy.most_measurements(self.job):
+        elif privacy is not None and not self.job.most_measurements:
             reason = "[privacy] and no measurements"
         else:
             return

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import json
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from isthmus.job.privacy import DatacenterPrivacy
 from isthmus.job.section import Section
-
-if TYPE_CHECKING:
-    from isthmus.job.schema import Job
 
 
 class DatacenterCompression(Section):
@@ -23,18 +21,28 @@ class DatacenterCompression(Section):
     keep: Annotated[int, Field(ge=1, le=4096)] = 64
     """Elements that are sent of each block of 4,096 neighbouring ones."""
 
-    def check(self, job: Job) -> None:
-        """Refuse a job with rounds other than those of datacenters alone.
 
-        Raises:
-            ValueError: with what to change.
-        """
-        if job.strategy.policy != "datacenter":
-            raise ValueError(
-                "datacenter.compression is for rounds in which several datacenters train and no "
-                f"devices do, and strategy.policy={job.strategy.policy!r} may have others; set it "
-                'to "datacenter", or remove the compression'
-            )
+_SHARDED = (
+    "fully_shard gathers parameters and reduces gradients by hooks for a batch as a whole, so that "
+    "no rank ever has the gradient of one example"
+)
+_PRIVATE_LAYOUT: tuple[tuple[str, object, str], ...] = (
+    ("layout", "given", "it may choose to shard the model"),
+    ("zero_stage", 0, _SHARDED),
+    ("tensor_parallel", 1, "no rank has the whole gradient of an example to clip"),
+    ("pipeline_parallel", 1, "no rank has the whole gradient of an example to clip"),
+    (
+        "precision",
+        "fp32",
+        "the bound on the gradient of an example would not hold with its rounding",
+    ),
+    ("accumulate", 1, "the examples of a step are already taken in parts"),
+    ("compile", False, "torch.compile does not compile per-example gradients"),
+    ("checkpoint_activations", False, "per-example gradients cannot recompute activations"),
+    ("clip_norm", None, "datacenter.privacy.clip already bounds every example's gradient"),
+    ("readers", 0, "they read batches of equal size, and here the size of a step is random"),
+)
+"""Keys of `[datacenter]`, the one value that is possible, and why others are not with `privacy`."""
 
 
 class DatacenterSection(Section):
@@ -108,8 +116,42 @@ class DatacenterSection(Section):
         if self.ranks and self.layout == "given":
             self.replicas(self.ranks)
         if self.privacy is not None:
-            self.privacy.check_layout(self)
+            self._check_privacy(self.privacy)
         return self
+
+    def _check_privacy(self, privacy: DatacenterPrivacy) -> None:
+        """Refuse a layout in which the gradients of single examples cannot be had.
+
+        Raises:
+            ValueError: with what to change.
+        """
+        for name, needed, why in _PRIVATE_LAYOUT:
+            if name == "zero_stage" and privacy.clipping == "ghost":
+                continue
+            if getattr(self, name) != needed:
+                remedy = f"set {name} = {json.dumps(needed)}"
+                if name == "zero_stage":
+                    remedy += ', or datacenter.privacy.clipping = "ghost"'
+                raise ValueError(
+                    f"datacenter.privacy: {name}={getattr(self, name)!r} does not work with it, "
+                    f"because {why}; {f'remove {name}' if needed is None else remedy}"
+                )
+        batch = self.private_batch
+        if not batch:
+            raise ValueError(
+                "datacenter.privacy: the probability with which an example is in a step follows "
+                "from the number of ranks; set datacenter.data_parallel to it"
+            )
+        if batch > privacy.examples:
+            raise ValueError(
+                f"datacenter.privacy: a step of {batch} examples (batch_size on all ranks) is more "
+                f"than examples={privacy.examples}; lower batch_size"
+            )
+        if privacy.delta >= 1 / privacy.examples:
+            raise ValueError(
+                f"datacenter.privacy: delta={privacy.delta:g} is not below 1 / {privacy.examples} "
+                f"examples: it would allow to publish one of them; use {0.1 / privacy.examples:.1g}"
+            )
 
     def replicas(self, ranks: int) -> int:
         """The data-parallel degree on a number of ranks.

@@ -113,41 +113,6 @@ class LearningRateSection(Section):
         length = lengths.get(strategy.policy, federated if federated == datacenter else 0)
         return rounds * length or None
 
-    def check(
-        self, total: int | None, federated: int, strategy: StrategySection, *, app: bool
-    ) -> None:
-        """Check the table against the rest of the job.
-
-        Args:
-            total: see `total`.
-            federated: steps of a round in which no datacenter trains; 0 if unknown.
-            strategy: of the job.
-            app: whether devices run a Flower app.
-
-        Raises:
-            ValueError: the schedule misses a length, or the app ignores it.
-        """
-        if self.is_used and app:
-            raise ValueError(
-                "learning_rate has no effect on federated.flower.app, which trains in its own "
-                "way; remove the table, and set what the app reads in federated.flower.config"
-            )
-        only_datacenter = strategy.policy == "datacenter" or (
-            strategy.policy == "hybrid" and strategy.merge != "transfer"
-        )
-        if self.varies and not federated and not only_datacenter:
-            raise ValueError(
-                f"learning_rate.schedule={self.schedule!r} counts optimizer steps, and nothing "
-                "says how many a federated round is; set federated.local_steps, or "
-                "learning_rate.federated_round_steps"
-            )
-        if self.needs_total and (total is None or total <= self.warmup_steps):
-            known = "does not follow from rounds" if total is None else f"is {total} by rounds"
-            raise ValueError(
-                f"learning_rate.schedule={self.schedule!r} ends at a step, which {known}; set "
-                "learning_rate.total_steps above learning_rate.warmup_steps"
-            )
-
     def scale(self, batch: int) -> float:
         """Factor of the task's rate for an effective batch, in examples.
 

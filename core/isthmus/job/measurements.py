@@ -72,20 +72,6 @@ class EvaluationSection(Section):
         settings = federated.model_copy(update={"quorum": self.quorum, "over_selection": 1.0})
         return settings.for_cohort(self.devices)
 
-    def check(self, federated: FederatedSection, simulated: int) -> None:
-        """Refuse an evaluation that the devices of a job, or the `simulated` ones, are too few for.
-
-        Raises:
-            JobError: with what to change.
-        """
-        needed = self.on_devices(federated).needed
-        devices = max(federated.clients, simulated)
-        if federated.clients and needed > devices:
-            raise JobError(
-                f"{self.devices} devices are to evaluate, at least {needed} of them "
-                f"(evaluation.quorum), and there are {devices}; lower it"
-            )
-
 
 LARGEST_FILE = 1 << 20
 """Bytes of a file of statistics, which is part of the job that all participants receive."""
@@ -108,26 +94,6 @@ class StatisticsSection(Section):
         if self.devices is not None and self.quorum is not None and self.quorum > self.devices:
             raise ValueError(f"quorum={self.quorum} is above devices={self.devices}; lower it")
         return self
-
-    def check(self, federated: FederatedSection) -> None:
-        """Refuse a job that collects statistics and whose devices cannot be summed.
-
-        Raises:
-            ValueError: with what to change.
-        """
-        if not self.collect:
-            return
-        if not federated.secure_aggregation:
-            raise ValueError(
-                "statistics are computed by secure sums only; set federated.secure_aggregation = "
-                "true"
-            )
-        if federated.flower is not None:
-            raise ValueError("statistics are of the data of a task; remove federated.flower")
-        try:
-            self.on_devices(federated)
-        except JobError as error:
-            raise ValueError(f"statistics.devices: {error}") from None
 
     def on_devices(self, federated: FederatedSection) -> FederatedSection:
         """The section of the devices, with the cohort and the quorum of the statistics.

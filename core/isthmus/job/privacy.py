@@ -6,16 +6,11 @@ single examples of a datacenter and of each device.
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from isthmus.job.section import Section
-
-if TYPE_CHECKING:
-    from isthmus.job.datacenter import DatacenterSection
-    from isthmus.job.schema import Job
 
 LARGEST_NOISE = 1e4
 """Largest noise multiplier: with more, nothing can be learned."""
@@ -111,86 +106,6 @@ class PrivacySection(Section):
             return self.participations or possible
         return min(possible, self.participations or possible)
 
-    def most_measurements(self, job: Job) -> int:
-        """Evaluations and comparisons of one device that the noise is made for, in this job."""
-        if self.measurements is not None:
-            return self.measurements
-        evaluation = job.evaluation
-        return -(-job.rounds // evaluation.every) if evaluation.devices else 0
-
-    def check(self, job: Job) -> None:
-        """Refuse a job in which the guarantee would not hold.
-
-        Raises:
-            ValueError: with what to change.
-        """
-        federated = job.federated
-        for reason in (
-            _about_devices(self, job),
-            "federated.flower runs code that Isthmus does not clip; remove one of them"
-            if federated.flower is not None
-            else "",
-            "federated.mode='buffered' sums updates to different models; use 'rounds'"
-            if federated.mode == "buffered"
-            else "",
-            "federated.compression rounds updates after they are clipped, and keeps what noise was "
-            "not added to for later rounds; remove one of them"
-            if federated.compression is not None
-            else "",
-            "federated.groups sums several groups in a round; remove one of them"
-            if federated.groups is not None
-            else "",
-            f"measurements=0 leaves nothing for evaluation.devices={job.evaluation.devices}; "
-            "remove one of them"
-            if job.evaluation.devices and self.measurements == 0
-            else "",
-            f"measurements={self.measurements} are of models on data whose examples "
-            "[federated.privacy] protects, and would get no noise for these; remove it"
-            if self.measurements and federated.privacy is not None
-            else "",
-            "statistics.collect sums counts without noise; remove one of them"
-            if job.statistics.collect
-            else "",
-        ):
-            if reason:
-                raise ValueError(f"privacy: {reason}")
-
-
-def _about_devices(privacy: PrivacySection, job: Job) -> str:
-    federated = job.federated
-    if privacy.mechanism == "distributed" and not federated.secure_aggregation:
-        return (
-            "mechanism='distributed' adds the noise inside the secure sum; set "
-            "federated.secure_aggregation = true"
-        )
-    if privacy.clip_quantile is not None and not federated.secure_aggregation:
-        return (
-            "clip_quantile counts the devices within the bound in the secure sum; set "
-            "federated.secure_aggregation = true"
-        )
-    apart = min(privacy.separation, job.rounds)
-    devices = max(federated.clients, job.simulation.clients or 0)  # enough for one of the two
-    if apart > 1 and federated.clients and devices < apart * federated.needed:
-        return (
-            f"separation={privacy.separation} needs other devices in each of {apart} rounds, "
-            f"{apart * federated.needed} for a quorum of {federated.needed}, and there are "
-            f"{devices}; lower it or federated.cohort, or raise federated.clients"
-        )
-    devices = max(
-        federated.clients, federated.invited, job.simulation.clients or 0, job.evaluation.devices
-    )
-    if privacy.delta >= 1 / devices:
-        return (
-            f"delta={privacy.delta:g} is not below 1 / {devices} devices: it would allow to "
-            "publish one of them; use 1e-5 or less"
-        )
-    if privacy.mechanism == "correlated" and job.rounds > MAX_CORRELATED_ROUNDS:
-        return (
-            f"mechanism='correlated' is for up to {MAX_CORRELATED_ROUNDS} rounds, and rounds="
-            f"{job.rounds}; lower rounds, or use mechanism='gaussian'"
-        )
-    return ""
-
 
 class DatacenterPrivacy(Section):
     """Differential privacy of the datacenter's examples by DP-SGD (Abadi et al. 2016).
@@ -219,98 +134,9 @@ class DatacenterPrivacy(Section):
     population: PopulationName = "datacenter"
     """Whose examples they are: a server keeps one ledger for all jobs with the same name. The steps
     of several datacenters are charged as if all had the same examples."""
-
     overlap: bool = False
     """Whether somebody with a device may also have an example here: the report and the ledger then
     also say what both together reveal. Needs `[privacy]`."""
-
-    def check(self, job: Job) -> None:
-        """Refuse a job in which the guarantee would not hold.
-
-        Raises:
-            ValueError: with what to change.
-        """
-        devices = None if job.privacy is None else job.privacy.population
-        steps = job.datacenter.steps
-        for reason in (
-            f"steps={self.steps} is below datacenter.steps={steps}, those of one round, for which "
-            "the budget would be too small; raise it, or remove it"
-            if self.steps is not None and self.noise is None and self.steps < steps
-            else "",
-            "strategy.merge='transfer' gives devices the mean gradient without noise; use "
-            "'weighted' or 'projected'"
-            if job.strategy.merge == "transfer"
-            else "",
-            "exchange.buffers='recompute' computes running statistics without noise; use 'frozen'"
-            if job.exchange.buffers == "recompute"
-            else "",
-            "overlap=true is about people whose devices are protected too; add a table [privacy], "
-            "or remove it"
-            if self.overlap and job.privacy is None
-            else "",
-            f"population={devices!r} is that of the devices, whose unit is another; choose another"
-            if self.population == devices
-            else "",
-        ):
-            if reason:
-                raise ValueError(f"datacenter.privacy: {reason}")
-
-    def check_layout(self, section: DatacenterSection) -> None:
-        """Refuse a layout in which the gradients of single examples cannot be had.
-
-        Raises:
-            ValueError: with what to change.
-        """
-        for name, needed, why in _LAYOUT:
-            if name == "zero_stage" and self.clipping == "ghost":
-                continue
-            if getattr(section, name) != needed:
-                remedy = f"set {name} = {json.dumps(needed)}"
-                if name == "zero_stage":
-                    remedy += ', or datacenter.privacy.clipping = "ghost"'
-                raise ValueError(
-                    f"datacenter.privacy: {name}={getattr(section, name)!r} does not work with it, "
-                    f"because {why}; {f'remove {name}' if needed is None else remedy}"
-                )
-        batch = section.private_batch
-        if not batch:
-            raise ValueError(
-                "datacenter.privacy: the probability with which an example is in a step follows "
-                "from the number of ranks; set datacenter.data_parallel to it"
-            )
-        if batch > self.examples:
-            raise ValueError(
-                f"datacenter.privacy: a step of {batch} examples (batch_size on all ranks) is more "
-                f"than examples={self.examples}; lower batch_size"
-            )
-        if self.delta >= 1 / self.examples:
-            raise ValueError(
-                f"datacenter.privacy: delta={self.delta:g} is not below 1 / {self.examples} "
-                f"examples: it would allow to publish one of them; use {0.1 / self.examples:.1g}"
-            )
-
-
-_SHARDED = (
-    "fully_shard gathers parameters and reduces gradients by hooks for a batch as a whole, so that "
-    "no rank ever has the gradient of one example"
-)
-_LAYOUT: tuple[tuple[str, object, str], ...] = (
-    ("layout", "given", "it may choose to shard the model"),
-    ("zero_stage", 0, _SHARDED),
-    ("tensor_parallel", 1, "no rank has the whole gradient of an example to clip"),
-    ("pipeline_parallel", 1, "no rank has the whole gradient of an example to clip"),
-    (
-        "precision",
-        "fp32",
-        "the bound on the gradient of an example would not hold with its rounding",
-    ),
-    ("accumulate", 1, "the examples of a step are already taken in parts"),
-    ("compile", False, "torch.compile does not compile per-example gradients"),
-    ("checkpoint_activations", False, "per-example gradients cannot recompute activations"),
-    ("clip_norm", None, "datacenter.privacy.clip already bounds every example's gradient"),
-    ("readers", 0, "they read batches of equal size, and here the size of a step is random"),
-)
-"""Keys of `[datacenter]`, the one value that is possible, and why others are not."""
 
 
 class FederatedPrivacy(Section):
@@ -342,61 +168,6 @@ class FederatedPrivacy(Section):
     def most_participations(self, rounds: int) -> int:
         """Participations that the noise is made for, in a job of so many rounds."""
         return self.participations or rounds
-
-    def check(self, job: Job) -> None:
-        """Refuse a job in which the guarantee would not hold, or a device could not train so.
-
-        Raises:
-            ValueError: with what to change.
-        """
-        federated = job.federated
-        for reason in (
-            "federated.flower runs code of its own on devices, without clipping and noise; remove "
-            "one of them"
-            if federated.flower is not None
-            and (federated.flower.app is not None or federated.flower.server_app is not None)
-            else "",
-            f"federated.precision={federated.precision!r} does not work with it, because each "
-            "example's gradient is computed in float32; remove precision"
-            if federated.precision != "fp32"
-            else "",
-            "federated.compile=true does not work with it, because torch.compile does not compile "
-            "per-example gradients; remove compile"
-            if federated.compile
-            else "",
-            f"federated.accumulate={federated.accumulate} does not work with it, because the "
-            "examples of a step are already taken in parts; remove accumulate"
-            if federated.accumulate != 1
-            else "",
-            "federated.clip_norm does not work with it, because federated.privacy.clip already "
-            "bounds every example's gradient; remove clip_norm"
-            if federated.clip_norm is not None
-            else "",
-            "federated.compression sums the devices' losses with their updates, and these have no "
-            "noise; remove one of them"
-            if federated.compression is not None
-            else "",
-            "federated.local_steps=0 trains nothing; set at least 1"
-            if federated.local_steps == 0
-            else "",
-            "exchange.low_rank trains factors, and the noise would be that of whole matrices; "
-            "remove one of them"
-            if job.exchange.low_rank is not None
-            else "",
-            f"evaluation.devices={job.evaluation.devices} would count on devices without noise; "
-            "evaluate on eval_data()"
-            if job.evaluation.devices
-            else "",
-            "statistics.collect sums counts without noise; remove one of them"
-            if job.statistics.collect
-            else "",
-            self._about_examples(federated.batch_size),
-        ):
-            if reason:
-                raise ValueError(f"federated.privacy: {reason}")
-
-    def _about_examples(self, batch_size: int) -> str:
-        return "" if self.examples is None else self.refusal(self.examples, batch_size, "examples=")
 
     def refusal(self, examples: int, batch_size: int, whose: str) -> str:
         """Why the guarantee makes no sense for a device with so many examples; empty if it does.

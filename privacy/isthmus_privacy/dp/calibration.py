@@ -73,7 +73,7 @@ class NoisePlan:
             JobError: no noise meets the budget, or the job's noise does not.
         """
         assert job.privacy is not None
-        return cls.of(job.privacy, job.rounds, job.privacy.most_measurements(job))
+        return cls.of(job.privacy, job.rounds, job.most_measurements)
 
     @classmethod
     def of(cls, privacy: PrivacySection, rounds: int, measurements: int = 0) -> Self:

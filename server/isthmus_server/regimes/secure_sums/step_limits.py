@@ -10,7 +10,7 @@ allow for devices that all run on one loaded machine:
 In a short step, each of the n devices verifies n signatures and does two key agreements for each
 of about 2 k neighbours.
 
->>> from isthmus.job.schema import TimeSection
+>>> from isthmus.job.tables import TimeSection
 >>> from isthmus_privacy.secagg.config import RoundConfig
 >>> config = RoundConfig(
 ...     run_id="demo", round=1, attempt=1, model_hash=bytes(32), purpose=bytes(32),
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from isthmus_privacy.secagg.config import RoundConfig
 
 if TYPE_CHECKING:
-    from isthmus.job.schema import TimeSection
+    from isthmus.job.tables import TimeSection
 
 _SHORTEST_SECONDS = 60.0
 _PAIR_SECONDS = 0.001

@@ -8,7 +8,7 @@ from tests.server.regimes.secure_run import NAMES, SecureRun
 from tests.server.waiting import wait_until
 
 from isthmus.job import with_changes
-from isthmus.job.schema import TimeSection
+from isthmus.job.tables import TimeSection
 from isthmus.transport.blobs import describe
 from isthmus_clients.training.history_files import LogEnd, write_head
 from isthmus_clients.training.history_log import HistoryLog
