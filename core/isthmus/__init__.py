@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from isthmus.errors import IsthmusError, JobError, TaskError, UpdateError, UserError
 from isthmus.task.definition import Participant, StepLoss, Task
 from isthmus.task.loading import load_task
+from isthmus.task.measurements.columns import Category, Column
 from isthmus.task.measurements.metrics import BinnedScores, Confusion, Mean
-from isthmus.task.measurements.statistics import Category, Column
 
 if TYPE_CHECKING:
     run: Any

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import Dataset
 
+    from isthmus.task.measurements.columns import Category, Column
     from isthmus.task.measurements.metrics import DeviceMetric
-    from isthmus.task.measurements.statistics import Category, Column
 
     Values = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     Made = torch.optim.Optimizer | tuple[torch.optim.Optimizer, LRScheduler]
