@@ -73,12 +73,13 @@ def _findings(store: Store) -> Iterator[Finding]:
         return f"round log: {rows} rows, {attempts} attempts, {events} events"
 
     def description() -> str:
-        check_description(store)
+        check_description(store.directory, store.log)
         return "job.json"
 
     def checkpoints() -> str:
-        check_no_newer_checkpoint(store)
-        return f"checkpoints: none is newer than the last round, {store.last_round()}"
+        last = store.last_round()
+        check_no_newer_checkpoint(store.directory, store.checkpoints, last)
+        return f"checkpoints: none is newer than the last round, {last}"
 
     yield _finding("round log", log)
     yield _finding("job.json", description)
@@ -108,10 +109,11 @@ def _findings(store: Store) -> Iterator[Finding]:
                 return f"checkpoints/{path.name} of round {round_}: {path.stat().st_size} bytes"
 
             yield _finding(f"checkpoints/{path.name}", file)
-    if store.status()[0] == "finished":
+    status, _, final = store.status()
+    if status == "finished":
 
         def model() -> str:
-            check_final_model(store)
+            check_final_model(store.directory, store.checkpoints, status, final)
             return FINAL_MODEL
 
         yield _finding(FINAL_MODEL, model)
@@ -156,10 +158,15 @@ class _Rollback:
         self.directory = store.directory
         self.last = store.last_round()
         self.status, _, self.final = store.status()
-        self.job_damaged = not self._passes(lambda: check_description(store))
-        self.model_damaged = not self._passes(lambda: check_final_model(store))
+        checkpoints = store.checkpoints
+        self.job_damaged = not self._passes(partial(check_description, self.directory, store.log))
+        self.model_damaged = not self._passes(
+            partial(check_final_model, self.directory, checkpoints, self.status, self.final)
+        )
         log_damaged = not self._passes(store.log.check)
-        newer = not self._passes(lambda: check_no_newer_checkpoint(store))
+        newer = not self._passes(
+            partial(check_no_newer_checkpoint, self.directory, checkpoints, self.last)
+        )
         self.damaged = self.job_damaged or self.model_damaged or log_damaged or newer
 
     def carry_out(self) -> RolledBack:

@@ -28,7 +28,12 @@ from pathlib import Path
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus_server.storage.checkpoints import Checkpoints, replacing
-from isthmus_server.storage.damage_checks import FINAL_MODEL, check_description, check_run
+from isthmus_server.storage.damage_checks import (
+    FINAL_MODEL,
+    check_description,
+    check_final_model,
+    check_no_newer_checkpoint,
+)
 from isthmus_server.storage.events import LoggedEvent, ReportedEvent, logged_event_from_json
 from isthmus_server.storage.records import (
     CommittedState,
@@ -115,7 +120,10 @@ class Store:
             description = RunDescription.read(directory)
             store = cls(directory, description, read_log(directory / "run.sqlite"))
             try:
-                (check_run if check else check_description)(store)
+                if check:
+                    store.check()
+                else:
+                    check_description(directory, store.log)
             except BaseException:
                 store.close()
                 raise
@@ -151,6 +159,19 @@ class Store:
             log = SealedDatabase(directory / "run.sqlite", SCHEMA)
             log.catch_up_head()
             return cls(directory, description, log)
+
+    def check(self) -> None:
+        """Check what the run continues from, except the checkpoints, which are checked when read.
+
+        Raises:
+            DamagedError: with the first damage.
+            sqlite3.Error: the log cannot be read for another reason.
+        """
+        self.log.check()
+        check_description(self.directory, self.log)
+        check_no_newer_checkpoint(self.directory, self.checkpoints, self.last_round())
+        status, _, final = self.status()
+        check_final_model(self.directory, self.checkpoints, status, final)
 
     def close(self) -> None:
         """Close the log."""
