@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from isthmus.errors import UserError
 from isthmus.task import Task, load_task
@@ -15,13 +15,19 @@ from isthmus_server.strategy.policy import BEST, SERVED
 if TYPE_CHECKING:
     from torch import nn
 
-    from isthmus_server.python.run import Run
-
 DELIVERED = "delivered"
 LAST = "last"
 
 
-def load_model(run: Run | Path | str, round: str | int = DELIVERED) -> nn.Module:  # noqa: A002 - as users call it
+class HasDirectory(Protocol):
+    """What is read of a run, such as an `isthmus.Run`."""
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+
+
+def load_model(run: HasDirectory | Path | str, round: str | int = DELIVERED) -> nn.Module:  # noqa: A002 - as users call it
     """The task's model with the weights of a run, on the CPU and in evaluation mode.
 
     Args:
