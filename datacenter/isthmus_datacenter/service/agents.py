@@ -19,8 +19,9 @@ from typing import Protocol
 import torch.distributed as dist
 
 from isthmus.transport.backoff import Backoff
+from isthmus_datacenter.service.agent_settings import AgentSettings
 from isthmus_datacenter.service.control_store import ControlStore
-from isthmus_datacenter.service.fork_server import AgentForkServer, AgentSettings
+from isthmus_datacenter.service.fork_server import AgentForkServer
 from isthmus_datacenter.service.logs import delete_old_logs, last_line
 
 MAX_RECONNECT_SECONDS = 1.0

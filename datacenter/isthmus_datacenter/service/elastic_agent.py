@@ -26,8 +26,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from isthmus.system.process import die_with_parent
 from isthmus_datacenter.messages import Incarnation, RankFailure
 from isthmus_datacenter.service import rank
+from isthmus_datacenter.service.agent_settings import AgentSettings
 from isthmus_datacenter.service.control_store import ControlStore
-from isthmus_datacenter.service.fork_server import AgentSettings
 from isthmus_datacenter.service.logs import last_line
 
 MONITOR_SECONDS = 0.1

@@ -8,9 +8,7 @@ however that one ends. The fork server ends with the process that started it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
-import json
 import multiprocessing
 import os
 import select
@@ -22,39 +20,10 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from isthmus.system.process import die_with_parent
+from isthmus_datacenter.service.agent_settings import AgentSettings
 
 PRELOADED_MODULE = "isthmus_datacenter.service.elastic_agent"
 """Imports everything that agents and ranks need."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AgentSettings:
-    """The arguments of an agent process."""
-
-    host: str
-    port: int
-    """Port of the service's control store."""
-    generation: int
-    participant: str
-    """Name of the datacenter on the link."""
-    state: str
-    """Directory of the checkpoints."""
-    ranks: int
-    """Ranks on this node."""
-    nodes: int = 1
-    restarts: int
-    """Restarts of the ranks before the agent ends; the service then starts another one."""
-    logs: str
-    """Directory for the output of the ranks."""
-
-    def to_json(self) -> str:
-        """Encode the settings for the nodes of a cluster."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> AgentSettings:
-        """Decode what `to_json` returned."""
-        return cls(**json.loads(text))
 
 
 class AgentForkServer:

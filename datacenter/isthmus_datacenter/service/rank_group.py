@@ -24,6 +24,7 @@ from isthmus_datacenter.messages import (
     Incarnation,
     ProgressReport,
 )
+from isthmus_datacenter.service.agent_settings import AgentSettings
 from isthmus_datacenter.service.agents import Agents, LocalAgent, RemoteAgents
 from isthmus_datacenter.service.command_monitor import (
     CancelIgnoredError,
@@ -31,7 +32,7 @@ from isthmus_datacenter.service.command_monitor import (
     IncarnationLostError,
 )
 from isthmus_datacenter.service.control_store import ControlStore, ControlStoreThread
-from isthmus_datacenter.service.fork_server import AgentForkServer, AgentSettings
+from isthmus_datacenter.service.fork_server import AgentForkServer
 
 MAX_RESTARTS = 3
 """Restarts of the ranks within one command before it fails."""
