@@ -4,6 +4,7 @@ import ast
 import collections
 import contextlib
 import dataclasses
+import graphlib
 import hashlib
 import json
 import re
@@ -280,6 +281,47 @@ def test_imports_go_down_only():
         check=False,
     )
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def imported(path, modules):
+    """The project's modules that a file imports, also in functions and for annotations only."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom) and node.module in modules:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in modules else node.module
+
+
+def import_graph(root, folders):
+    """For each module of some source roots, the modules that it imports."""
+    modules = {}
+    for folder in folders:
+        for path in (root / folder).rglob("*.py"):
+            parts = path.relative_to(root / folder).with_suffix("").parts
+            modules[".".join(parts).removesuffix(".__init__")] = path
+    return {name: set(imported(path, modules)) - {name} for name, path in modules.items()}
+
+
+def test_no_files_import_each_other():
+    graph = import_graph(ROOT, ROOTS)
+    assert len(graph) > 400
+    graphlib.TopologicalSorter(graph).prepare()  # its CycleError names the files of a circle
+
+
+def test_imports_for_annotations_and_in_functions_are_part_of_a_circle(tmp_path):
+    package = tmp_path / "root/package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "first.py").write_text("def use():\n    from package import second\n")
+    (package / "second.py").write_text("if TYPE_CHECKING:\n    from package.first import use\n")
+    graph = import_graph(tmp_path, ["root"])
+    assert graph == {
+        "package": set(),
+        "package.first": {"package.second"},
+        "package.second": {"package.first"},
+    }
 
 
 @pytest.mark.parametrize("module", ["isthmus_clients.device.agent", "isthmus_clients.commands"])
