@@ -78,8 +78,12 @@ class RoundVector:
         """Add and subtract the masks of keys, in place; see `add_masks`."""
         add_masks(self.elements, plus, minus, threads=threads)
         if len(self.figures):
-            keys = [[_figures_key(key) for key in each] for each in (plus, minus)]
-            add_masks(self.figures, *keys, threads=1)
+            add_masks(
+                self.figures,
+                [_figures_key(key) for key in plus],
+                [_figures_key(key) for key in minus],
+                threads=1,
+            )
 
 
 def _figures_key(key: bytes | bytearray) -> bytes:

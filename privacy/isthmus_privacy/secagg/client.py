@@ -215,9 +215,9 @@ class ClientSession:
         with self._step(Stage.CONSISTENCY_CHECK):
             self._check_survivors(survivors)
             self._survivors = survivors
-            fields = survivors.signed_fields()
             return ConsistencySignature(
-                self._entry.name, self._identity.sign(ConsistencySignature.TAG, *fields)
+                self._entry.name,
+                self._identity.sign(ConsistencySignature.TAG, *survivors.signed_fields()),
             )
 
     def reveal_unmasking_shares(self, quorum: ConsistencySignatures) -> UnmaskingShares:

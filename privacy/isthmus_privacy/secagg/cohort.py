@@ -145,7 +145,7 @@ class Cohort:
         """
         ciphertext = sealed[:CIPHERTEXT_BYTES]
         part = sealed[CIPHERTEXT_BYTES:_SHARES_AT]
-        pair = NUMBER.write(owner), NUMBER.write(holder)
+        pair = (NUMBER.write(owner), NUMBER.write(holder))
         key = mask.decapsulate(
             self.entry(owner).mask_key, ciphertext, self.hash, "mask-part-key", *pair
         )
@@ -190,13 +190,25 @@ class Cohort:
         """
         low, high = sorted((one, other))
         combined = tagged("mask-parts", parts.get(low, b""), parts.get(high, b""))
-        info = NUMBER.write(low), NUMBER.write(high), POSITION_SET.write(share_owners)
-        return keys.derive(combined, self.hash, "pair", *info)
+        return keys.derive(
+            combined,
+            self.hash,
+            "pair",
+            NUMBER.write(low),
+            NUMBER.write(high),
+            POSITION_SET.write(share_owners),
+        )
 
     def _context(self, owner: int, holder: int, sealed_part: bytes) -> bytes:
         """Associated data of encrypted shares."""
-        numbers = map(NUMBER.write, (owner, holder, self.graph.threshold))
-        return tagged("share", self.hash, *numbers, hashlib.sha256(sealed_part).digest())
+        return tagged(
+            "share",
+            self.hash,
+            NUMBER.write(owner),
+            NUMBER.write(holder),
+            NUMBER.write(self.graph.threshold),
+            hashlib.sha256(sealed_part).digest(),
+        )
 
 
 def check_roster(

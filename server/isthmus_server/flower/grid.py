@@ -193,7 +193,8 @@ class LinkGrid(RunScopedGrid):
                 encoded[key] = describe(payload), payload
             id_ = f"{self.run_id}/{next(self._ids)}"
             name = names.get(outgoing.metadata.dst_node_id)
-            coroutine = self._call(name, id_, outgoing, *encoded[key], max_bytes, seconds)
+            records, payload = encoded[key]
+            coroutine = self._call(name, id_, outgoing, records, payload, max_bytes, seconds)
             batch[id_] = asyncio.create_task(coroutine)
         return batch
 

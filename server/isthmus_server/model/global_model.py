@@ -105,12 +105,15 @@ class GlobalModel:
     @classmethod
     def of(cls, job: Job, task: Task, *, shared: bool = False) -> GlobalModel:
         """The model of a job; raises the same errors, and those of `check_compression`."""
-        strategy = job.strategy
-        bits = job.federated.download_bits
-        optimizer = strategy.server_optimizer
-        average = strategy.served_average
-        first = task, job.seed, optimizer, average, job.exchange
-        model = cls(*first, shared=shared, change_bits=bits)
+        model = cls(
+            task,
+            job.seed,
+            job.strategy.server_optimizer,
+            job.strategy.served_average,
+            job.exchange,
+            shared=shared,
+            change_bits=job.federated.download_bits,
+        )
         if job.federated.compression is not None:
             one_in_of = job.federated.compression.one_in_of
             check_compression(model.layout, one_in_of, job.exchange.buffers)

@@ -54,8 +54,12 @@ class ServerAppProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", *PROGRAM),
-                *(str(theirs.fileno()), str(os.getpid()), json.dumps(start)),
+                sys.executable,
+                "-P",
+                *PROGRAM,
+                str(theirs.fileno()),
+                str(os.getpid()),
+                json.dumps(start),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,

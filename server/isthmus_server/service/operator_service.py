@@ -347,9 +347,10 @@ async def _console_of(
     state = server.members.directory
     served = ObservedServer(server, runner)
     check = OperatorsOnly(served.pair, served.authority, LoopObserver(), served.registered)
-    local = tls.is_loopback(address[0])
+    host, port = address
+    local = tls.is_loopback(host)
     token = kept_token(state) if local else ""
-    listener = ConsoleListener(state, *address, token=token, check=check)
+    listener = ConsoleListener(state, host, port, token=token, check=check)
     async with listener.serving():
         where = f"console at {listener.address}"
         if local and runner.console.is_terminal:

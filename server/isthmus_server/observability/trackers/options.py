@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -61,4 +62,15 @@ def tracker_of(option: str) -> tuple[str, TrackedBy]:
             return TensorBoardFiles()
         return MlflowServer(where or None) if name == "mlflow" else WeightsAndBiases(where or None)
 
-    return name, lambda *run: TrackerSink(name, tracker(), *run)
+    return name, functools.partial(_tracker_sink, name, tracker)
+
+
+def _tracker_sink(
+    name: str,
+    tracker: Callable[[], Tracker],
+    job: Job,
+    run_id: str,
+    directory: Path,
+    earlier: Callable[[], Iterable[EndedAttempt]],
+) -> TrackerSink:
+    return TrackerSink(name, tracker(), job, run_id, directory, earlier)

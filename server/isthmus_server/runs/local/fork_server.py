@@ -193,8 +193,9 @@ def _serve(
                 fork_end.close()
                 for handle in running:
                     os.close(handle)
-                about = request["arguments"], request["log"]
-                _run_and_exit(_run_program, fork_server, *about, program)
+                _run_and_exit(
+                    _run_program, fork_server, request["arguments"], request["log"], program
+                )
             running[os.pidfd_open(pid)] = pid
             fork_end.send(json.dumps({"number": request["number"], "pid": pid}).encode())
 

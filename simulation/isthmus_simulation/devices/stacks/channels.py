@@ -108,15 +108,22 @@ class StackedChannels(TorchFunctionMode):
     ) -> torch.Tensor | None:
         if return_indices:
             return None
-        pairs = map(_pair, (kernel_size, stride or kernel_size, padding, dilation))
-        options = *pairs, ceil_mode
         source = inputs
         rectify = False
         if inputs in self._rectified:
             rectified: _Rectified = self._rectified[inputs]
             rectify = rectified.state == _Rectified.state_of(rectified.source, inputs)
             source = rectified.source if rectify else inputs
-        values: torch.Tensor = _MaxPool.of(source, rectify, *options)[0]
+        found = _MaxPool.of(
+            source,
+            rectify,
+            _pair(kernel_size),
+            _pair(stride or kernel_size),
+            _pair(padding),
+            _pair(dilation),
+            ceil_mode,
+        )
+        values: torch.Tensor = found[0]
         return values
 
 
@@ -140,8 +147,9 @@ def _convolution(
 ) -> torch.Tensor | None:
     if isinstance(padding, str):
         return None
-    pairs = map(_pair, (stride, padding, dilation))
-    result: torch.Tensor = _Convolution.of(inputs, weight, bias, *pairs, groups)
+    result: torch.Tensor = _Convolution.of(
+        inputs, weight, bias, _pair(stride), _pair(padding), _pair(dilation), groups
+    )
     return result
 
 
@@ -211,8 +219,9 @@ class _ConvolutionBackward(_Operation):
         *options: Any,
     ) -> Any:
         *sizes, groups = options
-        arguments = gradient, inputs, weight, [len(weight)], *sizes, False, [0, 0], groups, wanted
-        found = aten.convolution_backward(*arguments)
+        found = aten.convolution_backward(
+            gradient, inputs, weight, [len(weight)], *sizes, False, [0, 0], groups, wanted
+        )
         return tuple(each for each, is_wanted in zip(found, wanted, strict=True) if is_wanted)
 
     @staticmethod

@@ -207,23 +207,23 @@ class Gradients:
         weights: torch.Tensor,
     ) -> float | None:
         """The length of the difference of a device's gradients, as a part of them."""
-        batch = inputs, target, weights
-        self._prepare(stacked, batch)
+        self._prepare(stacked, (inputs, target, weights))
         predictable = Predictable() if self.are_random else contextlib.nullcontext()
         is_present = weights[k] > 0
         model = self._scored.model.train()
-        example = inputs[k][is_present], target[k][is_present]
+        own_inputs = inputs[k][is_present]
+        own_target = target[k][is_present]
         named = dict(model.named_parameters())
         parameters = [named[name] for name in stacked]
         device = inputs.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []), predictable:
-            found, _ = self(stacked, *batch)
+            found, _ = self(stacked, inputs, target, weights)
             with user_code("loss()"), torch.enable_grad():
-                examples = self._scored(*example)
+                examples = self._scored(own_inputs, own_target)
                 loss = (examples * weights[k][is_present]).sum()
                 alone = torch.autograd.grad(loss, parameters, allow_unused=True)
             with user_code("loss()"), torch.no_grad():
-                again = self._scored(*example)
+                again = self._scored(own_inputs, own_target)
         if not torch.allclose(examples, again, rtol=1e-5, atol=1e-7, equal_nan=True):
             raise TaskError(
                 "stacked models repeat a recorded step, and forward() or loss() computes another "

@@ -225,12 +225,14 @@ class StackedTraining:
             return ends, [0.0] * k, means if passes else {}
         count = places(k, self._most_devices)
         empty = count - k
-        padded = [*datasets, *[datasets[0]] * empty], [*indices, *[[]] * empty]
-        batch_size = self.job.federated.batch_size
-        inputs, targets, present = (
-            each.to(self.device)
-            for each in stacked_batches(self.task, *padded, steps_max, batch_size)
+        batches = stacked_batches(
+            self.task,
+            [*datasets, *[datasets[0]] * empty],
+            [*indices, *[[]] * empty],
+            steps_max,
+            self.job.federated.batch_size,
         )
+        inputs, targets, present = (each.to(self.device) for each in batches)
         stacked = {name: part.expand(count, *part.shape).clone() for name, part in model.items()}
         self._load(model)
         optimizers, check_schedules = stacked_optimizers(
@@ -257,13 +259,16 @@ class StackedTraining:
         rates = None
         for step in range(steps_max):
             optimizers.go_to(position.of_step(step, steps_max))
-            batch = inputs[step], targets[step], weights[step]
             if may_be_plain and (step == 0 or optimizers.needs_position):
                 rates = plain_descent(optimizers, stacked)
             if rates is not None:
-                examples = self.gradients.descend(stacked, *batch, rates)
+                examples = self.gradients.descend(
+                    stacked, inputs[step], targets[step], weights[step], rates
+                )
             else:
-                gradients, examples = self.gradients(stacked, *batch)
+                gradients, examples = self.gradients(
+                    stacked, inputs[step], targets[step], weights[step]
+                )
                 for name, gradient in gradients.items():
                     is_used = name not in self.gradients.unused
                     if not is_used and name not in added:
