@@ -120,6 +120,9 @@ def test_the_commands_of_the_readme_work_as_installed(folder: Path) -> None:
     [
         "docs/getting-started.md",
         "docs/tasks.md",
+        "docs/strategy.md",
+        "docs/own-policies.md",
+        "docs/exchange.md",
         "docs/operations.md",
         "docs/python.md",
         "docs/privacy.md",

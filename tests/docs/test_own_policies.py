@@ -1,4 +1,4 @@
-"""The policies in docs/strategy.md work as the page says."""
+"""The policies in docs/own-policies.md work as the page says."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def documented_policies():
     names = {}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/strategy.md").read_text(), re.S):
+    page = (ROOT / "docs/own-policies.md").read_text()
+    for block in re.findall(r"```python(?: title=.*?)?\n(.*?)```", page, re.S):
         exec(block, names)
     return SimpleNamespace(**names)
 
