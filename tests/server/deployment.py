@@ -13,6 +13,7 @@ from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.store import Store
 from isthmus_server.views.report import read_report
 
@@ -171,7 +172,7 @@ class Deployment:
     async def run(self, name, *overrides, **options):
         """Run a new job to its end; returns the report and the final model."""
         store = self.create_run(name, *overrides)
-        final = await Coordinator(store, self.link, **options).run()
+        final = await Coordinator(RunParts.of(store, self.link, **options)).run()
         return read_report(store).to_json(), final
 
     async def run_until_killed(self, coordinator, kind, round_):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from isthmus.job.measurements import EvaluationSection
 from isthmus_server.model.global_model import GlobalModel
-from isthmus_server.storage.checkpoints import Saved
+from isthmus_server.storage.checkpoints import Checkpoints, Saved
 from isthmus_server.storage.run_state import RunState
-from isthmus_server.storage.store import Store
 from isthmus_server.strategy.observation import best_round, improves
 from isthmus_server.strategy.policy import BEST, CURRENT, INITIAL, SERVED, PastRound, Plan
 
@@ -30,13 +30,21 @@ class ModelVersions:
     def __init__(
         self,
         model: GlobalModel,
-        store: Store,
+        checkpoints: Checkpoints,
+        evaluation: EvaluationSection,
         extension: FederatedExtension | None = None,
     ) -> None:
-        """The state of `extension` is stored with the server optimizer's."""
+        """Prepare.
+
+        Args:
+            model: of the run.
+            checkpoints: of the run.
+            evaluation: the job's table, which says whether a best model is kept.
+            extension: its state is stored with the server optimizer's.
+        """
         self._model = model
-        self._checkpoints = store.checkpoints
-        self._evaluation = store.job.evaluation
+        self._checkpoints = checkpoints
+        self._evaluation = evaluation
         self._extension = extension
 
     def names(self, saved: Mapping[str, Saved]) -> tuple[str, ...]:

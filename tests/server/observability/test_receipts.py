@@ -15,6 +15,7 @@ from isthmus_server.observability.listener import MetricsListener
 from isthmus_server.observability.metrics import RunMetrics
 from isthmus_server.observability.observers import Observers
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import EventStream
 from isthmus_server.views.explain import explain
 from isthmus_server.views.explanation_page import show
@@ -58,7 +59,9 @@ async def test_a_rejected_a_dropped_and_a_late_device_are_told_apart(deployment,
     observers = Observers(Console(), lines=JsonLines(lines), metrics=listener)
     events = EventStream()
     async with observers.watching(store, events, "job"):
-        running = asyncio.create_task(Coordinator(store, deployment.link, events).run())
+        running = asyncio.create_task(
+            Coordinator(RunParts.of(store, deployment.link, events)).run()
+        )
         await wait_until(lambda: len(at_work) == 2)
         deployment.link.disconnect("c", GONE)
         await acknowledged.wait()

@@ -31,7 +31,7 @@ from isthmus_server.rounds.device_sums.followed_metrics import (
     known_metrics,
 )
 from isthmus_server.rounds.device_sums.summing import DeviceSummation, DeviceSums
-from isthmus_server.rounds.readiness import Retries
+from isthmus_server.rounds.retries import GivenUp, Retries
 from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.policy import Policy
 from isthmus_server.strategy.round_spec import RoundSpec, evaluates
@@ -202,17 +202,21 @@ class RoundEvaluator:
         context = self._context
         served = iter([self._model.served_vector])
         async with published(context.link, context.layout, context.spool, served, 1) as blob:
-            while True:
-                try:
-                    sums = await self._summation.attempt(size, round_, first + retries.failed, blob)
-                except RoundFailed as failed:
-                    tried.append(failed.receipts if isinstance(failed, AttemptFailed) else ())
-                    failure = failed
-                    if retries.give_up(failed):
-                        return None, tried, failure
-                    await retries.pause(failed)
-                else:
-                    return sums, [*tried, sums.receipts], failure
+
+            async def attempt() -> DeviceSums:
+                number = first + retries.failed  # numbers of attempts only grow
+                return await self._summation.attempt(size, round_, number, blob)
+
+            def note_failure(failed: RoundFailed, last: bool) -> None:
+                nonlocal failure
+                failure = failed
+                tried.append(failed.receipts if isinstance(failed, AttemptFailed) else ())
+
+            try:
+                sums = await retries.until_done(attempt, note_failure)
+            except GivenUp:
+                return None, tried, failure
+            return sums, [*tried, sums.receipts], failure
 
 
 def _figures(vector: EvaluationVector, sums: DeviceSums) -> dict[str, float]:
