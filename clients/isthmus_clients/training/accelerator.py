@@ -55,7 +55,7 @@ class Accelerators:
 
     @classmethod
     def present(cls) -> Accelerators:
-        """Those that PyTorch finds."""
+        """The accelerators that PyTorch finds."""
         import torch
 
         return cls(torch.cuda.device_count(), torch.backends.mps.is_available())

@@ -115,7 +115,7 @@ class DeviceRun:
         self._validation: Dataset[Any] | None = None
         """Loaded when the model is evaluated for the first time."""
         self._schedules: dict[str, ScheduleState] = {}
-        """Those of the last round, from which the next one's continue."""
+        """State of the last round's schedules, from which the next one's continue."""
         parts = self.job.federated.accumulate > 1
         self._gradient = StepGradient(self.task, self._trained, self._arithmetic, accumulates=parts)
         self._open_data()
@@ -131,7 +131,7 @@ class DeviceRun:
             self._private = PrivateSteps(self.task, self.model, self.data, self.job, device)
 
     def for_device(self, participant: Participant) -> DeviceRun:
-        """The same run on another device that is simulated in this process.
+        """This run on another device that is simulated in this process.
 
         All share the memory of one model, so that only one of them can train at a time.
 

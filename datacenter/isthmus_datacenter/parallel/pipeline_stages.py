@@ -236,7 +236,7 @@ def _stage_view(
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """The same module with its own tables of parameters, buffers, children and hooks."""
+    """A copy that shares the tensors, with its own tables of parameters, buffers and children."""
     clone = copy.copy(module)
     for key, value in clone.__dict__.items():
         if isinstance(value, (dict, set)):

@@ -27,7 +27,7 @@ class IncarnationLostError(Exception):
     def __init__(self, reason: str, *, ranks_run: bool = False) -> None:
         super().__init__(reason)
         self.ranks_run = ranks_run
-        """Its ranks still run, and must be killed."""
+        """Whether the incarnation's ranks still run, and must be killed."""
 
 
 class CancelIgnoredError(Exception):

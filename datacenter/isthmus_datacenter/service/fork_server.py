@@ -101,7 +101,7 @@ class AgentProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id; waits until it is started.
+        """Process id of the fork; waits until it is started.
 
         Raises:
             EOFError: the fork server ended before.

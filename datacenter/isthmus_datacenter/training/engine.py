@@ -105,7 +105,7 @@ class Engine:
         self.round = 0
         """The round that is trained, from 1; 0 before the first."""
         self._schedules: Mapping[str, ScheduleState] = {}
-        """Those at the last round's start, from which those of a new optimizer continue."""
+        """Schedules at the last round's start, from which those of a new optimizer continue."""
         self.figures: dict[str, float] = {}
         """Profile of the last round."""
         self.shard, self.forward_backward, self.optimizer = self._build_initial_state()

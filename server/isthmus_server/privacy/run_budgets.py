@@ -48,7 +48,7 @@ class RunBudgets:
     devices: PrivacyBudget | None
     examples: ExamplesBudget | None
     ledger: Ledger | None
-    """Of the run; None without privacy."""
+    """Ledger of the run; None without privacy."""
     _opened: contextlib.ExitStack
 
     @classmethod

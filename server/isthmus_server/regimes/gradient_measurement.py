@@ -37,7 +37,7 @@ _MIN_LEFT = 2.0**-20
 _FINER = 2.0**-10
 """Factor of the largest element that fits after a measurement that was lost in rounding."""
 _MAX_EXPONENT = 100
-"""Of the scale: the product is to be a normal float32."""
+"""Largest exponent of the scale: the product is to be a normal float32."""
 
 
 def scale_for(

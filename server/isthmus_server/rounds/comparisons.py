@@ -64,11 +64,11 @@ class _Begun:
     """An attempt at a comparison that devices are asked for."""
 
     state: RunState
-    """Of the run before it."""
+    """State of the run before the attempt."""
     number: int
-    """The comparison's, from 1."""
+    """Number of the comparison, from 1."""
     attempt: int
-    """The attempt's at the comparison, from 1."""
+    """Number of the attempt at the comparison, from 1."""
     started: float
     """When it began, in seconds of the run's clock."""
 

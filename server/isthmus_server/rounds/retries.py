@@ -26,7 +26,7 @@ class GivenUp(Exception):
     def __init__(self, failure: RoundFailed, attempts: int) -> None:
         super().__init__(str(failure))
         self.failure = failure
-        """That of the last attempt."""
+        """The failure of the last attempt."""
         self.attempts = attempts
         """Attempts that were made."""
 
@@ -49,7 +49,7 @@ class Retries:
         self._counted = 0
         self._excused_since: float | None = None
         self._task_failures: Collection[str] = ()
-        """Those of the last attempt."""
+        """Reasons for which tasks failed in the last attempt."""
 
     def give_up(self, error: RoundFailed) -> bool:
         """Count a failed attempt; returns whether it was the last."""

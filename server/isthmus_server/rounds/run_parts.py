@@ -65,15 +65,15 @@ class RunParts:
     """Decides each round."""
     model: GlobalModel
     versions: ModelVersions
-    """Of the model, in memory and as checkpoints."""
+    """Versions of the model, in memory and as checkpoints."""
     budgets: RunBudgets
-    """Of privacy."""
+    """Budgets of privacy."""
     roster: ParticipantRoster
     """The participants that are ready."""
     cohorts: CohortSelector
     """Selects devices."""
     limits: RunLimits
-    """Of the job, on decisions and on attempts."""
+    """Limits of the job, on decisions and on attempts."""
     readiness: RoundReadiness
     """Waits until a plan can be carried out."""
     federated: FederatedRegime

@@ -35,7 +35,7 @@ _ROUNDING = {"cpu": 2.0**-16}
 _ROUNDING_ELSEWHERE = 2.0**-10
 """Convolutions on GPUs are TensorFloat-32 by default, with 10 bits."""
 _TOLERANCE = 4e-3
-"""Of squared norms, relative to those that `check` computes otherwise."""
+"""Largest error of squared norms, relative to those that `check` computes otherwise."""
 _NEGLIGIBLE = 1e-6
 """Share of the squared norm of all parameters."""
 _IN_PLACE_OF_ZERO = 0.02

@@ -373,7 +373,7 @@ class SecureAggregationAttempt:
     # -- receipts ----------------------------------------------------------------------------------
 
     def _all_receipts(self, summed: Collection[str]) -> list[Receipt]:
-        """Of the whole cohort; devices in the sum are accepted even if they left later."""
+        """Receipts of the whole cohort; devices in the sum are accepted even if they left later."""
         for name in summed:
             earlier = self._receipts.get(name)
             reason = f"its update is in; later: {earlier.reason}" if earlier else ""

@@ -100,7 +100,7 @@ class GroupedAttempt:
         self._signed: set[str] = set()
         """Groups whose survivors have signed."""
         self._unmasked: set[str] = set()
-        """Those of them that were then let through."""
+        """Signed groups that were then let through."""
 
     async def run(self) -> FederatedResult:
         """Run the sums of all groups, and return their mean.

@@ -31,7 +31,7 @@ class DatacenterRole:
     transfer_weight: float = 0.0
     """Weight with which devices apply its gradient; 0: they do not."""
     datacenter_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The same for each of several datacenters, by its name."""
+    """Transfer weight of each of several datacenters, by its name."""
     trains: bool = False
     """Whether it trains in parallel with the devices instead."""
     measures: bool = False
