@@ -230,6 +230,7 @@ class ComparisonRunner:
                 candidates=candidates,
             )
             check_budgets_left(settings, self._cohorts, _WHAT)
+            # Only now: whom a sum may contain depends on the digest of what it is about.
             cohort = self._cohorts.select_for_comparison(number, settings, blob.sha256)
             check_quorum(cohort, settings, _WHAT)
             self._cohorts.note_asked(cohort.examples, cohort.draw)
@@ -238,6 +239,8 @@ class ComparisonRunner:
             if context.privacy is not None:
                 norm = paired_scores.centred_norm(len(candidates))
                 noisy = NoisySum(context.privacy, "comparison", norm)
+                # Charged before a device is asked, as rounds are: after a crash no charge is
+                # missing.
                 charged = noisy.charged(number, attempt, cohort.examples)
             with charged:
                 if settings.secure_aggregation:
@@ -360,5 +363,6 @@ async def _plaintext_scores(
         cohort, needed=settings.needed, sent_bytes=work.models.size
     )
     if noisy is not None:
+        # Centred vectors are shorter, and the noise is in proportion to the longest.
         vectors = [paired_scores.centred(vector) for vector in vectors]
     return _released(torch.stack(vectors).mean(0), len(vectors), receipts, noisy)

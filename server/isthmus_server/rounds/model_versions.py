@@ -77,6 +77,8 @@ class ModelVersions:
         """
         models = dict(saved)
         if not only_in_datacenter:
+            # In a file of its own: until this round is committed, the run continues from the last
+            # one's.
             models[CURRENT] = self._checkpoints.write_model(round_, self._model.payload)
             self._mark_stored(models[CURRENT])
             models[SERVED] = models[CURRENT]
@@ -112,6 +114,7 @@ class ModelVersions:
         keep = self._evaluation.keep_best
         if keep is None or self._evaluation.deliver == "last" or BEST not in state.models:
             return state.history[-1] if state.history else None
+        # The served average begins again at this model, so that it is delivered as it is.
         self._model.restart(self.read(BEST, state.models))
         return best_round(state.history, keep)
 

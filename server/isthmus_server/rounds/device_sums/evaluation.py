@@ -124,6 +124,7 @@ class RoundEvaluator:
         """Evaluate the served model after a round, if the job evaluates that round."""
         if not evaluates(self._job, spec.round):
             return Evaluated({})
+        # The ranks have evaluated their model, which the server may not have.
         if spec.evaluate:
             metrics = results.datacenters[0].evaluation
         else:
@@ -141,6 +142,8 @@ class RoundEvaluator:
         self._check_counted(sums, failure)
         clipped = {} if sums is None else vector.clipped(sums.total)
         for name in self._followed.values():
+            # The mean of clipped values can be far off without looking so, and here it would choose
+            # a model or end the run.
             if name in clipped and clipped[name].share > CLIPPED_SHARE:
                 raise CannotContinue(f"{clipped[name].sentence}: this metric decides about the run")
         receipts = [receipt for each in tried for receipt in each]
