@@ -72,6 +72,7 @@ class ShardedOptimizer:
                     f"optimizer() returned {type(inner).__name__}, whose step() computes losses "
                     "itself (it wants a closure); choose another"
                 )
+            # After the task has made its groups, so that its options stay with the parameters.
             self._task_groups[name] = _split_groups_by_mesh(inner)
             self._optimizers.groups_split(name, self._task_groups[name])
         self.loss_scale = INITIAL_LOSS_SCALE if fp16 else 1.0
