@@ -54,6 +54,7 @@ class LocalAgent:
         logs = Path(settings.logs)
         logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / f"agent-{settings.generation}.log"
+        # Of a generation with this number that another start of the service has left.
         self._log.unlink(missing_ok=True)
         delete_old_logs(logs, starting_generation=settings.generation)
         environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0"}
