@@ -94,11 +94,13 @@ async def decide(
     requested: list[RequestedComparison] = []
     waits: list[DecidedWait] = []
     while True:
+        # Anew in each turn: a comparison costs something, and time passes while it is made.
         observation = dataclasses.replace(limits.observe(), refused=tuple(refused))
         proposed = checked_answer(policy, name, observation)
         constrained = limits.enforce(proposed, observation)
         answer = constrained.answer
         if isinstance(proposed, Compare):
+            # Whatever the limits say: a policy that never stops asking is wrong.
             if len(requested) == MAX_COMPARISONS:
                 raise JobError(
                     f"the policy {name!r} asked for more than {MAX_COMPARISONS} comparisons in "
@@ -114,6 +116,8 @@ async def decide(
                 await compare_models(answer)
                 continue
             except RoundFailed as error:
+                # Devices that did not answer are to the policy like a limit: it decides without the
+                # comparison.
                 answer = LimitRefusal(str(error))
         if isinstance(proposed, Compare):
             # Also if a limit ends the run.
@@ -129,10 +133,13 @@ async def decide(
                 )
             )
             await limits.pause(answer)
+            # After a wait other devices may be there, so that it may ask again.
             refused.clear()
         else:
             return Decision(
                 answer=answer,
+                # The log has the history already, and one in each plan would make it grow with the
+                # square of the rounds.
                 observation=dataclasses.replace(observation, history=()),
                 forecast=forecast_round(answer, observation) if isinstance(answer, Plan) else None,
                 requested=requested,

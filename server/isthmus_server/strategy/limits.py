@@ -112,6 +112,7 @@ def enforce_limits(answer: Answer, observation: Observation) -> ConstrainedAnswe
     """
     if isinstance(answer, Stop):
         return ConstrainedAnswer(answer)
+    # What ends the run comes before what delays it: nobody waits for a round that is not needed.
     reached = _reached_target(observation)
     if reached:
         return _stop(reached)
@@ -132,6 +133,7 @@ def enforce_limits(answer: Answer, observation: Observation) -> ConstrainedAnswe
 
 
 def _constrained_plan(plan: Plan, observation: Observation) -> ConstrainedAnswer:
+    # First of all, since a larger cohort costs more than what was planned.
     plan, adjustments = _raised_to_quorum(plan, observation)
     unmeasurable = _reason_not_to_measure(plan, observation)
     if unmeasurable:
@@ -140,6 +142,7 @@ def _constrained_plan(plan: Plan, observation: Observation) -> ConstrainedAnswer
     exceeded = _exceeded_limit(plan, observation)
     if exceeded:
         return ConstrainedAnswer(Stop(exceeded), (*adjustments, exceeded))
+    # After the budget: a run that cannot pay for the round need not wait for its window.
     for side in _sides(plan):
         if not observation.open(side):
             wait = _bounded_wait(_wait_for_window(side, observation), observation)
@@ -282,6 +285,7 @@ def _wait_for_quorum(observation: Observation) -> ConstrainedAnswer | None:
     """Wait until connected devices may be invited again; None if too few are connected."""
     ready = observation.clients_ready
     ineligible = observation.clients_ineligible
+    # Nothing to wait for by the clock: the round waits until others have connected.
     if ready + ineligible < observation.quorum:
         return None
     reason = (
