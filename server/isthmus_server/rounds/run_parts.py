@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Self
 
@@ -119,102 +120,95 @@ class RunParts:
         """
         job = store.job
         clock = clock or Clock()
+        events = events or EventStream()
         data = job.task.data_in(store.base)
         task = load_task(job.task.source, job.task.settings, base=store.base, data=data)
         policy = load_policy(job.strategy)  # its module may be next to the task's
         model = GlobalModel.of(job, task, shared=link.shares_memory)
         check_round_length(job, task, model.module)
         progress = RunProgress(store.run_state(), clock)
-        budgets = RunBudgets.open(store, progress.state, populations)
-        try:
-            return cls._assembled(
-                store, link, events or EventStream(), clock, progress, policy, model, budgets
+        with contextlib.ExitStack() as opened:
+            budgets = RunBudgets.open(store, progress.state, populations)
+            # If what follows fails: ledgers are locked while they are open, and the next run needs
+            # them.
+            opened.callback(budgets.close)
+            layout = model.layout
+            journal = RunJournal(store, events)
+            opening = opening_of(store.run_id, job, store.base, model)
+            sums = CommittedSums.of(job, store.attempts)
+            context = FederatedContext(
+                link=link,
+                job=job,
+                opening=opening,
+                layout=layout,
+                spool=store.directory,
+                unmaskings=store.unmaskings,
+                privacy=budgets.devices,
+                sums=sums,
             )
-        except BaseException:
-            # Ledgers are locked while they are open, and the next run needs them.
-            budgets.close()
-            raise
+            federated = FederatedRegime(context)
+            datacenter = DatacenterRegime(link, job, store.run_id, layout, sums)
+            versions = ModelVersions(model, store.checkpoints, job.evaluation, federated.extension)
+            versions.restore(progress.state)
+            availability = DeviceAvailability(job, clock, store.attempts(), budgets.devices)
+            roster = ParticipantRoster(link, job, opening, availability, journal.publish)
+            cohorts = CohortSelector(job, roster, availability, clock, link.enrolments, store)
+            observer = RunObserver(
+                job=job,
+                clock=clock,
+                progress=progress,
+                roster=roster,
+                cohorts=cohorts,
+                versions=versions,
+                budgets=budgets,
+                model_bytes=layout.nbytes,
+            )
 
-    @classmethod
-    def _assembled(
-        cls,
-        store: Store,
-        link: Link,
-        events: EventStream,
-        clock: Clock,
-        progress: RunProgress,
-        policy: Policy,
-        model: GlobalModel,
-        budgets: RunBudgets,
-    ) -> Self:
-        job = store.job
-        layout = model.layout
-        journal = RunJournal(store, events)
-        opening = opening_of(store.run_id, job, store.base, model)
-        sums = CommittedSums.of(job, store.attempts)
-        context = FederatedContext(
-            link=link,
-            job=job,
-            opening=opening,
-            layout=layout,
-            spool=store.directory,
-            unmaskings=store.unmaskings,
-            privacy=budgets.devices,
-            sums=sums,
-        )
-        federated = FederatedRegime(context)
-        datacenter = DatacenterRegime(link, job, store.run_id, layout, sums)
-        versions = ModelVersions(model, store.checkpoints, job.evaluation, federated.extension)
-        versions.restore(progress.state)
-        availability = DeviceAvailability(job, clock, store.attempts(), budgets.devices)
-        roster = ParticipantRoster(link, job, opening, availability, journal.publish)
-        cohorts = CohortSelector(job, roster, availability, clock, link.enrolments, store)
-        observer = RunObserver(
-            job,
-            clock,
-            progress,
-            roster,
-            cohorts,
-            versions,
-            budgets,
-            model_bytes=layout.nbytes,
-        )
+            async def pause(wait: Wait) -> None:
+                round_ = progress.state.round + 1
+                journal.publish(Paused(round=round_, seconds=wait.seconds, reason=wait.reason))
+                await clock.sleep(wait.seconds)
 
-        async def pause(wait: Wait) -> None:
-            round_ = progress.state.round + 1
-            journal.publish(Paused(round=round_, seconds=wait.seconds, reason=wait.reason))
-            await clock.sleep(wait.seconds)
-
-        limits = RunLimits(observer.observe, pause, observer.refused_for_privacy)
-        held = HeldModel(link, model, progress, roster, datacenter)
-        publication = ModelPublication(
-            link, model, store.directory, may_spill=federated.extension is None
-        )
-        statistics = RunningStatistics(job, model, datacenter, roster, publication)
-        evaluator = RoundEvaluator(model, cohorts, context, clock, lambda: federated.busy)
-        evaluator.check_policy(policy)
-        return cls(
-            store=store,
-            link=link,
-            events=events,
-            journal=journal,
-            clock=clock,
-            progress=progress,
-            policy=policy,
-            model=model,
-            versions=versions,
-            budgets=budgets,
-            roster=roster,
-            cohorts=cohorts,
-            limits=limits,
-            readiness=RoundReadiness(job, roster, cohorts, limits),
-            federated=federated,
-            held=held,
-            trainer=Trainer(model, federated, datacenter, publication, statistics),
-            merger=ModelMerger(job.strategy, model, statistics, federated.extension),
-            comparisons=ComparisonRunner(
-                store, context, clock, progress, roster, cohorts, versions, held, journal.publish
-            ),
-            evaluator=evaluator,
-            log=AttemptLog(store, availability, sums, journal.publish, budgets.devices),
-        )
+            limits = RunLimits(observer.observe, pause, observer.refused_for_privacy)
+            held = HeldModel(link, model, progress, roster, datacenter)
+            publication = ModelPublication(
+                link, model, store.directory, may_spill=federated.extension is None
+            )
+            statistics = RunningStatistics(job, model, datacenter, roster, publication)
+            evaluator = RoundEvaluator(model, cohorts, context, clock, lambda: federated.busy)
+            evaluator.check_policy(policy)
+            parts = cls(
+                store=store,
+                link=link,
+                events=events,
+                journal=journal,
+                clock=clock,
+                progress=progress,
+                policy=policy,
+                model=model,
+                versions=versions,
+                budgets=budgets,
+                roster=roster,
+                cohorts=cohorts,
+                limits=limits,
+                readiness=RoundReadiness(job, roster, cohorts, limits),
+                federated=federated,
+                held=held,
+                trainer=Trainer(model, federated, datacenter, publication, statistics),
+                merger=ModelMerger(job.strategy, model, statistics, federated.extension),
+                comparisons=ComparisonRunner(
+                    store=store,
+                    context=context,
+                    clock=clock,
+                    progress=progress,
+                    roster=roster,
+                    cohorts=cohorts,
+                    versions=versions,
+                    held=held,
+                    publish=journal.publish,
+                ),
+                evaluator=evaluator,
+                log=AttemptLog(store, availability, sums, journal.publish, budgets.devices),
+            )
+            opened.pop_all()
+            return parts

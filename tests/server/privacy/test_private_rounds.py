@@ -335,7 +335,7 @@ async def test_a_delta_that_would_publish_a_device_is_refused_before_anybody_is_
     store = deployment.create_run("run", *DISTRIBUTED, *overrides)
     with Ledger.open(store.directory / LEDGER_FILE) as own:
         ledgers = RunLedgers(store.run_id, "devices", own)
-        budget = PrivacyBudget(store, store.job.privacy, ledgers)
+        budget = PrivacyBudget(store.job, store.job.privacy, ledgers, store.directory)
         larger = SimpleNamespace(cohort=["a", "b", "c", "d"], round=1, attempt=1)
         with (
             pytest.raises(UserError, match=r"privacy\.delta=0\.3 is not below 1 / 4 devices"),
