@@ -146,11 +146,14 @@ class _Node:
         leave_requested = False
         try:
             while not agent.ended() and not control.is_retired(generation):
+                # The service decides when: it ends its round in good order and then retires the
+                # generation.
                 if self._leaving() and not leave_requested:
                     control.request_leave()
                     leave_requested = True
                 time.sleep(_POLL_SECONDS)  # nor of its end
         finally:
             agent.end()
+        # After the agent has ended, as the service then starts all ranks anew.
         control.report_agent_ended(generation)
         self._last_generation = generation

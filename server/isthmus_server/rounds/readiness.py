@@ -48,6 +48,7 @@ class RoundReadiness:
             if stop is not None:
                 return stop
             await self._roster.require(plan.regime)
+            # Nobody's privacy depends on the survivors of a sum: there is none.
             if plan.regime == "datacenter":
                 return plan
             settings = cohort_settings(self._job, plan)
@@ -56,8 +57,11 @@ class RoundReadiness:
             if refusal is None:
                 return plan
             instead = self._datacenter_first(plan, refusal)
+            # Rather than wait for devices that may never return: after it the model is another one,
+            # about which no device has unmasked a sum.
             if instead is not None:
                 return instead
+            # Any cohort that is allowed ends the wait, not only the one whose return is awaited.
             if not await self._roster.until(
                 lambda: self._refusal(round_, plan, model_hash) is None,
                 clients=settings.needed,
@@ -78,6 +82,8 @@ class RoundReadiness:
         """A datacenter round in place of the plan, if its policy uses the datacenter at all."""
         if (
             not self._roster.datacenters
+            # A datacenter's round changes the current model, and these devices have unmasked one of
+            # another.
             or plan.start != CURRENT
             or self._job.strategy.policy == "federated"
         ):
