@@ -58,6 +58,7 @@ def split_into_stages(
             "set pipeline_parallel = 1"
         )
     with user_code("pipeline_stages()"):
+        # The task knows its model; only without its help the blocks are looked for.
         task_stages = task.pipeline_stages(model, dims.stages)
     if task_stages is None:
         stages = split_at_blocks(model, dims.stages, sample)

@@ -97,6 +97,8 @@ class Engine:
             self.order = ExampleOrder.of(
                 self.task, self.data, self.examples, self.dims.data, self.job
             )
+        # What may fail on some ranks only is above, and is over on all of them: what follows has
+        # collectives, which a rank that had failed would leave out.
         self.coordinates = self.dims.coordinates(placement.rank)
         self.batch_source = self._make_batch_source()
         batch_size = self.job.evaluation.batch_size

@@ -146,6 +146,8 @@ class DatacenterRegime:
                 self._link, name, request, "trained", receipts, seconds=self._seconds
             ) as reply:
                 trained = reply.trained
+                # Before anything is fetched: figures that are not finite are in no receipt and no
+                # record.
                 check_figures(trained)
                 if compressed:
                     vector = await self._fetch_update(name, trained.result)

@@ -131,6 +131,7 @@ class ComparisonRunner:
             nonlocal begun
             with drain.held():
                 async with drain.during(self._turn()):
+                    # Logged in its turn: an attempt begins when devices can be asked for it.
                     begun = self._begin(question)
                     await self._held.fetch()
                     scores = await self._scores(begun.state, question, begun.number, begun.attempt)

@@ -190,6 +190,7 @@ class ParticipantRoster(ParticipantListener):
         datacenters = 0 if regime == "federated" else self._job.datacenter.needed
         in_time = await self._wait_for(clients, datacenters)
         missing: dict[link_pb2.Role, str] = {}
+        # Counted after the wait, and not by its result: it also ends when no more can come.
         available = len(self.available())
         if available < clients:
             unavailable = len(self.clients) - available

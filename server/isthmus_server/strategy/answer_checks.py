@@ -96,6 +96,7 @@ def _problem_with_plan(plan: Plan, observation: Observation) -> str:
             return f"whose {name} is not a whole number above 0"
     if plan.transfer_weight is not None and not _is_number(plan.transfer_weight, minimum=0.0):
         return "whose transfer_weight is not a number from 0"
+    # What depends on other fields of the plan comes after these were found valid.
     problem = _problem_with_datacenter_weights(plan, observation)
     if problem:
         return problem
