@@ -28,6 +28,7 @@ from isthmus.wire import link_pb2
 from isthmus_datacenter.virtual import VirtualDatacenter
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import Event, EventStream, RoundCommitted, RunFinished
 from isthmus_server.storage.records import Receipt
 from isthmus_server.storage.store import Store
@@ -233,7 +234,7 @@ async def _simulate(
     if trace_every:
         events.subscribe(trace_score)
     try:
-        coordinator = Coordinator(store, link, events, clock)
+        coordinator = Coordinator(RunParts.of(store, link, events, clock))
         await coordinator.run()
         final = _score(scenario, coordinator)
     finally:

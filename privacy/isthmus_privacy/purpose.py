@@ -127,7 +127,7 @@ class TrainingPurpose(_Purpose):
     group: str = ""
     """The group whose devices alone are in the sum; empty for any devices."""
     position: Position = (0, 0, 0)
-    """Of the round in the schedules of the learning rate."""
+    """Position of the round in the schedules of the learning rate."""
 
 
 def check_group(group: str, *, own: str, clients_min: int, minimum: int | None) -> None:

@@ -17,7 +17,7 @@ class SimulationLaunch(Launch):
     """The ranks of a simulation to start; `state` is the run directory."""
 
     arguments: tuple[str, ...]
-    """Of `isthmus simulate`: the job, and options besides --run-dir."""
+    """Arguments of `isthmus simulate`: the job, and options besides --run-dir."""
     grace_seconds: float = 30.0
     """What torchrun gives its ranks."""
     title: ClassVar[str] = "isthmus-simulate-"

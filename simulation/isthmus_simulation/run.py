@@ -23,6 +23,7 @@ from isthmus_datacenter.virtual import VirtualDatacenter
 from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.observability.observers import Observers
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.run_description import (
     FILE,
@@ -154,7 +155,7 @@ class Simulation:
             events.whole_population = population.is_whole
             check_participants(job, load_policy(job.strategy), population.count)
             clock = VirtualClock(store.run_state().elapsed)
-            coordinator = self._coordinator = Coordinator(store, link, events, clock)
+            coordinator = self._coordinator = Coordinator(RunParts.of(store, link, events, clock))
             coordinator.roster.started_clients = population.count if population.is_whole else 0
             coordinator.roster.waits_for_connected = not population.is_whole
             if self._leaving:

@@ -17,7 +17,8 @@ from isthmus.job import Job, with_changes
 from isthmus_server.read.report.report import read_report
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.rounds.coordinator import Coordinator
-from isthmus_server.rounds.trainer import Trainer
+from isthmus_server.rounds.merger import ModelMerger
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundCommitted
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
@@ -74,7 +75,7 @@ def datacenters(tmp_path: Path) -> Iterator[Datacenters]:
 
 async def train(store: Store, link: Link, *, killed_after: int = 0) -> list[str]:
     """Run to the end, or until a round is committed; the digests of the models."""
-    coordinator = Coordinator(store, link)
+    coordinator = Coordinator(RunParts.of(store, link))
 
     def kill(event: object) -> None:
         if isinstance(event, RoundCommitted) and event.record.round == killed_after:
@@ -98,9 +99,9 @@ async def test_failed_attempts_and_kills_lose_and_repeat_nothing(
             undisturbed = await train(store, link)
         assert len(undisturbed) == len(set(undisturbed)) == ROUNDS
 
-        merge = Trainer.merge
+        merge = ModelMerger.merge
 
-        async def merge_or_fail(self: Trainer, spec: Any, results: Any) -> None:
+        async def merge_or_fail(self: ModelMerger, spec: Any, results: Any) -> None:
             """Both updates have arrived; the attempt fails, and both services are killed."""
             if (spec.round, spec.attempt) == (2, 1):
                 await asyncio.to_thread(datacenters.kill)
@@ -109,7 +110,7 @@ async def test_failed_attempts_and_kills_lose_and_repeat_nothing(
                 raise AttemptFailed("the disk is full", [])
             await merge(self, spec, results)
 
-        monkeypatch.setattr(Trainer, "merge", merge_or_fail)
+        monkeypatch.setattr(ModelMerger, "merge", merge_or_fail)
         with contextlib.closing(Store.create(tmp_path / "killed", job, base)) as store:
             await train(store, link, killed_after=3)
         with contextlib.closing(Store.open_to_continue(tmp_path / "killed")) as store:

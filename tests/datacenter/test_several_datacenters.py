@@ -20,6 +20,7 @@ from isthmus_datacenter.training.data import ExampleOrder
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
 
@@ -127,7 +128,9 @@ async def test_two_datacenters_and_one_that_joins_late(
                 await services.enter_async_context(serving(names[-1], tmp_path / names[-1], port))
             assert await coordinator.roster.wait_for(datacenters=names)
 
-        coordinator = Coordinator(store, link, clock=ArrivalClock(wait_for_datacenters))
+        coordinator = Coordinator(
+            RunParts.of(store, link, clock=ArrivalClock(wait_for_datacenters))
+        )
         try:
             await coordinator.run()
         finally:

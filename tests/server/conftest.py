@@ -7,6 +7,7 @@ from tests.server.waiting import Timeouts
 
 from isthmus.wire import link_pb2
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def run_with_datacenter(deployment, network):
         await deployment.start(names=names)
         settings = (f"federated.clients={len(names)}", "datacenter.ranks=1", *overrides)
         store = deployment.create_run("run", *settings)
-        coordinator = Coordinator(store, deployment.link)
+        coordinator = Coordinator(RunParts.of(store, deployment.link))
         datacenter = SimulatedDatacenter(coordinator.model.layout)
         await network.join("dc", datacenter.respond, role=link_pb2.DATACENTER)
         return store, coordinator, datacenter

@@ -14,6 +14,7 @@ from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.store import Store
 
 NAMES = ("a", "b", "c")
@@ -171,7 +172,7 @@ class Deployment:
     async def run(self, name, *overrides, **options):
         """Run a new job to its end; returns the report and the final model."""
         store = self.create_run(name, *overrides)
-        final = await Coordinator(store, self.link, **options).run()
+        final = await Coordinator(RunParts.of(store, self.link, **options)).run()
         return read_report(store).to_json(), final
 
     async def run_until_killed(self, coordinator, kind, round_):

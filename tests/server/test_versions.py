@@ -23,6 +23,7 @@ from isthmus.transport.uplink import CHANNEL_OPTIONS, METHOD, OLDEST_VERSION, VE
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.records import RoundRecord
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
@@ -116,7 +117,7 @@ async def test_a_recorded_device_takes_part_in_rounds_of_a_real_server(version, 
     link = Link(100.0)
     port = await link.start()
     store = Store.create(folder / "run", parse_job(JOB), folder)
-    running = asyncio.create_task(Coordinator(store, link).run())
+    running = asyncio.create_task(Coordinator(RunParts.of(store, link)).run())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", CHANNEL_OPTIONS) as channel:
         device = Replay(channel.stream_stream(METHOD)())
         for sender, envelope in recording:

@@ -45,16 +45,16 @@ class ActiveRun:
     run_id: str
     job: Job
     layout: TensorLayout
-    """Of the server's model, which the task's must equal; empty with a Flower app."""
+    """Layout of the server's model, which the task's must equal; empty with a Flower app."""
     purpose: RunPurpose | None = None
     """What the device's sums are for, as far as all requests have it in common; None for a run
     without secure aggregation."""
     group: str = ""
     """The group that the device has declared; empty for none."""
     personal: TensorLayout = _NOTHING
-    """Of what stays on the device, which the task's must equal."""
+    """Layout of what stays on the device, which the task's must equal."""
     account: RunAccount | None = None
-    """Of this device's examples, for a job that protects them."""
+    """Account of this device's examples, for a job that protects them."""
 
     @classmethod
     def of(cls, work: link_pb2.OpenRun, tasks: Path | None = None) -> ActiveRun:
@@ -295,7 +295,7 @@ class ActiveRun:
             )
 
     def with_account(self, account: ExamplesAccount, examples: int) -> ActiveRun:
-        """The same with the account of this device's examples, if the job protects them.
+        """This run with the account of the device's examples, if the job protects them.
 
         Raises:
             JobError: the job's budget does not fit so many examples.

@@ -198,7 +198,7 @@ class InProcessHost:
         """The open run, unless it has a Flower app."""
         self.app: FlowerRun | None = None
         self._run_id = ""
-        """Of the run that was opened last."""
+        """Identifier of the run that was opened last."""
         self._participant = participant
         self._data = data
         self._tasks = tasks

@@ -55,7 +55,7 @@ class Accelerators:
 
     @classmethod
     def present(cls) -> Accelerators:
-        """Those that PyTorch finds."""
+        """The accelerators that PyTorch finds."""
         import torch
 
         return cls(torch.cuda.device_count(), torch.backends.mps.is_available())
@@ -131,6 +131,8 @@ class Arithmetic:
         """Begin the steps of a round, with nothing of an earlier one."""
         import torch
 
+        # Anew in each round: a scale that was left of an earlier one would make the update depend
+        # on it.
         if self._settings.precision == "fp16":
             self._scaler = torch.amp.GradScaler(self.device.type)
 
@@ -162,10 +164,12 @@ class Arithmetic:
         """
         import torch
 
+        # After `unscale` and after terms were added: the norm is that of what is applied.
         if self._settings.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self._settings.clip_norm)
         if self._scaler is None:
             optimizers.step(only=name)
             return
+        # By way of the scaler, which leaves out a step whose gradients overflowed.
         optimizers.step(self._scaler.step, only=name)
         self._scaler.update()

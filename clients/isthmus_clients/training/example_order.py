@@ -21,6 +21,7 @@ def step_indices(seed: bytes, order: EpochOrder, settings: FederatedSection) -> 
     """Yield the examples of each local step: shuffled epochs, as many as the job specifies."""
     generator = torch.Generator().manual_seed(number(seed))
     steps_left = settings.local_steps
+    # A number of steps goes through as many epochs as it takes.
     epochs = itertools.repeat(None) if steps_left is not None else range(settings.local_epochs or 1)
     for _ in epochs:
         if steps_left == 0:

@@ -79,6 +79,7 @@ class ExamplesAccount:
         )
         try:
             charges = list(self._charges())
+            # Under the ledger that is open and locked: another process cannot charge in between.
             self._check(plan, run, charges)
             if self._ledger is None:
                 self._in_memory.append(charge)

@@ -80,6 +80,8 @@ class HistoryLog:
                     _write(handle, end.line(body))
                     write_head(self._path, end)
                 except OSError:
+                    # The head still names the end before: nothing depends on the new line, and the
+                    # next entry must not follow a half-written one.
                     if self._read_head() == [self._end]:
                         os.ftruncate(handle, self._size)
                     raise
@@ -100,6 +102,7 @@ class HistoryLog:
         before = None
         end = LogEnd()
         for line in lines:
+            # After 64 hexadecimal digits and a space.
             body = line[65:]
             before = end
             end = end.then(body)
@@ -114,6 +117,7 @@ class HistoryLog:
         self._size = len(data) - len(tail)
         if tail:  # it stopped while it wrote a line that nothing depends on yet
             os.truncate(self._path, self._size)
+        # Brought up to date, so that the same crash a second time is not two entries ahead.
         if one_more or len(heads) > 1:
             write_head(self._path, self._end)
 
@@ -151,6 +155,7 @@ class HistoryLog:
     def _open(self) -> Iterator[int]:
         handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
+            # Two processes with one identity would each miss the sums that the other one was in.
             if os.fstat(handle).st_size != self._size:
                 raise OSError(0, f"{self._path.name} was changed by another process")
             yield handle
@@ -162,6 +167,7 @@ def _write(handle: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(handle, view) :]
+    # The caller acts on the entry as soon as this returns.
     os.fsync(handle)
 
 

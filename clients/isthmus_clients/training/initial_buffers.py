@@ -24,6 +24,7 @@ class InitialBuffers:
     def restore(self) -> None:
         """Undo what has happened since."""
         for module, name, buffer, values in self._saved:
+            # The object, too: a module may have put another tensor in its place.
             module._buffers[name] = buffer
             if buffer is not None and values is not None:
                 buffer.data = values.clone()

@@ -79,6 +79,7 @@ class LocalData:
         self.dataset: Dataset[Any]
         own_rows = type(task).statistics_data is not Task.statistics_data
         self._stream: IterableDataset[Any] | None = None
+        # Placeholder data: nothing is trained, and the real data may not be readable yet.
         if job.statistics.collect and own_rows:
             self.dataset = TensorDataset(torch.zeros(1))
             self.examples = 1
@@ -156,6 +157,7 @@ class LocalData:
         self, stream: IterableDataset[Any], round_: int, steps: int
     ) -> Iterator[Iterator[StepPart]]:
         settings = self._settings
+        # From the round's number and not from what was read: a repeated attempt reads the same.
         start = (round_ - 1) * (settings.local_steps or 0) * settings.batch_size
         count = steps * settings.batch_size
         batches = streamed_batches(self._task, stream, start, count, self._part_size, self._device)

@@ -104,18 +104,21 @@ class DeviceRun:
         self.layout = division.exchanged
         self.personal = division.personal
         check_agreed(self.personal, work.personal)
+        # Now, while nothing has been trained: later the memory of the model has the last round's
+        # values.
         self._initial = self.personal.gather(self.model)
         """What is personal, before any training."""
         self._arithmetic = Arithmetic(device, self.job.federated)
         self._trained = self._arithmetic.placed(self.model)
         """The model, or what was compiled of it."""
         self._buffers = InitialBuffers(self.model)
+        # After the comparison with the server's model: from here on a change is the training's.
         self._frozen = fingerprint(self.model)
         self._low_rank = LowRank(self.task, self.job.exchange.low_rank, division, participant)
         self._validation: Dataset[Any] | None = None
         """Loaded when the model is evaluated for the first time."""
         self._schedules: dict[str, ScheduleState] = {}
-        """Those of the last round, from which the next one's continue."""
+        """State of the last round's schedules, from which the next one's continue."""
         parts = self.job.federated.accumulate > 1
         self._gradient = StepGradient(self.task, self._trained, self._arithmetic, accumulates=parts)
         self._open_data()
@@ -131,13 +134,15 @@ class DeviceRun:
             self._private = PrivateSteps(self.task, self.model, self.data, self.job, device)
 
     def for_device(self, participant: Participant) -> DeviceRun:
-        """The same run on another device that is simulated in this process.
+        """This run on another device that is simulated in this process.
 
         All share the memory of one model, so that only one of them can train at a time.
 
         Raises:
             TaskError: the device has no data.
         """
+        # Shallow: a thousand simulated devices have one model, and each its data, schedules and
+        # rank.
         other = copy.copy(self)
         other.participant = participant
         other._schedules = {}
@@ -191,10 +196,15 @@ class DeviceRun:
         if work.gradient_scale:
             assert result is not None
             measured, update = self._halves(result)
+            # The model may already be where the update goes, so that no second vector is needed.
             if update.data_ptr() != start.data_ptr():
                 start = update.copy_(start)
+            # Before the training: it is the gradient at the received model. The model is loaded
+            # again after it, since the pass changes buffers such as running statistics.
             self._write_gradient(work.round, measured, stopped)
             self._load(start, personal)
+            # Noted here, and raised only after the training: the time until the reply must not
+            # tell.
             gradient_is_finite = is_finite(measured)
             # A factor that a server chooses may not decide whose update is usable.
             measured.mul_(work.gradient_scale).clamp_(-_LARGEST, _LARGEST)
@@ -209,6 +219,8 @@ class DeviceRun:
                 f"the gradient of {self.participant.name} at the round's model is not finite; "
                 "lower the learning rates or check the data"
             )
+        # After the end was subtracted: the frozen parameters are not in the update, and a change of
+        # them would go unnoticed.
         if change := explain_change(self.model, self._frozen):
             raise TaskError(change)
         if steps and not (personal_is_finite and is_finite(start)):
@@ -315,6 +327,7 @@ class DeviceRun:
             optimizers = self._optimizers(round_, factors.trained, position, stopped)
             self.model.train()
             self._arithmetic.begin()
+            # The start itself is not changed before `_subtract_end`, so these need no copies.
             anchors = dict(self._on_device(start)) if settings.proximal else {}
             step = 0
             count = self.data.step_count(settings)
@@ -322,6 +335,7 @@ class DeviceRun:
             gradient: Any = self._private or self._gradient
             for parts in source.steps(self.seed_of(round_), round_, settings):
                 _check_wanted(stopped)
+                # Before the step: a schedule's rate is that of the step it is used in.
                 optimizers.go_to(position.of_step(step, count), lambda: _check_wanted(stopped))
                 step += 1
                 for name, batch in each_optimizer(optimizers, parts):
@@ -332,6 +346,7 @@ class DeviceRun:
                     add_gradient(self.model, added)
                     if turn := settings.personal_steps:
                         train_in_turn(self.model, self.personal.names, first=step <= turn)
+                    # Their terms are of the matrices, and have to reach the factors as well.
                     if anchors or added or turn:
                         factors.collect()
                     self._arithmetic.step(optimizers, factors.trained.values(), name)
@@ -389,6 +404,8 @@ class DeviceRun:
         schedules = self._schedules
         if settings is None:
             return
+        # A fine-tuning is no part of the run: its schedule begins anew, and the run's goes on
+        # afterwards.
         self._schedules = {}
         first = RoundPosition(0, 1, settings.cohort)
         try:
@@ -400,6 +417,7 @@ class DeviceRun:
         """Replace `start` (N) by start minus end, in place."""
         for tensor, part in self.layout.pairs(self.model, start):
             part.sub_(tensor.to(part.device))
+        # They are computed on a datacenter's data, so those of a device need not leave it.
         if self.job.exchange.buffers == "recompute":
             start[self.layout.trained_size :].zero_()
 

@@ -120,6 +120,7 @@ def score_each(
     vectors = [layout.decode(encoded) for encoded in models]
     scores = []
     scale: LossScale | None = None
+    # In their order: the first one gives the scale of the losses for all.
     for indices in candidates:
         if not indices or not all(index < len(vectors) for index in indices):
             raise UpdateError(
@@ -129,6 +130,7 @@ def score_each(
         for index in indices[1:]:
             mean.add_(vectors[index])
         layout.scatter(mean.div_(len(indices)), model)
+        # By the task's own score if it has one, which has a scale already.
         values, are_losses = unit_scores(task, model, dataset, batch_size)
         if are_losses:
             scale = scale or LossScale.of(values)

@@ -94,6 +94,7 @@ class PersonalStates:
     def _make_room(self, folder: Path, needed: int) -> None:
         assert self._directory is not None
         others = [each for each in self._directory.iterdir() if each != folder and each.is_dir()]
+        # The newest are counted first, so that those used longest ago exceed the limit.
         others.sort(key=lambda each: each.stat().st_mtime, reverse=True)
         for other in others:
             needed += sum(file.stat().st_size for file in other.iterdir())
@@ -122,6 +123,7 @@ class PersonalState:
             DamagedError: the file is not what was written.
         """
         stored = self._stored()
+        # A state of this round is that of an earlier attempt: this one begins where that began.
         own = next((each for each in stored if each.round == round_), None)
         base = self._before(round_) if own is None else None
         if own is not None and own.base:

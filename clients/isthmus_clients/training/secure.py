@@ -140,12 +140,14 @@ class SecureParticipation:
             raise UpdateError("this device is not enrolled, so it cannot aggregate securely")
         self.about = about
         self.config = RoundConfig.from_bytes(config)
+        # Before anything else is read of it: what is signed later must be about what was asked for.
         if (self.config.run_id, self.config.round, self.config.attempt) != about:
             raise UpdateError("the configuration is of another round than the request")
         self.config.check_form(slots, whole=whole)
         requirements = credentials.requirements or ClientRequirements()
         if not selected:
             requirements = dataclasses.replace(requirements, selection_slack=None)
+        # All refusals are here, so that nothing was trained for a configuration that is refused.
         self.session = ClientSession(
             self.config,
             identity=credentials.identity,
@@ -202,6 +204,8 @@ class SecureParticipation:
             if self._encoded is None:
                 raise UpdateError("there is no update to mask")
             masked, payload = session.mask_input(Inbox.from_bytes(work.inbox), self._encoded)
+            # The plain vector was overwritten by the masked one: there is nothing left to mask
+            # again.
             self._encoded = None
             stepped = link_pb2.SecureStepped(message=masked.to_bytes(), masked=describe(payload))
             return stepped, payload

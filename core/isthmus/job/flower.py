@@ -23,7 +23,7 @@ class FlowerStrategy(Section):
     name: str
     """Class name in `flwr.serverapp.strategy`, or `module:Name` of your own class."""
     options: Annotated[dict[str, Any], FREE] = Field(default={})
-    """Its keyword arguments."""
+    """Keyword arguments of the class."""
     inner: FlowerStrategy | None = None
     """For one that wraps another, such as those for differential privacy: its `strategy`."""
 

@@ -40,7 +40,7 @@ def _sendable(table: Any, prefix: str = "") -> Any:
 
 
 FREE = BeforeValidator(_sendable)
-"""Of a table whose keys the job does not know: refuses nan, infinities, dates and times in it."""
+"""Validator of tables whose keys the job does not know: refuses nan, infinities, dates, times."""
 
 S = TypeVar("S", bound="Section")
 

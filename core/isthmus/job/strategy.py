@@ -20,7 +20,7 @@ class ServerOptimizer(Section):
     name: str = "SGD"
     """Class name in `torch.optim`."""
     options: Annotated[dict[str, Any], FREE] = Field(default={"lr": 1.0})
-    """Its keyword arguments."""
+    """Keyword arguments of the class."""
 
 
 class Window(Hours):

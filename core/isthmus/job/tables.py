@@ -73,7 +73,7 @@ class JobTables(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     """Short name; the names of run directories start with it."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """The same seed and the same participants give the same bytes."""
+    """Seed of all random numbers: the same seed and the same participants give the same bytes."""
     rounds: Annotated[int, Field(ge=1)] = 10
     """Number of rounds after which the run ends."""
     budget: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

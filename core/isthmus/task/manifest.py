@@ -33,7 +33,7 @@ class Manifest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     format: Literal[2] = 2
-    """Of the manifest itself."""
+    """Version of the manifest's own format."""
     version: Annotated[int, Field(ge=1, le=MAX_VERSION)]
     """Only increases, for each author and name."""
     name: str

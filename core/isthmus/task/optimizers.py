@@ -280,7 +280,7 @@ class ScheduleState:
     position: int
     scheduler: Mapping[str, Any]
     options: Sequence[Mapping[str, Any]]
-    """Of each parameter group, as the task made them."""
+    """Options of each parameter group, as the task made them."""
     controlled: frozenset[str]
     """Names of the options that the schedule has changed."""
 

@@ -57,7 +57,7 @@ def centred_norm(models: int) -> float:
 
 
 def _middles(size: int) -> torch.Tensor:
-    """Of scores and squares, from 0 to 1; differences have 0."""
+    """Middle of each element's range: scores and squares are from 0 to 1, differences around 0."""
     models = (size + 2) // 3
     middles = torch.full((size,), 0.5, dtype=torch.float64)
     middles[models : 2 * models - 1] = 0

@@ -80,6 +80,7 @@ def find_head_sharding(
     """
     shardable: dict[str, Attention] = {}
     candidates = list(_candidates(model))
+    # All hooks at once, so that the whole model runs only once; each check calls just its module.
     with contextlib.ExitStack() as checks:
         for candidate in candidates:
             checks.enter_context(_check_when_called(candidate, degree, shardable))
@@ -120,6 +121,7 @@ def _fused_candidates(name: str, module: nn.Module, fused: str) -> Iterator[Atte
     attributes = tuple(
         key for key, value in vars(module).items() if type(value) is int and value == width
     )
+    # Both ways: which of them a fused layer has cannot be read off its shape.
     yield Attention(name, module, (layer,), outputs, fused, 3, attributes)
     yield Attention(name, module, (layer,), outputs, fused)
 
@@ -132,6 +134,7 @@ def _check_when_called(
     whole_inputs: dict[nn.Module, torch.Tensor] = {}
 
     def record(projection: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The first call only: within a check the module runs again, with a part of its heads.
         whole_inputs.setdefault(projection, *args, *kwargs.values())
 
     def check(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -46,6 +46,7 @@ def apply_zero_stage(
     dtype = _DTYPES.get(dims.precision)
     data_mesh = dims.data_mesh(mesh)
     for module in (*(unit for unit in units if unit is not stage), stage):
+        # Sums over many replicas lose small gradients in half precision.
         reduce_dtype = None if dtype is None else torch.float32
         # Losses are computed in float32; activations between stages stay in half precision.
         needs_float32 = dtype is not None and module is stage and is_last_stage
@@ -65,6 +66,7 @@ def default_units(model: nn.Module, smallest: int) -> list[nn.Module]:
     both uses of it. Nested containers are not searched: a Sequential is one unit, a ModuleList
     is never called and stays with the root.
     """
+    # A parameter that is used in two units would be gathered by one and be a shard for the other.
     uses = Counter(
         id(parameter)
         for module in model.modules()

@@ -97,6 +97,7 @@ class TiedParameters:
         copies: set[str] = set()
         groups: dict[str, dist.ProcessGroup] = {}
         stage_counts: dict[str, int] = {}
+        # Sorted, and on all ranks alike: a group is created by all of them together, in one order.
         for name, stages in sorted(users.items()):
             rows = [index % dims.pipeline for index in stages]
             if len(rows) == 1:
@@ -106,6 +107,8 @@ class TiedParameters:
                     f"parameter {name!r} is used in pipeline stages {stages}, two of which are on "
                     "one rank; use schedule='1f1b' or untie it"
                 )
+            # Also the groups of other ranks: a rank that leaves out the creation of one keeps all
+            # others waiting.
             for column in range(dims.data * dims.tensor):
                 members = [row * dims.data * dims.tensor + column for row in rows]
                 group = _process_group(tuple(members))
@@ -232,6 +235,7 @@ class ModelShard:
             return
         buffers = self.buffers()
         statistics = [buffers[name] for name in names]
+        # In one message: there are many statistics, and each is small.
         flat = torch.cat([each.float().flatten() for each in statistics])
         dist.all_reduce(flat)
         flat /= self.dims.ranks
@@ -270,6 +274,8 @@ class ModelShard:
             name: gradients[name] if name in gradients else torch.zeros_like(each)
             for name, each in trained.items()
         }
+        # Summed along: a branch of a model may be used on some replicas only, and the optimizers of
+        # all replicas have to step on the same parameters.
         replicas_with_gradient = torch.tensor([float(name in gradients) for name in summands])
         self.all_reduce.sum([*map(local, summands.values()), replicas_with_gradient])
         for (name, gradient), count in zip(

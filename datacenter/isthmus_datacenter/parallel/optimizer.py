@@ -72,6 +72,7 @@ class ShardedOptimizer:
                     f"optimizer() returned {type(inner).__name__}, whose step() computes losses "
                     "itself (it wants a closure); choose another"
                 )
+            # After the task has made its groups, so that its options stay with the parameters.
             self._task_groups[name] = _split_groups_by_mesh(inner)
             self._optimizers.groups_split(name, self._task_groups[name])
         self.loss_scale = INITIAL_LOSS_SCALE if fp16 else 1.0
@@ -132,6 +133,8 @@ class ShardedOptimizer:
         `only` is the name of the one optimizer to step; None for all.
         """
         gradients = self.shard.gradients()
+        # In this order: the sum over replicas is of the gradients as they are, and after the
+        # average over tensor-parallel ranks all copies of a parameter have the same bits.
         self.shard.sum_over_replicas(gradients)
         self.shard.average_replicated(gradients)
         if self._fp16:
@@ -139,11 +142,14 @@ class ShardedOptimizer:
         clipped_factor: float | torch.Tensor = factor
         finite = True
         if self.clip_norm is not None or self._fp16:
+            # Of the gradients of the mean loss, which is what the limit is about; also one pass
+            # fewer over them than scaling first.
             norm = self._global_norm(gradients) * factor
             if self._fp16:
                 finite = bool(torch.isfinite(norm))
             if self.clip_norm is not None:
                 clipped_factor = factor * (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        # With an overflow, the step is left out on all ranks: the norm is the same on all.
         if finite:
             if gradients and (isinstance(clipped_factor, torch.Tensor) or clipped_factor != 1.0):
                 torch._foreach_mul_([local(each) for each in gradients.values()], clipped_factor)
@@ -185,6 +191,8 @@ class ShardedOptimizer:
         first = 0
         for optimizer, inner in self._optimizers.named.items():
             groups = self._task_groups[optimizer]
+            # Its structure is kept and its values are replaced: PyTorch checks the groups against
+            # it.
             state_dict = inner.state_dict()
             for index, group in zip(groups, state_dict["param_groups"], strict=True):
                 group.update(group_options[first + index])
@@ -196,6 +204,7 @@ class ShardedOptimizer:
                 if name in state and id(parameter) in order
             }
             inner.load_state_dict({"state": by_index, "param_groups": state_dict["param_groups"]})
+        # The restored options have the rates of then; the schedules set those of now.
         self._optimizers.restored()
         if self._fp16 and scaler_state is not None:
             self.loss_scale = float(scaler_state["scale"])
@@ -215,6 +224,7 @@ class ShardedOptimizer:
                 ):
                     parts *= 1 if placement.is_replicate() else size
             stage_count = self.shard.tied.stage_counts.get(name, 1)
+            # The sum over all ranks counts an element once for each rank that has it.
             copies = dims.data * dims.tensor * stage_count / parts
             squares.append(local(gradient).float().square().sum() / copies)
         total = torch.stack(squares).sum()
@@ -245,6 +255,7 @@ def _split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> list[int]:
     """
     groups: list[dict[str, Any]] = []
     indices: list[int] = []
+    # An empty group stays: each of the task's groups has options, which checkpoints keep.
     for index, group in enumerate(optimizer.param_groups):
         by_mesh: dict[Any, list[nn.Parameter]] = {}
         for parameter in group["params"]:

@@ -71,25 +71,31 @@ def parallelize(
     if dims.needs_fully_shard or dims.tensor > 1:
         _refuse_unshardable(model)
     mesh = dims.mesh(device.type) if dims.ranks > 1 or dims.needs_fully_shard else None
+    # By identity, so before anything below replaces a parameter by its shard.
     names = ParameterNames.of(model)
     with user_code("shard_units()"):
         task_units = task.shard_units(model)
     flop_counter = FlopCounterMode(display=False)
+    # What outputs are compared with later is computed here, while the model is whole.
     stages, traces = _stages(task, model, dims, sample, flop_counter)
     plan, notes = _tensor_plan(task, model, dims, stages, traces)
     stage_names = [_parameter_names(names, stage) for stage in stages]
     _check_complete(names, stage_names)
     own_stages = {index: stages[index] for index in dims.stages_of(rank)}
     own_names = {index: names.in_stage(stage) for index, stage in own_stages.items()}
+    # From the stages of all ranks: process groups are created by all ranks, in one order.
     tied = TiedParameters.find(dims, stage_names, rank)
     all_reduce = None
     if mesh is not None and dims.needs_fully_shard and dims.uses_all_reduce(device.type):
         all_reduce = GradientAllReduce(mesh.get_group("replicate"))
     for index, stage in own_stages.items():
+        # Only this rank's stages: the whole model may not fit on one device.
         stage.to(device)
         if dims.tensor > 1:
             assert mesh is not None
             sharded_modules = _shard_matrices(stage, plan, mesh["tensor"])
+            # Right after the matrices: with units compiled and sharded over the replicas, an error
+            # could have other causes.
             if traces:
                 called = _CalledByTask(task, stage) if dims.pipeline == 1 else stage
                 check_sharded(called, traces[index], device)
@@ -99,6 +105,8 @@ def parallelize(
             units = default_units(stage, smallest_unit)
         else:
             units = units_in_stage(stage, task_units)
+        # A stage without units is one by itself. Units are wrapped before `fully_shard`, whose
+        # hooks then are outside of what is compiled and recomputed.
         for unit in units or [stage]:
             wrap_unit(unit, dims, backend)
         if dims.needs_fully_shard and all_reduce is None:
@@ -226,6 +234,8 @@ def _shard_matrices(
     for prefix, module in stage.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             users_by_id.setdefault(id(parameter), []).append((module, name, f"{prefix}.{name}"))
+    # Noted before the styles are applied: each replaces the parameters of its module, and so unties
+    # them.
     tied = [users for users in users_by_id.values() if len(users) > 1]
     modules = {id(module) for module in stage.modules()}
     sharded = []

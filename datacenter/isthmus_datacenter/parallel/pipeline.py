@@ -77,6 +77,7 @@ class StageChain(nn.Module):
         return output
 
     def _send(self, tensors: tuple[Any, ...], destination: int) -> None:
+        # Of fixed length, so that the receiver can have memory for it before it knows the tensors.
         header = [len(tensors)]
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _DTYPES:
@@ -90,6 +91,7 @@ class StageChain(nn.Module):
         header += [0] * (_HEADER_LENGTH - len(header))
         dist.send(torch.tensor(header), group=self.group, group_dst=destination)
         for tensor in tensors:
+            # In the order of the header, as messages between two ranks keep theirs.
             dist.send(tensor.detach().contiguous(), group=self.group, group_dst=destination)
 
     def _receive(self, source: int) -> tuple[torch.Tensor, ...]:
@@ -153,6 +155,7 @@ class Pipeline:
         """Sum the gradients of parameters that several stages use, over those stages."""
         parameters = self.shard.parameters()
         gradients = self.shard.gradients()
+        # Sorted: all ranks of a group have to begin the same reduction.
         for name, group in sorted(self.shard.tied.groups.items()):
             if not parameters[name].requires_grad:
                 continue
@@ -171,6 +174,7 @@ class Pipeline:
         # advance: a restarted rank does this at another step.
         with torch.no_grad(), torch.random.fork_rng():
             self.chain(microbatch)
+        # A pass without a backward pass leaves parameters gathered.
         self.shard.reshard()
         stages: list[Any] = []
         for index, module in self.shard.stages.items():

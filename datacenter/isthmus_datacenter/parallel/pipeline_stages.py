@@ -58,6 +58,7 @@ def split_into_stages(
             "set pipeline_parallel = 1"
         )
     with user_code("pipeline_stages()"):
+        # The task knows its model; only without its help the blocks are looked for.
         task_stages = task.pipeline_stages(model, dims.stages)
     if task_stages is None:
         stages = split_at_blocks(model, dims.stages, sample)
@@ -125,6 +126,8 @@ def _longest_container(model: nn.Module, stages: int) -> tuple[list[str], nn.Mod
             continue
         blocks = sum(_parameter_count(child) > 0 for child in module.children())
         longest = max(longest, blocks)
+        # Of the containers that are long enough the one with most parameters: a long one may be a
+        # small part of the model.
         if blocks >= stages and (best is None or _parameter_count(module) > best[0]):
             best = (_parameter_count(module), name, module)
     if best is None:
@@ -177,6 +180,8 @@ def _positions_around_blocks(
     finally:
         for hook in hooks:
             hook.remove()
+    # What runs before the blocks and gives another shape than theirs does not make the hidden
+    # state, but something that blocks in all stages may take, such as angles of rotary embeddings.
     hidden_shape = block_input_shapes[0] if block_input_shapes else None
     for full_name, shape in output_shapes.items():
         if positions[full_name] == "before" and shape != hidden_shape:
@@ -198,6 +203,7 @@ def _balanced_groups(container: nn.Module, stages: int) -> list[list[str]]:
     assigned = blocks_in_group = 0
     for name, size in sizes:
         groups_left = stages - len(groups)
+        # A block goes to the side on which most of it lies.
         full = 2 * assigned + size > 2 * total * len(groups) / stages
         if size and blocks_in_group and groups_left and (full or blocks_left <= groups_left):
             groups.append([])
@@ -225,6 +231,7 @@ def _stage_view(
             own_stage = 0 if position == "before" else stages - 1
             included = position == "every_stage" or index == own_stage
             if name != step and not included and module is not None:
+                # Not removed: the model's forward() still calls it.
                 clone._modules[name] = SkippedModule(module)
         child = clone._modules[step]
         assert child is not None
@@ -236,7 +243,7 @@ def _stage_view(
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """The same module with its own tables of parameters, buffers, children and hooks."""
+    """A copy that shares the tensors, with its own tables of parameters, buffers and children."""
     clone = copy.copy(module)
     for key, value in clone.__dict__.items():
         if isinstance(value, (dict, set)):

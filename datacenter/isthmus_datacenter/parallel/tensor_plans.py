@@ -89,6 +89,7 @@ def default_tensor_plan(
     """
     stage_modules = [{id(module) for module in stage.modules()} for stage in stages]
     plan: dict[str, ParallelStyle] = {}
+    # Modules that share a parameter have one style together, at the end.
     planned = _tied_modules(model)
     modules = {
         name: each for name, each in model.named_modules() if not _inside_opaque(model, name)
@@ -104,6 +105,8 @@ def default_tensor_plan(
         plan[names[id(outer)]] = row_wise(outer)
         planned.update(id(each) for each in (*inner, outer))
 
+    # First: what is sharded by heads needs one collective, and its layers would match later rules,
+    # too.
     attentions, others = find_head_sharding(model, degree, run)
     for attention in attentions:
         if not can_shard_jointly([*attention.input_projections, *attention.output_projections]):
@@ -122,6 +125,7 @@ def default_tensor_plan(
             layers = [module.get_submodule(name) for name in (*into, out)]
             if can_shard_jointly(layers) and _width(layers[-1], 0) % degree == 0:
                 shard_pair(layers[:-1], layers[-1])
+    # What is left, alone: its outputs are gathered at once, which is correct wherever it is called.
     for name, module in modules.items():
         if id(module) in planned:
             continue

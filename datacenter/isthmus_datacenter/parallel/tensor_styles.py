@@ -166,8 +166,11 @@ class FusedAttentionParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer = module.get_submodule(self._layer)
         apply_style(layer, column_wise(layer), device_mesh)
+        # The module splits the outputs by this number, and each rank has only a part of them.
         for name in self._width_attributes:
             setattr(module, name, getattr(module, name) // device_mesh.size())
+        # A contiguous shard of queries, keys and values one after another is not a part of each of
+        # them.
         if self._pieces > 1:
             exchange = FusedOutputExchange(device_mesh.get_group(), self._pieces)
             layer.register_forward_hook(lambda layer, args, output: exchange(output))

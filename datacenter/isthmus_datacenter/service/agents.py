@@ -55,6 +55,7 @@ class LocalAgent:
         logs = Path(settings.logs)
         logs.mkdir(parents=True, exist_ok=True)
         self._log = logs / f"agent-{settings.generation}.log"
+        # Of a generation with this number that another start of the service has left.
         self._log.unlink(missing_ok=True)
         delete_old_logs(logs, starting_generation=settings.generation)
         environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0"}
@@ -146,11 +147,14 @@ class _Node:
         leave_requested = False
         try:
             while not agent.ended() and not control.is_retired(generation):
+                # The service decides when: it ends its round in good order and then retires the
+                # generation.
                 if self._leaving() and not leave_requested:
                     control.request_leave()
                     leave_requested = True
                 time.sleep(_POLL_SECONDS)  # nor of its end
         finally:
             agent.end()
+        # After the agent has ended, as the service then starts all ranks anew.
         control.report_agent_ended(generation)
         self._last_generation = generation

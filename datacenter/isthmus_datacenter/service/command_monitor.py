@@ -27,7 +27,7 @@ class IncarnationLostError(Exception):
     def __init__(self, reason: str, *, ranks_run: bool = False) -> None:
         super().__init__(reason)
         self.ranks_run = ranks_run
-        """Its ranks still run, and must be killed."""
+        """Whether the incarnation's ranks still run, and must be killed."""
 
 
 class CancelIgnoredError(Exception):
@@ -73,6 +73,8 @@ class CommandMonitor:
             CancelIgnoredError: the command was cancelled, and the ranks did not stop in time.
         """
         while True:
+            # First of all: ranks that have reported an outcome may end at once, which is then no
+            # loss.
             outcome = await self._store.call(
                 ControlStore.wait_for_outcome, self._incarnation, self._number, _OUTCOME_SECONDS
             )
@@ -93,6 +95,7 @@ class CommandMonitor:
     async def _check_heartbeats(self, now: float) -> None:
         heartbeats = await self._store.call(ControlStore.heartbeats, self._incarnation, self._ranks)
         for rank, (old, new) in enumerate(zip(self._heartbeats, heartbeats, strict=True)):
+            # By this machine's clock: those of other nodes may differ.
             if old != new:
                 self._heartbeat_at[rank] = now
         self._heartbeats = heartbeats
@@ -110,6 +113,7 @@ class CommandMonitor:
             self._send_progress(report)
 
     async def _forward_signal(self, now: float) -> None:
+        # A stronger signal replaces a weaker one; the time for a cancellation begins with it.
         control_signal = self._read_signal()
         if control_signal > self._sent_signal:
             self._sent_signal = control_signal

@@ -57,6 +57,7 @@ class ControlStore:
     @classmethod
     def host(cls, host: str = "127.0.0.1", port: int = 0) -> ControlStore:
         """Start the store in this process; by default on a free port of the loopback interface."""
+        # Given to the store, because by itself it would listen on all interfaces.
         listener = socket.create_server((host, port))
         port = listener.getsockname()[1]
         return cls(
@@ -193,6 +194,8 @@ class ControlStore:
     def send_outcome(self, incarnation: Incarnation, number: int, outcome: Outcome) -> None:
         """Send the outcome of a command, unless another rank already has."""
         text = json.dumps(dataclasses.asdict(outcome))
+        # The first one stands: the failure that ends a rank comes before what others report because
+        # of it.
         self._store.compare_set(f"outcome/{incarnation}/{number}", "", text)
 
     def wait_for_outcome(

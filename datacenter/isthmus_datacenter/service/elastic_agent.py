@@ -36,6 +36,7 @@ MONITOR_SECONDS = 0.1
 
 def main(settings: AgentSettings, environment: Mapping[str, str], log: Path) -> None:
     """Entry point of the process: run until the ranks have failed too often, or it is killed."""
+    # A session of its own, so that the agent is killed with all its ranks.
     os.setsid()
     die_with_parent()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -103,6 +104,7 @@ class _ReportingAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         restart = worker_group.spec.max_restarts - self._remaining_restarts
         self._incarnation = Incarnation(self._generation, restart)
+        # Before the ranks start: they register under it.
         self._control.begin_incarnation(self._incarnation)
         workers: dict[int, Any] = super()._start_workers(worker_group)
         return workers
@@ -110,6 +112,7 @@ class _ReportingAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
+            # One is enough for the report; the lowest, so that it is the same one in each.
             rank, failure = min(result.failures.items())
             assert self._pcontext is not None
             line = last_line(Path(self._pcontext.stderrs[failure.local_rank]))

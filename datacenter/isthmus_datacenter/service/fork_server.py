@@ -35,6 +35,7 @@ class AgentForkServer:
         `fork` costs nothing, but is only safe in a process that has not started threads yet: no
         store, no gRPC. `forkserver` is for any other process; it imports everything once more.
         """
+        # Now: with `fork` it must be before the first thread.
         self._process, self._pipe = _start_server(method)
 
     def start(
@@ -70,7 +71,7 @@ class AgentProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id; waits until it is started.
+        """Process id of the fork; waits until it is started.
 
         Raises:
             EOFError: the fork server ended before.
@@ -104,6 +105,7 @@ class AgentProcess:
         for kill in (os.killpg, os.kill):  # just forked, it may not lead a process group yet
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
+        # Waited for: the next agent's ranks would meet these at the disk and the devices.
         select.select([self._handle], [], [])
         os.close(self._handle)
         self._handle = None
@@ -120,6 +122,7 @@ def _start_server(method: Literal["fork", "forkserver"]) -> tuple[BaseProcess, C
         target=_serve, args=(server_end, inherited_end)
     )
     process.start()
+    # Otherwise this process would keep the pipe open when the fork server has ended.
     server_end.close()
     return process, owner_end
 

@@ -126,7 +126,10 @@ class _Rank:
         share_processors(int(os.environ["LOCAL_WORLD_SIZE"]))
         self.control.register_rank(self.incarnation, self.rank, os.getpid())
         self.control.send_heartbeat(self.incarnation, self.rank, 0)
+        # Before the process group, whose start can take longer than the lease.
         threading.Thread(target=self._beat, daemon=True).start()
+        # A connection of its own: one is not for two threads, and the main thread's is used for
+        # commands.
         rendezvous = ControlStore.connect(self.settings.host, self.settings.port)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
@@ -154,10 +157,12 @@ class _Rank:
     def _execute(self, command: Command) -> Outcome:
         try:
             values = self._run(command)
+            # All ranks have succeeded when rank 0 reports it: it reports for all.
             dist.barrier()
         except (ConsensusError, StorageError) as failure:
             return Outcome(failure=str(failure), failure_code=failure.code)
         except UserError as failure:
+            # It came up in the user's code, and is not of it: new ranks will succeed.
             if _is_lost_peer(failure):
                 raise
             _print_traceback()
@@ -203,6 +208,7 @@ class _Rank:
         count = 0
         while True:
             count += 1
+            # Read once: the heartbeat's signal must be about the command that it was read for.
             number = self.number
             try:
                 control.send_heartbeat(self.incarnation, self.rank, count)

@@ -191,11 +191,14 @@ class RankGroup:
             self._open = command
         losses: list[str] = []
         lost_at: float | None = None
+        # Ranks that were lost between commands are no loss of this one.
         await self._note_earlier_failure()
         while True:
             incarnation = None
             try:
                 incarnation = await self._ready_incarnation()
+                # New ranks know nothing of the run: its command is repeated to them before this
+                # one.
                 if command.op != "open" and self._opened_in != incarnation:
                     assert self._open is not None
                     await self._send(incarnation, self._open, send_progress)
@@ -245,6 +248,8 @@ class RankGroup:
             agents = self._restart()
         deadline = time.monotonic() + START_SECONDS
         while True:
+            # Before the incarnation is read: what an agent that has ended left in the store is then
+            # complete.
             ended = agents.ended()
             incarnation = await self._newest_incarnation()
             if incarnation is not None and incarnation not in self._lost:
@@ -253,6 +258,7 @@ class RankGroup:
                 if ready == self.ranks:
                     return incarnation
             if ended:
+                # Its failure was reported before. That the agent ended as well is no further loss.
                 if incarnation in self._lost:
                     agents = self._restart()
                     continue
@@ -291,6 +297,7 @@ class RankGroup:
             IncarnationLostError: the ranks died or hung.
         """
         number = self._next_number.get(incarnation, 0)
+        # Of this incarnation only: another one begins to count anew.
         self._next_number = {incarnation: number + 1}
         await self._store.call(ControlStore.send_command, incarnation, number, command)
         assert self._agents is not None
@@ -315,6 +322,8 @@ class RankGroup:
             self._lost.add(incarnation)
             await self._kill_ranks(incarnation)
             raise CommandError("the ranks were ended because the result is not wanted") from None
+        # The ranks end themselves after such an outcome, and the next command must not wait for
+        # them.
         if outcome.rank_exits:
             self._lost.add(incarnation)
             self._opened_in = None
@@ -327,6 +336,7 @@ class RankGroup:
     async def _kill_ranks(self, incarnation: Incarnation) -> None:
         """Kill all ranks: the agent would wait for a stopped one, which cannot respond."""
         self._opened_in = None
+        # Their processes are on other machines: only their agents can end them.
         if self.nodes is not None:
             self.stop()
             return

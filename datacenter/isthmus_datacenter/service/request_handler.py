@@ -78,6 +78,7 @@ class RequestHandler:
         if kind == "open":
             return None
         layout = self._open_run(getattr(request, kind).run_id).layout
+        # Before a file of that size is made, which the other side would choose otherwise.
         if size != layout.nbytes:
             raise UpdateError(
                 f"a model of {size} bytes was announced; this run's model has {layout.nbytes}"
@@ -124,6 +125,7 @@ class RequestHandler:
         elif data is None:
             data = job.task.data_in(base)
         self._run = None
+        # Before the first command, whose silence is measured by it.
         self._group.lease_seconds = job.time.lease_seconds
         (self._state / open_.run_id).mkdir(exist_ok=True)
         command = Command(
@@ -169,6 +171,8 @@ class RequestHandler:
         committed = (train.summed_round, train.summed_attempt)
         digest = train.model.sha256.hex()
         if unsent is not None and model is not None:
+            # What was not sent earlier is brought into the received model, so that the states of
+            # the round follow from it, too.
             digest += await asyncio.to_thread(unsent.apply, committed, model)
         command = Command(
             op="train_steps",

@@ -71,6 +71,7 @@ class DatacenterService:
         """
         self.name = name
         self.state = state.resolve()
+        # First: everything below uses files of the directory.
         self._lock_file = _lock(self.state)
         self._files = TransferFiles(self.state / "exchange")
         self.group = RankGroup(name, ranks, self.state, nodes, fork_server)
@@ -106,6 +107,7 @@ class DatacenterService:
             UserError: the server is on another machine, and this one has not joined it.
         """
         uplink = Uplink(address, self.name, link_pb2.DATACENTER, self, membership=membership)
+        # Before the connection, so that the ranks are warm when the first request comes.
         self.start()
         link = asyncio.create_task(uplink.run())
         leave = asyncio.create_task(self.wait_to_leave())
@@ -151,7 +153,10 @@ class DatacenterService:
                 self.leave(_NODE_GRACE_SECONDS)
         log.warning("leaving: %s", "a round is running" if self.running else "idle")
         deadline = time.monotonic() + self._grace_seconds
+        # A round that can end within the grace period does: its result is worth more than saved
+        # progress.
         save_at = deadline - max(self._grace_seconds / 2, SAVING_SECONDS)
+        # Results too: the server may still be fetching the last one.
         while (self.running or self._files.has_results) and time.monotonic() < deadline:
             if time.monotonic() > save_at:
                 self.group.send_signal(ControlSignal.SAVE)
@@ -171,6 +176,7 @@ class DatacenterService:
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
         """Execute one request after the earlier ones; when leaving, never reply."""
+        # The ranks execute one command at a time.
         async with self._busy:
             if not self.leaving:
                 try:

@@ -25,6 +25,7 @@ class TransferFiles:
         self._results: dict[str, Path] = {}
         """Results that the server has not acknowledged yet, by the id of the request."""
         self._directory = directory
+        # What an earlier service has left belongs to requests that are sent anew.
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
 
@@ -59,6 +60,7 @@ class TransferFiles:
         path = self._results[request_id] = self._directory / f"out-{uuid.uuid4().hex}"
         with path.open("wb") as file:
             file.write(layout.header)
+            # The whole file, before the ranks map it: a page without disk space would kill them.
             os.posix_fallocate(file.fileno(), 0, layout.nbytes)
         return path
 

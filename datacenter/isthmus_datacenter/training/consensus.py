@@ -35,8 +35,11 @@ class fail_together:  # noqa: N801 - used as a statement
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # Not the user's: the rank ends, the others notice, and the command is repeated on new ones.
         if error is not None and not isinstance(error, UserError):
             return
+        # Every rank takes part, with or without a failure: one that left here would keep the others
+        # waiting.
         messages: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(messages, None if error is None else str(error))
         first = next((each for each in messages if each is not None), None)
@@ -88,6 +91,7 @@ def finite_mean_loss(
         ConsensusError: something is not finite, on some rank.
     """
     parts = [part for part in map(local, parameters) if part.numel()]
+    # The largest magnitude is not finite exactly if an element is not, and takes no memory.
     norms = torch._foreach_norm(parts, math.inf)
     largest = torch.stack([norm.double() for norm in norms]).amax() if norms else 0.0 * loss_sum
     sums = torch.stack([loss_sum, largest * 0.0]).cpu()  # the second is NaN if one is not finite

@@ -120,6 +120,8 @@ class _SeededByStep(Dataset[Any]):
 
     def __getitems__(self, step_and_indices: list[int]) -> list[Any]:
         step, *indices = step_and_indices
+        # Before each batch, as readers take turns: which of them reads a batch depends on their
+        # number.
         seed_all(self._seed, step, self._replica, _READER_STREAM)
         get_many = getattr(self._dataset, "__getitems__", None)
         return list(get_many(indices)) if get_many else [self._dataset[index] for index in indices]
@@ -147,6 +149,7 @@ class _ReplicaStream(IterableDataset[Any]):
         global_batch = order.replicas * order.batch_size
         own = range(self._replica * order.batch_size, (self._replica + 1) * order.batch_size)
         count = (self._until - self._first) * global_batch
+        # All replicas read the stream from the same place, and each drops what the others take.
         stream = endless(self._dataset, self._first * global_batch)
         for position, example in enumerate(itertools.islice(stream, count)):
             if position % global_batch in own:

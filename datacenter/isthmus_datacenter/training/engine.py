@@ -97,6 +97,8 @@ class Engine:
             self.order = ExampleOrder.of(
                 self.task, self.data, self.examples, self.dims.data, self.job
             )
+        # What may fail on some ranks only is above, and is over on all of them: what follows has
+        # collectives, which a rank that had failed would leave out.
         self.coordinates = self.dims.coordinates(placement.rank)
         self.batch_source = self._make_batch_source()
         batch_size = self.job.evaluation.batch_size
@@ -105,7 +107,7 @@ class Engine:
         self.round = 0
         """The round that is trained, from 1; 0 before the first."""
         self._schedules: Mapping[str, ScheduleState] = {}
-        """Those at the last round's start, from which those of a new optimizer continue."""
+        """Schedules at the last round's start, from which those of a new optimizer continue."""
         self.figures: dict[str, float] = {}
         """Profile of the last round."""
         self.shard, self.forward_backward, self.optimizer = self._build_initial_state()

@@ -137,6 +137,7 @@ class ForwardBackward:
                 wait = start_all_reduce(units.read())  # overlaps with the backward pass
                 if parts == 1 and (self.dims.ranks == 1 or self.dims.precision == "fp16"):
                     divisor = (wait()[0] or 1) / averaged_over
+            # PyTorch's own error names neither the task nor the method.
             if not total.requires_grad:
                 method = "training_step()" if self._by_step else "loss()"
                 raise TaskError(

@@ -49,18 +49,22 @@ def mean_gradient(engine: Engine, command: Command, read_signal: ReadSignal) -> 
             f"the job protects the datacenter's examples (datacenter.privacy), and {what} would "
             "get no noise; use a policy that does not ask for it"
         )
+    # Before the parameters are touched: after a failure in between, the engine restores its
+    # checkpoint.
     engine.invalidate_state()
     load_shards(Path(command.model), engine.layout, engine.shard)
     averager = GradientAverager(engine.shard, engine.job.datacenter.precision == "fp16")
     engine.seed_generators(command.from_step)
     batches = engine.batch_source.batches(command.from_step, command.until_step)
     with _recomputing(engine.shard) if command.statistics else contextlib.nullcontext():
+        # The task's optimizers say whose parameters each loss is for; none of them steps.
         loss = accumulate(averager, engine.forward_backward, batches, read_signal, engine.optimizer)
     averager.store_in_parameters()
     if command.statistics:
         engine.shard.average_statistics(engine.layout.statistics)
     else:
         for name in engine.layout.statistics:
+            # The file has the form of a model; in the place of statistics a gradient has nothing.
             engine.shard.buffers()[name].zero_()
     store_shards(Path(command.result), engine.layout, engine.shard)
     steps = command.until_step - command.from_step
@@ -95,6 +99,8 @@ class GradientAverager(ShardedOptimizer):
     """Averages the gradients of several batches where a `ShardedOptimizer` would apply them."""
 
     def __init__(self, shard: ModelShard, fp16: bool) -> None:
+        # Without a limit on the norm: devices get the gradient as it is. The optimizer is never
+        # stepped.
         super().__init__(shard, torch.optim.SGD, None, fp16)
         self._sums: dict[str, torch.Tensor] = {}
         self._counts: Counter[str | None] = Counter()

@@ -89,6 +89,7 @@ class RoundProfile:
         yield
         end.record()
         self._pending_events.append((part, begin, end))
+        # Only what has passed: reading an event that has not would wait for the device.
         while self._pending_events and self._pending_events[0][2].query():
             self._read_oldest_event()
 
@@ -213,6 +214,7 @@ class ProgressReporter:
             point.local_units + local_units,
             point.global_units + global_units,
         )
+        # One copy at a time: the pinned memory is its destination.
         if self._copying is None and now - self._reported.time >= _REPORT_SECONDS:
             self._start_copy(loss_sum)
         if self._copying is not None and (self._copied is None or self._copied.query()):

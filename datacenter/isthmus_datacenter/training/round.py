@@ -97,6 +97,7 @@ class _Round:
         command = self._command
         profile = self._profile
         engine.round = command.round
+        # The state first: the schedules' rates are set on the optimizer that it brings.
         start = self._resume() or self._start()
         with fail_together():
             self._rate = engine.begin_schedules(command.position)
@@ -158,6 +159,8 @@ class _Round:
         step = self._state_step
         before = "nothing" if step is None else engine.checkpoints.data_name(step)
         where = f"{engine.dims.data} {engine.dims.pipeline} {command.position}"
+        # All that decides about the states within the round, so that a checkpoint of another
+        # attempt is used exactly if it is what this attempt would have computed.
         text = f"{before} {command.model_digest} {where} {engine.job.model_dump_json()}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -165,6 +168,8 @@ class _Round:
         """Restore the state before the round's first step."""
         engine = self._engine
         command = self._command
+        # A model that comes replaces the parameters. What is needed of the state before are the
+        # optimizer, if it is kept, and buffers that are not exchanged.
         if command.model is None or not self._resets_optimizer or engine.shard.has_buffers():
             if self._state_step is None:
                 engine.reset_to_initial_state()
@@ -261,9 +266,13 @@ class _Round:
         optimizer.zero_grad()  # of a step that was stopped
         frozen = engine.shard.frozen_samples()
         profile.begin()
+        # By the step and not by what was read before: a resumed round reads what an undisturbed one
+        # would.
         batches = profile.timed_reads(engine.batch_source.batches(start.step, until))
         for step, batch in enumerate(batches, start=start.step):
             self._flops = engine.step_flops(batch)
+            # Ranks agree on the strongest signal within the step, since all have to stop after the
+            # same one.
             signal = ControlSignal.CONTINUE
             local_units = 0.0
             global_units = 0.0
@@ -289,9 +298,12 @@ class _Round:
             units += global_units
             if reporter is not None:
                 reporter.step(loss_sum, local_units, global_units)
+            # The last step has the round's own checkpoint.
             if self._lineage is not None and step + 1 < until:
                 checkpoint = MidRoundCheckpoint(self._lineage, step + 1)
                 self._save_mid_round(checkpoint, loss_sum, units, signal)
+        # Only a sample of each: comparing all would cost a copy of the model. What training
+        # changes, such as weight decay, changes all elements.
         for name, values in engine.shard.frozen_samples().items():
             if name not in frozen:
                 raise TaskError(newly_frozen(name))

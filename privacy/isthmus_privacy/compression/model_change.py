@@ -38,7 +38,7 @@ BLOCK = 1024
 """Neighbouring elements that share a step: its 32 bits are then 1/32 of a bit for each."""
 
 MAX_BITS = 8
-"""Of a level, if all elements change."""
+"""Most bits of a level, if all elements change."""
 
 _FEW_BITS = 16
 """Most bits of a level, if few elements change."""

@@ -56,7 +56,7 @@ class UpdateCodec(Message):
     bits: int
     """A client's element has 2**bits - 1 levels, zero in their middle."""
     seed: int = 0
-    """Of the job: which elements are sent follows from it and the number of the round."""
+    """Seed of the job: which elements are sent follows from it and the number of the round."""
     rates: tuple[tuple[int, int, int], ...] = dataclasses.field(default=(), repr=False)
     """Ranges of elements with another number than `one_in`: the first one, the one after the last,
     and this number, ascending."""

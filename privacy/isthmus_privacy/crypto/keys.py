@@ -32,7 +32,7 @@ SIGNATURE_BYTES = 64
 ONE_TIME_KEY_BYTES = KEY_BYTES + 1184
 """A public key of `OneTimeKey`: an X25519 key, then an ML-KEM-768 key."""
 CIPHERTEXT_BYTES = 1088
-"""Of ML-KEM-768."""
+"""Size of a ciphertext of ML-KEM-768."""
 SEALING_BYTES = 12 + 16
 """Overhead of `seal`: a random nonce and the authentication tag."""
 

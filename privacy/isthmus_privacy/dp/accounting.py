@@ -49,7 +49,7 @@ class CorrelatedGaussian:
     KIND: ClassVar = "correlated"
 
     noise_multiplier: float
-    """Of all rows together."""
+    """Noise multiplier of all rows together."""
     run: str
     """The run whose rows these are."""
 

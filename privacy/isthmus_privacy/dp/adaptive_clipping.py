@@ -28,7 +28,7 @@ COUNT_SHARE = 0.02
 """The updates get 1 % more noise for it."""
 
 RATE = 0.2
-"""Of the logarithm of the bound, the one that the authors use."""
+"""Learning rate of the logarithm of the bound, the one that the authors use."""
 
 _RANGE = 2.0**20
 """The bound stays within this factor of the first one."""
@@ -39,7 +39,7 @@ class AdaptiveBound:
     """The bound of one round, and the noise that it needs."""
 
     quantile: float
-    """Of the norms, that the bound moves towards; 0.5 is the median."""
+    """Quantile of the norms that the bound moves towards; 0.5 is the median."""
     multiplier: float
     """z: noise multiplier of a round as a whole."""
     bound: float

@@ -357,7 +357,7 @@ def _normal(x: float) -> float:
 
 
 def _log_normal(x: float) -> float:
-    """Its logarithm; far below zero by the first terms of the asymptotic series."""
+    """Logarithm of `_normal`; far below zero by the first terms of the asymptotic series."""
     if x > -30:
         return math.log(_normal(x))
     return -(x * x) / 2 - math.log(-x * math.sqrt(2 * math.pi)) + math.log1p(-1 / (x * x))

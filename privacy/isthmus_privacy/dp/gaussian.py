@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 KEY_BYTES = 32
 
 _BITS = 53
-"""Of a uniform number; a float64 has as many."""
+"""Random bits of a uniform number; a float64 has as many."""
 
 
 class GaussianDraws:

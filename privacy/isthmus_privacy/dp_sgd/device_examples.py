@@ -40,13 +40,13 @@ class DeviceExamplesPlan:
 
     privacy: FederatedPrivacy
     participations: int
-    """That the noise was found for."""
+    """Participations that the noise was found for."""
     multiplier: float
     """Noise multiplier; see `FederatedPrivacy.noise`."""
     probability: float
-    """With which an example is in a step."""
+    """Probability with which an example is in a step."""
     steps: int
-    """Of one participation."""
+    """Local steps of one participation."""
 
     @classmethod
     def of(cls, settings: FederatedSection, rounds: int, examples: int) -> Self:

@@ -46,7 +46,7 @@ def _epsilon(order: int, divergence: float, delta: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _divergences(noise: float, probability: float) -> tuple[float, ...]:
-    """Those of one step at all `ORDERS`."""
+    """Rényi divergences of one step at all `ORDERS`."""
     return tuple(_divergence(noise, probability, order) for order in ORDERS)
 
 

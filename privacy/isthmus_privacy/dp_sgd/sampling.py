@@ -13,7 +13,7 @@ from isthmus_privacy.crypto.masking import TILE, cipher, ring_vector
 
 _KEY_BYTES = 32
 _BITS = 53
-"""Of a uniform number; a float64 has as many."""
+"""Random bits of a uniform number; a float64 has as many."""
 
 
 def poisson_sample(examples: range, probability: float, key: bytes | None = None) -> list[int]:

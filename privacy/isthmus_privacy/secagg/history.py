@@ -88,9 +88,9 @@ class Unmasked:
 
     run_id: str
     round: int
-    """Of the start model."""
+    """Round of the start model."""
     model_hash: bytes
-    """Of the start model."""
+    """SHA-256 of the start model."""
     survivors: bytes
     """Hash of the survivor set, 32 bytes."""
 

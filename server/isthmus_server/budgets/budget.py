@@ -20,11 +20,13 @@ from isthmus_server.budgets.run_ledgers import RunLedgers
 from isthmus_server.budgets.server_noise import ServerNoise, fresh_noise
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
+    from isthmus.job import Job
     from isthmus.job.privacy import PrivacySection
     from isthmus_privacy.dp.accounting import Composition, Event
-    from isthmus_server.storage.store import Store
     from isthmus_server.strategy.round_spec import RoundSpec
 
 UNIT = "device"
@@ -46,24 +48,30 @@ class PrivacyBudget:
     """
 
     def __init__(
-        self, store: Store, privacy: PrivacySection, ledgers: RunLedgers, clip: float = 0.0
+        self,
+        job: Job,
+        privacy: PrivacySection,
+        ledgers: RunLedgers,
+        directory: Path,
+        clip: float = 0.0,
     ) -> None:
         """Find the noise, and what was charged before.
 
         Args:
-            store: the run.
+            job: of the run.
             privacy: the job's table.
-            ledgers: open.
+            ledgers: of the run, open.
+            directory: of the run, which has the key of the server's noise.
             clip: the bound that the last committed round has moved to; 0 for the job's.
 
         Raises:
             UserError: no noise meets the budget, or the key of the noise is lost.
         """
         self.privacy = privacy
-        self.plan = NoisePlan.of_job(store.job)
+        self.plan = NoisePlan.of_job(job)
         self._ledgers = ledgers
-        self._rounds = store.job.rounds
-        self._event = self.plan.event(store.run_id)
+        self._rounds = job.rounds
+        self._event = self.plan.event(ledgers.run_id)
         self._charged = 0
         """Attempts of this run with devices."""
         self._last: dict[str, list[int]] = {}
@@ -82,7 +90,7 @@ class PrivacyBudget:
                 self._measured.update(entry.charge.devices)
         self._noise = None
         if privacy.mechanism != "distributed":
-            self._noise = ServerNoise(self.plan, store.directory, used=self._charged > 0)
+            self._noise = ServerNoise(self.plan, directory, used=self._charged > 0)
 
     # -- what may be asked -------------------------------------------------------------------------
 

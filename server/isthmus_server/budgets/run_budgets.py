@@ -48,7 +48,7 @@ class RunBudgets:
     devices: PrivacyBudget | None
     examples: ExamplesBudget | None
     ledger: Ledger | None
-    """Of the run; None without privacy."""
+    """Ledger of the run; None without privacy."""
     _opened: contextlib.ExitStack
 
     @classmethod
@@ -87,7 +87,13 @@ class RunBudgets:
 
             devices = examples = None
             if privacy is not None:
-                devices = PrivacyBudget(store, privacy, ledgers(privacy.population), state.clip)
+                devices = PrivacyBudget(
+                    store.job,
+                    privacy,
+                    ledgers(privacy.population),
+                    store.directory,
+                    state.clip,
+                )
             if steps is not None:
                 examples = ExamplesBudget(steps, ledgers(steps.privacy.population))
             return cls(devices, examples, own, opened.pop_all())

@@ -35,7 +35,7 @@ FILE = "presence"
 
 _WRITE_SECONDS = 1.0
 _ALIVE_SECONDS = 10.0
-"""It is written this often at least, so that readers know that the server runs."""
+"""Longest interval between two writes, by which readers know that the server runs."""
 
 _MAX_VERSION = 32
 

@@ -22,7 +22,7 @@ class Seen:
     last_seen: float = 0.0
     """Unix seconds; of those that are online, of the snapshot."""
     version: str = ""
-    """Of Isthmus, as the participant states it."""
+    """Version of Isthmus, as the participant states it."""
     busy: Sequence[Mapping[str, Any]] = ()
     """What it is asked for: the `job`, the `round` (0 if none) and the kind of `work`."""
     declined: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -24,7 +24,7 @@ class Registered(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the participant."""
         ...
 
     @property

@@ -66,7 +66,7 @@ class WeightedSum:
         self._initialized = bytearray(-(-size // TILE))
         """Which tiles hold a sum; the first update overwrites what a tile held before."""
         self._lock = threading.Lock()
-        """Of the weights."""
+        """Protects the weights."""
         self._tile_locks = [threading.Lock() for _ in range(_TILE_LOCKS)]
         self._scratch = threading.local()
         """Memory in which a thread converts a tile."""

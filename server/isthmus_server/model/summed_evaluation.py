@@ -42,7 +42,7 @@ class SummedEvaluation:
     error: str | None = None
     """Why there is no result, or why its first attempts failed."""
     price: float
-    """Of all attempts."""
+    """Price of all attempts."""
     device_bytes: int
     """Bytes to and from devices."""
     seconds: float

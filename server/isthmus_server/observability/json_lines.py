@@ -186,7 +186,7 @@ class JsonConsoleFile(io.TextIOBase):
         self._rest = ""
 
     def writable(self) -> bool:
-        """It is."""
+        """Whether the stream can be written to: always."""
         return True
 
     def write(self, text: str) -> int:

@@ -64,7 +64,7 @@ class Served(Protocol):
     """What a server tells those that observe it."""
 
     def pair(self) -> tuple[bytes, bytes]:
-        """Its current key and certificate (PEM)."""
+        """The server's current key and certificate (PEM)."""
         ...
 
     def authority(self) -> x509.Certificate:

@@ -35,7 +35,7 @@ class EventSink(ABC):
     name: str
     """One word, for warnings and the label `sink` of metrics."""
     hang_seconds = 30.0
-    """It is given up if it is busy with one event for longer."""
+    """Seconds with one event after which the sink is given up."""
     close_seconds = 10.0
     """Time to handle the last events when the run ends."""
 

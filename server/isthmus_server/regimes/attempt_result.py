@@ -33,7 +33,8 @@ class TrainingResult:
     gradient_by_datacenter: dict[str, tuple[torch.Tensor, int]] = dataclasses.field(
         default_factory=dict
     )
-    """The same of each datacenter, with its examples; only of plans that need them."""
+    """Gradient of each datacenter at the round's model, float32 (N), and its examples; only of
+    plans that need them."""
     gradients: GradientMeasurement | None = None
     """Norms and cosine of the gradients at the round's model, if they were requested."""
     groups: dict[str, GroupSum] = dataclasses.field(default_factory=dict)

@@ -147,7 +147,10 @@ class BufferAttempt:
         self._idle = {name: count for name, count in spec.cohort.items() if name not in busy}
         self._queue = sorted(self._idle)
         seed = f"isthmus/buffer/{self._context.job.seed}/{spec.round}"
+        # With more devices than may train at once, the first of the alphabet would train in every
+        # round. The seed has no attempt in it, so that a repeated one invites in the same order.
         random.Random(seed).shuffle(self._queue)  # noqa: S311 - a choice, not a secret
+        # The most weight that can reach this buffer: the precision of the sum follows from it.
         declared = sum(busy.values()) + sum(self._idle.values())
         self.total = self._context.weighted_sum(declared, self._context.layout.size)
         """Sum of the buffer's updates; unused with secure aggregation."""
@@ -174,6 +177,7 @@ class BufferAttempt:
         settings = self._spec.settings
         seconds = self._context.job.time.round_seconds
         deadline = asyncio.get_running_loop().time() + seconds
+        # A secure sum begins after the training, and has the rest of the round.
         share = TRAINING_SHARE if settings.secure_aggregation else 1.0
         try:
             async with asyncio.timeout(seconds * share) as limit:
@@ -211,11 +215,16 @@ class BufferAttempt:
         context = self._context
         spec = self._spec
         trained = self._devices.trained
+        # The first that have finished; those that do not fit into this buffer wait for the next
+        # one.
         cohort = self._summable([trained[name] for name in list(trained)[: spec.settings.cohort]])
         for training in cohort:
+            # Whatever becomes of this sum: a device puts a kept update into one unmasked sum only.
             del trained[training.name]
         self._summed = {training.name: training for training in cohort}
         starts = sorted({_start_of(training) for training in cohort})
+        # The updates began at several models, so that the sum is named after its buffer and not a
+        # model.
         buffer_id = buffer_name(context.run_id, spec.round)
         buffer = link_pb2.Blob(sha256=buffer_id, size=spec.model.size)
 
@@ -334,6 +343,8 @@ class BufferAttempt:
         except CallFailed:
             return
         except asyncio.CancelledError:
+            # The training belongs to no round any more, so that no later one would write its
+            # receipt.
             if name not in self._receipts:
                 self._receipts.record(name, "dropped", _LATE)
             raise

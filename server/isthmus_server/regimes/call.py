@@ -166,6 +166,7 @@ async def call(
         CallFailed: no reply, another outcome, or the block found the reply unusable (it raised
             `UpdateError`, `PeerMisbehaved`, `AdmissionRefused` or `ParticipantLost`).
     """
+    # In buffered mode it was sent in an earlier round, and has its id from then.
     request.id = request.id or link.new_id()
     accepted = False
     reason = late
@@ -174,6 +175,8 @@ async def call(
         async with asyncio.timeout(seconds) as limit:
             if reply is None:
                 reply = await link.ask(name, request)
+            # A refusal, or a reply to something else: both are handled like an update that cannot
+            # be used.
             if reply.WhichOneof("outcome") != outcome:
                 refused = UpdateError(reason_of(reply))
                 refused.code = in_a_line(reply.failure.code)
@@ -181,6 +184,7 @@ async def call(
             yield reply
         accepted = True
         reason = ""
+    # The failure is raised at the very end: the book and the participant learn of it first.
     except TimeoutError:
         if not limit.expired():
             reason = SERVER_FAILED
@@ -194,6 +198,7 @@ async def call(
     except (UpdateError, PeerMisbehaved, AdmissionRefused) as error:
         failure = CallFailed("rejected", str(error), reached=True, code=error.code)
         failure.__cause__ = error
+    # Not the participant's fault: it gets no receipt, and is told that its reply was not used.
     except Exception:
         reason = SERVER_FAILED
         raise
@@ -213,6 +218,8 @@ async def call(
                     sent=sent,
                     late=failure.timed_out,
                 )
+                # Repeating helps against lost devices, and against refusals for privacy with other
+                # devices: these attempts do not count towards the job's `attempts`.
                 was_lost = isinstance(failure.__cause__, ParticipantLost)
                 if failure.code == TaskError.code:
                     receipts.task_failures.add(anonymous(failure.reason, name))

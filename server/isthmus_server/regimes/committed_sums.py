@@ -30,7 +30,7 @@ class CommittedSums:
 
     @classmethod
     def of(cls, job: Job, attempts: Callable[[], Iterable[AttemptRecord]]) -> Self:
-        """Those of a run; `attempts` reads its log, for a job with compression only."""
+        """The sums of a run; `attempts` reads its log, for a job with compression only."""
         compressed = job.federated.compression or job.datacenter.compression
         return cls(attempts() if compressed else ())
 

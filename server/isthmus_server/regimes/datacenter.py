@@ -146,6 +146,8 @@ class DatacenterRegime:
                 self._link, name, request, "trained", receipts, seconds=self._seconds
             ) as reply:
                 trained = reply.trained
+                # Before anything is fetched: figures that are not finite are in no receipt and no
+                # record.
                 check_figures(trained)
                 if compressed:
                     vector = await self._fetch_update(name, trained.result)
@@ -174,6 +176,7 @@ class DatacenterRegime:
         )
 
     async def _fetch(self, name: str, blob: link_pb2.Blob, kind: str) -> torch.Tensor:
+        # Before there is memory for it, whose size the other side would choose otherwise.
         if blob.size != self._layout.nbytes:
             raise UpdateError(
                 f"its {kind} has {blob.size} bytes where this exchange set takes "
@@ -188,6 +191,7 @@ class DatacenterRegime:
 
     async def _fetch_update(self, name: str, blob: link_pb2.Blob) -> torch.Tensor:
         assert self._codec is not None
+        # Before there is memory for it, as above; blocks of the vector have messages of known size.
         self._codec.check_size(blob.size)
         payload = bytearray(blob.size)
         await self._link.fetch(name, blob, into(payload))

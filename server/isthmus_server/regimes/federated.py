@@ -48,10 +48,13 @@ class FederatedRegime:
         Raises:
             AttemptFailed: fewer updates than the quorum.
         """
+        # Kept for `cancelled`: only the attempt knows how far its devices got.
         self._attempt = self._attempt_for(spec)
         result = await self._attempt.run()
         if self.context.privacy is not None:
             mean = result.pseudo_gradient
+            # Before anything else reads the mean: all that is derived from it is from the mean with
+            # noise.
             devices = _updates_in(result)
             release = self.context.privacy.release
             figures = await asyncio.to_thread(release, mean, devices, result.training)

@@ -37,7 +37,7 @@ _MIN_LEFT = 2.0**-20
 _FINER = 2.0**-10
 """Factor of the largest element that fits after a measurement that was lost in rounding."""
 _MAX_EXPONENT = 100
-"""Of the scale: the product is to be a normal float32."""
+"""Largest exponent of the scale: the product is to be a normal float32."""
 
 
 def scale_for(
@@ -52,6 +52,8 @@ def scale_for(
         last: the last measurement of the run; None if there is none.
     """
     bound = _FIRST_BOUND
+    # The last one could not be used, and says in which direction its scale was wrong: clipped
+    # values need a wider range, and values that were lost in rounding a finer one.
     if last is not None and last.devices_norm is None:
         coarser = HEADROOM / max(1 - last.lost, _MIN_LEFT)
         bound = clip / last.scale * (coarser if last.lost > MAX_ERROR else _FINER)
@@ -59,6 +61,7 @@ def scale_for(
         bound = HEADROOM * max(abs(float(end)) for end in torch.aminmax(datacenter))
     elif last is not None and last.devices_norm:
         bound = _NORM_HEADROOM * last.devices_norm
+    # A power of two, by which floats are multiplied and divided without rounding.
     exponent = math.floor(math.log2(clip) - math.log2(bound))
     return 2.0 ** max(-_MAX_EXPONENT, min(exponent, _MAX_EXPONENT))
 

@@ -44,6 +44,7 @@ def opening_of(run_id: str, job: Job, base: Path, model: GlobalModel) -> link_pb
     """
     noise = SampledNoisePlan.of(job)
     if noise is not None:
+        # Found once for all ranks: the search can take seconds.
         job = with_changes(job, {"datacenter.privacy.noise": noise.multiplier})
     opening = link_pb2.OpenRun(
         run_id=run_id,
@@ -55,6 +56,8 @@ def opening_of(run_id: str, job: Job, base: Path, model: GlobalModel) -> link_pb
     if model.personal.size:
         opening.personal = model.personal.header
     if job.federated.secure_aggregation:
+        # A part of the purpose of each sum, which devices compute for themselves: a sum of updates
+        # that came from different code means nothing.
         opening.task_digest = code_digest(job.task.source, base)
     return opening
 

@@ -66,6 +66,7 @@ class PlaintextAttempt:
             )
         try:
             pseudo_gradient, state = await self._aggregator.result()
+        # Only an extension refuses what its devices have sent: all of them did their work.
         except RoundFailed as error:
             raise AttemptFailed(str(error), receipts) from error
         return FederatedResult(
@@ -82,6 +83,8 @@ class PlaintextAttempt:
         tasks = [asyncio.create_task(self._train(name)) for name in self._spec.cohort]
         try:
             async with asyncio.timeout(seconds) as limit:
+                # It ends early in both ways: with all that are wanted, and without hope for the
+                # quorum.
                 for task in asyncio.as_completed(tasks):
                     await task
                     if self._receipts.accepted >= settings.cohort:
@@ -93,6 +96,7 @@ class PlaintextAttempt:
             if not limit.expired():
                 raise  # of another origin, such as a network file system
         finally:
+            # Waited for as well: a device that is cancelled subtracts what was added of its update.
             for pending in tasks:
                 pending.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -124,9 +128,12 @@ class PlaintextAttempt:
             async with call(link, name, request, "trained", self._receipts) as reply:
                 trained = reply.trained
                 check_update(trained, spec.result_layout(self._context.layout).nbytes)
+                # Each takes a file, and a cohort can finish at once.
                 async with self._uploads:
                     await self._aggregator.add(name, trained, lambda: self._accept(name, trained))
 
+    # Called when the whole update is in the sum. If it is refused here, it is subtracted again,
+    # which leaves no trace in fixed point.
     def _accept(self, name: str, trained: link_pb2.Trained) -> None:
         if self._receipts.accepted >= self._spec.settings.cohort:
             raise UpdateError(ENOUGH)
@@ -177,6 +184,8 @@ async def added(
         assert update.complete
         yield
     except BaseException:
+        # After a cancellation, too: what has arrived of an update that does not count is in the
+        # sum.
         await to_the_end(asyncio.to_thread(update.withdraw))
         raise
 

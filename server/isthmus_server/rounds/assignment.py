@@ -64,12 +64,15 @@ async def resolved_in_turn(
         spec = resolve_plan(job, state, roster, cohorts, busy, plan, attempt, model_hash)
         return spec, participants_of(job, spec, roster, state.holder)
 
+    # Before the turn, to know whom to wait for.
     spec, names = resolved()
     while True:
         held = names
         async with turn(held):
             if cohorts.is_outdated(spec.cohort, spec.draw):
                 spec, names = resolved()
+            # Otherwise another job may have the new ones: give all back, and wait for all of them.
+            # Jobs that kept some while they wait for others could wait for each other.
             if names <= held:
                 cohorts.note_asked(spec.cohort, spec.draw)
                 yield spec
@@ -114,13 +117,19 @@ def resolve_plan(
     single_datacenter = datacenter_only and len(datacenters) == 1
     transfers = plan.regime == "hybrid" and (plan.merge or job.strategy.merge) == "transfer"
     steps = plan.datacenter_steps or job.datacenter.steps
+    # With a transfer no datacenter trains: its gradient goes to the devices.
     sources = datacenters if transfers else []
     if plan.measure_gradients:
+        # Those with the weight 0, too: only a measurement can tell a policy that they would help
+        # again.
         sources = sorted(roster.datacenters)
     measured = [past.gradients for past in state.history if past.gradients is not None]
     averages = job.strategy.served_average > 0
     trained = steps if datacenters and not transfers else 0
     cohort = 0 if datacenter_only else federated.cohort
+    # Both sides of a hybrid round are at one position of the schedules, and go on by the steps of
+    # the datacenters; devices alone have a nominal length, since each makes as many steps as its
+    # data have.
     length = trained or job.federated_round_steps
     return RoundSpec(
         plan=plan,

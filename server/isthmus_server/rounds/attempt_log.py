@@ -117,6 +117,7 @@ class AttemptLog:
             cost=cost,
             metrics=dict(evaluated.metrics),
             evaluation=on_devices,
+            # While only the datacenter has the model, nobody here has its digest.
             model_sha256=None if spec.model_stays else saved["models"][SERVED].sha256,
             comparisons=state.comparisons,
             training=results.training,
@@ -127,6 +128,8 @@ class AttemptLog:
             profile=results.profile,
         )
         state = state.after_round(spec, record, averaged, saved)
+        # The log first: what is in memory follows from it, and an event must not announce a round
+        # that a crash would undo.
         self._store.commit(record, state.committed())
         self._availability.add(record)
         self._sums.add(record)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,11 +28,16 @@ from isthmus_server.regimes.secure_sums.round_configs import margins
 from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
+from isthmus_server.rounds.drain import Drain
+from isthmus_server.rounds.held_model import HeldModel
 from isthmus_server.rounds.measurements.noisy_sum import NoisySum
 from isthmus_server.rounds.measurements.plaintext import PlaintextAnswers
 from isthmus_server.rounds.measurements.quorum import check_budgets_left, check_quorum
 from isthmus_server.rounds.model_versions import ModelVersions
-from isthmus_server.rounds.readiness import Drain, Retries
+from isthmus_server.rounds.retries import GivenUp, Retries
+from isthmus_server.rounds.roster import ParticipantRoster
+from isthmus_server.rounds.run_progress import RunProgress
+from isthmus_server.storage.events import Event, ModelsCompared
 from isthmus_server.storage.records import ComparisonRecord, Receipt
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
@@ -54,111 +59,150 @@ class PairedScores:
     """Standard deviation of the noise of an element of the mean."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Begun:
+    """An attempt at a comparison that devices are asked for."""
+
+    state: RunState
+    """State of the run before the attempt."""
+    number: int
+    """Number of the comparison, from 1."""
+    attempt: int
+    """Number of the attempt at the comparison, from 1."""
+    started: float
+    """When it began, in seconds of the run's clock."""
+
+
 class ComparisonRunner:
     """Runs the comparisons of one run, and logs them."""
 
     def __init__(
         self,
         store: Store,
-        cohorts: CohortSelector,
         context: FederatedContext,
-        versions: ModelVersions,
         clock: Clock,
+        progress: RunProgress,
+        roster: ParticipantRoster,
+        cohorts: CohortSelector,
+        versions: ModelVersions,
+        held: HeldModel,
+        publish: Callable[[Event], None],
     ) -> None:
-        self._store = store
-        self._job = store.job
-        self._cohorts = cohorts
-        self._context = context
-        self._versions = versions
-        self._clock = clock
-
-    async def answer(
-        self,
-        state: Callable[[], RunState],
-        question: Compare,
-        fetch_model: Callable[[], Awaitable[None]],
-        drain: Drain,
-        turn: Callable[[], contextlib.AbstractAsyncContextManager[None]],
-        noted: Callable[[ComparisonRecord], None],
-    ) -> None:
-        """Have devices compare models, in several attempts if it takes them.
+        """Prepare.
 
         Args:
-            state: gives that of the run.
-            question: see `attempt`.
-            fetch_model: likewise.
+            store: logs each attempt before devices are asked, and its outcome.
+            context: of the run's federated rounds.
+            clock: measures durations.
+            progress: the state of the run, which each attempt changes.
+            roster: the devices that are ready.
+            cohorts: selects those that are asked.
+            versions: of the model.
+            held: the current model, as far as only a datacenter has it.
+            publish: receives an event for each attempt.
+        """
+        self._store = store
+        self._job = context.job
+        self._context = context
+        self._clock = clock
+        self._progress = progress
+        self._roster = roster
+        self._cohorts = cohorts
+        self._versions = versions
+        self._held = held
+        self._publish = publish
+
+    async def answer(self, question: Compare, drain: Drain) -> None:
+        """Have devices compare models, in several attempts if it takes them.
+
+        The result is in the run's state, and so in the next observation.
+
+        Args:
+            question: which models to compare, on how many devices.
             drain: ends the run between attempts.
-            turn: waits until this job may ask devices.
-            noted: receives the record of each attempt.
 
         Raises:
             RoundFailed: too few devices answered, in all attempts.
         """
         retries = Retries(self._job, self._clock)
-        while True:
+        begun: _Begun | None = None
+
+        async def attempt() -> None:
+            nonlocal begun
             with drain.held():
-                async with drain.during(turn()):
-                    record, failure = await self.attempt(state(), question, fetch_model, retries)
-            noted(record)
-            if failure is None:
-                return
-            if record.ended:
-                raise RoundFailed(
-                    f"devices could not compare the models in {retries.failed} tries; the last "
-                    f"time because: {failure}"
-                )
-            drain.check()
-            await retries.pause(failure)
+                async with drain.during(self._turn()):
+                    # Logged in its turn: an attempt begins when devices can be asked for it.
+                    begun = self._begin(question)
+                    await self._held.fetch()
+                    scores = await self._scores(begun.state, question, begun.number, begun.attempt)
+                    result = _comparison(question, scores, self._price(question, scores.receipts))
+                    record = self._record(question, begun, scores.receipts, result=result)
+                    self._store.end_comparison(record)
+            self._note(record)
 
-    async def attempt(
-        self,
-        state: RunState,
-        question: Compare,
-        fetch_model: Callable[[], Awaitable[None]],
-        retries: Retries,
-    ) -> tuple[ComparisonRecord, RoundFailed | None]:
-        """One attempt at a comparison.
+        def note_failure(failure: RoundFailed, last: bool) -> None:
+            assert begun is not None
+            receipts = failure.receipts if isinstance(failure, AttemptFailed) else ()
+            record = self._record(question, begun, receipts, error=str(failure), ended=last)
+            self._store.end_comparison(record)
+            self._note(record)
 
-        Args:
-            state: of the run.
-            question: which models to compare, on how many devices.
-            fetch_model: brings the current model to the server if only a datacenter has it.
-            retries: decides whether a failure of this attempt ends the comparison.
-
-        Returns the record of the attempt, with a `result` or an `error`, and the failure.
-        """
-        number = state.comparisons_ended + 1
-        attempt = state.comparison_attempts + 1
-        started = self._clock.now()
-        self._store.begin_comparison(number, attempt, state.round + 1, question)
-        result: Comparison | None = None
-        receipts: Sequence[Receipt] = ()
-        failure: RoundFailed | None = None
         try:
-            await fetch_model()
-            scores = await self._scores(state, question, number, attempt)
-            receipts = scores.receipts
-            result = _comparison(question, scores, self._price(question, receipts))
-        except RoundFailed as failed:
-            failure = failed
-            receipts = failed.receipts if isinstance(failed, AttemptFailed) else ()
-        record = ComparisonRecord(
-            number=number,
-            attempt=attempt,
-            round=state.round + 1,
-            ended=failure is None or retries.give_up(failure),
+            await retries.until_done(attempt, note_failure, drain)
+        except GivenUp as given_up:
+            raise RoundFailed(
+                f"devices could not compare the models in {given_up.attempts} tries; the last "
+                f"time because: {given_up}"
+            ) from None
+
+    def _turn(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Wait until this job may ask devices, and the datacenter that has the model."""
+        holder = self._progress.state.holder
+        return self._context.link.turn([*self._roster.clients, *filter(None, [holder])])
+
+    def _begin(self, question: Compare) -> _Begun:
+        state = self._progress.state
+        begun = _Begun(
+            state=state,
+            number=state.comparisons_ended + 1,
+            attempt=state.comparison_attempts + 1,
+            started=self._clock.now(),
+        )
+        self._store.begin_comparison(begun.number, begun.attempt, state.round + 1, question)
+        return begun
+
+    def _record(
+        self,
+        question: Compare,
+        begun: _Begun,
+        receipts: Sequence[Receipt],
+        *,
+        result: Comparison | None = None,
+        error: str | None = None,
+        ended: bool = True,
+    ) -> ComparisonRecord:
+        """The record of an attempt that has ended, with a `result` or an `error`."""
+        # A policy that was not answered is asked again in the state before its question.
+        policy_state = begun.state.policy_state if result is None else question.state
+        return ComparisonRecord(
+            number=begun.number,
+            attempt=begun.attempt,
+            round=begun.state.round + 1,
+            ended=ended,
             reason=question.reason,
             models=question.models,
             result=result,
-            error=None if failure is None else str(failure),
+            error=error,
             price=self._price(question, receipts),
             device_bytes=sum(r.bytes_in + r.bytes_out for r in receipts),
-            seconds=self._clock.now() - started,
+            seconds=self._clock.now() - begun.started,
             receipts=receipts,
-            policy_state=dict(state.policy_state if result is None else question.state),
+            policy_state=dict(policy_state),
         )
-        self._store.end_comparison(record)
-        return record, failure
+
+    def _note(self, record: ComparisonRecord) -> None:
+        self._progress.state = self._progress.state.after_comparison(record)
+        self._publish(ModelsCompared(record=record))
 
     async def _scores(
         self, state: RunState, question: Compare, number: int, attempt: int
@@ -187,6 +231,7 @@ class ComparisonRunner:
                 candidates=candidates,
             )
             check_budgets_left(settings, self._cohorts, _WHAT)
+            # Only now: whom a sum may contain depends on the digest of what it is about.
             cohort = self._cohorts.select_for_comparison(number, settings, blob.sha256)
             check_quorum(cohort, settings, _WHAT)
             self._cohorts.note_asked(cohort.examples, cohort.draw)
@@ -195,6 +240,8 @@ class ComparisonRunner:
             if context.privacy is not None:
                 norm = paired_scores.centred_norm(len(candidates))
                 noisy = NoisySum(context.privacy, "comparison", norm)
+                # Charged before a device is asked, as rounds are: after a crash no charge is
+                # missing.
                 charged = noisy.charged(number, attempt, cohort.examples)
             with charged:
                 if settings.secure_aggregation:
@@ -317,5 +364,6 @@ async def _plaintext_scores(
         cohort, needed=settings.needed, sent_bytes=work.models.size
     )
     if noisy is not None:
+        # Centred vectors are shorter, and the noise is in proportion to the longest.
         vectors = [paired_scores.centred(vector) for vector in vectors]
     return _released(torch.stack(vectors).mean(0), len(vectors), receipts, noisy)

@@ -1,7 +1,7 @@
 """The round loop: observe, plan, train, merge, evaluate, commit.
 
 Data flows one way: job -> plan -> updates -> model -> store -> views. Read `Coordinator.run`
-first; every other method is one of its steps. `Trainer` trains and merges a round.
+first; every other method is one of its steps. What does the work of a step is in `RunParts`.
 """
 
 from __future__ import annotations
@@ -9,49 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import sqlite3
 from typing import Any
 
-from isthmus.errors import CannotContinue, IsthmusError, RoundFailed
-from isthmus.task import load_task
-from isthmus_server.budgets.populations import Populations
-from isthmus_server.budgets.run_budgets import RunBudgets
-from isthmus_server.model.global_model import GlobalModel
-from isthmus_server.model.optimizers import check_round_length
+from isthmus.errors import CannotContinue, RoundFailed
 from isthmus_server.regimes.base import AttemptFailed
-from isthmus_server.regimes.committed_sums import CommittedSums
-from isthmus_server.regimes.context import FederatedContext
-from isthmus_server.regimes.datacenter import DatacenterRegime
-from isthmus_server.regimes.federated import FederatedRegime
-from isthmus_server.regimes.opening import opening_of
 from isthmus_server.rounds.assignment import resolved_in_turn
-from isthmus_server.rounds.attempt_log import AttemptLog, AttemptTime
-from isthmus_server.rounds.availability import DeviceAvailability
-from isthmus_server.rounds.clock import Clock
-from isthmus_server.rounds.cohort_selection import CohortSelector
-from isthmus_server.rounds.comparisons import ComparisonRunner
-from isthmus_server.rounds.measurements.evaluation import RoundEvaluator
-from isthmus_server.rounds.model_versions import ModelVersions
-from isthmus_server.rounds.readiness import Drain, Retries, RoundReadiness
-from isthmus_server.rounds.roster import ParticipantRoster
-from isthmus_server.rounds.trainer import Trainer
-from isthmus_server.storage.events import (
-    Event,
-    EventStream,
-    ModelsCompared,
-    ReportedEvent,
-    RunFailed,
-    RunFinished,
-    RunStopped,
-)
-from isthmus_server.storage.records import ComparisonRecord, FinalModel, PlannedAttempt
-from isthmus_server.storage.store import Store
+from isthmus_server.rounds.drain import Drain
+from isthmus_server.rounds.retries import GivenUp, Retries
+from isthmus_server.rounds.run_parts import RunParts
+from isthmus_server.storage.events import RunStopped
+from isthmus_server.storage.records import FinalModel, PlannedAttempt
+from isthmus_server.storage.run_state import RunState
 from isthmus_server.strategy.decision import Decision, decide
-from isthmus_server.strategy.loading import load_policy
-from isthmus_server.strategy.observation import observe
-from isthmus_server.strategy.policy import CURRENT, SERVED, Compare, Observation, Plan, Stop
+from isthmus_server.strategy.policy import CURRENT, SERVED, Compare, Plan, Stop
 from isthmus_server.strategy.round_spec import RoundSpec
-from isthmus_server.transport.link import Link
 
 SAVE_ELAPSED_SECONDS = 30.0
 """Interval in which the run's elapsed time is stored."""
@@ -67,79 +38,22 @@ class Coordinator:
       * every wait has a limit from the job's `[time]`.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        link: Link,
-        events: EventStream | None = None,
-        clock: Clock | None = None,
-        populations: Populations | None = None,
-    ) -> None:
-        """Load the task and the model, and restore the state of the run.
-
-        Args:
-            store: the run on disk.
-            link: connects the participants; it may outlive the run.
-            events: receives every event of the run.
-            clock: measures windows, the limit on the run's time, and the duration of rounds.
-            populations: privacy ledgers that runs share.
-
-        Raises:
-            UserError: the job, its task or a checkpoint cannot be used.
-        """
-        self.store = store
-        self._link = link
-        self.job = store.job
-        self.events = events or EventStream()
-        self.clock = clock or Clock()
-        self._final = False
+    def __init__(self, parts: RunParts) -> None:
+        """`parts` are those of the run; its budgets are closed when `run` ends."""
+        self.parts = parts
+        self.store = parts.store
+        self.events = parts.events
+        self.roster = parts.roster
+        self.model = parts.model
         self.drain = Drain()
-        data = self.job.task.data_in(store.base)
-        task = load_task(self.job.task.source, self.job.task.settings, base=store.base, data=data)
-        strategy = self.job.strategy
-        self._policy = load_policy(strategy)  # its module may be next to the task's
-        self.model = GlobalModel.of(self.job, task, shared=link.shares_memory)
-        check_round_length(self.job, task, self.model.module)
-        self.state = store.run_state()
-        self._budgets = RunBudgets.open(store, self.state, populations)
-        try:
-            self._assemble()
-        except BaseException:
-            self._budgets.close()
-            raise
+        self._progress = parts.progress
+        self._final = False
+        """Whether the run will not be continued."""
 
-    def _assemble(self) -> None:
-        store = self.store
-        link = self._link
-        layout = self.model.layout
-        budgets = self._budgets
-        opening = opening_of(store.run_id, self.job, store.base, self.model)
-        sums = CommittedSums.of(self.job, store.attempts)
-        files = (store.directory, store.unmaskings)
-        privacy = budgets.devices
-        context = FederatedContext(link, self.job, opening, layout, *files, privacy, sums)
-        self.federated = FederatedRegime(context)
-        self._datacenter = DatacenterRegime(link, self.job, store.run_id, layout, sums)
-        self._versions = ModelVersions(self.model, store, self.federated.extension)
-        self._versions.restore(self.state)
-        availability = DeviceAvailability(self.job, self.clock, store.attempts(), budgets.devices)
-        self.roster = ParticipantRoster(link, self.job, opening, availability, self._publish)
-        self._cohorts = CohortSelector(
-            self.job, self.roster, availability, self.clock, link.enrolments, store
-        )
-        self._readiness = RoundReadiness(
-            self.job, self.roster, self._cohorts, self.clock, self._observe, self._publish, budgets
-        )
-        self._trainer = Trainer(self.model, self.federated, self._datacenter, self.roster)
-        self._comparisons = ComparisonRunner(
-            store, self._cohorts, context, self._versions, self.clock
-        )
-        self.evaluator = RoundEvaluator(
-            self.model, self._cohorts, context, self.clock, lambda: self.federated.busy
-        )
-        self.evaluator.check_policy(self._policy)
-        self._log = AttemptLog(store, availability, sums, self._publish, budgets.devices)
-        self._began = self._started_at = self.clock.now()
+    @property
+    def state(self) -> RunState:
+        """The state of the run after its last attempt or comparison."""
+        return self._progress.state
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -149,44 +63,44 @@ class Coordinator:
         Raises:
             UserError: the run cannot continue; it is stored as failed, with the reason.
         """
-        with contextlib.closing(self._budgets):
+        with contextlib.closing(self.parts.budgets):
             return await self._run()
 
     async def _run(self) -> FinalModel:
+        parts = self.parts
         status, _, final = self.store.status()
         if status == "finished" and final is not None:
             return final  # the process was killed after the last commit
         self.drain.begin()
         self.store.reopen()
         self.roster.start()
-        self._began = self.clock.now() - self.state.elapsed
+        self._progress.begin()
         saving_elapsed = asyncio.create_task(self._save_elapsed())
         try:
-            await self.roster.wait_for_embedded()
-            reason = "all rounds are done"
-            while self.state.round < self.job.rounds:
-                self.drain.check()
-                await self.clock.sleep(0.0)  # first handle participants that have joined or left
-                decision = await self._decide()
-                stop = await self._round(decision)
-                if saving_elapsed.done():
-                    saving_elapsed.result()  # raises: the disk is full, for example
-                if stop is not None:
-                    reason = stop.reason
-                    next_ = self.state.round + 1
-                    self._publish(RunStopped(round=next_, reason=reason, decision=decision))
-                    break
-            self.drain.hold()
-            final = await self._finish(reason)
-            self._final = True
-        except (IsthmusError, OSError, sqlite3.Error) as error:
-            failure = error if isinstance(error, IsthmusError) else self.store.unusable(error)
-            with contextlib.suppress(OSError, sqlite3.Error):  # a full disk cannot store it
-                self.store.finish("failed", str(failure), None)
-            self._publish(RunFailed(reason=str(failure)))
-            raise failure from error
+            with parts.journal.failure_noted():
+                await self.roster.wait_for_embedded()
+                reason = "all rounds are done"
+                while self.state.round < parts.job.rounds:
+                    self.drain.check()
+                    # First handle participants that have joined or left.
+                    await parts.clock.sleep(0.0)
+                    decision = await self._decide()
+                    stop = await self._round(decision)
+                    if saving_elapsed.done():
+                        saving_elapsed.result()  # raises: the disk is full, for example
+                    if stop is not None:
+                        reason = stop.reason
+                        next_ = self.state.round + 1
+                        parts.journal.publish(
+                            RunStopped(round=next_, reason=reason, decision=decision)
+                        )
+                        break
+                # All rounds are committed, and what is left ends by itself.
+                self.drain.hold()
+                final = await self._finish(reason)
+                self._final = True
         finally:
-            await self.federated.stop()
+            await parts.federated.stop()
             saving_elapsed.cancel()
             await self.roster.stop(self._final)
         return final
@@ -199,7 +113,30 @@ class Coordinator:
         """Store the elapsed time regularly, so that a crash does not lose long waits."""
         while True:
             await asyncio.sleep(SAVE_ELAPSED_SECONDS)
-            self.store.save_elapsed(self.clock.now() - self._began)
+            self.store.save_elapsed(self._progress.elapsed)
+
+    # -- decide ------------------------------------------------------------------------------------
+
+    async def _decide(self) -> Decision:
+        """The next decision; one that a crash interrupted is taken from the log."""
+        parts = self.parts
+        if (interrupted := self.state.cut_short) is not None:
+            # Deciding anew could give another plan, and devices may have unmasked a sum
+            # for this one.
+            await parts.cohorts.repeat(interrupted)
+            self._progress.state = dataclasses.replace(self.state, cut_short=None)
+            return interrupted.decision
+        return await decide(parts.policy, parts.job.strategy.policy, parts.limits, self._compare)
+
+    async def _compare(self, question: Compare) -> None:
+        """Have devices compare models; the result is in the next observation.
+
+        Raises:
+            RoundFailed: too few devices answered, in all attempts.
+        """
+        await self.parts.comparisons.answer(question, self.drain)
+
+    # -- one round ---------------------------------------------------------------------------------
 
     async def _round(self, decision: Decision) -> Stop | None:
         """Attempt a round until it is committed, or the job's attempts are used up.
@@ -209,33 +146,39 @@ class Coordinator:
         Raises:
             CannotContinue: participants are missing, or the attempts are used up.
         """
-        if isinstance(decision.answer, Stop):
-            return decision.answer
-        retries = Retries(self.job, self.clock)
-        while True:
-            plan = await self._readiness.wait(
-                self.state.round + 1, decision.answer, self._start_hash
+        decided = decision.answer
+        if isinstance(decided, Stop):
+            return decided
+        parts = self.parts
+        plan: Plan = decided
+
+        async def attempt() -> Stop | None:
+            nonlocal plan
+            # Each attempt begins with the plan as it was decided: what took its place when only
+            # the datacenter could change the model need not be needed again.
+            ready = await parts.readiness.wait(self.state.round + 1, decided, self._start_hash)
+            if isinstance(ready, Stop):
+                return ready
+            plan = ready
+            self._progress.begin_attempt()
+            with self.drain.held():
+                await self._attempt(dataclasses.replace(decision, answer=plan), plan)
+            return None
+
+        def note_failure(error: RoundFailed, last: bool) -> None:
+            self._progress.state = parts.log.fail(
+                self.state, plan, error, time=self._progress.attempt_time(), given_up=last
             )
-            if isinstance(plan, Stop):
-                return plan
-            self._started_at = self.clock.now()
-            try:
-                with self.drain.held():
-                    answered = dataclasses.replace(decision, answer=plan)
-                    await self._attempt(answered, plan)
-            except RoundFailed as error:
-                last = retries.give_up(error)
-                time = self._attempt_time()
-                self.state = self._log.fail(self.state, plan, error, time=time, given_up=last)
-                if last:
-                    raise CannotContinue(
-                        f"round {self.state.round + 1} failed {retries.failed} times; the last "
-                        f"time because: {error}"
-                    ) from None
-                self.drain.check()
-                await retries.pause(error)
-            else:
-                return None
+
+        try:
+            return await Retries(parts.job, parts.clock).until_done(
+                attempt, note_failure, self.drain
+            )
+        except GivenUp as given_up:
+            raise CannotContinue(
+                f"round {self.state.round + 1} failed {given_up.attempts} times; the last "
+                f"time because: {given_up}"
+            ) from None
 
     def _start_hash(self, plan: Plan) -> bytes | None:
         """SHA-256 of the model that a plan starts from; None if no device can have it."""
@@ -246,159 +189,93 @@ class Coordinator:
 
     async def _attempt(self, decision: Decision, plan: Plan) -> None:
         """One attempt at the next round, from invitations to commit."""
+        parts = self.parts
         assigned = resolved_in_turn(
-            self.job,
+            parts.job,
             self.state,
             self.roster,
-            self._cohorts,
-            self.federated.busy,
+            parts.cohorts,
+            parts.federated.busy,
             plan,
             self._start_hash(plan),
-            self._link.turn,
+            parts.link.turn,
         )
         async with self.drain.during(assigned) as spec:
-            self._started_at = self.clock.now()
-            with self._budgets.charged(spec):
+            self._progress.begin_attempt()  # the wait for other jobs is not the attempt's
+            # Charged before anybody is asked: a crash may lose work, but no charge.
+            with parts.budgets.charged(spec):
                 await self._carry_out(decision, spec)
 
     async def _carry_out(self, decision: Decision, spec: RoundSpec) -> None:
-        planned = self._log.plan(decision, spec)
+        parts = self.parts
+        # In the log before anybody is asked, so that a crash is followed by the same attempt.
+        planned = parts.log.plan(decision, spec)
         if not (spec.single_datacenter and spec.datacenter_has_model):
             await self._load_start(spec.plan.start, planned)
-        results = await self._trainer.train(spec)
-        await self._trainer.merge(spec, results)
+        results = await parts.trainer.train(spec)
+        await parts.merger.merge(spec, results)
         evaluated, saved = await asyncio.gather(
-            self.evaluator.evaluate(spec, results), asyncio.to_thread(self._save, spec)
+            parts.evaluator.evaluate(spec, results), asyncio.to_thread(self._save, spec)
         )
-        saved["models"] = self._versions.with_best(saved["models"], self.state, evaluated.metrics)
-        saved |= self._budgets.saved()  # with the charges of the evaluation
-        self.state = self._log.commit(
+        saved["models"] = parts.versions.with_best(saved["models"], self.state, evaluated.metrics)
+        saved |= parts.budgets.saved()  # with the charges of the evaluation
+        self._progress.state = parts.log.commit(
             self.state,
             spec,
             results,
             evaluated=evaluated,
             saved=saved,
             averaged=self.model.averaged,
-            time=self._attempt_time(),
+            time=self._progress.attempt_time(),
         )
-
-    def _attempt_time(self) -> AttemptTime:
-        now = self.clock.now()
-        return AttemptTime(started_at=self._started_at, ended_at=now, elapsed=now - self._began)
-
-    # -- decide ------------------------------------------------------------------------------------
-
-    def _observe(self) -> Observation:
-        state = self.state
-        available = len(self.roster.available())
-        return observe(
-            self.job,
-            state.history,
-            spent=state.spent,
-            device_bytes=state.device_bytes,
-            state=state.policy_state,
-            clients_ready=available,
-            clients_ineligible=len(self.roster.clients) - available,
-            seconds_until_quorum=self._cohorts.seconds_until_quorum(),
-            datacenters=self.roster.datacenters,
-            groups=self.roster.groups(),
-            model_bytes=self.model.layout.nbytes,
-            now=self.clock.utc(),
-            elapsed=self.clock.now() - self._began,
-            models=self._versions.names(state.models),
-            comparisons=[c.result for c in state.comparisons if c.result is not None],
-            epsilon_spent=self._budgets.devices_spent,
-        )
-
-    async def _decide(self) -> Decision:
-        """The next decision; one that a crash interrupted is taken from the log."""
-        if (interrupted := self.state.cut_short) is not None:
-            await self._cohorts.repeat(interrupted)
-            self.state = dataclasses.replace(self.state, cut_short=None)
-            return interrupted.decision
-        name = self.job.strategy.policy
-        pause = self._readiness.pause
-        return await decide(self._policy, name, self._observe, self._compare, pause)
-
-    async def _compare(self, question: Compare) -> None:
-        """Have devices compare models; the result is in the next observation.
-
-        Raises:
-            RoundFailed: too few devices answered, in all attempts.
-        """
-
-        def turn() -> contextlib.AbstractAsyncContextManager[None]:
-            return self._link.turn([*self.roster.clients, *filter(None, [self.state.holder])])
-
-        await self._comparisons.answer(
-            lambda: self.state, question, self._fetch_model, self.drain, turn, self._note_compared
-        )
-
-    def _note_compared(self, record: ComparisonRecord) -> None:
-        self.state = self.state.after_comparison(record)
-        self._publish(ModelsCompared(record=record))
 
     # -- the model ---------------------------------------------------------------------------------
 
     async def _load_start(self, start: str, planned: PlannedAttempt) -> None:
         """Load the model that a round starts from; repeated attempts load the same one."""
+        parts = self.parts
         if {CURRENT, SERVED} & set(start.split("+")):
             try:
-                await self._fetch_model()
+                await parts.held.fetch()
             except RoundFailed as error:  # only the datacenter with the model was asked
                 receipts = error.receipts if isinstance(error, AttemptFailed) else ()
                 asked = [receipt.participant for receipt in receipts]
                 self.store.plan(dataclasses.replace(planned, invited=[], datacenters=asked))
                 raise
         if start != CURRENT:
-            model = await asyncio.to_thread(self._versions.read, start, self.state.models)
+            model = await asyncio.to_thread(parts.versions.read, start, self.state.models)
             await asyncio.to_thread(self.model.restart, model)
-
-    async def _fetch_model(self) -> None:
-        """Fetch the committed model from the datacenter, if only the datacenter has it."""
-        if not self.state.model_in_datacenter:
-            return
-        name = self.state.holder
-        assert name is not None
-        if not await self.roster.wait_for(datacenters=[name]):
-            raise RoundFailed(f"the datacenter {name!r}, which has the model, is not connected")
-        async with self._link.turn([name]):
-            self.model.replace(await self._datacenter.export(name, self.state.datacenter_step))
-        self.state = dataclasses.replace(self.state, model_in_datacenter=False)
 
     def _save(self, spec: RoundSpec) -> dict[str, Any]:
         """Write the round's checkpoints; returns the fields of `RunState` that they change."""
-        models = self._versions.write(
+        versions = self.parts.versions
+        models = versions.write(
             spec.round, spec.plan, self.state.models, only_in_datacenter=spec.model_stays
         )
+        # A datacenter trains with an optimizer of its own; the server's has not stepped.
         if spec.single_datacenter and not spec.plan.reset_optimizer:
             return {"models": models}
-        optimizer, numbers = self._versions.write_optimizer(spec.round)
+        optimizer, numbers = versions.write_optimizer(spec.round)
         return {"models": models, "optimizer": optimizer, "optimizer_numbers": numbers}
 
     # -- the end -----------------------------------------------------------------------------------
 
     async def _finish(self, reason: str) -> FinalModel:
         """Write and evaluate the served model."""
+        parts = self.parts
         try:
-            await self._fetch_model()
+            await parts.held.fetch()
         except RoundFailed as error:
             raise CannotContinue(f"the final model could not be fetched: {error}") from None
-        last = await asyncio.to_thread(self._versions.load_delivered, self.state)
+        last = await asyncio.to_thread(parts.versions.load_delivered, self.state)
         path = self.store.write_final(self.model.served_payload)
         final = FinalModel(
             metrics=(last.metrics if last else {})
-            or await asyncio.to_thread(self.evaluator.central),
+            or await asyncio.to_thread(parts.evaluator.central),
             model_sha256=self.model.served_sha256,
             model_path=str(path),
             round=last.round if last else 0,
-            best=self.job.evaluation.deliver == "best",
+            best=parts.job.evaluation.deliver == "best",
         )
-        self.store.finish("finished", reason, final)
-        self._publish(RunFinished(reason=reason, spent=self.state.spent, final=final))
+        parts.journal.finish(reason, spent=self.state.spent, final=final)
         return final
-
-    def _publish(self, event: Event) -> None:
-        if isinstance(event, ReportedEvent):
-            self.store.log_event(event)
-        self.events.publish(event)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from isthmus.job.measurements import EvaluationSection
 from isthmus_server.model.global_model import GlobalModel
-from isthmus_server.storage.checkpoints import Saved
+from isthmus_server.storage.checkpoints import Checkpoints, Saved
 from isthmus_server.storage.run_state import RunState
-from isthmus_server.storage.store import Store
 from isthmus_server.strategy.observation import best_round, improves
 from isthmus_server.strategy.policy import BEST, CURRENT, INITIAL, SERVED, PastRound, Plan
 
@@ -30,13 +30,21 @@ class ModelVersions:
     def __init__(
         self,
         model: GlobalModel,
-        store: Store,
+        checkpoints: Checkpoints,
+        evaluation: EvaluationSection,
         extension: FederatedExtension | None = None,
     ) -> None:
-        """The state of `extension` is stored with the server optimizer's."""
+        """Prepare.
+
+        Args:
+            model: of the run.
+            checkpoints: of the run.
+            evaluation: the job's table, which says whether a best model is kept.
+            extension: its state is stored with the server optimizer's.
+        """
         self._model = model
-        self._checkpoints = store.checkpoints
-        self._evaluation = store.job.evaluation
+        self._checkpoints = checkpoints
+        self._evaluation = evaluation
         self._extension = extension
 
     def names(self, saved: Mapping[str, Saved]) -> tuple[str, ...]:
@@ -69,6 +77,8 @@ class ModelVersions:
         """
         models = dict(saved)
         if not only_in_datacenter:
+            # In a file of its own: until this round is committed, the run continues from the last
+            # one's.
             models[CURRENT] = self._checkpoints.write_model(round_, self._model.payload)
             self._mark_stored(models[CURRENT])
             models[SERVED] = models[CURRENT]
@@ -104,6 +114,7 @@ class ModelVersions:
         keep = self._evaluation.keep_best
         if keep is None or self._evaluation.deliver == "last" or BEST not in state.models:
             return state.history[-1] if state.history else None
+        # The served average begins again at this model, so that it is delivered as it is.
         self._model.restart(self.read(BEST, state.models))
         return best_round(state.history, keep)
 

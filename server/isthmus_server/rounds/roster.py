@@ -124,10 +124,12 @@ class ParticipantRoster(ParticipantListener):
         `finished`: the run will not be resumed, so datacenters may delete its checkpoints.
         """
         self._link.listeners.detach(self)
+        # First, so that none becomes ready after the list of those to close was made.
         for task in self._opening:
             task.cancel()
         await asyncio.gather(*self._opening, return_exceptions=True)
         names = [*self.clients, *self.datacenters]
+        # At once: one that does not answer takes a lease.
         closing = [
             asyncio.create_task(self._close(name, finished and name in self.datacenters))
             for name in names
@@ -188,6 +190,7 @@ class ParticipantRoster(ParticipantListener):
         datacenters = 0 if regime == "federated" else self._job.datacenter.needed
         in_time = await self._wait_for(clients, datacenters)
         missing: dict[link_pb2.Role, str] = {}
+        # Counted after the wait, and not by its result: it also ends when no more can come.
         available = len(self.available())
         if available < clients:
             unavailable = len(self.clients) - available
@@ -233,6 +236,8 @@ class ParticipantRoster(ParticipantListener):
             started_datacenters = 0
 
         def all_answered(role: link_pb2.Role, ready: int, started_here: int) -> bool:
+            # Only of what this machine starts it is known how many there will be. On a server
+            # others may still join, so that nothing follows from those that have declined.
             declined = sum(declined_role == role for declined_role, _ in self._declined.values())
             return started_here > 0 and ready + declined >= started_here
 
@@ -259,6 +264,8 @@ class ParticipantRoster(ParticipantListener):
             return
         if self.started_clients or len(self.available()) >= wanted:
             return
+        # As of now: a device that connects meanwhile is welcome, and the round does not wait for
+        # it.
         expected = self._expected()
 
         def done() -> bool:
@@ -271,6 +278,7 @@ class ParticipantRoster(ParticipantListener):
 
     def _expected(self) -> set[str]:
         """Devices that are not ready, and may be soon."""
+        # A device that has taken part is expected again: it may only be restarting.
         names = self._link.enrolments.clients() | self._availability.attendance.records.keys()
         names |= self._connected()
         names = {name for name in names if self._link.admits(name)}
@@ -338,9 +346,13 @@ class ParticipantRoster(ParticipantListener):
                         ready=len(self.available()),
                         missing=sorted(set(missing) - present),
                     )
+                    # Anything that changes wakes this loop, such as each of a thousand devices that
+                    # join.
                     if waiting != published:
                         self._publish(waiting)
                         published = waiting
+                    # After `done` and before the wait, with no await in between: no change is
+                    # missed.
                     self._changed.clear()
                     try:
                         async with asyncio.timeout(_REPEAT_SECONDS):
@@ -355,6 +367,7 @@ class ParticipantRoster(ParticipantListener):
         """Open the run on a new participant."""
         self._declined.pop(peer.name, None)
         self._not_awaited.discard(peer.name)
+        # A new process may have what the last one lacked, such as data or a task.
         self._publish(ParticipantJoined(participant=peer.name))
         task = asyncio.create_task(self._open(peer))
         self._opening.add(task)
@@ -383,6 +396,7 @@ class ParticipantRoster(ParticipantListener):
                 self.decline(peer.name, peer.role, failed.reason)
             return
         self._declined.pop(peer.name, None)  # it was late
+        # Only now: rounds may ask whatever is listed as ready, so it must have opened the run.
         ready = ReadyParticipant(peer.name, peer.instance, reply.opened.examples, hours, group)
         side = self.clients if peer.role == link_pb2.CLIENT else self.datacenters
         side[peer.name] = ready

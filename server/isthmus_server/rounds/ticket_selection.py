@@ -79,11 +79,15 @@ class TicketLottery:
             now: Unix seconds.
         """
         if self._kept is not None and self._kept[0] == round_:
+            # Attempts at a round have one draw, so that they select alike. It is given up before
+            # devices refuse it: when it is old, or when another run has shown them a later one.
             kept = self._kept[1]
             if now - kept < _KEPT_SECONDS and kept >= self._enrolments.last_draw:
                 selection = self._draw(kept, available, count, needed)
                 if not selection.shortage:
                     return selection
+        # Draws are seconds, and devices accept those of the near future: their clocks differ as
+        # well.
         first = max(int(now), self._enrolments.last_draw)
         for draw in range(first, first + _DRAWS_TRIED):
             selection = self._draw(draw, available, count, needed)
@@ -137,6 +141,8 @@ class TicketLottery:
             for name, enrolment in found.items()
             if (drawn := ticket(enrolment.lottery, draw)) * MILLION < allowed
         }
+        # The lowest tickets: the stated share has to contain all that are selected, and devices
+        # refuse one that is wider than the round needs.
         names = sorted(tickets, key=lambda name: (tickets[name], name))[:count]
         shortage = ""
         if len(names) < needed:

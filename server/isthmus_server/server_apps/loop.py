@@ -5,12 +5,13 @@ from __future__ import annotations
 from isthmus_server.budgets.populations import Populations
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.measurements.statistics import StatisticsRun
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.server_apps.run import ServerAppRun
 from isthmus_server.storage.events import EventStream
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
 
-RunLoop = Coordinator | ServerAppRun
+RunLoop = Coordinator | StatisticsRun | ServerAppRun
 
 
 def run_loop(
@@ -21,7 +22,7 @@ def run_loop(
     installed: bool,
     populations: Populations | None = None,
 ) -> RunLoop:
-    """What runs the job of `store` to its end; see `ServerAppRun` and `Coordinator`.
+    """What runs the job of `store` to its end; see each of `RunLoop`.
 
     Raises:
         UserError: the job, its task or a checkpoint cannot be used.
@@ -30,5 +31,5 @@ def run_loop(
     if flower is not None and flower.server_app is not None:
         return ServerAppRun(store, link, events, installed=installed)
     if store.job.statistics.collect:
-        return StatisticsRun(store, link, events)
-    return Coordinator(store, link, events, populations=populations)
+        return StatisticsRun(RunParts.of(store, link, events))
+    return Coordinator(RunParts.of(store, link, events, populations=populations))

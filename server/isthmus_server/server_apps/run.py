@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sqlite3
 
-from isthmus.errors import IsthmusError
 from isthmus.job import write_job
 from isthmus.wire import link_pb2
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.clock import Clock
-from isthmus_server.rounds.readiness import Drain
+from isthmus_server.rounds.drain import Drain
 from isthmus_server.rounds.roster import ParticipantRoster
-from isthmus_server.storage.events import (
-    Event,
-    EventStream,
-    ParticipantProgress,
-    ReportedEvent,
-    RunFailed,
-    RunFinished,
-)
+from isthmus_server.storage.events import EventStream, ParticipantProgress
 from isthmus_server.storage.records import FinalModel
+from isthmus_server.storage.run_journal import RunJournal
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
 
@@ -55,13 +46,16 @@ class ServerAppRun:
         self.job = store.job
         self.events = events or EventStream()
         self.drain = Drain()
+        self._journal = RunJournal(store, self.events)
         self._link = link
         self._installed = installed
         opening = link_pb2.OpenRun(
             run_id=store.run_id, job=write_job(store.job), base=str(store.base)
         )
         availability = DeviceAvailability(store.job, Clock(), store.attempts())
-        self.roster = ParticipantRoster(link, store.job, opening, availability, self._publish)
+        self.roster = ParticipantRoster(
+            link, store.job, opening, availability, self._journal.publish
+        )
 
     async def run(self) -> FinalModel | None:
         """Call the app's `main` until it returns; there is no final model.
@@ -75,17 +69,10 @@ class ServerAppRun:
         self.store.reopen()
         self.roster.start()
         try:
-            await self.roster.wait_for_embedded()
-            await self.roster.require("federated")
-            reason = await self._call_main()
-            self.store.finish("finished", reason, None)
-            self._publish(RunFinished(reason=reason, spent=0.0, final=None))
-        except (IsthmusError, OSError, sqlite3.Error) as error:
-            failure = error if isinstance(error, IsthmusError) else self.store.unusable(error)
-            with contextlib.suppress(OSError, sqlite3.Error):  # a full disk cannot store it
-                self.store.finish("failed", str(failure), None)
-            self._publish(RunFailed(reason=str(failure)))
-            raise failure from error
+            with self._journal.failure_noted():
+                await self.roster.wait_for_embedded()
+                await self.roster.require("federated")
+                self._journal.finish(await self._call_main())
         finally:
             await self.roster.stop(True)
         return None
@@ -128,9 +115,4 @@ class ServerAppRun:
         return f"the ServerApp returned; its files are in {directory}"
 
     def _show(self, line: str) -> None:
-        self._publish(ParticipantProgress(participant=NAME, note=line))
-
-    def _publish(self, event: Event) -> None:
-        if isinstance(event, ReportedEvent):
-            self.store.log_event(event)
-        self.events.publish(event)
+        self._journal.publish(ParticipantProgress(participant=NAME, note=line))

@@ -69,6 +69,7 @@ class Checkpoints:
         path = self.directory / saved.file
         try:
             with path.open("rb") as file:
+                # Damage is the likelier cause and says more, so it is looked for first.
                 if os.fstat(file.fileno()).st_size != len(payload):
                     self.check(saved)
                     raise UserError(
@@ -97,6 +98,7 @@ class Checkpoints:
                     f"the server optimizer keeps {name!r} as {tensor.dtype}, which cannot be "
                     "stored; choose another server optimizer"
                 )
+        # One tensor at a time: a copy of all would be as large as the optimizer's state.
         layout = TensorLayout.from_shapes(
             {name: tuple(value.shape) for name, value in tensors.items()}
         )
@@ -215,10 +217,14 @@ class DirectWriter:
         self._filled = 0
         while rest:
             try:
+                # Direct I/O takes whole blocks only, so the flag is set for each write and the last
+                # one has none.
                 flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~self._direct
                 fcntl.fcntl(self._file, fcntl.F_SETFL, flags | direct)
                 rest = rest[self._file.write(rest) :]
             except OSError as error:
+                # Some file systems accept the flag and refuse the write. What was not written yet
+                # is written without it, and so is the rest of the file.
                 if not direct or error.errno != errno.EINVAL:
                     raise
                 fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
@@ -228,10 +234,14 @@ class DirectWriter:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[DirectWriter]:
     """Replace a file atomically: after a crash it has the old contents or the new ones."""
+    # In the same directory: a rename across file systems would copy. Its name is fixed, so that
+    # what a crash has left is overwritten.
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb", buffering=0) as file:
         writer = DirectWriter(file)
         yield writer
+        # In this order: contents, then the name, then the directory that has the name. Any other
+        # one can leave a name without contents after a loss of power.
         writer.sync()
     temporary.replace(path)
     sync_directory(path.parent)

@@ -97,11 +97,11 @@ class Receipt(Record):
     reason: str = ""
     """Why it was rejected or dropped; empty for an accepted participant without incident."""
     started: bool = True
-    """It was reachable and had its model in time; otherwise it is not paid for."""
+    """Whether it was reachable and had its model in time; otherwise it is not paid for."""
     sent: bool = False
-    """It sent a result."""
+    """Whether it sent a result."""
     late: bool = False
-    """It was dropped while at work: the round ended without its result."""
+    """Whether it was dropped while at work: the round ended without its result."""
     examples: int = 0
     """Weight of its update in the mean."""
     steps: int = 0
@@ -109,7 +109,7 @@ class Receipt(Record):
     seconds: float = 0.0
     """Wall time of its work: its own measurement, or the server's with secure aggregation."""
     loss: float | None = None
-    """Its mean training loss, where its update is plain; selection by utility uses it."""
+    """Mean training loss, where the update is plain; selection by utility uses it."""
     staleness: int = 0
     """Rounds between its invitation and this one, with federated.mode = "buffered"."""
     bytes_in: int = 0
@@ -119,7 +119,7 @@ class Receipt(Record):
 
     @property
     def outcome(self) -> str:
-        """Its status, or `late`."""
+        """The participant's status, or `late`."""
         return "late" if self.late else self.status
 
 
@@ -315,7 +315,7 @@ class FailedAttempt(AttemptRecord):
     error: str
     """Why it failed."""
     given_up: bool = False
-    """Its plan is not tried again: the job's attempts are used up."""
+    """Whether the plan is not tried again, because the job's attempts are used up."""
 
 
 EndedAttempt = RoundRecord | FailedAttempt
@@ -328,7 +328,7 @@ class PlannedAttempt(Record):
     round: int
     attempt: int
     decision: Decision
-    """The same for all attempts at a round, unless the run was given up in between."""
+    """Equal in all attempts at a round, unless the run was given up in between."""
     invited: Sequence[str]
     """Names of the devices."""
     datacenters: Sequence[str]

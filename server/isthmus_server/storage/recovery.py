@@ -44,6 +44,7 @@ def verify(directory: Path) -> Iterator[Finding]:
     Raises:
         UserError: there is no run, another version has written it, or it cannot be read.
     """
+    # Another format is an error here; damage of `job.json` is one of the findings below.
     with contextlib.suppress(DamagedError):
         RunDescription.read(directory)
     try:
@@ -179,6 +180,8 @@ class _Rollback:
         reopened = target < self.last or self.model_damaged
         if reopened and (self.directory / FINAL_MODEL).exists():
             doomed.append(self.directory / FINAL_MODEL)
+        # Everything is copied before anything is changed, and files are deleted last: a crash in
+        # between leaves files that no commit names, and loses none.
         dropped = self._copy(doomed)
         with contextlib.closing(SealedDatabase(self.store.log.file, SCHEMA)) as log:
             _drop_rounds_after(log.connection, target, reopened=reopened)
@@ -216,6 +219,8 @@ class _Rollback:
                 f"{self.status}, so it cannot go back to round {target}; restore "
                 "the directory from a backup, or begin a new run"
             )
+        # Devices of this machine keep their history for one run; others keep it for good, and
+        # refuse rounds before the last one that they have begun.
         federated = self.store.job.federated
         if federated.secure_aggregation and not federated.clients:
             for attempt in self.store.logged_attempts():

@@ -84,6 +84,7 @@ class RunDescription:
             format_ = json.loads(data).get("format")
         except (ValueError, AttributeError, RecursionError) as error:
             raise damaged(f"{FILE} is not JSON", directory) from error
+        # Before the job is parsed: a job of another format would be called damaged.
         if format_ != FORMAT:
             raise _other_format(format_, directory)
         try:
@@ -136,12 +137,14 @@ def begin_log(directory: Path, description: RunDescription) -> None:
             raise damaged(f"{FILE} is missing", directory)
         for name in _FOLDERS:
             (directory / name).mkdir(exist_ok=True)
+        # Of a creation that a crash ended before there was a `job.json`: there is no run in it.
         for path in directory.glob("run.*"):
             path.unlink()
         with contextlib.closing(SealedDatabase(directory / "run.sqlite", SCHEMA)) as log:
             row = (description.run_id, description.to_text())
             log.connection.execute("INSERT INTO run VALUES (?, ?, 'running', '', NULL)", row)
             log.write_head()
+        # Last: with this file there is a run, and its log is complete by now.
         description.write(directory)
 
 
@@ -189,6 +192,7 @@ def _was_refused(directory: Path) -> bool:
     A run whose log is damaged or cannot be read may be anything else.
     """
     try:
+        # Anything unknown may be the user's, or of a run that did begin.
         names = {path.name for path in directory.iterdir()}
         if names - {FILE, _SIMULATED, "lock", *_LOG, *_FOLDERS}:
             return False

@@ -107,11 +107,14 @@ class SealedDatabase:
         self.file = file
         self.head = file.with_suffix(".head")
         self._schema = schema
+        # A new database in place of a lost one would begin the run, or the queue, again.
         if not file.exists() and (self.head.exists() or mode != "write"):
             raise DamagedError(f"{file} is missing; restore it and its -wal file from a backup")
         if mode != "write":
             immutable = "&immutable=1" if mode == "immutable" else ""
             uri = f"{file.absolute().as_uri()}?mode=ro{immutable}"
+            # Without Python's implicit transactions: each statement commits, or is in an explicit
+            # transaction.
             self.connection = sqlite3.connect(uri, uri=True, isolation_level=None)
             return
         self.connection = sqlite3.connect(file, timeout=10.0, isolation_level=None)
@@ -149,6 +152,8 @@ class SealedDatabase:
     def _prepare(self, schema: str) -> None:
         db = self.connection
         db.execute("PRAGMA journal_mode=WAL")
+        # With NORMAL, in WAL mode, a commit that participants have been told of could be lost with
+        # the power.
         db.execute("PRAGMA synchronous=FULL")
         db.execute("PRAGMA recursive_triggers=ON")  # a replaced row is deleted first
         db.executescript(schema + _SEAL)
@@ -157,6 +162,8 @@ class SealedDatabase:
         db.create_function("total_without", 2, _total_without, deterministic=True)
         for table in _tables(db):
             columns = _columns(db, table)
+            # With the table and the row's number: equal rows of two tables, or at two places,
+            # differ.
             new, old = (
                 f"row_hash('{table}', {side}.rowid, "
                 + ", ".join(f"{side}.{name}" for name in columns)
@@ -254,6 +261,7 @@ class SealedDatabase:
         Raises:
             DamagedError, sqlite3.Error: as `check`.
         """
+        # One transaction: rows that are committed while this reads would not be those of the seal.
         with self._damage_named(), self._snapshot():
             self._check_structure()
             seal = self.seal()
@@ -301,6 +309,7 @@ class SealedDatabase:
                 raise
             raise named from error
         except (TypeError, ValueError, OverflowError) as error:
+            # Among these it is a `ValueError`, and it says more already.
             if isinstance(error, DamagedError):
                 raise
             raise self._damaged("its seal cannot be read") from error

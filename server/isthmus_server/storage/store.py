@@ -195,6 +195,8 @@ class Store:
                 with contextlib.suppress(sqlite3.Error):
                     attempt = self._db.execute("SELECT 1 FROM attempts").fetchone()
                     # A run that was cut off keeps its state, so that it can be resumed.
+                    # Before the first attempt nothing is lost: such a directory is free for the
+                    # corrected job.
                     if attempt is None and self.status()[0] == "running":
                         self.finish("failed", str(error), None)
                 raise
@@ -225,6 +227,7 @@ class Store:
             (*map(json.dumps, (record.to_json(), state.to_json())), record.round, record.attempt),
         )
         self.log.write_head()
+        # Last: until the commit is on disk, the run would continue from older files.
         self._drop_old_checkpoints()
 
     def begin_comparison(self, number: int, attempt: int, round_: int, request: Compare) -> None:
@@ -252,6 +255,7 @@ class Store:
 
         Events come from everywhere, where a failing disk must do no harm, and a slow one no delay.
         """
+        # By way of a queue: events keep their order when the disk can be written again.
         self._unstored_events.append(json.dumps(event.to_json()))
         try:
             with self.log.not_synced():
@@ -340,9 +344,11 @@ class Store:
         paid = 0.0
         moved = 0
         elapsed = self._saved_elapsed()
+        # Derived from the records and not stored in addition, so that the two cannot differ.
         for record in self.attempts():
             paid += record.cost.price
             moved += record.cost.device_bytes
+            # The time is saved at intervals, and a record may be newer.
             elapsed = max(elapsed, record.elapsed)
             if isinstance(record, RoundRecord):
                 history.append(record.as_past_round())
@@ -352,6 +358,7 @@ class Store:
             comparisons_ended += comparison.ended
             if comparison.round == round_ + 1:
                 comparisons.append(comparison)
+        # The policy has answered since the last commit; what it keeps of that is not committed yet.
         if comparisons:
             state = comparisons[-1].policy_state
             committed = dataclasses.replace(committed, policy_state=state)
@@ -376,6 +383,7 @@ class Store:
         """The last attempt at the next round, if its plan was cut short and not given up."""
         failed = _record(state, record) if record else None
         given_up = isinstance(failed, FailedAttempt) and failed.given_up
+        # A run that ended by itself was not cut short: it decides anew when it continues.
         if given_up or self.status()[0] != "running":
             return None
         return PlannedAttempt.from_json(parsed(planned))

@@ -76,6 +76,8 @@ class UnmaskingLog:
         Raises:
             OSError, sqlite3.Error: they cannot be stored.
         """
+        # A sum that is repeated with the same devices has a new attempt, and so an entry of its
+        # own; an equal one is the same sum.
         new = [entry for entry in entries if entry not in self._entries]
         if not new:
             return
@@ -88,7 +90,9 @@ class UnmaskingLog:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+            # Only then may devices be asked: a log that lost this entry has to be noticed.
             self._log.write_head()
+        # After the commit: what could not be stored is not known either.
         self._known = [*self._entries, *new][-KEPT:]
 
     def _insert(self, db: sqlite3.Connection, entries: Sequence[Unmasking]) -> None:

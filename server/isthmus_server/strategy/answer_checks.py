@@ -75,6 +75,7 @@ def _problem_with(answer: object, observation: Observation) -> str:
             return f"which must name two to four models of {', '.join(observation.models)}"
         if not _is_integer(answer.devices, minimum=1):
             return "which must ask at least one device"
+        # A policy that repeats a refused question would go on for ever.
         if observation.refused:
             return f"though it was refused in this round already: {observation.refused[-1]}"
     if isinstance(answer, Wait) and not _is_number(answer.seconds, above=0.0):
@@ -95,6 +96,7 @@ def _problem_with_plan(plan: Plan, observation: Observation) -> str:
             return f"whose {name} is not a whole number above 0"
     if plan.transfer_weight is not None and not _is_number(plan.transfer_weight, minimum=0.0):
         return "whose transfer_weight is not a number from 0"
+    # What depends on other fields of the plan comes after these were found valid.
     problem = _problem_with_datacenter_weights(plan, observation)
     if problem:
         return problem
@@ -146,6 +148,7 @@ def _problem_with_datacenter_weights(plan: Plan, observation: Observation) -> st
         ready = ", ".join(names) or "none"
         return f"which weighs {unknown[0]!r}, where the connected datacenters are: {ready}"
     transfers = plan.regime == "hybrid" and (plan.merge or observation.merge) == "transfer"
+    # As a factor of a gradient a weight may be any; as a part of a mean it is at most 1.
     largest = math.inf if transfers else 1.0
     for name, weight in weights.items():
         if not _is_number(weight, minimum=0.0) or weight > largest:

@@ -73,6 +73,7 @@ class Attendance:
             receipts: the receipts of its devices.
         """
         for receipt in receipts:
+            # A device that was not reached did not take part.
             if not receipt.started:
                 continue
             name = receipt.participant
@@ -82,9 +83,12 @@ class Attendance:
                     deque(maxlen=1 if cap is None else cap.rounds)
                 )
             record = self.records[name]
+            # One entry for a round, with the time of the first attempt: its later ones are the same
+            # invitation.
             if not record.invited or record.invited[-1][0] != round_:
                 record.invited.append((round_, started_at))
             if receipt.status != "accepted":
+                # It took at least as long as it was waited for.
                 record.seconds = max(record.seconds, seconds)
                 continue
             record.seconds = receipt.seconds
@@ -115,6 +119,7 @@ class Attendance:
         schedules = [hours for hours in (job_hours_of(settings, name), device_hours) if hours]
         # Advance to the next opening of each schedule in turn, until all are open at the same time
         # or a week has passed.
+        # Hours repeat every week: what is not open at once in one never is.
         end = delay + WEEK
         while delay <= end:
             forecasts = [forecast_hours(hours, now + delay, None) for hours in schedules]

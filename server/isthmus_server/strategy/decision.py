@@ -2,7 +2,7 @@
 
 ::
 
-    observe -> policy -> enforce_limits --Plan, Stop--> Decision
+    observe -> policy -> limits.enforce --Plan, Stop--> Decision
       ^                        |
       |                        +--Compare--> devices score models --+
       |                        +--Wait-----> sleep -----------------+
@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from isthmus.errors import JobError, RoundFailed
 from isthmus_server.strategy.answer_checks import checked_answer
 from isthmus_server.strategy.forecast import RoundForecast, forecast_round
-from isthmus_server.strategy.limits import LimitRefusal, enforce_limits
+from isthmus_server.strategy.limits import LimitRefusal, RunLimits
 from isthmus_server.strategy.policy import (
     Compare,
     Observation,
@@ -68,31 +68,24 @@ class Decision:
     """What the job's limits changed in the answer, one sentence each."""
 
 
-Observe = Callable[[], Observation]
-"""Takes a new observation, with the comparisons made for this round and their price, and the
-policy's state."""
 CompareModels = Callable[[Compare], Awaitable[None]]
 """Has devices score models. The next observation has the result and `Compare.state`. Raises
 `RoundFailed` if too few devices answer."""
-Pause = Callable[[Wait], Awaitable[None]]
-"""Publishes that the run waits, and waits."""
 
 
 async def decide(
     policy: Policy,
     name: str,
-    observe: Observe,
+    limits: RunLimits,
     compare_models: CompareModels,
-    pause: Pause,
 ) -> Decision:
     """Decide the next round.
 
     Args:
         policy: the job's policy.
         name: the policy's name in the job, for error messages.
-        observe: see `Observe`.
+        limits: of the run, which also observes and pauses it.
         compare_models: see `CompareModels`.
-        pause: see `Pause`.
 
     Raises:
         JobError: the policy raised, or gave an invalid answer.
@@ -101,11 +94,13 @@ async def decide(
     requested: list[RequestedComparison] = []
     waits: list[DecidedWait] = []
     while True:
-        observation = dataclasses.replace(observe(), refused=tuple(refused))
+        # Anew in each turn: a comparison costs something, and time passes while it is made.
+        observation = dataclasses.replace(limits.observe(), refused=tuple(refused))
         proposed = checked_answer(policy, name, observation)
-        constrained = enforce_limits(proposed, observation)
+        constrained = limits.enforce(proposed, observation)
         answer = constrained.answer
         if isinstance(proposed, Compare):
+            # Whatever the limits say: a policy that never stops asking is wrong.
             if len(requested) == MAX_COMPARISONS:
                 raise JobError(
                     f"the policy {name!r} asked for more than {MAX_COMPARISONS} comparisons in "
@@ -121,6 +116,8 @@ async def decide(
                 await compare_models(answer)
                 continue
             except RoundFailed as error:
+                # Devices that did not answer are to the policy like a limit: it decides without the
+                # comparison.
                 answer = LimitRefusal(str(error))
         if isinstance(proposed, Compare):
             # Also if a limit ends the run.
@@ -135,11 +132,14 @@ async def decide(
                     by_limit=not isinstance(proposed, Wait),
                 )
             )
-            await pause(answer)
+            await limits.pause(answer)
+            # After a wait other devices may be there, so that it may ask again.
             refused.clear()
         else:
             return Decision(
                 answer=answer,
+                # The log has the history already, and one in each plan would make it grow with the
+                # square of the rounds.
                 observation=dataclasses.replace(observation, history=()),
                 forecast=forecast_round(answer, observation) if isinstance(answer, Plan) else None,
                 requested=requested,

@@ -50,8 +50,10 @@ def select_devices(
         records: history of the devices that have taken part before; used by guided selection.
         guided: settings of guided selection; None for a uniform sample.
     """
+    # The order of arrival must not decide.
     names = sorted(eligible)
     count = min(len(names), count)
+    # Without the attempt: all attempts at a round select the same devices, if the same are there.
     rng = random.Random(f"isthmus/cohort/{seed}/{round_}")  # noqa: S311 - a sample, not a secret
     if guided is None:
         return sorted(rng.sample(names, count))
@@ -85,6 +87,7 @@ def utilities(
         bonus = math.sqrt(settings.uncertainty * math.log(max(round_, 1)) / last_round)
         slow = record.seconds > preferred_seconds > 0
         speed = (preferred_seconds / record.seconds) ** settings.slowness if slow else 1.0
+        # Above 0, as weighted sampling divides by it.
         result[name] = max((statistical + bonus) * speed, 1e-9)
     return result
 
@@ -103,11 +106,13 @@ def _select_by_utility(
     unknown = [name for name in names if name not in records]
     share = settings.exploration * settings.exploration_decay ** (round_ - 1)
     share = max(share, settings.min_exploration)
+    # More unknown ones than their share if there are not enough known ones.
     explored = min(len(unknown), max(math.ceil(share * count), count - len(known)))
     exploited = count - explored
     selected = rng.sample(unknown, explored)
     if exploited:
         utility = utilities(records, known, settings, round_)
+        # A little below the last one, so that the same devices do not train in every round.
         cutoff = sorted(utility.values(), reverse=True)[exploited - 1] * _CUTOFF
         candidates = [name for name in known if utility[name] >= cutoff]
         # Weighted sampling: the largest u ** (1 / w) (Efraimidis & Spirakis 2006).

@@ -127,10 +127,14 @@ def progress_by_round(
     counts = True
     for past in observation.history:
         rounds += 1
+        # With rounds that are not evaluated, a figure is of all rounds since the last one, and
+        # counts only if they are all of these regimes.
         counts = counts and past.regime in regimes and past.round > since
         value = past.metrics.get(metric, math.nan)
         if not math.isfinite(value):
             continue
+        # As a part of what was missing, and for each round: early rounds gain more in absolute
+        # figures.
         after = _missing(value, observation)
         if before is not None and before > 0 and counts:
             parts.append((before - after) / before / rounds)

@@ -16,7 +16,7 @@ class GroupSum:
     devices: int
     """Updates in it, at least `federated.groups.minimum`."""
     examples: int
-    """Its weight in the mean, unless the plan weighs the groups."""
+    """Weight of the group in the mean, unless the plan weighs the groups."""
     loss: float | None
     """Mean training loss over its examples."""
     norm: float
@@ -36,7 +36,7 @@ class DatacenterGradient:
     cosine: float | None
     """Cosine with the devices' mean gradient; None if that is not known, or either is zero."""
     examples: int
-    """Its weight in the mean of all datacenters."""
+    """Weight in the mean of all datacenters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,8 @@
 """Enforce the job's limits on every policy answer: budget, time, bytes, windows, quorum.
 
+A run has one `RunLimits`, and nothing else enforces limits: answers of the policy pass it when they
+are given, and plans again before each attempt, because time has passed and money was spent since.
+
 `enforce_limits` checks an answer before it takes effect. An answer within the limits is returned
 unchanged. Otherwise the smallest correction is applied: a round waits until a window opens, a
 cohort below the quorum is raised to it, a comparison is refused, and if none of these is possible
@@ -9,7 +12,9 @@ Limits are never relaxed, and no limit creates a plan.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from collections.abc import Awaitable, Callable
 
 from isthmus_server.strategy.forecast import planned_bytes, planned_price
 from isthmus_server.strategy.observation import best_round, metric_of
@@ -44,6 +49,60 @@ class ConstrainedAnswer:
     """What was changed and why, one sentence each; empty if nothing was."""
 
 
+Observe = Callable[[], Observation]
+"""Takes a new observation, with the comparisons made for this round and their price, and the
+policy's state."""
+Pause = Callable[[Wait], Awaitable[None]]
+"""Publishes that the run waits, and waits."""
+
+
+class RunLimits:
+    """The limits of one run, on what its policy answers and on what it still carries out."""
+
+    def __init__(
+        self,
+        observe: Observe,
+        pause: Pause,
+        refused_for_privacy: Callable[[Plan], str] = lambda plan: "",
+    ) -> None:
+        """Prepare.
+
+        Args:
+            observe: see `Observe`.
+            pause: see `Pause`.
+            refused_for_privacy: why a plan may not use the datacenters' examples again; empty if
+                it may. It is called in a thread of its own.
+        """
+        self.observe = observe
+        self.pause = pause
+        self._refused_for_privacy = refused_for_privacy
+
+    def enforce(self, answer: Answer, observation: Observation) -> ConstrainedAnswer:
+        """See `enforce_limits`."""
+        return enforce_limits(answer, observation)
+
+    def allow(self, plan: Plan) -> bool:
+        """Whether a plan is within the limits now, and needs no correction."""
+        return enforce_limits(plan, self.observe()).answer == plan
+
+    async def wait_for(self, plan: Plan) -> Stop | None:
+        """Enforce the limits of this moment on a plan that was made earlier.
+
+        The plan does not change: it waits until the limits allow it. Returns the stop of a limit
+        that ends the run, or None when the plan may be carried out.
+        """
+        while True:
+            answer = enforce_limits(plan, self.observe()).answer
+            if isinstance(answer, Stop):
+                return answer
+            # Also before a wait, which would be for nothing.
+            if used_up := await asyncio.to_thread(self._refused_for_privacy, plan):
+                return Stop(used_up)
+            if not isinstance(answer, Wait):
+                return None
+            await self.pause(answer)
+
+
 def enforce_limits(answer: Answer, observation: Observation) -> ConstrainedAnswer:
     """Apply the job's limits to a policy's answer.
 
@@ -53,6 +112,7 @@ def enforce_limits(answer: Answer, observation: Observation) -> ConstrainedAnswe
     """
     if isinstance(answer, Stop):
         return ConstrainedAnswer(answer)
+    # What ends the run comes before what delays it: nobody waits for a round that is not needed.
     reached = _reached_target(observation)
     if reached:
         return _stop(reached)
@@ -73,6 +133,7 @@ def enforce_limits(answer: Answer, observation: Observation) -> ConstrainedAnswe
 
 
 def _constrained_plan(plan: Plan, observation: Observation) -> ConstrainedAnswer:
+    # First of all, since a larger cohort costs more than what was planned.
     plan, adjustments = _raised_to_quorum(plan, observation)
     unmeasurable = _reason_not_to_measure(plan, observation)
     if unmeasurable:
@@ -81,6 +142,7 @@ def _constrained_plan(plan: Plan, observation: Observation) -> ConstrainedAnswer
     exceeded = _exceeded_limit(plan, observation)
     if exceeded:
         return ConstrainedAnswer(Stop(exceeded), (*adjustments, exceeded))
+    # After the budget: a run that cannot pay for the round need not wait for its window.
     for side in _sides(plan):
         if not observation.open(side):
             wait = _bounded_wait(_wait_for_window(side, observation), observation)
@@ -223,6 +285,7 @@ def _wait_for_quorum(observation: Observation) -> ConstrainedAnswer | None:
     """Wait until connected devices may be invited again; None if too few are connected."""
     ready = observation.clients_ready
     ineligible = observation.clients_ineligible
+    # Nothing to wait for by the clock: the round waits until others have connected.
     if ready + ineligible < observation.quorum:
         return None
     reason = (

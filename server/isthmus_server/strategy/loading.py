@@ -27,6 +27,7 @@ def load_policy(strategy: StrategySection) -> Policy:
         JobError: there is no policy of that name, the object is not a policy, or its constructor
             raised.
     """
+    # Built-in names first, so that no package that is installed can change what a job means.
     factory: Any = BUILT_IN.get(strategy.policy)
     try:
         if factory is None:

@@ -70,6 +70,7 @@ def observe(
     return Observation(
         round=len(history) + 1,
         rounds=job.rounds,
+        # A policy may change what it gets, and must not change the run's own.
         history=_CopiedHistory(history),
         clients_ready=clients_ready,
         clients_ineligible=clients_ineligible,

@@ -247,7 +247,8 @@ class Observation:
     epsilon: float | None = None
     """The job's privacy budget for each device; None without one."""
     epsilon_spent: float = 0.0
-    """Of the device that was asked most. A device that has none left counts as not eligible."""
+    """Epsilon of the device that was asked most. A device that has none left counts as not
+    eligible."""
 
     def open(self, side: Side) -> bool:
         """Return whether a side is within its windows now."""

@@ -55,7 +55,7 @@ class RoundSpec:
     gradient_step: int = 0
     """Steps whose batches have gone into such gradients before this round."""
     position: RoundPosition = FIRST_POSITION
-    """Of the round in the schedules of the learning rate."""
+    """Position of the round in the schedules of the learning rate."""
     last_gradients: GradientMeasurement | None = None
     """The last measurement of the run, from which the scale of the next one follows."""
 

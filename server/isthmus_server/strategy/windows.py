@@ -61,12 +61,14 @@ def _spans(hours: Sequence[Hours]) -> list[tuple[float, float]]:
     for entry in hours:
         opens = _seconds(entry.opens)
         closes = _seconds(entry.closes)
+        # Equal times are a whole day, and not none.
         length = (closes - opens) % DAY or DAY
         for day in entry.days or DAYS:
             start = DAYS.index(day) * DAY + opens
             end = start + length
             pieces.append((start, min(end, WEEK)))
             if end > WEEK:
+                # A span over the end of Sunday goes on at the beginning of the week.
                 pieces.append((0.0, end - WEEK))
     joined: list[tuple[float, float]] = []
     for start, end in sorted(pieces):

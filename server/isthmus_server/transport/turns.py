@@ -74,7 +74,7 @@ class Turns:
         self._holders: dict[str, Account] = {}
         self._accounts: list[Account] = []
         self._virtual_time = 0.0
-        """Of the job that had the latest turn."""
+        """Virtual time of the job that had the latest turn."""
         self._wishes: list[_Wish] = []
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None

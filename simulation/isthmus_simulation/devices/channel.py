@@ -24,7 +24,7 @@ class Channel:
         self._socket = connected
 
     def fileno(self) -> int:
-        """Of the socket, to wait until there is something to receive."""
+        """File descriptor of the socket, to wait until there is something to receive."""
         return self._socket.fileno()
 
     def send(self, message: bytes) -> None:

@@ -15,8 +15,8 @@ from typing import Literal
 from isthmus.task import Participant
 
 Kind = Literal["open", "model", "train", "measure", "forget", "end"]
-"""Of a request: `open` a run, receive a `model`, `train` a piece, `measure` both ways, `forget`
-the schedules of the learning rate, or `end`, for ranks, once the simulation has reached its end.
+"""What a request is: `open` a run, receive a `model`, `train` a piece, `measure` both ways,
+`forget` the schedules of the learning rate, or `end`, for ranks, once the simulation has ended.
 Only `model` and `end` have no answer."""
 
 

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 _KEPT = 4096  # devices whose data a process keeps
 _MOST_DIFFERENCE = 0.01
-"""Of the updates of both ways of training; rounding alone is below a thousandth of it."""
+"""Largest relative difference between the updates of both ways of training; rounding alone is below
+a thousandth of it."""
 
 
 class PieceTrainer:

@@ -22,7 +22,7 @@ class DeviceProfile:
     dropout: float = 0.0
     """Probability that the device is lost during a request."""
     seed: int = dataclasses.field(default=0, compare=False)
-    """Of the job: devices are lost during other requests with another one."""
+    """Seed of the job: devices are lost during other requests with another one."""
 
     @classmethod
     def drawn(cls, section: SimulationSection, seed: int, index: int) -> DeviceProfile:

@@ -23,7 +23,7 @@ from isthmus_privacy.secagg.history import StartModel
 from isthmus_privacy.slots import Slot
 
 SIMULATED = Credentials(bytes(32))
-"""Of all simulated devices: they sign nothing, and keep no history of sums."""
+"""Credentials of all simulated devices, which sign nothing and keep no history of sums."""
 
 
 def unchecked(payload: Buffer) -> link_pb2.Blob:

@@ -21,6 +21,7 @@ from isthmus.task.scoring import build_model
 from isthmus_datacenter.service.service import DatacenterService
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import ParticipantListener
@@ -119,7 +120,7 @@ def test_a_round_is_saved_when_machines_are_taken_away_and_resumed(
                     working.set()
 
         link.listeners.attach(Started())
-        coordinator = Coordinator(store, link)
+        coordinator = Coordinator(RunParts.of(store, link))
         running = asyncio.create_task(coordinator.run())
         try:
             service = DatacenterService("dc", 2, tmp_path / "state")

@@ -12,6 +12,7 @@ from isthmus_server.read.export.model_card import model_card
 from isthmus_server.read.report.privacy.spending import read_spending
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.runs.local.session import LocalRun
 from isthmus_server.storage.events import RoundPlanned
 from isthmus_server.storage.recovery import verify
@@ -121,7 +122,7 @@ async def test_a_crash_never_loses_a_charge(run_with_datacenter, deployment):
         "committed",
         "failed",
     ]
-    await Coordinator(again, deployment.link).run()
+    await Coordinator(RunParts.of(again, deployment.link)).run()
     assert len(entries(again.directory / LEDGER_FILE)) == 3
     assert read_report(again).examples_privacy.steps == 15
 
@@ -135,10 +136,10 @@ async def test_charges_after_the_last_commit_cannot_be_cut(run_with_datacenter, 
     (cut,) = [number for number, line in enumerate(lines) if b'"round":2' in line]
     path.write_bytes(b"".join(lines[:cut]))
     with pytest.raises(LedgerDamaged, match="the last ones were removed"):
-        Coordinator(again, deployment.link)
+        Coordinator(RunParts.of(again, deployment.link))
     (again.directory / HEAD_FILE).unlink()
     with pytest.raises(LedgerDamaged, match="no charge for round 2 attempt 1, whose datacenter"):
-        Coordinator(again, deployment.link)
+        Coordinator(RunParts.of(again, deployment.link))
 
 
 async def test_runs_of_a_server_share_the_budget_of_a_population(
@@ -152,7 +153,7 @@ async def test_runs_of_a_server_share_the_budget_of_a_population(
     budget = Composition().plus(STEPS, 2).epsilon(1e-4)
     keys = ("datacenter.ranks=1", "federated.clients=3", f"datacenter.privacy.epsilon={budget}")
     store = deployment.create_run("second", *PRIVATE, *keys)
-    await Coordinator(store, deployment.link, populations=populations).run()
+    await Coordinator(RunParts.of(store, deployment.link, populations=populations)).run()
     assert len(read_report(store).rounds) == 1
     assert "examples is used up" in read_report(store).reason
 

@@ -14,6 +14,7 @@ from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged
 from isthmus_server.read.report.privacy.spending import read_spending
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 
 VALIDATES = """
 def validation_data(self, participant):
@@ -54,7 +55,7 @@ def charges(store, what):
 
 async def run(deployment, name, *overrides):
     store = deployment.create_run(name, *SETTINGS, *overrides)
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     await coordinator.run()
     return store, coordinator
 
@@ -150,15 +151,15 @@ async def test_a_failed_evaluation_is_spent_and_the_round_is_kept(deployment):
 
 async def killed_before_its_commit(deployment, store, round_):
     """Run until a round was evaluated; it is killed before the round is committed."""
-    coordinator = Coordinator(store, deployment.link)
-    commit = coordinator._log.commit
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+    commit = coordinator.parts.log.commit
 
     def die(state, spec, *arguments, **more):
         if spec.round == round_:
             raise Killed
         return commit(state, spec, *arguments, **more)
 
-    coordinator._log.commit = die
+    coordinator.parts.log.commit = die
     with pytest.raises(Killed):
         await coordinator.run()
     return deployment.reopen(store)
@@ -170,7 +171,7 @@ async def test_a_crash_after_an_evaluation_does_not_lose_its_charge(deployment):
     store = deployment.create_run("run", *SETTINGS, *WAYS[0], *EVALUATES, *more)
     again = await killed_before_its_commit(deployment, store, 1)
     assert [entry.outcome for entry in charges(again, "evaluation")] == ["committed"]
-    await Coordinator(again, deployment.link).run()
+    await Coordinator(RunParts.of(again, deployment.link)).run()
     assert [entry.charge.round for entry in charges(again, "evaluation")] == [1, 1, 2]
     report = read_report(again)
     assert [row.evaluation.devices for row in report.rounds] == [4, 4]
@@ -182,7 +183,7 @@ async def test_a_repeated_round_does_not_wait_for_budget_that_is_used_up(deploym
     more = ("privacy.epsilon=4", "privacy.measurements=1", "privacy.participations=3")
     store = deployment.create_run("run", *SETTINGS, *WAYS[0], *EVALUATES, *more, "rounds=1")
     again = await killed_before_its_commit(deployment, store, 1)
-    await Coordinator(again, deployment.link).run()  # join_seconds are 100
+    await Coordinator(RunParts.of(again, deployment.link)).run()  # join_seconds are 100
     (row,) = read_report(again).rounds
     assert "0 of 4 devices have privacy budget left" in row.evaluation.error
     assert row.evaluation.seconds < 20
@@ -210,7 +211,7 @@ async def test_a_ledger_that_was_cut_after_a_crash_is_refused(deployment):
     again = await killed_before_its_commit(deployment, store, 1)
     cut_before_the_evaluation(again)
     with pytest.raises(LedgerDamaged, match="the last ones were removed"):
-        Coordinator(again, deployment.link)
+        Coordinator(RunParts.of(again, deployment.link))
 
 
 async def test_rounds_do_not_use_what_is_reserved_for_evaluations(deployment):
@@ -235,7 +236,7 @@ async def test_more_devices_than_delta_allows_are_not_asked_for_a_measurement(de
     store = deployment.create_run(
         "run", *SETTINGS, *WAYS[0], "privacy.epsilon=4", "privacy.measurements=1"
     )
-    budget = Coordinator(store, deployment.link)._budgets.devices
+    budget = Coordinator(RunParts.of(store, deployment.link)).parts.budgets.devices
     too_many = [f"device-{number}" for number in range(100)]
     charged = budget.charged_measurement("comparison", 1, 1, too_many)
     with pytest.raises(JobError, match="is not below 1 / 100 devices"), charged:
@@ -285,4 +286,4 @@ async def test_a_task_without_a_metric_in_bounds_is_refused(deployment):
     )
     store = deployment.create_run("run", *SETTINGS, *WAYS[0], *EVALUATES, "privacy.epsilon=4")
     with pytest.raises(TaskError, match="metrics that have bounds, and Learn declares none"):
-        Coordinator(store, deployment.link)
+        Coordinator(RunParts.of(store, deployment.link))

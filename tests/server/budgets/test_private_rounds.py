@@ -21,6 +21,7 @@ from isthmus_server.budgets.run_ledgers import RunLedgers
 from isthmus_server.read.report.privacy.spending import read_spending
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundCommitted, RoundPlanned
 from isthmus_server.storage.recovery import verify
 from isthmus_server.storage.store import Store
@@ -38,7 +39,7 @@ def charges(store):
 async def test_every_round_is_charged_and_the_report_says_what_was_spent(deployment, mechanism):
     await deployment.start()
     store = deployment.create_run("run", *DISTRIBUTED, f"privacy.mechanism={mechanism}")
-    await Coordinator(store, deployment.link).run()
+    await Coordinator(RunParts.of(store, deployment.link)).run()
     report = read_report(store)
     assert [entry.outcome for entry in charges(store)] == ["committed"] * 3
     assert {entry.charge.devices for entry in charges(store)} == {("a", "b", "c")}
@@ -67,12 +68,12 @@ async def test_updates_are_clipped_and_count_the_same_and_the_server_adds_the_no
     )
     quiet = ("privacy.clip=0.01", "privacy.noise=1e-6", "privacy.epsilon=1e15", "rounds=1")
     store = deployment.create_run("quiet", *GAUSSIAN, *quiet, *aggregation)
-    await Coordinator(store, deployment.link).run()
+    await Coordinator(RunParts.of(store, deployment.link)).run()
     (record,) = read_report(store).rounds
     assert 0.005 < record.norms["federated"] <= 0.01
     loud = ("privacy.clip=0.01", "privacy.noise=50", "rounds=1")
     store = deployment.create_run("loud", *GAUSSIAN, *loud, *aggregation, "seed=1")
-    await Coordinator(store, deployment.link).run()
+    await Coordinator(RunParts.of(store, deployment.link)).run()
     (record,) = read_report(store).rounds
     expected = 50 * 0.01 / 3 * LAYOUT.size**0.5
     assert 0.4 * expected < record.norms["federated"] < 1.8 * expected
@@ -86,9 +87,9 @@ async def test_the_clipping_bound_follows_the_updates_and_survives_a_crash(deplo
     )
     quiet = ("privacy.clip=0.01", "privacy.noise=1e-6", "privacy.epsilon=1e15", "rounds=4")
     store = deployment.create_run("run", *GAUSSIAN, *quiet, "privacy.clip_quantile=0.5")
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     again = await deployment.run_until_killed(coordinator, RoundPlanned, 3)
-    await Coordinator(again, deployment.link).run()
+    await Coordinator(RunParts.of(again, deployment.link)).run()
     report = read_report(again)
     expected = [0.01 * math.exp(0.1 * number) for number in range(4)]
     figures = [record.training["federated"] for record in report.rounds]
@@ -104,7 +105,7 @@ async def test_the_run_ends_before_a_device_is_asked_for_more_than_its_budget(de
     await deployment.start()
     noise = ("privacy.noise=1.0", "privacy.epsilon=9")
     store = deployment.create_run("run", *DISTRIBUTED, *noise, "rounds=50")
-    await Coordinator(store, deployment.link).run()
+    await Coordinator(RunParts.of(store, deployment.link)).run()
     report = read_report(store)
     assert report.status == "finished"
     assert "have no privacy budget left" in report.reason
@@ -122,7 +123,7 @@ async def test_failed_attempts_are_spent(deployment):
     await deployment.start()
     deployment.faults["b"][1, 1] = "the battery is empty"
     store = deployment.create_run("run", *DISTRIBUTED, "rounds=2", "privacy.participations=3")
-    await Coordinator(store, deployment.link).run()
+    await Coordinator(RunParts.of(store, deployment.link)).run()
     assert [entry.outcome for entry in charges(store)] == ["failed", "committed", "committed"]
     report = read_report(store)
     assert report.failed_attempts[0].epsilon < report.rounds[0].epsilon
@@ -132,9 +133,11 @@ async def test_failed_attempts_are_spent(deployment):
 async def test_a_crash_never_loses_a_charge(deployment, kind, round_):
     await deployment.start()
     store = deployment.create_run("run", *DISTRIBUTED, "privacy.noise=3", "rounds=3")
-    again = await deployment.run_until_killed(Coordinator(store, deployment.link), kind, round_)
+    again = await deployment.run_until_killed(
+        Coordinator(RunParts.of(store, deployment.link)), kind, round_
+    )
     before = charges(again)
-    await Coordinator(again, deployment.link).run()
+    await Coordinator(RunParts.of(again, deployment.link)).run()
     entries = charges(again)
     assert len(before) == 2
     # An attempt that a crash has cut short is spent, and its repetition is charged again.
@@ -146,19 +149,19 @@ async def test_a_ledger_that_was_cut_or_edited_ends_the_run_before_anybody_is_as
     await deployment.start()
     store = deployment.create_run("run", *DISTRIBUTED, "privacy.noise=3", "rounds=3")
     again = await deployment.run_until_killed(
-        Coordinator(store, deployment.link), RoundCommitted, 2
+        Coordinator(RunParts.of(store, deployment.link)), RoundCommitted, 2
     )
     path = store.directory / LEDGER_FILE
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:1]))
     with pytest.raises(LedgerDamaged, match="the last ones were removed"):
-        Coordinator(again, deployment.link)
+        Coordinator(RunParts.of(again, deployment.link))
     path.write_bytes(b"".join(lines).replace(b'"rho":', b'"rho":0'))
     with pytest.raises(LedgerDamaged, match=r"line 1 of the privacy ledger .*, was changed"):
-        Coordinator(again, deployment.link)
+        Coordinator(RunParts.of(again, deployment.link))
     path.unlink()
     with pytest.raises(UserError, match="the last ones were removed"):
-        Coordinator(again, deployment.link)
+        Coordinator(RunParts.of(again, deployment.link))
 
 
 async def test_charges_after_the_last_commit_cannot_be_cut_either(deployment):
@@ -166,14 +169,16 @@ async def test_charges_after_the_last_commit_cannot_be_cut_either(deployment):
     await deployment.start()
     deployment.faults["b"][1, 1] = "the battery is empty"
     store = deployment.create_run("run", *DISTRIBUTED, "privacy.noise=3", "rounds=2")
-    again = await deployment.run_until_killed(Coordinator(store, deployment.link), RoundPlanned, 1)
+    again = await deployment.run_until_killed(
+        Coordinator(RunParts.of(store, deployment.link)), RoundPlanned, 1
+    )
     assert len(charges(store)) == 1
     (store.directory / LEDGER_FILE).write_bytes(b"")
     with pytest.raises(LedgerDamaged, match="the last ones were removed"):
-        Coordinator(again, deployment.link)
+        Coordinator(RunParts.of(again, deployment.link))
     (again.directory / HEAD_FILE).unlink()
     with pytest.raises(LedgerDamaged, match="no charge for round 1 attempt 1, whose devices"):
-        Coordinator(again, deployment.link)
+        Coordinator(RunParts.of(again, deployment.link))
 
 
 async def test_an_older_copy_of_a_run_is_not_continued(deployment, tmp_path):
@@ -183,14 +188,14 @@ async def test_an_older_copy_of_a_run_is_not_continued(deployment, tmp_path):
     correlated = (*DISTRIBUTED, "privacy.mechanism=correlated", "rounds=3")
     store = deployment.create_run("run", *correlated)
     again = await deployment.run_until_killed(
-        Coordinator(store, deployment.link, populations=populations), RoundCommitted, 1
+        Coordinator(RunParts.of(store, deployment.link, populations=populations)), RoundCommitted, 1
     )
     copy = tmp_path / "copy"
     shutil.copytree(store.directory, copy)
-    await Coordinator(again, deployment.link, populations=populations).run()
+    await Coordinator(RunParts.of(again, deployment.link, populations=populations)).run()
     refused = pytest.raises(LedgerDamaged, match="the run's directory is an older copy")
     with contextlib.closing(Store.open(copy)) as older, refused:
-        Coordinator(older, deployment.link, populations=populations)
+        Coordinator(RunParts.of(older, deployment.link, populations=populations))
 
 
 async def test_an_older_ledger_of_the_population_is_not_continued(deployment, tmp_path):
@@ -199,17 +204,17 @@ async def test_an_older_ledger_of_the_population_is_not_continued(deployment, tm
     directory, older = tmp_path / "populations", tmp_path / "older"
     populations = Populations(directory)
     store = deployment.create_run("run", *DISTRIBUTED, "privacy.noise=3", "rounds=3")
-    coordinator = Coordinator(store, deployment.link, populations=populations)
+    coordinator = Coordinator(RunParts.of(store, deployment.link, populations=populations))
     again = await deployment.run_until_killed(coordinator, RoundCommitted, 1)
     shutil.copytree(directory, older)
-    coordinator = Coordinator(again, deployment.link, populations=populations)
+    coordinator = Coordinator(RunParts.of(again, deployment.link, populations=populations))
     again = await deployment.run_until_killed(coordinator, RoundCommitted, 2)
     refused = pytest.raises(LedgerDamaged, match=r"older/devices.ledger has no charge for round 2")
     with refused:
-        Coordinator(again, deployment.link, populations=Populations(older))
+        Coordinator(RunParts.of(again, deployment.link, populations=Populations(older)))
     lost = pytest.raises(LedgerDamaged, match=r"lost/devices.ledger has no charge for round 1")
     with lost:
-        Coordinator(again, deployment.link, populations=Populations(tmp_path / "lost"))
+        Coordinator(RunParts.of(again, deployment.link, populations=Populations(tmp_path / "lost")))
 
 
 async def test_a_charge_between_both_ledgers_survives_a_crash(deployment, tmp_path):
@@ -220,7 +225,7 @@ async def test_a_charge_between_both_ledgers_survives_a_crash(deployment, tmp_pa
         event = ZeroConcentrated(1 / 18)
         own.reserve(charge(("a", "b", "c"), event=event, run=store.run_id))
     populations = Populations(tmp_path / "populations")
-    await Coordinator(store, deployment.link, populations=populations).run()
+    await Coordinator(RunParts.of(store, deployment.link, populations=populations)).run()
     shared = Ledger.read(tmp_path / "populations/devices.ledger")
     assert [each.charge for each in shared.entries.values()] == [
         each.charge for each in charges(store)
@@ -235,16 +240,16 @@ async def test_a_job_whose_devices_were_charged_by_another_meanwhile_asks_nobody
     await deployment.start()
     populations = Populations(tmp_path / "populations")
     store = deployment.create_run("run", *GAUSSIAN, "privacy.epsilon=6", "rounds=1", "attempts=1")
-    coordinator = Coordinator(store, deployment.link, populations=populations)
-    event = coordinator._budgets.devices.plan.event(store.run_id)
+    coordinator = Coordinator(RunParts.of(store, deployment.link, populations=populations))
+    event = coordinator.parts.budgets.devices.plan.event(store.run_id)
 
     def charge_meanwhile(spec):
         with populations.ledger("devices") as ledger:
             ledger.reserve(charge(("b",), event=event, run="another"))
         return charged(spec)
 
-    charged = coordinator._budgets.devices.charged
-    coordinator._budgets.devices.charged = charge_meanwhile
+    charged = coordinator.parts.budgets.devices.charged
+    coordinator.parts.budgets.devices.charged = charge_meanwhile
     with pytest.raises(UserError, match=r"1 devices of the round have no privacy budget left"):
         await coordinator.run()
     shared = Ledger.read(tmp_path / "populations/devices.ledger")
@@ -258,7 +263,7 @@ async def test_runs_of_one_population_share_a_budget(deployment, tmp_path):
     for name, seed in (("one", 1), ("two", 2)):
         overrides = ("privacy.noise=1.0", "privacy.epsilon=6", "rounds=4", f"seed={seed}")
         store = deployment.create_run(name, *GAUSSIAN, *overrides)
-        await Coordinator(store, deployment.link, populations=populations).run()
+        await Coordinator(RunParts.of(store, deployment.link, populations=populations)).run()
         reports.append(read_report(store))
     first, second = reports
     assert len(first.rounds) > len(second.rounds)
@@ -273,16 +278,16 @@ async def test_correlated_noise_keeps_its_separation_and_needs_its_key(deploymen
     overrides = (*DISTRIBUTED, "privacy.mechanism=correlated", "privacy.separation=2", "rounds=4")
     store = deployment.create_run("run", *overrides, "federated.clients=6")
     again = await deployment.run_until_killed(
-        Coordinator(store, deployment.link), RoundCommitted, 2
+        Coordinator(RunParts.of(store, deployment.link)), RoundCommitted, 2
     )
     key = again.directory / "privacy.key"
     assert key.stat().st_mode & 0o777 == 0o600
     secret = key.read_bytes()
     key.unlink()
     with pytest.raises(UserError, match=r"privacy\.key is missing"):
-        Coordinator(again, deployment.link)
+        Coordinator(RunParts.of(again, deployment.link))
     key.write_bytes(secret)
-    await Coordinator(again, deployment.link).run()
+    await Coordinator(RunParts.of(again, deployment.link)).run()
     cohorts = [set(entry.charge.devices) for entry in charges(again)]
     assert all(not one & other for one, other in itertools.pairwise(cohorts))
 
@@ -302,9 +307,11 @@ async def test_devices_refuse_a_sum_without_the_noise_that_the_job_promises(
 ):
     await deployment.start()
     store = deployment.create_run("run", *DISTRIBUTED, "rounds=1", "attempts=1")
-    coordinator = Coordinator(store, deployment.link)
-    plan = coordinator._budgets.devices.plan
-    coordinator._budgets.devices.plan = dataclasses.replace(plan, multiplier=plan.multiplier / 2)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+    plan = coordinator.parts.budgets.devices.plan
+    coordinator.parts.budgets.devices.plan = dataclasses.replace(
+        plan, multiplier=plan.multiplier / 2
+    )
     with pytest.raises(UserError, match=r"round 1 failed"):
         await coordinator.run()
     (failed,) = read_report(store).failed_attempts
@@ -315,7 +322,7 @@ async def test_devices_refuse_a_sum_without_the_noise_that_the_job_promises(
 async def test_plain_rounds_have_no_loss_of_a_device_either(deployment):
     await deployment.start()
     store = deployment.create_run("run", *GAUSSIAN, PLAIN, "rounds=1")
-    await Coordinator(store, deployment.link).run()
+    await Coordinator(RunParts.of(store, deployment.link)).run()
     (record,) = read_report(store).rounds
     assert {receipt.loss for receipt in record.receipts} == {None}
     assert record.training == {"federated": {}}
@@ -328,7 +335,7 @@ async def test_a_delta_that_would_publish_a_device_is_refused_before_anybody_is_
     store = deployment.create_run("run", *DISTRIBUTED, *overrides)
     with Ledger.open(store.directory / LEDGER_FILE) as own:
         ledgers = RunLedgers(store.run_id, "devices", own)
-        budget = PrivacyBudget(store, store.job.privacy, ledgers)
+        budget = PrivacyBudget(store.job, store.job.privacy, ledgers, store.directory)
         larger = SimpleNamespace(cohort=["a", "b", "c", "d"], round=1, attempt=1)
         with (
             pytest.raises(UserError, match=r"privacy\.delta=0\.3 is not below 1 / 4 devices"),
@@ -341,7 +348,7 @@ async def test_a_delta_that_would_publish_a_device_is_refused_before_anybody_is_
 async def test_a_damaged_ledger_is_found_by_the_check_of_a_run(deployment):
     await deployment.start()
     store = deployment.create_run("run", *DISTRIBUTED, "rounds=1")
-    await Coordinator(store, deployment.link).run()
+    await Coordinator(RunParts.of(store, deployment.link)).run()
     assert "privacy ledger: 2 lines" in [found.checked for found in verify(store.directory)]
     path = store.directory / LEDGER_FILE
     path.write_bytes(path.read_bytes().replace(b'"a"', b'"x"'))
@@ -354,7 +361,7 @@ async def test_a_device_says_what_its_sums_imply(deployment, caplog):
     caplog.set_level("INFO", "isthmus_clients.training.secure")
     await deployment.start()
     store = deployment.create_run("run", *DISTRIBUTED, "privacy.noise=4", "rounds=2")
-    await Coordinator(store, deployment.link).run()
+    await Coordinator(RunParts.of(store, deployment.link)).run()
     said = [each for each in caplog.messages if each.startswith("secure sum 2 of this device")]
     assert len(said) == 3
     epsilon = Composition().plus(ZeroConcentrated(1 / 32), 2).epsilon(1e-6)

@@ -11,6 +11,7 @@ from isthmus.wire import link_pb2
 from isthmus_clients.flower.client_app import FlowerRun
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundCommitted
 
 TORCH_APP = """
@@ -92,9 +93,9 @@ async def test_a_resumed_run_ends_with_the_same_model(deployment, tmp_path):
     store = deployment.create_run("killed", *JOB, adam)
 
     again = await deployment.run_until_killed(
-        Coordinator(store, deployment.link), RoundCommitted, 2
+        Coordinator(RunParts.of(store, deployment.link)), RoundCommitted, 2
     )
-    await Coordinator(again, deployment.link).run()
+    await Coordinator(RunParts.of(again, deployment.link)).run()
     assert read_report(again).to_json()["final"]["model_sha256"] == whole["final"]["model_sha256"]
 
 
@@ -131,7 +132,7 @@ async def test_too_few_replies_are_one_sentence(deployment, tmp_path):
         "run", *JOB, "attempts=1", 'federated.flower.config={fails="abc"}'
     )
     with pytest.raises(UserError) as failed:
-        await Coordinator(store, deployment.link).run()
+        await Coordinator(RunParts.of(store, deployment.link)).run()
     assert re.fullmatch(
         r"round 1 failed 1 times; the last time because: 0 of 3 answers were accepted and the "
         r"quorum is 3 \(.: the app failed at .*: RuntimeError: out of memory.*\)",
@@ -152,7 +153,7 @@ async def test_a_device_declines_an_app_that_cannot_be_loaded(code, says, deploy
     await deployment.start(names=("a",))
     store = deployment.create_run("run", *JOB, "time.join_seconds=300", "federated.clients=1")
     with pytest.raises(UserError, match=f"a declined: {says}"):
-        await Coordinator(store, deployment.link).run()
+        await Coordinator(RunParts.of(store, deployment.link)).run()
 
 
 async def test_a_device_without_flower_declines_with_installation_advice(
@@ -161,7 +162,7 @@ async def test_a_device_without_flower_declines_with_installation_advice(
     (tmp_path / "app.py").write_text(TORCH_APP)
     await deployment.start(names=("a",))
     store = deployment.create_run("run", *JOB, "time.join_seconds=300", "federated.clients=1")
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     monkeypatch.setitem(sys.modules, "flwr.app", None)
     for module in (
         "isthmus.integrations.flower.messages",

@@ -18,6 +18,7 @@ from isthmus_server.flower.strategy_round import UpdateCollector
 from isthmus_server.model.update_decoding import UpdateSpool
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundCommitted
 
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "scale": (), "weight": (3, 2)})
@@ -333,10 +334,10 @@ async def test_a_strategy_runs_a_job_and_a_killed_run_ends_with_the_same_bytes(d
     store = deployment.create_run("killed", *plain)
 
     again = await deployment.run_until_killed(
-        Coordinator(store, deployment.link), RoundCommitted, 2
+        Coordinator(RunParts.of(store, deployment.link)), RoundCommitted, 2
     )
-    coordinator = Coordinator(again, deployment.link)
-    moments = coordinator.federated.extension.state.tensors
+    coordinator = Coordinator(RunParts.of(again, deployment.link))
+    moments = coordinator.parts.federated.extension.state.tensors
     assert moments.keys() == {f"{kind}/{name}" for kind in ("m_t", "v_t") for name in PARTS}
     await coordinator.run()
     resumed = read_report(again).to_json()
@@ -368,7 +369,7 @@ async def test_a_strategy_without_a_result_ends_the_run_with_its_reason(deployme
         "attempts=1",
     )
     with pytest.raises(UserError, match=r"round 1 failed 1 times; .* Bulyan failed on 3 updates"):
-        await Coordinator(store, deployment.link).run()
+        await Coordinator(RunParts.of(store, deployment.link)).run()
     (failed,) = read_report(store).to_json()["failed_attempts"]
     assert [receipt["status"] for receipt in failed["receipts"]] == ["accepted"] * 3
 

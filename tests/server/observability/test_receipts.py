@@ -18,6 +18,7 @@ from isthmus_server.read.report.explain import explain
 from isthmus_server.read.report.explanation_page import show
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import EventStream
 
 GONE = "an operator has removed it"
@@ -58,7 +59,9 @@ async def test_a_rejected_a_dropped_and_a_late_device_are_told_apart(deployment,
     observers = Observers(Console(), lines=JsonLines(lines), metrics=listener)
     events = EventStream()
     async with observers.watching(store, events, "job"):
-        running = asyncio.create_task(Coordinator(store, deployment.link, events).run())
+        running = asyncio.create_task(
+            Coordinator(RunParts.of(store, deployment.link, events)).run()
+        )
         await wait_until(lambda: len(at_work) == 2)
         deployment.link.disconnect("c", GONE)
         await acknowledged.wait()

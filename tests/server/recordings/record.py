@@ -22,6 +22,7 @@ from isthmus.transport.stream import Stream
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.link import Link
 
@@ -117,7 +118,7 @@ async def main(folder):
     device = uplink.Uplink(f"127.0.0.1:{port}", "phone", link_pb2.CLIENT, agent, **options)
     connection = asyncio.create_task(device.run())
     store = Store.create(folder / "run", parse_job(JOB), folder)
-    await Coordinator(store, link).run()
+    await Coordinator(RunParts.of(store, link)).run()
     store.close()
     connection.cancel()
     await asyncio.gather(connection, return_exceptions=True)

@@ -18,6 +18,7 @@ from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundCommitted, RoundPlanned
 from isthmus_server.transport import peer
 
@@ -272,8 +273,8 @@ async def test_updates_kept_on_devices_are_discounted_and_summed_securely(deploy
 
     async def mean(name, mode, round_):
         store = deployment.create_run(name, f"federated.mode={mode}")
-        coordinator = Coordinator(store, deployment.link)
-        regime, blob = coordinator.federated, coordinator.model.blob
+        coordinator = Coordinator(RunParts.of(store, deployment.link))
+        regime, blob = coordinator.parts.federated, coordinator.model.blob
         deployment.link.publish(blob, coordinator.model.payload)
         coordinator.roster.start()
         await wait_until(lambda: len(coordinator.roster.clients) == 3)
@@ -324,7 +325,7 @@ async def test_a_buffered_run_asks_all_devices_and_learns(deployment, secure):
         "rounds=6",
         "federated.local_epochs=2",
     )
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     coordinator.events.subscribe(end_waits)
     await coordinator.run()
     report = read_report(store).to_json()
@@ -345,9 +346,11 @@ async def test_a_crash_loses_updates_in_progress_and_no_committed_round(deployme
     settings = ("federated.mode=buffered", "federated.secure_aggregation=false", "rounds=4")
     store = deployment.create_run("run", *settings)
 
-    again = await deployment.run_until_killed(Coordinator(store, deployment.link), RoundPlanned, 3)
+    again = await deployment.run_until_killed(
+        Coordinator(RunParts.of(store, deployment.link)), RoundPlanned, 3
+    )
     before = [row["model_sha256"] for row in read_report(again).to_json()["rounds"]]
-    await Coordinator(again, deployment.link).run()
+    await Coordinator(RunParts.of(again, deployment.link)).run()
     rows = read_report(again).to_json()["rounds"]
     assert [row["model_sha256"] for row in rows[:2]] == before
     assert [row["round"] for row in rows] == [1, 2, 3, 4]

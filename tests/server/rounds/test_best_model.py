@@ -10,6 +10,7 @@ from tests.server.strategy.observations import past_round
 from isthmus.errors import JobError
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundCommitted
 from isthmus_server.strategy.observation import best_round
 
@@ -40,9 +41,9 @@ async def test_a_killed_run_delivers_the_same_best_model(deployment, round_):
     await deployment.start()
     _, final = await deployment.run("whole", *DELIVERED)
     store = deployment.create_run("killed", *DELIVERED)
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     again = await deployment.run_until_killed(coordinator, RoundCommitted, round_)
-    resumed = await Coordinator(again, deployment.link).run()
+    resumed = await Coordinator(RunParts.of(again, deployment.link)).run()
     assert (resumed.round, resumed.model_sha256) == (1, final.model_sha256)
 
 
@@ -60,7 +61,7 @@ async def test_a_round_can_start_from_the_best_model(deployment, planned):
     await deployment.start()
     plans = planned([{}, {"keep": {"second": "current"}}, {"start": "best"}])
     store = deployment.create_run("run", HIGHEST_LOSS, *plans)
-    await Coordinator(store, deployment.link).run()
+    await Coordinator(RunParts.of(store, deployment.link)).run()
     models = stored_models(store)
     second, third = models["model-000002.safetensors"], models["model-000003.safetensors"]
     torch.testing.assert_close(third, second, atol=1e-5, rtol=0)

@@ -8,6 +8,7 @@ from isthmus_clients.device.agent import Agent
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundPlanned
 
 HOUR = 3600.0
@@ -93,8 +94,10 @@ async def test_guided_selection_is_the_same_after_a_crash(deployment):
     assert all(r["loss"] > 0 for row in uninterrupted["rounds"] for r in row["receipts"])
 
     store = deployment.create_run("killed", *settings)
-    again = await deployment.run_until_killed(Coordinator(store, deployment.link), RoundPlanned, 3)
-    await Coordinator(again, deployment.link).run()
+    again = await deployment.run_until_killed(
+        Coordinator(RunParts.of(store, deployment.link)), RoundPlanned, 3
+    )
+    await Coordinator(RunParts.of(again, deployment.link)).run()
     assert invited_devices(read_report(again).to_json()) == invited_devices(uninterrupted)
     assert len({tuple(cohort) for cohort in invited_devices(uninterrupted)}) > 1
 

@@ -15,6 +15,7 @@ from isthmus.wire import link_pb2
 from isthmus_clients.training.model_scores import score_each
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundCommitted
 from isthmus_server.transport.inprocess import InProcessLink
 from isthmus_simulation.devices.device import devices_of
@@ -67,7 +68,7 @@ async def test_a_comparison_equals_the_scores_computed_directly(
             path = store.directory / "checkpoints/model-000001.safetensors"
             first["current"] = read_model(path)
 
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     coordinator.events.subscribe(keep_model)
     await coordinator.run()
     first["initial"] = coordinator.model.initial()
@@ -109,9 +110,9 @@ async def test_a_comparison_equals_the_scores_computed_directly(
 async def test_a_policy_observes_its_past_comparisons(deployment, comparing):
     await deployment.start()
     store = deployment.create_run("run", *comparing())
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     await coordinator.run()
-    past = coordinator._observe().history
+    past = coordinator.parts.limits.observe().history
     assert [len(round_.comparisons) for round_ in past] == [0, 1, 0]
     assert past[1].comparisons[0].models == MODELS
 
@@ -129,7 +130,7 @@ async def test_a_run_killed_around_a_comparison_resumes_to_the_same_bytes(
         if event.kind == when and round_of(event) == 2:
             raise Killed
 
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     coordinator.events.subscribe(kill)
     if when == "asked":
         begin_comparison = store.begin_comparison
@@ -148,7 +149,7 @@ async def test_a_run_killed_around_a_comparison_resumes_to_the_same_bytes(
     with pytest.raises(Killed):
         await coordinator.run()
     again = deployment.reopen(store)
-    resumed = Coordinator(again, deployment.link)
+    resumed = Coordinator(RunParts.of(again, deployment.link))
     assert (await resumed.run()).model_sha256 == final.model_sha256
     rows, expected_rows = read_report(again).to_json()["rounds"], uninterrupted["rounds"]
     results = [[comparison["result"] for comparison in row["comparisons"]] for row in rows]
@@ -170,13 +171,13 @@ async def test_a_run_goes_on_without_a_device_that_has_unmasked_a_comparison(dep
         raise Killed
 
     store.end_comparison = lose_record
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     with pytest.raises(Killed):
         await coordinator.run()
     again = deployment.reopen(store)
     (unmasked,) = again.unmaskings.about(comparisons_run_id(again.run_id), 1, None)
     deployment.link.disconnect(min(unmasked.devices), "its owner removed it")
-    await Coordinator(again, deployment.link).run()
+    await Coordinator(RunParts.of(again, deployment.link)).run()
     report = read_report(again).to_json()
     assert report["status"] == "finished"
     row = report["rounds"][1]

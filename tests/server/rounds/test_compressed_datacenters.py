@@ -11,6 +11,7 @@ from isthmus.wire import link_pb2
 from isthmus_privacy.compression.block_top_k import BlockTopK
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundCommitted
 
 CODEC = BlockTopK.of(LAYOUT, 1024)
@@ -59,7 +60,7 @@ def run_with(deployment, network):
     async def run_with(*overrides, names=NAMES, kind=CompressingDatacenter):
         await deployment.start(names=())
         store = deployment.create_run("run", *KEYS, *overrides)
-        coordinator = Coordinator(store, deployment.link)
+        coordinator = Coordinator(RunParts.of(store, deployment.link))
         datacenters = {name: kind(name) for name in names}
         for name, datacenter in datacenters.items():
             await network.join(name, datacenter.respond, role=link_pb2.DATACENTER)
@@ -109,7 +110,7 @@ async def test_after_a_failure_and_a_restart_the_committed_round_is_named(
         replies = fail_once if name == "east" else datacenter.respond
         await network.join(name, replies, role=link_pb2.DATACENTER)
     reopened = await deployment.run_until_killed(coordinator, RoundCommitted, 2)
-    resumed = await Coordinator(reopened, deployment.link).run()
+    resumed = await Coordinator(RunParts.of(reopened, deployment.link)).run()
     assert resumed.model_sha256 == final.model_sha256
     assert last_committed(datacenters["dc"]) == [(0, 0), (1, 1), (1, 1), (2, 2)]
 
@@ -117,7 +118,7 @@ async def test_after_a_failure_and_a_restart_the_committed_round_is_named(
 async def run_again(deployment):
     await deployment.start(names=())
     store = deployment.create_run("again", *KEYS)
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     return coordinator, {name: CompressingDatacenter(name) for name in NAMES}
 
 

@@ -15,6 +15,7 @@ from isthmus.task.measurements.evaluation import EvaluationVector
 from isthmus.wire import link_pb2
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 
 VALIDATES = """
 def validation_data(self, participant):
@@ -61,7 +62,7 @@ def measured(folder, model, names):
 
 async def run(deployment, name, *overrides):
     store = deployment.create_run(name, *SETTINGS, *overrides)
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     final = await coordinator.run()
     return store, coordinator, final
 
@@ -89,7 +90,7 @@ async def test_an_evaluation_on_devices_equals_that_of_their_pooled_data(
     assert row.metrics == evaluation.metrics == final.metrics  # there are no central ones
     assert "devices_accuracy_p50" not in row.metrics  # it would be of four devices
     assert row.cost.price == pytest.approx(4 + 4 * 0.02)
-    assert coordinator._observe().history[0].metrics == row.metrics
+    assert coordinator.parts.limits.observe().history[0].metrics == row.metrics
 
 
 async def test_central_metrics_stay_and_training_does_not_change(deployment):
@@ -137,8 +138,8 @@ async def test_a_run_killed_around_an_evaluation_resumes_to_the_same_metrics(
     )
     whole, _, final = await run(deployment, "whole", *settings)
     store = deployment.create_run("killed", *SETTINGS, *settings)
-    coordinator = Coordinator(store, deployment.link)
-    evaluator, commit = coordinator.evaluator, store.commit
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+    evaluator, commit = coordinator.parts.evaluator, store.commit
     evaluate = evaluator._summation.attempt
 
     async def die(size, round_, attempt, blob):
@@ -159,7 +160,7 @@ async def test_a_run_killed_around_an_evaluation_resumes_to_the_same_metrics(
     with pytest.raises(Killed):
         await coordinator.run()
     again = deployment.reopen(store)
-    resumed = await Coordinator(again, deployment.link).run()
+    resumed = await Coordinator(RunParts.of(again, deployment.link)).run()
     assert resumed.model_sha256 == final.model_sha256
     rows, expected = read_report(again).rounds, read_report(whole).rounds
     for row, other in zip(rows, expected, strict=True):
@@ -311,7 +312,7 @@ async def test_public_rows_alone_have_no_metric_of_another_name(deployment, sett
     await deployment.start(PUBLIC_ONLY, NAMES)
     store = deployment.create_run("run", *SETTINGS, *settings)
     with pytest.raises(JobError, match=reason):
-        Coordinator(store, deployment.link)
+        Coordinator(RunParts.of(store, deployment.link))
 
 
 @pytest.mark.parametrize("metric", ["public_loss", "devices_loss"])
@@ -339,7 +340,7 @@ async def test_a_model_that_a_datacenter_trained_is_evaluated_on_devices(
     await deployment.start(WITHOUT_CENTRAL, NAMES)
     settings = ("strategy.policy=datacenter", "datacenter.ranks=1")
     store = deployment.create_run("run", *SETTINGS, *settings)
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     datacenter = SimulatedDatacenter(coordinator.model.layout)
     await network.join("dc", datacenter.respond, role=link_pb2.DATACENTER)
     await coordinator.run()
@@ -351,5 +352,5 @@ async def test_a_model_that_a_datacenter_trained_is_evaluated_on_devices(
 async def test_a_run_without_any_evaluation_ends_without_metrics(deployment):
     await deployment.start("eval_data = isthmus.Task.eval_data", NAMES)
     _, coordinator, final = await run(deployment, "run", "evaluation.devices=0")
-    assert coordinator.evaluator.known_metrics == []
+    assert coordinator.parts.evaluator.known_metrics == []
     assert final.metrics == {}

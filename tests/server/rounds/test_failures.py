@@ -17,9 +17,10 @@ from isthmus.errors import UserError
 from isthmus_server.read.report.progress import ProgressView
 from isthmus_server.read.report.report import Report, read_report, show
 from isthmus_server.regimes.datacenter import DatacenterRegime
+from isthmus_server.rounds import concurrent_regimes
 from isthmus_server.rounds import coordinator as coordinator_module
-from isthmus_server.rounds import trainer
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import (
     EventStream,
     RoundCommitted,
@@ -65,7 +66,7 @@ async def test_a_round_that_keeps_failing_ends_the_run_with_one_sentence(deploym
     deployment.faults["c"] |= {(1, 1): "no power", (1, 2): "no power"}
     store = deployment.create_run("run", "attempts=2")
     with pytest.raises(UserError) as caught:
-        await Coordinator(store, deployment.link).run()
+        await Coordinator(RunParts.of(store, deployment.link)).run()
     sentence = str(caught.value)
     assert sentence.startswith("round 1 failed 2 times; the last time because: ")
     assert "c: no power" in sentence
@@ -75,7 +76,7 @@ async def test_a_round_that_keeps_failing_ends_the_run_with_one_sentence(deploym
     assert store.run_state().spent == 6.0
 
     again = deployment.reopen(store)
-    await Coordinator(again, deployment.link).run()
+    await Coordinator(RunParts.of(again, deployment.link)).run()
     assert read_report(again).to_json()["status"] == "finished"
     assert read_report(again).to_json()["rounds"][0]["attempt"] == 3
 
@@ -83,7 +84,7 @@ async def test_a_round_that_keeps_failing_ends_the_run_with_one_sentence(deploym
 async def test_a_run_directory_that_cannot_be_written_is_one_sentence(deployment):
     await deployment.start()
     store = deployment.create_run("run")
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
 
     def lose(event):
         if isinstance(event, RoundCommitted):
@@ -158,7 +159,7 @@ async def test_an_attempt_has_ended_when_its_run_is_cancelled_again_and_again():
     await asyncio.sleep(0)
     for task in tasks:
         task.cancel()
-    waiting = asyncio.create_task(trainer._end_of(tasks))
+    waiting = asyncio.create_task(concurrent_regimes._end_of(tasks))
     for _ in range(3):
         await asyncio.sleep(0)
         waiting.cancel()
@@ -192,5 +193,5 @@ async def test_a_run_whose_elapsed_time_cannot_be_stored_fails(deployment, tmp_p
 
     store.save_elapsed = full
     with pytest.raises(UserError, match=r"run.sqlite cannot be used \(.* is full\); free space on"):
-        await Coordinator(store, deployment.link).run()
+        await Coordinator(RunParts.of(store, deployment.link)).run()
     assert store.status()[0] == "failed"

@@ -10,6 +10,7 @@ from isthmus.task import Participant
 from isthmus_clients.device.agent import Agent
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.unmasking_log import Unmasking
 
 GROUPS = "federated.groups={minimum=3}"
@@ -49,7 +50,7 @@ async def test_the_sums_of_two_groups_have_the_mean_of_all_devices(six, deployme
     updates, records = {}, {}
     for name, plan in plans.items():  # runs of their own: a device sums a model in one way only
         store = deployment.create_run(name, *planned([plan]), *SIX, GROUPS)
-        coordinator = Coordinator(store, deployment.link)
+        coordinator = Coordinator(RunParts.of(store, deployment.link))
         await coordinator.run()
         updates[name] = coordinator.model.initial() - coordinator.model.vector
         (records[name],) = read_report(store).rounds
@@ -106,7 +107,7 @@ async def test_small_groups_are_summed_with_the_rest(
 ):
     await start(dict(zip("abcdef", groups, strict=True)))
     store = deployment.create_run("run", *planned([{"by_group": True}]), *SIX, GROUPS, *more)
-    await Coordinator(store, deployment.link).run()
+    await Coordinator(RunParts.of(store, deployment.link)).run()
     (record,) = rounds_of(store)
     assert {name: figures.devices for name, figures in record.groups.items()} == expected
     assert record.participants.accepted == 6
@@ -116,7 +117,7 @@ async def test_nothing_is_unmasked_if_a_group_fails(six, deployment, planned):
     """So all of them may take part in the next attempt, in one sum or in several."""
     deployment.faults["f"][1, 1] = "no power"
     store = deployment.create_run("run", *planned([{"by_group": True}]), *SIX, GROUPS)
-    await Coordinator(store, deployment.link).run()
+    await Coordinator(RunParts.of(store, deployment.link)).run()
     report = read_report(store)
     (failed,) = report.failed_attempts
     assert "group south: secure aggregation stopped" in failed.error
@@ -130,7 +131,7 @@ async def test_a_round_is_committed_with_the_groups_that_are_left(start, deploym
     deployment.faults["f"][1, 1] = "no power"
     settings = ("federated.cohort=7", "federated.quorum=4", GROUPS)
     store = deployment.create_run("run", *planned([{"by_group": True}]), *settings)
-    await Coordinator(store, deployment.link).run()
+    await Coordinator(RunParts.of(store, deployment.link)).run()
     (record,) = rounds_of(store)
     assert {name: figures.devices for name, figures in record.groups.items()} == {"n": 4}
     assert record.training["federated"]["examples"] == 80
@@ -142,14 +143,14 @@ async def test_a_run_that_was_killed_while_groups_were_unmasked_repeats_the_same
     """Their devices take part for this model only with the same survivors."""
     plans = planned([{"by_group": True}, {"by_group": True}])
     whole = deployment.create_run("whole", *plans, *SIX, GROUPS)
-    final = await Coordinator(whole, deployment.link).run()
+    final = await Coordinator(RunParts.of(whole, deployment.link)).run()
     store = deployment.create_run("killed", *plans, *SIX, GROUPS)
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
 
     def die(spec, results):
         raise Killed
 
-    coordinator._trainer.merge = die
+    coordinator.parts.merger.merge = die
     with pytest.raises(Killed):
         await coordinator.run()
     again = deployment.reopen(store)
@@ -158,7 +159,9 @@ async def test_a_run_that_was_killed_while_groups_were_unmasked_repeats_the_same
         "north": NORTH,
         "south": SOUTH,
     }
-    assert (await Coordinator(again, deployment.link).run()).model_sha256 == final.model_sha256
+    assert (
+        await Coordinator(RunParts.of(again, deployment.link)).run()
+    ).model_sha256 == final.model_sha256
 
 
 @pytest.mark.parametrize(("declared", "invited"), [("north", "abcdef"), ("south", "ghijkl")])
@@ -176,7 +179,7 @@ async def test_groups_are_repeated_only_if_their_devices_still_declare_them(
     )
     settings = (*SIX, "federated.clients=12", "rounds=1", GROUPS)
     store = deployment.create_run("run", *planned([{"by_group": True}]), *settings)
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     for group, devices in (("north", NORTH), ("south", SOUTH)):
         store.unmaskings.add(
             Unmasking(
@@ -198,7 +201,7 @@ async def test_groups_are_repeated_only_if_their_devices_still_declare_them(
 async def test_a_device_with_a_group_that_is_not_a_name_is_declined(start, deployment, planned):
     await start({**dict.fromkeys(NORTH, "north"), **dict.fromkeys(SOUTH, "south"), "g": "x y"})
     store = deployment.create_run("run", *planned([{"by_group": True}]), *SIX, GROUPS)
-    await Coordinator(store, deployment.link).run()
+    await Coordinator(RunParts.of(store, deployment.link)).run()
     report = read_report(store)
     assert report.rounds[0].groups.keys() == {"north", "south"}
     (declined,) = (event for event in report.to_json()["events"] if event["kind"] == "declined")
@@ -234,10 +237,10 @@ async def test_a_plan_whose_groups_cannot_be_summed_is_refused(
 ):
     store = deployment.create_run("run", *planned([plan]), *SIX, GROUPS)
     with pytest.raises(JobError, match=sentence):
-        await Coordinator(store, deployment.link).run()
+        await Coordinator(RunParts.of(store, deployment.link)).run()
 
 
 async def test_a_plan_for_groups_needs_a_job_with_groups(six, deployment, planned):
     store = deployment.create_run("run", *planned([{"by_group": True}]), *SIX)
     with pytest.raises(JobError, match=r"the job has no \[federated.groups\]"):
-        await Coordinator(store, deployment.link).run()
+        await Coordinator(RunParts.of(store, deployment.link)).run()

@@ -15,6 +15,7 @@ from isthmus.task.scoring import build_model
 from isthmus.wire import link_pb2
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundPlanned
 
 MEASURED = {"regime": "federated", "measure_gradients": True}
@@ -99,7 +100,7 @@ async def test_a_measurement_does_not_change_the_model(deployment, planned):
 
 async def measured_alone(deployment, planned):
     store = deployment.create_run("alone", SECURE, *planned([MEASURED]))
-    await Coordinator(store, deployment.link).run()
+    await Coordinator(RunParts.of(store, deployment.link)).run()
     return read_report(store).rounds[0].gradients
 
 
@@ -108,9 +109,13 @@ async def test_a_resumed_run_has_the_measurements_and_the_same_scale(deployment,
     plans = planned([MEASURED, {"regime": "federated"}, MEASURED])
     uninterrupted, final = await deployment.run("whole", SECURE, *plans)
     store = deployment.create_run("killed", SECURE, *plans)
-    again = await deployment.run_until_killed(Coordinator(store, deployment.link), RoundPlanned, 3)
+    again = await deployment.run_until_killed(
+        Coordinator(RunParts.of(store, deployment.link)), RoundPlanned, 3
+    )
     assert [past.gradients is not None for past in again.run_state().history] == [True, False]
-    assert (await Coordinator(again, deployment.link).run()).model_sha256 == final.model_sha256
+    assert (
+        await Coordinator(RunParts.of(again, deployment.link)).run()
+    ).model_sha256 == final.model_sha256
     rounds = read_report(again).to_json()["rounds"]
     assert [row["gradients"] for row in rounds] == [
         row["gradients"] for row in uninterrupted["rounds"]
@@ -140,7 +145,7 @@ async def test_the_measurement_does_not_depend_on_the_scale_of_the_loss(
             "federated.clients=3",
             f"task.settings={{times={times}, lr={0.1 / times}}}",
         )
-        coordinator = Coordinator(store, deployment.link)
+        coordinator = Coordinator(RunParts.of(store, deployment.link))
         if name == "one":
             datacenter = SimulatedDatacenter(coordinator.model.layout)
             await network.join("dc", datacenter.respond, role=link_pb2.DATACENTER)

@@ -7,6 +7,7 @@ from tests.server.rounds.results import LAYOUT
 from isthmus_privacy.compression.model_change import ChangeCodec
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundCommitted, RoundPlanned
 
 WHOLE = LAYOUT.nbytes
@@ -51,8 +52,10 @@ async def test_a_killed_run_resumes_to_the_same_bytes(deployment, kind, round_):
     momentum = ('strategy.server_optimizer={name="SGD",options={lr=0.5,momentum=0.9}}',)
     _, final = await deployment.run("whole", *SETTINGS, *momentum)
     store = deployment.create_run("killed", *SETTINGS, *momentum)
-    again = await deployment.run_until_killed(Coordinator(store, deployment.link), kind, round_)
-    resumed = await Coordinator(again, deployment.link).run()
+    again = await deployment.run_until_killed(
+        Coordinator(RunParts.of(store, deployment.link)), kind, round_
+    )
+    resumed = await Coordinator(RunParts.of(again, deployment.link)).run()
     assert resumed.model_sha256 == final.model_sha256
     after = received(read_report(again).to_json())[round_ - (kind is RoundPlanned)]
     assert set(after.values()) == {WHOLE}  # the new process has no changes yet

@@ -7,6 +7,7 @@ from tests.server.rounds.results import LAYOUT, initial_model, stored_models, tr
 
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundCommitted
 
 
@@ -28,7 +29,7 @@ async def test_a_round_can_start_from_a_model_that_was_kept(deployment, planned,
         if isinstance(event, RoundCommitted):
             models_after[event.record.round] = stored_models(store)
 
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     coordinator.events.subscribe(keep_models)
     await coordinator.run()
     assert {"model-000001.safetensors", "model-000003.safetensors"} <= models_after[3].keys()
@@ -48,7 +49,7 @@ async def test_a_mix_of_two_models_is_their_mean(deployment, planned, tmp_path):
     await deployment.start()
     plans = planned([{"keep": {"warm": "current"}}, {"start": "warm+initial"}])
     store = deployment.create_run("run", *plans, "federated.local_steps=0")
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     coordinator.model.vector.add_(1.0)  # so that the first round does not end where it began
     await coordinator.run()
     torch.testing.assert_close(coordinator.model.vector, initial_model(tmp_path) + 0.5)
@@ -57,7 +58,7 @@ async def test_a_mix_of_two_models_is_their_mean(deployment, planned, tmp_path):
 async def test_the_served_average_is_evaluated_and_written(deployment):
     await deployment.start()
     store = deployment.create_run("run", "strategy.served_average=0.9")
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     final = await coordinator.run()
     written = (store.directory / "model.safetensors").read_bytes()
     assert final.model_sha256 == hashlib.sha256(written).hexdigest()

@@ -10,6 +10,7 @@ from isthmus.task.scoring import build_model
 from isthmus.wire import link_pb2
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 
 SETTINGS = ("rounds=3", "federated.cohort=3", "exchange.personal=['bias']")
 
@@ -19,7 +20,7 @@ async def test_a_killed_run_continues_with_the_personal_states_of_its_rounds(dep
     await deployment.start(names=tuple("abc"))
     settings = (*SETTINGS, f"federated.secure_aggregation={secure}")
     whole = deployment.create_run("whole", *settings)
-    coordinator = Coordinator(whole, deployment.link)
+    coordinator = Coordinator(RunParts.of(whole, deployment.link))
     final = await coordinator.run()
     assert coordinator.model.layout.names == ("weight",)
     model = coordinator.model
@@ -28,7 +29,7 @@ async def test_a_killed_run_continues_with_the_personal_states_of_its_rounds(dep
         assert list(file.keys()) == ["weight"]
 
     store = deployment.create_run("killed", *settings)
-    coordinator, commit = Coordinator(store, deployment.link), store.commit
+    coordinator, commit = Coordinator(RunParts.of(store, deployment.link)), store.commit
 
     def die_at_commit(record, state):
         if record.round == 2:
@@ -38,7 +39,7 @@ async def test_a_killed_run_continues_with_the_personal_states_of_its_rounds(dep
     store.commit = die_at_commit
     with pytest.raises(Killed):
         await coordinator.run()
-    continued = await Coordinator(deployment.reopen(store), deployment.link).run()
+    continued = await Coordinator(RunParts.of(deployment.reopen(store), deployment.link)).run()
     assert continued.model_sha256 == final.model_sha256
 
 
@@ -65,7 +66,7 @@ async def test_a_datacenter_computes_the_running_statistics_of_a_round(deploymen
     await deployment.start(NORMALISED, names=tuple("abc"))
     settings = ("datacenter.ranks=1", "exchange.buffers='recompute'", "rounds=2", "attempts=1")
     store = deployment.create_run("run", *settings)
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     model = coordinator.model
     datacenter = SimulatedDatacenter(model.layout)
     trained = model.layout.trained_size
@@ -87,4 +88,4 @@ async def test_without_a_datacenter_no_statistics_can_be_computed(deployment, ma
     await deployment.start(NORMALISED, names=tuple("abc"))
     store = deployment.create_run("run", "federated.clients=0", recompute, "attempts=1")
     with pytest.raises(CannotContinue, match="and no datacenter is connected; start one"):
-        await Coordinator(store, deployment.link).run()
+        await Coordinator(RunParts.of(store, deployment.link)).run()

@@ -6,6 +6,7 @@ from tests.server.rounds.results import invited_devices
 
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import WaitingForParticipants
 
 SETTINGS = ("federated.clients=0", "federated.cohort=4", "federated.quorum=3", "rounds=2")
@@ -16,7 +17,7 @@ async def run_with_four_enrolled(deployment, monkeypatch, on_wait):
     await deployment.start()
     monkeypatch.setattr(deployment.link.enrolments, "clients", lambda: set("abcd"))
     store = deployment.create_run("run", *SETTINGS, "time.cohort_seconds=77")
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     waits = []
 
     def wait(event):

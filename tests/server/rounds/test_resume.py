@@ -14,6 +14,7 @@ from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds import coordinator as coordinator_module
 from isthmus_server.rounds.attempt_log import AttemptLog
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import (
     Paused,
     RoundCommitted,
@@ -35,10 +36,12 @@ async def test_a_killed_run_resumes_to_the_same_bytes(deployment, kind, round_):
     uninterrupted, final = await deployment.run("whole", *momentum)
 
     store = deployment.create_run("killed", *momentum)
-    again = await deployment.run_until_killed(Coordinator(store, deployment.link), kind, round_)
+    again = await deployment.run_until_killed(
+        Coordinator(RunParts.of(store, deployment.link)), kind, round_
+    )
     assert again.status()[0] == "running"
     assert again.run_state().round == round_ - (kind is RoundPlanned)
-    resumed = await Coordinator(again, deployment.link).run()
+    resumed = await Coordinator(RunParts.of(again, deployment.link)).run()
     assert resumed.model_sha256 == final.model_sha256
     rows = read_report(again).to_json()["rounds"]
     assert [row["model_sha256"] for row in rows] == [
@@ -50,10 +53,10 @@ async def test_a_run_killed_after_its_last_commit_needs_no_participants(deployme
     """The datacenter has deleted its checkpoints by then."""
     await deployment.start()
     store = deployment.create_run("run", "rounds=1")
-    final = await Coordinator(store, deployment.link).run()
+    final = await Coordinator(RunParts.of(store, deployment.link)).run()
     again = deployment.reopen(store)
     deployment.link.peers.clear()
-    assert await Coordinator(again, deployment.link).run() == final
+    assert await Coordinator(RunParts.of(again, deployment.link)).run() == final
     assert read_report(again).to_json()["status"] == "finished"
 
 
@@ -63,7 +66,7 @@ async def test_a_killed_run_whose_model_is_in_the_datacenter_fetches_it_again(
     _, coordinator, _ = await run_with_datacenter("strategy.policy=alternate", "rounds=2")
     again = await deployment.run_until_killed(coordinator, RoundCommitted, 1)
     assert again.run_state().model_in_datacenter
-    await Coordinator(again, deployment.link).run()
+    await Coordinator(RunParts.of(again, deployment.link)).run()
     assert [row["regime"] for row in read_report(again).to_json()["rounds"]] == [
         "datacenter",
         "federated",
@@ -80,7 +83,7 @@ async def test_a_resumed_run_waits_for_the_datacenter_that_has_the_model(
     again = await deployment.run_until_killed(coordinator, RoundCommitted, 1)
     deployment.link.disconnect("dc", "it was disconnected")
     published = []
-    resumed = Coordinator(again, deployment.link)
+    resumed = Coordinator(RunParts.of(again, deployment.link))
     resumed.events.subscribe(published.append)
     running = asyncio.create_task(resumed.run())
     waiting = WaitingForParticipants(clients=0, datacenters=1, ready=3, missing=["dc"])
@@ -105,7 +108,7 @@ async def test_a_resumed_attempt_waits_for_the_devices_that_were_in_it(
         "attempts=1",
     )
     store = deployment.create_run("run", *fewer)
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
 
     async def require(regime):
         assert await coordinator.roster.wait_for(devices=names)
@@ -120,7 +123,7 @@ async def test_a_resumed_attempt_waits_for_the_devices_that_were_in_it(
             await coordinator.run()
     deployment.link.disconnect("d", "it was disconnected")
     published = []
-    again = Coordinator(deployment.reopen(store), deployment.link)
+    again = Coordinator(RunParts.of(deployment.reopen(store), deployment.link))
     again.events.subscribe(published.append)
     running = asyncio.create_task(again.run())
 
@@ -147,9 +150,9 @@ async def test_kept_models_and_the_served_average_survive_a_crash(deployment, pl
 
     store = deployment.create_run("killed", *settings)
     again = await deployment.run_until_killed(
-        Coordinator(store, deployment.link), RoundCommitted, at
+        Coordinator(RunParts.of(store, deployment.link)), RoundCommitted, at
     )
-    resumed = await Coordinator(again, deployment.link).run()
+    resumed = await Coordinator(RunParts.of(again, deployment.link)).run()
     assert resumed.model_sha256 == final.model_sha256
     shas = [row["model_sha256"] for row in read_report(again).to_json()["rounds"]]
     assert shas == [row["model_sha256"] for row in uninterrupted["rounds"]]
@@ -164,8 +167,10 @@ async def test_a_run_with_gradient_transfers_resumes_to_the_same_bytes(
     final = await coordinator.run()
 
     store = deployment.create_run("killed", *plans, "federated.clients=3", "datacenter.ranks=1")
-    again = await deployment.run_until_killed(Coordinator(store, deployment.link), RoundPlanned, 2)
-    resumed = await Coordinator(again, deployment.link).run()
+    again = await deployment.run_until_killed(
+        Coordinator(RunParts.of(store, deployment.link)), RoundPlanned, 2
+    )
+    resumed = await Coordinator(RunParts.of(again, deployment.link)).run()
     assert resumed.model_sha256 == final.model_sha256
     assert [request.from_step for request in gradient_requests(datacenter)] == [0, 50, 0, 50]
 
@@ -177,9 +182,9 @@ async def test_an_interrupted_wait_counts_and_a_stop_records_its_observation(
     policy = write_policy(tmp_path, "waits", WAITS.format(seconds=3600.0, until=50))
     store = deployment.create_run("run", policy, "budget=9")
     monkeypatch.setattr(coordinator_module, "SAVE_ELAPSED_SECONDS", 0.01)
-    coordinator = Coordinator(store, deployment.link)
-    now = coordinator.clock.now
-    coordinator.clock.now = lambda: now() + 100 * waiting.is_set()
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+    now = coordinator.parts.clock.now
+    coordinator.parts.clock.now = lambda: now() + 100 * waiting.is_set()
     waiting = asyncio.Event()
     coordinator.events.subscribe(lambda event: waiting.set() if isinstance(event, Paused) else None)
     stored = asyncio.Event()
@@ -190,7 +195,7 @@ async def test_an_interrupted_wait_counts_and_a_stop_records_its_observation(
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     again = deployment.reopen(store)
-    await Coordinator(again, deployment.link).run()
+    await Coordinator(RunParts.of(again, deployment.link)).run()
     (stopped,) = [
         event for event in read_report(again).to_json()["events"] if event["kind"] == "stopped"
     ]

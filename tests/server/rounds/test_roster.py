@@ -13,13 +13,14 @@ from isthmus_server.read.report.progress import waiting_for
 from isthmus_server.read.report.report import read_report
 from isthmus_server.regimes.opening import hours_of
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import EventStream, ParticipantDeclined, WaitingForParticipants
 
 
 async def test_too_few_devices_are_one_sentence(deployment, network, timeouts):
     await deployment.start(names=("a",))
     store = deployment.create_run("run", "federated.clients=3", "time.join_seconds=77")
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     running = asyncio.create_task(coordinator.run())
     await wait_until(lambda: coordinator.roster.clients)
     await timeouts.expire(77)  # for all that this machine starts
@@ -47,7 +48,7 @@ async def test_a_device_that_this_machine_started_is_named_if_it_is_not_ready_in
     )
     events, published = EventStream(), []
     events.subscribe(published.append)
-    coordinator = Coordinator(store, deployment.link, events)
+    coordinator = Coordinator(RunParts.of(store, deployment.link, events))
     coordinator.roster.started_here = dict.fromkeys("abc", link_pb2.CLIENT)
     running = asyncio.create_task(coordinator.run())
     sentence = "waiting for 3 devices; ready: 2 of 3 devices; missing: c"
@@ -73,7 +74,7 @@ async def test_the_reason_of_a_device_that_declines_is_reported(deployment):
     """)
     store = deployment.create_run("run", "federated.secure_aggregation=false")
     with pytest.raises(UserError, match=r"; b declined: local_data\(\) of b is empty"):
-        await Coordinator(store, deployment.link).run()
+        await Coordinator(RunParts.of(store, deployment.link)).run()
     (event,) = (event for event in store.events() if isinstance(event, ParticipantDeclined))
     assert event.participant == "b"
 
@@ -93,7 +94,7 @@ async def test_a_device_with_another_frozen_base_does_not_train(deployment):
     )
     store = deployment.create_run("run", "federated.secure_aggregation=false")
     with pytest.raises(UserError, match=sentence):
-        await Coordinator(store, deployment.link).run()
+        await Coordinator(RunParts.of(store, deployment.link)).run()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ async def test_a_reason_shared_by_all_devices_is_reported_once_without_waiting(
     settings = "federated.clients=3", f"federated.secure_aggregation={secure}"
     store = deployment.create_run("run", *settings)
     with pytest.raises(UserError) as caught:
-        await Coordinator(store, deployment.link).run()
+        await Coordinator(RunParts.of(store, deployment.link)).run()
     needs = r"a federated round needs \d devices \(federated.quorum\); ready: 0"
     sentence = rf"{needs}; a, b, c declined: {reason}"
     assert re.fullmatch(sentence, str(caught.value))

@@ -12,6 +12,7 @@ from isthmus.task import Participant, load_task
 from isthmus.task.measurements.statistics import StatisticsVector
 from isthmus_clients.training.history_files import LogEnd, write_head
 from isthmus_server.rounds.measurements.statistics import STATISTICS, StatisticsRun
+from isthmus_server.rounds.run_parts import RunParts
 
 COUNTED = """
 def statistics_columns(self):
@@ -45,7 +46,7 @@ def vectors(folder):
 async def collected(deployment, name, *settings):
     """The directory of a run, and the statistics in it."""
     store = deployment.create_run(name, *SETTINGS, *settings)
-    await StatisticsRun(store, deployment.link).run()
+    await StatisticsRun(RunParts.of(store, deployment.link)).run()
     return store.directory, json.loads((store.directory / STATISTICS).read_text())
 
 

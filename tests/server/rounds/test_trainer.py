@@ -15,8 +15,9 @@ from tests.server.rounds.results import (
 from isthmus_server.model import merge, mmap_buffer
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.read.report.report import read_report
-from isthmus_server.rounds import trainer
+from isthmus_server.rounds import model_publication
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import (
     RoundCommitted,
 )
@@ -99,7 +100,7 @@ async def test_spilling_a_large_model_does_not_change_the_result(deployment, mon
     deployment.faults["b"][2, 1] = "no power"
     _, final = await deployment.run("small")
     spills = []
-    monkeypatch.setattr(trainer, "LARGE_BYTES", 0)
+    monkeypatch.setattr(model_publication, "LARGE_BYTES", 0)
     monkeypatch.setattr(mmap_buffer, "LARGE_BYTES", 0)
     spill = GlobalModel.spill
     monkeypatch.setattr(
@@ -130,7 +131,7 @@ async def test_a_plan_can_scale_the_step(deployment, planned, tmp_path):
     steps = []
     for name, scale in (("whole", 1.0), ("half", 0.5)):
         store = deployment.create_run(name, *planned([{"step_scale": scale}]))
-        await Coordinator(store, deployment.link).run()
+        await Coordinator(RunParts.of(store, deployment.link)).run()
         steps.append(stored_models(store)["model-000001.safetensors"] - initial_model(tmp_path))
     torch.testing.assert_close(steps[0] * 0.5, steps[1])
     assert steps[0].abs().max() > 0.01

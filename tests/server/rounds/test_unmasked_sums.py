@@ -8,6 +8,7 @@ from tests.server.waiting import wait_until
 from isthmus.errors import CannotContinue
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundPlanned, WaitingForParticipants
 from isthmus_server.storage.unmasking_log import Unmasking
 
@@ -71,7 +72,7 @@ async def test_the_same_devices_repeat_the_sum_when_they_are_back(vanishing, dep
     """Six devices, a cohort of five, of which two vanish during unmasking."""
     await vanishing.connect("abcdef")
     store = deployment.create_run("run", "federated.cohort=5", "federated.quorum=4", *SETTINGS)
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
 
     def lose_and_return(event):
         if isinstance(event, RoundPlanned) and (event.round, event.attempt) == (1, 1):
@@ -96,7 +97,7 @@ async def test_the_same_devices_repeat_the_sum_when_they_are_back(vanishing, dep
 async def test_other_devices_sum_when_the_same_cannot(vanishing, deployment):
     await vanishing.connect("abcdefgh")
     store = deployment.create_run("run", "federated.cohort=4", *SETTINGS, "rounds=1")
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
 
     def lose(event):
         if isinstance(event, RoundPlanned) and event.attempt == 1:
@@ -135,7 +136,7 @@ async def test_a_run_names_the_devices_without_which_no_sum_is_allowed(vanishing
     await vanishing.connect("abcde")
     settings = ("federated.cohort=4", "time.join_seconds=0.2", *SETTINGS)
     store = deployment.create_run("run", *settings)
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
 
     def lose(event):
         if isinstance(event, RoundPlanned) and event.attempt == 1:
@@ -151,7 +152,7 @@ async def test_a_run_names_the_devices_without_which_no_sum_is_allowed(vanishing
     for name in lost:
         vanishing.dial(name)
     await wait_until(lambda: set("abcde") <= deployment.link.peers.keys())
-    await Coordinator(again, deployment.link).run()
+    await Coordinator(RunParts.of(again, deployment.link)).run()
     invited = attempts(again)
     assert invited[1, 2] == invited[1, 1]
     assert read_report(again).status == "finished"

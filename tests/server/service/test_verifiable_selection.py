@@ -17,6 +17,7 @@ from isthmus_server.fleet.members import Members
 from isthmus_server.read.report.report import read_report
 from isthmus_server.regimes.reasons import UNREACHABLE
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.rounds.ticket_selection import TicketLottery, TicketSelection
 from isthmus_server.storage.events import RoundAttemptFailed
 from isthmus_server.storage.store import Store
@@ -62,7 +63,7 @@ async def attempts(fleet, make_job, lies):
     )
     remaining = list(lies)
     with contextlib.closing(Store.create(fleet.folder / "run", job, fleet.folder)) as store:
-        coordinator = Coordinator(store, fleet.link)
+        coordinator = Coordinator(RunParts.of(store, fleet.link))
 
         def lie_or_end(event):
             if not isinstance(event, RoundAttemptFailed):

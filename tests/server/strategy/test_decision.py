@@ -21,6 +21,7 @@ from isthmus_server.strategy.decision import (
     RequestedComparison,
     decide,
 )
+from isthmus_server.strategy.limits import RunLimits
 from isthmus_server.strategy.loading import load_policy
 from isthmus_server.strategy.observation import observe as observe_run
 from isthmus_server.strategy.policies import BUILT_IN
@@ -67,9 +68,8 @@ def ask():
         decision = await decide(
             Scripted(answer),
             "mine",
-            lambda: look(tuple(made), clock),
+            RunLimits(lambda: look(tuple(made), clock), clock.pause),
             run_comparison,
-            clock.pause,
         )
         return decision, clock
 

@@ -58,6 +58,8 @@ class Factors:
         self._adapted: list[_Adapted] = []
         self.trained: dict[str, nn.Parameter] = {}
         """What the optimizer may train, by name: `NAME.B` and `NAME.A` in place of a matrix."""
+        # With other bytes of the seed than the training has: its random numbers stay what they are
+        # without factors.
         generator = torch.Generator().manual_seed(number(seed[8:]))
         starts = dict(start)
         for name, parameter in model.named_parameters():
@@ -67,7 +69,10 @@ class Factors:
             parameter.grad = None
             device = parameter.device
             (m, n), r = parameter.shape, low_rank.rank
+            # On the CPU, whose numbers are the same with every accelerator.
             drawn = torch.rand(r, n, generator=generator).mul_(2).sub_(1).div_(math.sqrt(n))
+            # One factor is zero, so that the training begins at the model; the other is not, or
+            # both would have no gradient.
             left = nn.Parameter(torch.zeros(m, r, device=device))
             right = nn.Parameter(drawn.to(device))
             self._adapted.append(_Adapted(parameter, starts[name].to(device), left, right))
@@ -100,6 +105,8 @@ class Factors:
             of_matrix = gradient.float() * self._scale
             _add(each.left, of_matrix @ each.right.T)
             _add(each.right, each.left.T @ of_matrix)
+            # Zero and not None: terms that are added later need a gradient to be added to, and this
+            # one must not count twice.
             gradient.zero_()
 
     @torch.no_grad()
@@ -107,6 +114,7 @@ class Factors:
         """Give the matrices their values after a step of the factors."""
         for each in self._adapted:
             each.matrix.grad = None
+            # From the start and not from the last value, whose rounding errors would add up.
             merged = torch.addmm(each.start, each.left, each.right, alpha=self._scale)
             each.matrix.copy_(merged)
 

@@ -46,5 +46,5 @@ class LowRank:
         self.scale = section.alpha / self.rank
 
     def for_device(self, participant: Participant) -> LowRank:
-        """The same matrices on another device, with its rank."""
+        """Low rank of these matrices on another device, with that device's rank."""
         return LowRank(self._task, self._section, self._division, participant)

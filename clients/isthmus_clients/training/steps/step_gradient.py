@@ -62,6 +62,7 @@ class StepGradient:
             total = total + summed.detach()
             count = count + weight
         factor = (size or 1) / torch.as_tensor(count).clamp(min=1e-30)
+        # Now that the number of units is known, to the gradient of the mean over them.
         for parameter in self._model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.grad))
@@ -132,6 +133,7 @@ def add_gradient(model: nn.Module, added: Mapping[str, torch.Tensor]) -> None:
         if name not in added or not parameter.requires_grad:
             continue
         if parameter.grad is None:
+            # A copy: gradients are changed in place, and this one is added in every step.
             parameter.grad = added[name].to(parameter.dtype, copy=True)
         else:
             parameter.grad.add_(added[name])
@@ -145,6 +147,7 @@ def each_optimizer(
     Until the next, there are no gradients yet, and only its parameters require them.
     """
     several = len(optimizers.named) > 1
+    # Each optimizer reads them; with a single one they can be read as they come.
     parts = list(parts) if several else parts
     for name in optimizers.named:
         optimizers.zero_grad()

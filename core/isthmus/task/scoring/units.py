@@ -84,7 +84,7 @@ class UnitValues:
         return self.values[self.weights.bool()]
 
     def on(self, device: torch.device) -> UnitValues:
-        """The same on a device."""
+        """The units, their values and weights on a device."""
         weights = None if self.weights is None else self.weights.to(device)
         return UnitValues(self.values.to(device), weights)
 

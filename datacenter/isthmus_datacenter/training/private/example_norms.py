@@ -213,7 +213,7 @@ class _Layer:
         return gradients
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that are trained, by attribute; whole while gradients pass the layer."""
+        """Parameters that are trained, by attribute; whole while gradients pass the layer."""
         own = self.module.named_parameters(recurse=False)
         return {name: each for name, each in own if name in self.trained}
 

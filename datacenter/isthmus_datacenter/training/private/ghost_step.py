@@ -35,7 +35,7 @@ _ROUNDING = {"cpu": 2.0**-16}
 _ROUNDING_ELSEWHERE = 2.0**-10
 """Convolutions on GPUs are TensorFloat-32 by default, with 10 bits."""
 _TOLERANCE = 4e-3
-"""Of squared norms, relative to those that `check` computes otherwise."""
+"""Largest error of squared norms, relative to those that `check` computes otherwise."""
 _NEGLIGIBLE = 1e-6
 """Share of the squared norm of all parameters."""
 _IN_PLACE_OF_ZERO = 0.02
@@ -91,6 +91,8 @@ class GhostForwardBackward(PrivateForwardBackward):
         Raises:
             TaskError: they would be, or are not finite.
         """
+        # Gathering parameters takes all ranks, and a rank may have drawn fewer examples than
+        # others.
         self._spare = ExampleGroup(group.one, [each[:1] for each in group.tensors])
         two = [
             each[:2] if len(group) > 1 else each.repeat_interleave(2, 0) for each in group.tensors
@@ -107,6 +109,7 @@ class GhostForwardBackward(PrivateForwardBackward):
             with user_code("the backward pass"):
                 squares = self._norms.squares(losses)
             self._norms.end()
+            # Alone in a pass of its own: only then can nothing of the other example be in it.
             loss = self._losses(one, [each[:1] for each in two]).sum()
             with user_code("the backward pass"):
                 torch.autograd.backward(loss)
@@ -119,6 +122,8 @@ class GhostForwardBackward(PrivateForwardBackward):
             losses = self._losses(one, two)
         self._reshard_after_backward(self.dims.reshard_after_forward)
         with user_code("the backward pass"):
+            # Of the first loss only: the other example's norms are then zero exactly if it has no
+            # part in it.
             squares = self._norms.squares(losses[:1])
         self._reshard_after_backward(True)
         with user_code("the backward pass"):
@@ -170,6 +175,7 @@ class GhostForwardBackward(PrivateForwardBackward):
 
     def _set_gradients(self, batch: Any) -> None:
         parts = [(group.one, rows) for group in batch for rows in group.parts(self._at_once)]
+        # As many passes on all ranks: each gathers parameters, which all ranks do together.
         for index in range(self._largest(len(parts)) if self._sharded else len(parts)):
             if index < len(parts):
                 self._add(*parts[index], alive=True)
@@ -247,6 +253,8 @@ class GhostForwardBackward(PrivateForwardBackward):
         gradients = []
         for parameter in self._trained().values():
             if parameter.grad is None:
+                # Noise is added to it all the same: its absence would tell that no example had a
+                # gradient there.
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(gradient := local(parameter.grad))
             if isinstance(parameter, DTensor):
@@ -254,6 +262,8 @@ class GhostForwardBackward(PrivateForwardBackward):
                 assert all(each.is_shard() for each in parameter.placements)
                 gradient *= self.dims.data  # fully_shard has averaged
             if self._adds_noise:
+                # From the operating system and not from the job's seed: who knows the noise can
+                # subtract it.
                 noise = GaussianDraws(os.urandom(KEY_BYTES), gradient.numel()).row(0)
                 gradient += noise.mul_(self._deviation).view(gradient.shape).to(gradient)
         if self.dims.ranks > 1 and not self._sharded:
@@ -266,6 +276,7 @@ class GhostForwardBackward(PrivateForwardBackward):
     def _squared_gradients(self) -> dict[str, float]:
         """Squared norms of the parameters' `grad`, which is deleted, over all ranks."""
         trained = self._trained()
+        # Compared on the processor and in double precision, so that the check itself adds no error.
         squares = torch.zeros(len(trained), dtype=torch.float64)
         for index, parameter in enumerate(trained.values()):
             if parameter.grad is not None:

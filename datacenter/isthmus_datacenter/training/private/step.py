@@ -69,9 +69,11 @@ class PrivateForwardBackward(ForwardBackward, abc.ABC):
         Raises:
             TaskError: the task's code failed.
         """
+        # Only for the signal: how many examples were drawn is nobody's to know.
         wait = start_units_all_reduce(0.0, read_signal(), self.dims.ranks)
         self._set_gradients(batch)
         _, signal = wait()
+        # Divided by the expected number and not by the number drawn, which depends on the data.
         nothing = torch.zeros((), device=self.device)
         return StepResult(nothing, 0.0, float(self._expected), signal, 1 / self._expected)
 

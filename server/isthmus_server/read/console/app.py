@@ -32,7 +32,7 @@ PAGE_OTHERS = 30
 """Runs that are offered for a comparison."""
 
 MAX_DIGITS = 18
-"""Of a round's number: more do not fit an integer of SQLite."""
+"""Most digits of a round's number: more do not fit an integer of SQLite."""
 
 MAX_QUERY = 2000
 """Characters of an address's query."""

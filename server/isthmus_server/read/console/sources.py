@@ -38,12 +38,12 @@ class ListedJob:
     submitted_at: float = 0.0
     """Unix seconds; 0 if unknown."""
     next_try: float = 0.0
-    """Of a paused job, in Unix seconds."""
+    """When a paused job is tried again, in Unix seconds."""
     round: int = 0
     rounds: int = 0
     """0 if the run has not begun."""
     share: float = 1.0
-    """Of the participants, while other jobs run too."""
+    """Share of the participants' time, while other jobs run too."""
     project: str = ""
     """Empty for none."""
 

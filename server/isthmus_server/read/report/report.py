@@ -42,7 +42,7 @@ class SpentPrivacy(Record):
     """The guarantee of a run with `[privacy]` so far."""
 
     epsilon: float
-    """Of the device that was asked most, failed attempts included."""
+    """Epsilon of the device that was asked most, failed attempts included."""
     budget: float
     delta: float
     unit: str = UNIT

@@ -130,6 +130,7 @@ class SecureAggregationAttempt:
             summed = total.clients
             aggregate = decode(self._config, total.vector, total.ring.figures, clients=len(summed))
         except AggregationAborted as error:
+            # No device was lost: all of them said that they had nothing. This counts as an attempt.
             if error.code == "zero-total-weight":
                 raise self._unusable(summed, "no device had a usable update") from None
             excused = self._receipts.excused
@@ -174,6 +175,8 @@ class SecureAggregationAttempt:
         await self._short_step("sharing keys", {"roster": roster.to_bytes()}, self._take_shares)
         self._check_complete()
         session.finish_share_keys()
+        # Not the end of the round alone: the slower the training was, the less would be left for
+        # what it was done for.
         sent_by = self._limits.upload_deadline(
             asyncio.get_running_loop().time(), round_end=deadline
         )
@@ -183,10 +186,14 @@ class SecureAggregationAttempt:
         names = session.missing  # all survivors: none has signed yet
         await self._short_step("signing", {"survivors": survivors}, self._take_signature)
         signatures = session.finish_consistency_check().to_bytes()
+        # On disk before the first device is asked for its shares. After a crash the server has to
+        # know who may have revealed them: these take part in another sum of the model only
+        # together.
         await self._unmaskings.note_before(names, before_unmasking)
         await self._short_step(
             "unmasking", {"consistency_signatures": signatures}, self._take_unmasking_shares
         )
+        # Masks are as long as the model, and the link has to go on answering.
         return await asyncio.to_thread(session.unmask)
 
     def _check_usable(self, aggregate: Aggregate, summed: Collection[str]) -> None:
@@ -239,10 +246,13 @@ class SecureAggregationAttempt:
         async def guarded(name: str) -> None:
             try:
                 await part(name)
+            # The receipt is written. With such a refusal a device also says that it has unmasked a
+            # sum of this model, of which this log may not know: that of another run, for example.
             except CallFailed as failed:
                 if failed.code in PRIVACY_REFUSALS:
                     self._unmaskings.note_refusal(name)
 
+        # Sorted, so that two runs ask in the same order.
         names_by_task = {
             asyncio.create_task(guarded(name)): name
             for name in sorted(names)
@@ -256,6 +266,8 @@ class SecureAggregationAttempt:
                 _, pending = await asyncio.wait(
                     pending, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
                 )
+                # Only in training. Later, a device that is left out has to be recovered by the
+                # others, which costs more than to wait for it.
                 if wanted is not None and self._received >= wanted:
                     reason = ENOUGH
                     break
@@ -269,6 +281,7 @@ class SecureAggregationAttempt:
             for task in pending:
                 self._receipts.record(names_by_task[task], "dropped", reason)
         finally:
+            # All have ended before the next step begins, which must not get a message of this one.
             for task in names_by_task:
                 task.cancel()
             results = await asyncio.gather(*names_by_task, return_exceptions=True)
@@ -345,9 +358,12 @@ class SecureAggregationAttempt:
                     f"its masked vector has {stepped.masked.size} bytes where this configuration "
                     f"takes {self._config.payload_bytes}"
                 )
+            # Each takes a file, and a cohort sends at once.
             async with self._uploads:
                 with UpdateSpool(self._context.spool, expected_bytes=stepped.masked.size) as spool:
                     await self._context.link.fetch(name, stepped.masked, spool.write)
+                    # One at a time, as all are added to one vector; and to the end, so that nothing
+                    # is added after the attempt has ended.
                     async with self._adding:
                         with spool.view() as payload:
                             adding = asyncio.to_thread(
@@ -373,7 +389,7 @@ class SecureAggregationAttempt:
     # -- receipts ----------------------------------------------------------------------------------
 
     def _all_receipts(self, summed: Collection[str]) -> list[Receipt]:
-        """Of the whole cohort; devices in the sum are accepted even if they left later."""
+        """Receipts of the whole cohort; devices in the sum are accepted even if they left later."""
         for name in summed:
             earlier = self._receipts.get(name)
             reason = f"its update is in; later: {earlier.reason}" if earlier else ""

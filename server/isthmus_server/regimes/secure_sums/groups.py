@@ -60,6 +60,7 @@ class UnmaskingGate:
         self._undecided -= 1
         if self._undecided:
             return
+        # In one transaction: after a crash all groups may have been unmasked, or none.
         if self._devices >= self._needed:
             self._log.add(*self._entries)
         self._decided.set()
@@ -100,7 +101,7 @@ class GroupedAttempt:
         self._signed: set[str] = set()
         """Groups whose survivors have signed."""
         self._unmasked: set[str] = set()
-        """Those of them that were then let through."""
+        """Signed groups that were then let through."""
 
     async def run(self) -> FederatedResult:
         """Run the sums of all groups, and return their mean.
@@ -116,6 +117,7 @@ class GroupedAttempt:
         Raises:
             AttemptFailed: the groups that were summed have too few devices, or no weight.
         """
+        # All at once, as each waits at the gate for the others.
         running = {name: asyncio.create_task(self._run(name)) for name in self._sums}
         try:
             await asyncio.gather(*running.values())
@@ -136,6 +138,8 @@ class GroupedAttempt:
 
     async def _run(self, name: str) -> FederatedResult | AttemptFailed:
         async def before_unmasking(entry: Unmasking) -> None:
+            # From here on the gate has the group's entry: if it fails now, it must not be counted
+            # again.
             self._signed.add(name)
             await self._gate.agree(dataclasses.replace(entry, group=name))
             self._unmasked.add(name)
@@ -143,6 +147,7 @@ class GroupedAttempt:
         try:
             return await self._sums[name].run(before_unmasking=before_unmasking)
         except AttemptFailed as failed:
+            # The others would wait at the gate for ever.
             if name not in self._signed:
                 self._gate.decide()
             return failed

@@ -13,7 +13,7 @@ from pathlib import Path
 from isthmus.printable import in_a_line
 
 _MOST_BYTES = 1 << 16
-"""Of the end of one log."""
+"""Bytes that are read of the end of one log."""
 _TASK_ERROR = re.compile(rb" ERROR [^:]+, because of its task: (.+)$", re.MULTILINE)
 """A device's own line about a task's failure; what the task prints has another level."""
 

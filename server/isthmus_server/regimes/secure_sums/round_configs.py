@@ -112,6 +112,7 @@ def _compressed(
     bits = compression.bits
     clients = config.clients_max
     if magnitude is None:
+        # The sum of the levels of all clients has to fit into the ring.
         bits = min(MAX_BITS, MAX_RING_BITS - clients.bit_length())
         bound = config.clip
     else:
@@ -171,6 +172,7 @@ def _with_noise(
         )
     except ValueError as error:
         raise AttemptFailed(f"privacy: {error}", []) from None
+    # Without figures, which would be exact sums of what the noise is to hide.
     return dataclasses.replace(config, slots=(), noise=noise, bits=bits, levels=0)
 
 
@@ -199,6 +201,7 @@ class AttemptUnmaskings:
     def note_refusal(self, name: str) -> None:
         """Store that a device has unmasked a sum of this model, unless the log has that sum."""
         config = self._config
+        # An entry of a sum says more than a refusal: with which others the device would take part.
         known = self._log.about(config.run_id, config.round, config.model_hash)
         if not any(name in entry.devices for entry in known):
             self._log.add(dataclasses.replace(self.entry([name]), refused=True))

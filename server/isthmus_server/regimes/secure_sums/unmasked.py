@@ -63,6 +63,7 @@ class UnmaskedAttempt(SecureAggregationAttempt):
             "training", self._receipts.names, self._add, trained_by, self._config.clients_max
         )
         self._check_complete()
+        # With masks the server's session refuses this.
         if self._received < self._needed:
             raise AggregationAborted(too_few(self._received, self._needed))
         await self._unmaskings.note_before(self._summed, before_unmasking)

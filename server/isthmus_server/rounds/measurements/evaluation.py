@@ -31,7 +31,7 @@ from isthmus_server.rounds.measurements.followed_metrics import (
     known_metrics,
 )
 from isthmus_server.rounds.measurements.summing import DeviceSummation, DeviceSums
-from isthmus_server.rounds.readiness import Retries
+from isthmus_server.rounds.retries import GivenUp, Retries
 from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.policy import Policy
 from isthmus_server.strategy.round_spec import RoundSpec, evaluates
@@ -124,6 +124,7 @@ class RoundEvaluator:
         """Evaluate the served model after a round, if the job evaluates that round."""
         if not evaluates(self._job, spec.round):
             return Evaluated({})
+        # The ranks have evaluated their model, which the server may not have.
         if spec.evaluate:
             metrics = results.datacenters[0].evaluation
         else:
@@ -141,6 +142,8 @@ class RoundEvaluator:
         self._check_counted(sums, failure)
         clipped = {} if sums is None else vector.clipped(sums.total)
         for name in self._followed.values():
+            # The mean of clipped values can be far off without looking so, and here it would choose
+            # a model or end the run.
             if name in clipped and clipped[name].share > CLIPPED_SHARE:
                 raise CannotContinue(f"{clipped[name].sentence}: this metric decides about the run")
         receipts = [receipt for each in tried for receipt in each]
@@ -202,17 +205,21 @@ class RoundEvaluator:
         context = self._context
         served = iter([self._model.served_vector])
         async with published(context.link, context.layout, context.spool, served, 1) as blob:
-            while True:
-                try:
-                    sums = await self._summation.attempt(size, round_, first + retries.failed, blob)
-                except RoundFailed as failed:
-                    tried.append(failed.receipts if isinstance(failed, AttemptFailed) else ())
-                    failure = failed
-                    if retries.give_up(failed):
-                        return None, tried, failure
-                    await retries.pause(failed)
-                else:
-                    return sums, [*tried, sums.receipts], failure
+
+            async def attempt() -> DeviceSums:
+                number = first + retries.failed  # numbers of attempts only grow
+                return await self._summation.attempt(size, round_, number, blob)
+
+            def note_failure(failed: RoundFailed, last: bool) -> None:
+                nonlocal failure
+                failure = failed
+                tried.append(failed.receipts if isinstance(failed, AttemptFailed) else ())
+
+            try:
+                sums = await retries.until_done(attempt, note_failure)
+            except GivenUp:
+                return None, tried, failure
+            return sums, [*tried, sums.receipts], failure
 
 
 def _figures(vector: EvaluationVector, sums: DeviceSums) -> dict[str, float]:

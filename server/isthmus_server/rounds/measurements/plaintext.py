@@ -69,6 +69,8 @@ class PlaintextAnswers(Generic[Answer]):
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
+            # The tasks of devices that were too slow are cancelled; anything else is an error of
+            # the server.
             if isinstance(result, Exception):
                 raise result
         for name in receipts.names:
@@ -83,6 +85,7 @@ class PlaintextAnswers(Generic[Answer]):
                 all_receipts,
                 excused=receipts.excused,
             )
+        # In the order of the cohort and not of arrival: sums of floats depend on it.
         answers = [self._answers[name] for name in receipts.names if name in self._answers]
         return answers, all_receipts
 

@@ -130,6 +130,8 @@ class DeviceSummation:
             declared = "" if group == REST else group
             config = self._config(work, cohort, part, size, declared)
             sums[group] = self._secure(work, cohort, names, config, declared)
+        # All groups are unmasked or none. If some were, and were too few, their devices could take
+        # part in no other sum of this model but exactly the same one.
         gate = UnmaskingGate(self._context.unmaskings, len(sums), settings.needed)
         results, receipts = await GroupedAttempt(sums, {}, gate, settings.needed).results()
         groups = {
@@ -150,6 +152,7 @@ class DeviceSummation:
         group: str,
     ) -> RoundConfig:
         """The configuration of a secure sum of the counts of these devices."""
+        # Counts are whole numbers, which are added as they are; with noise devices send means.
         whole = self._context.privacy is None
         return RoundConfig(
             run_id=evaluations_run_id(self._context.run_id),

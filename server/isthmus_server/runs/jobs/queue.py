@@ -62,13 +62,14 @@ class QueuedJob:
     """Unix seconds."""
     state: State
     reason: str
-    """Of its end, or of its pause."""
+    """Why the job ended or was paused."""
     next_try: float
     """When a paused job is tried again, in Unix seconds; otherwise 0."""
     pauses: int
     """Pauses since it last committed a round."""
     share: float
-    """Of the participants, while other jobs run too; see `isthmus_server.transport.turns`."""
+    """Share of the participants' time, while other jobs run too; see
+    `isthmus_server.transport.turns`."""
     project: str
     """See `isthmus_server.runs.jobs.projects`; empty for none."""
 

@@ -10,6 +10,7 @@ from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus.wire import link_pb2
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.runs.local.fork_server import ParticipantForkServer
 from isthmus_server.runs.local.processes import participant_commands
 from isthmus_server.runs.local.session import running_participants
@@ -64,7 +65,7 @@ class LocalRuns:
         """See `ComparedRuns.train`."""
         assert self._link is not None
         with contextlib.closing(store), store.locked():
-            coordinator = self._coordinator = Coordinator(store, self._link)
+            coordinator = self._coordinator = Coordinator(RunParts.of(store, self._link))
             check_participants(store.job, load_policy(store.job.strategy))
             if self._leaving:
                 coordinator.drain.request()

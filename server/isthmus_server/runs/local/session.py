@@ -102,8 +102,8 @@ class LocalRun:
             await stack.enter_async_context(observers.watching(store, events, store.job.name))
             loop = self._loop = run_loop(store, link, events, installed=False)
             loop.roster.started_here = started_roles(store.job)
-            trains = isinstance(loop, Coordinator) and not store.job.statistics.collect
-            if isinstance(loop, Coordinator) and trains and loop.evaluator.known_metrics == []:
+            trains = isinstance(loop, Coordinator)
+            if isinstance(loop, Coordinator) and loop.parts.evaluator.known_metrics == []:
                 console.print(
                     "nothing evaluates this model: the task has no eval_data(), and "
                     "evaluation.devices is 0"

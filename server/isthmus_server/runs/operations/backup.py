@@ -28,8 +28,8 @@ JOBS = "jobs.sqlite"
 AUDIT = ("audit.log", "audit.head")
 PRIVACY = "privacy"
 _COPIES = ("registry.copy", "registry.head")
-"""Of the registry of a separate authority: an older one could lack a revocation, and the server
-copies it again."""
+"""Copies of a separate authority's registry, which are not backed up: an older one could lack a
+revocation, and the server copies it again."""
 
 
 def back_up(state: Path, target: Path) -> CopyManifest:

@@ -31,7 +31,7 @@ class CopyManifest:
     made_at: float
     """Unix seconds."""
     version: str
-    """Of Isthmus."""
+    """Version of Isthmus that wrote the copy."""
     files: dict[str, tuple[int, str]]
     """Size in bytes and SHA-256 (hexadecimal) by path, with / between folders."""
     format: int = FORMAT

@@ -25,7 +25,7 @@ class ListedRun:
     """A run of a folder."""
 
     name: str
-    """Of its directory."""
+    """Name of the run's directory."""
     job: str = ""
     """The name in the job."""
     state: str = "damaged"
@@ -33,7 +33,7 @@ class ListedRun:
     rounds: int = 0
     """Committed rounds."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Of the delivered model, once it has finished."""
+    """Metrics of the delivered model, once the run has finished."""
     modes: Mapping[str, Literal["max", "min"]] = dataclasses.field(default_factory=dict)
     """Whether higher or lower values are better, of the metric that the job follows."""
     changed: float = 0.0

@@ -50,6 +50,7 @@ class Bandit:
     def plan(self, observation: Observation) -> Plan:
         """Score each arm from the history."""
         gains = _gains(observation, self.settings)
+        # Each at least once: an arm without a measurement has no score.
         for arm in self.settings.arms:
             if not any(name == arm for name, _ in gains):
                 return Plan(arm, f"no {arm} round has been measured yet")
@@ -60,6 +61,8 @@ class Bandit:
 
     def _score(self, arm: str, gains: list[tuple[str, float]], round_: int) -> float:
         settings = self.settings
+        # In units of the largest gain, so that the exploration does not depend on the scale of the
+        # metric.
         unit = max(abs(gain) for _, gain in gains) or 1.0
         weights = [settings.discount**age for age in range(len(gains) - 1, -1, -1)]
         arm_gains = [
@@ -70,6 +73,8 @@ class Bandit:
         count = sum(weight for weight, _ in arm_gains)
         mean = sum(weight * gain for weight, gain in arm_gains) / count
         if settings.method == "thompson":
+            # From the round and not from a generator that goes on: the same observation has the
+            # same answer, also after a crash.
             rng = random.Random(f"{settings.seed}/{round_}/{arm}")  # noqa: S311 - not a secret
             return rng.gauss(mean, settings.exploration / math.sqrt(count))
         return mean + settings.exploration * math.sqrt(max(math.log(sum(weights)), 0.0) / count)

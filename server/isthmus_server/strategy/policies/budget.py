@@ -37,6 +37,8 @@ class Budget:
             "the bytes of devices": observation.bytes_left,
         }
         limits = {name: value for name, value in left.items() if value is not None}
+        # As they were at the first decision: a run that is resumed would otherwise measure the
+        # reserve by what is left.
         initial = {**limits, **observation.state.get("initial", {})}
         for name, value in limits.items():
             if value <= settings.reserve * initial[name]:

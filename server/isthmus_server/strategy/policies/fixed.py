@@ -15,7 +15,7 @@ from isthmus_server.strategy.policy import Kind, Observation, Plan, no_settings
 
 
 class Fixed:
-    """The same regime every round."""
+    """One regime for every round."""
 
     def __init__(self, strategy: StrategySection, regime: Kind) -> None:
         no_settings(strategy)

@@ -44,6 +44,7 @@ class Plateau:
         values = [
             metric_of(past, settings.metric, "strategy.settings.metric")
             for past in observation.history
+            # Only since the last switch: the other regime's figures say nothing of this one.
             if past.metrics and past.round > since
         ]
         best, idle = _best(values, settings.improvement)
@@ -68,6 +69,7 @@ def _best(values: list[float], improvement: float) -> tuple[float, int]:
     best = float("inf")
     idle = 0
     for value in values:
+        # A part of the magnitude, as a figure may be negative.
         if value < best - improvement * abs(best) or best == float("inf"):
             best = value
             idle = 0

@@ -31,6 +31,7 @@ class Schedule:
         waits: list[float] = []
         for number, phase in enumerate(self.phases, 1):
             last = number == len(self.phases)
+            # The last phase goes on to the end, whatever its number of rounds.
             if phase.rounds is not None and done[number - 1] >= phase.rounds and not last:
                 continue
             hours = forecast_hours(phase.hours, observation.now, None) if phase.hours else None

@@ -167,7 +167,7 @@ class _Operation(torch.autograd.Function):
 
 
 class _Convolution(_Operation):
-    """Of two dimensions, not transposed."""
+    """A convolution of two dimensions, not transposed."""
 
     @staticmethod
     def forward(

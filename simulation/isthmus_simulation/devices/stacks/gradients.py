@@ -35,15 +35,16 @@ from isthmus_simulation.devices.stacks.scripted_step import Step, scripted
 Stacked = dict[str, torch.Tensor]
 """Parameters by name, each (K, *shape)."""
 
-_RENEWED = 0.001
-"""Difference from the gradient of a single model, as a part of it, from which a step is recorded
-again; rounding is far below."""
+_MAX_GRADIENT_ERROR_RECORDED = 0.001
+"""Largest difference of a recorded step's gradient from that of a single model, relative to it;
+with a larger one the step is recorded again. Rounding is far below."""
 
-_SAME = 0.0001
-"""The same from which convolutions are recorded with the rules of PyTorch."""
+_MAX_GRADIENT_ERROR_CHANNELS = 0.0001
+"""Largest such difference with convolutions that have the models as channels; with a larger one
+they are recorded with PyTorch's rules."""
 
-_REFUSED = 0.01
-"""The same from which models cannot be stacked."""
+_MAX_GRADIENT_ERROR_STACKED = 0.01
+"""Largest such difference with which models can be stacked."""
 
 _ROUNDING = 1e-6
 """Difference, as a part of the parameters, that counts as none: of a gradient near zero."""
@@ -100,7 +101,7 @@ class Gradients:
         self.unused: set[str] = set()
         """Parameters that had no gradient when a model was checked; optimizers skip these."""
         self.bytes_per_device = 0
-        """Of the tensors that exist at the same time in a step; 0 if it is not recorded yet."""
+        """Bytes of the tensors that exist at once in a step; 0 if it is not recorded yet."""
         self.are_random = False
         """Whether the computation draws random numbers."""
 
@@ -183,15 +184,23 @@ class Gradients:
         """See `check`; False if the device's gradient is not finite, which says nothing."""
         was_recorded = key in self._recorded
         difference = self._difference(k, stacked, *batch)
-        if difference is not None and not difference <= _RENEWED and was_recorded:
+        if (
+            difference is not None
+            and not difference <= _MAX_GRADIENT_ERROR_RECORDED
+            and was_recorded
+        ):
             del self._recorded[key]
             self._is_renewed = True
             difference = self._difference(k, stacked, *batch)
-        if difference is not None and self._by_channels and not difference <= _SAME:
+        if (
+            difference is not None
+            and self._by_channels
+            and not difference <= _MAX_GRADIENT_ERROR_CHANNELS
+        ):
             self._recorded = {}
             self._by_channels = False
             difference = self._difference(k, stacked, *batch)
-        if difference is not None and not difference <= _REFUSED:  # nan, too
+        if difference is not None and not difference <= _MAX_GRADIENT_ERROR_STACKED:  # nan, too
             raise TaskError(
                 f"the gradient of stacked models differs by {difference:.1%} from that of a single "
                 "one; train one by one"

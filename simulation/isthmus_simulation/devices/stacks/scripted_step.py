@@ -18,8 +18,9 @@ Step = Callable[..., Sequence[torch.Tensor]]
 log = logging.getLogger(__name__)
 
 _MOST_OPERATIONS = 200
-"""Of a step that is scripted. Scripting takes a second for some hundred, and steps of so many
-operations belong to larger models, whose operations take longer than Python between them."""
+"""Most operations of a step that is scripted. Scripting takes a second for some hundred, and steps
+of so many operations belong to larger models, whose operations take longer than Python between
+them."""
 
 
 def scripted(recorded: torch.fx.GraphModule, arguments: Sequence[torch.Tensor | float]) -> Step:

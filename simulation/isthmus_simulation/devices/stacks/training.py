@@ -73,7 +73,7 @@ class DeviceTraining:
         return memoryview(self.memory)[:size]
 
     def copy(self) -> DeviceTraining:
-        """The same in other memory, because training overwrites it."""
+        """This training in other memory, because training overwrites it."""
         return dataclasses.replace(self, memory=bytearray(self.memory))
 
 
@@ -125,7 +125,7 @@ class StackedTraining:
 
     @property
     def _most_devices(self) -> int:
-        """Of a stack."""
+        """Most devices of a stack."""
         return most_devices(self.device.type, self.gradients.bytes_per_device)
 
     def _train_stack(

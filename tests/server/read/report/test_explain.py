@@ -11,6 +11,7 @@ from isthmus.errors import UserError
 from isthmus_server.cli.run import why
 from isthmus_server.read.report.explain import explain
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy import Plan
 from isthmus_server.strategy.decision import DecidedWait, RequestedComparison
@@ -46,7 +47,7 @@ async def curious_run(deployment, tmp_path):
     await deployment.start()
     deployment.faults["b"][2, 1] = "no power"
     store = deployment.create_run("run", "strategy.policy=curious:Mine", "budget=10", "rounds=8")
-    await Coordinator(store, deployment.link).run()
+    await Coordinator(RunParts.of(store, deployment.link)).run()
     return store
 
 

@@ -24,6 +24,7 @@ from isthmus_server.read.report.explain import explain
 from isthmus_server.read.report.progress import ProgressView
 from isthmus_server.read.report.report import Report, read_report
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import (
     ParticipantDeclined,
     ParticipantJoined,
@@ -66,7 +67,7 @@ async def test_the_report_of_a_run_that_failed_is_valid(validate, deployment):
     await deployment.start(names=("a",))
     store = deployment.create_run("run", "federated.clients=3", "time.join_seconds=0.1")
     with pytest.raises(UserError):
-        await Coordinator(store, deployment.link).run()
+        await Coordinator(RunParts.of(store, deployment.link)).run()
     report = read_report(store).to_json()
     validate(report)
     assert (report["status"], report["final"]) == ("failed", None)

@@ -15,6 +15,7 @@ from isthmus.wire import link_pb2
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.attempt_log import AttemptLog
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import EventStream, RoundCommitted
 from isthmus_server.transport.job_link import JobLink, SharedLink
 from isthmus_server.transport.turns import Turns
@@ -57,7 +58,7 @@ async def fleet(deployment, network):
         if watch is not None:
             events.subscribe(watch)
         link = deployment.link if share is None else JobLink(shared, name, share)
-        built = Coordinator(store, link, events)
+        built = Coordinator(RunParts.of(store, link, events))
         deployment.datacenter.runs[store.run_id] = SimulatedDatacenter(built.model.layout)
         return built
 
@@ -67,8 +68,8 @@ async def fleet(deployment, network):
 
 async def run(coordinator):
     final = await coordinator.run()
-    if isinstance(coordinator._link, JobLink):
-        coordinator._link.end()
+    if isinstance(coordinator.parts.link, JobLink):
+        coordinator.parts.link.end()
     return final.model_sha256
 
 
@@ -118,7 +119,7 @@ async def test_jobs_get_devices_in_proportion_to_their_shares(fleet):
         if isinstance(event, RoundCommitted):
             rounds.append(event)
             if max(each.record.round for each in rounds) == 40 and not used:
-                used.update({name: each._link.account.used for name, each in jobs.items()})
+                used.update({name: each.parts.link.account.used for name, each in jobs.items()})
 
     jobs = {}
     for seed, (name, share) in enumerate({"one": 1.0, "two": 2.0, "four": 4.0}.items()):
@@ -130,7 +131,7 @@ async def test_jobs_get_devices_in_proportion_to_their_shares(fleet):
         task.cancel()
     await asyncio.gather(*tasks.values(), return_exceptions=True)
     for name, job in jobs.items():
-        expected = job._link.account.share / 7
+        expected = job.parts.link.account.share / 7
         assert used[name] / sum(used.values()) == pytest.approx(expected, rel=0.1), used
 
 
@@ -150,9 +151,9 @@ async def test_a_job_that_has_waited_asks_in_a_draw_that_its_devices_still_accep
     job = fleet.coordinator("waiting", "rounds=9", share=1.0)
     other = JobLink(fleet.shared, "other", 1.0)
     running = asyncio.create_task(run(job))
-    await wait_until(lambda: job._link.account.held)
+    await wait_until(lambda: job.parts.link.account.held)
     async with other.turn(NAMES):
-        await wait_until(lambda: fleet.shared.turns.waits_for(job._link.account))
+        await wait_until(lambda: fleet.shared.turns.waits_for(job.parts.link.account))
         asked = len(draws)
         later = enrolments.last_draw = enrolments.last_draw + 100
         enrolments.draws = dict.fromkeys(NAMES, later)

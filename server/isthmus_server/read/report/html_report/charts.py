@@ -38,7 +38,7 @@ class Point:
     x: float
     y: float
     kind: str
-    """Its style class, such as the regime of its round."""
+    """Style class of the point, such as the regime of its round."""
     label: str
     """What is shown when the pointer rests on it."""
 
@@ -87,7 +87,7 @@ class Line:
     points: Sequence[Point]
     """In the order of the line."""
     kind: str = "line"
-    """Its style class."""
+    """Style class of the line."""
 
 
 def line_chart(

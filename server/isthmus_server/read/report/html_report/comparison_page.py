@@ -18,9 +18,9 @@ class Curve:
     """What was measured in the rounds of one run."""
 
     number: int
-    """Of its variant."""
+    """Number of the run's variant."""
     variant: str
-    """Its variant in words, which may be those of another."""
+    """The variant in words, which may be those of another."""
     seed: int
     changes: Mapping[str, Any]
     """What its variant changes in the job, by key."""

@@ -19,7 +19,7 @@ class ExamplesForecast:
     delta: float
     examples: int
     steps: int
-    """Of all rounds, if each is one of a datacenter."""
+    """Steps of all rounds, if each is one of a datacenter."""
     sampling_probability: float
     """With which an example is in a step."""
     noise_multiplier: float

@@ -17,7 +17,7 @@ class SpentOnExamples(Record):
     """The guarantee of a run with `[datacenter.privacy]` so far."""
 
     epsilon: float
-    """Of one example, failed attempts included."""
+    """Epsilon of one example, failed attempts included."""
     budget: float
     delta: float
     steps: int

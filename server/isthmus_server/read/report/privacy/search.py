@@ -23,7 +23,7 @@ MOST_ROUNDS = 10**9
 MOST_CORRELATED_ROUNDS = 4096
 """The noise of each number of them takes time in proportion to it."""
 MOST_DEVICES = 10**6
-"""Of a cohort without secure aggregation."""
+"""Largest cohort without secure aggregation that is tried."""
 
 _KEYS: Mapping[Sought, str] = {
     "rounds": "rounds",

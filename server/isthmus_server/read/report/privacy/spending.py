@@ -27,7 +27,7 @@ class Spending:
     """None if only devices have accounts, with `[federated.privacy]` alone."""
     lines_read: int
     epsilon: float
-    """Of the device that was asked most; 0 if only the datacenter's examples are protected."""
+    """Epsilon of the device that was asked most; 0 if only examples are protected."""
     budget: float | None
     delta: float | None
     entries: Sequence[LedgerEntry]

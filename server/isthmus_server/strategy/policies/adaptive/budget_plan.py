@@ -15,6 +15,7 @@ def rounds_with_devices(observation: Observation) -> tuple[float, float]:
     rounds_left = observation.rounds - observation.round + 1
     by_time = rounds_left * share
     durations = _round_durations(observation)
+    # Time limits the rounds too, as soon as the duration of one is known.
     if observation.seconds_left is not None and durations:
         fitting = observation.seconds_left * share / max(statistics.median(durations), 1e-9)
         by_time = min(rounds_left, fitting)

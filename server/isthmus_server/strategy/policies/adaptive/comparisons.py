@@ -49,8 +49,10 @@ class Comparisons:
         self, observation: Observation, state: AdaptiveState, purpose: str, models: tuple[str, ...]
     ) -> Compare | Comparison | str:
         """Return the comparison if it was made, why it was not, or the request for it."""
+        # Before the request is repeated: asking again would end the run.
         if observation.refused:
             return f"no comparison could be made ({observation.refused[-1]})"
+        # A comparison of this round for another purpose is no answer.
         if state.pending_comparison == purpose and observation.comparisons:
             return observation.comparisons[-1]
         state = dataclasses.replace(state, pending_comparison=purpose)

@@ -31,7 +31,7 @@ class DatacenterRole:
     transfer_weight: float = 0.0
     """Weight with which devices apply its gradient; 0: they do not."""
     datacenter_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The same for each of several datacenters, by its name."""
+    """Transfer weight of each of several datacenters, by its name."""
     trains: bool = False
     """Whether it trains in parallel with the devices instead."""
     measures: bool = False
@@ -62,12 +62,15 @@ class RoleChooser:
         settings = self._settings
         ratios = evidence.gradient_ratios(observation)
         weight = settings.transfer_part * (1 - self._edge_share) / self._edge_share
+        # The weight follows from the ratio of both gradients. Where it can be measured, the first
+        # round measures it before anything is transferred.
         if not ratios:
             if observation.can_measure_gradients and not state.edge_rounds:
                 return DatacenterRole("", measures=True)
             weight = min(weight, self._unmeasured_weight)
             reason = f", and take {weight:.3g} of the datacenter's gradient for the rest"
             return DatacenterRole(reason, weight, measures=observation.can_measure_gradients)
+        # By the first ratio: later gradients are those of a model that the transfer has changed.
         divergence = evidence.gradient_divergence(observation, ratios[0])
         loss_ratio = evidence.peak_device_loss_ratio(observation)
         undone = loss_ratio > settings.undone
@@ -114,11 +117,13 @@ class RoleChooser:
         alike, forgotten = self._why_useful(observation, state)
         if not alike and not forgotten:
             return state, DatacenterRole("", measures=measures)
+        # A race needs the same devices for both branches.
         if not alike and self._come_and_go(observation):
             reason = f"{forgotten}, so the datacenter trains in parallel"
             return state, DatacenterRole(reason, trains=True)
         if not alike and self._settings.race_rounds:
             return self._test_or_not(observation, state, forgotten)
+        # For good: phases only move forward, so that the policy cannot oscillate.
         state = dataclasses.replace(state, uses_gradient=True, gradient_since=observation.round)
         return state, self.rehearsal(observation, state, alike or forgotten, measures=measures)
 
@@ -220,6 +225,7 @@ class RoleChooser:
             name: min(limit, pull / ratio) if ratio else role.transfer_weight
             for name, ratio in bounds.items()
         }
+        # Excluded ones have the weight 0 and are still measured, where others are.
         weights |= dict.fromkeys(weights.keys() & set(state.excluded), 0.0)
         unknown = any(weights[name] and not measured for name, measured in ratios.items())
         listed = ", ".join(f"{name} {weight:.3g}" for name, weight in weights.items())

@@ -76,6 +76,7 @@ class EdgePlanner:
                 else None
             ),
             start=round_.start,
+            # The momentum is that of the way to another model.
             reset_optimizer=round_.start in (WARM, INITIAL, FORK, WITH_GRADIENT),
             step_scale=scale,
             measure_gradients=role.measures,

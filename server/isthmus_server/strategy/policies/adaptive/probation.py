@@ -49,6 +49,7 @@ class Probation:
         if isinstance(result, str):
             return EdgeRound(done, result)
         outcome = in_words(result, SERVED, WARM)
+        # Devices have to prove harm here, and not a gain: without a clear answer training goes on.
         if not result.loses(SERVED, self._settings.error):
             return EdgeRound(done, f"probation is over: {outcome}")
         failures = state.failed_probations + 1

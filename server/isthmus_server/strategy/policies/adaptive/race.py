@@ -39,6 +39,7 @@ class Race:
         branch = state.race.branch
         rounds = state.race.rounds
         length = self._settings.race_rounds
+        # The second branch begins where the first did, at the model that was kept as the fork.
         if branch == "with" and rounds == length:
             branch = "without"
             rounds = 0
@@ -74,6 +75,8 @@ class Race:
         if result.loses(WITH_GRADIENT, error):
             used = set(observation.datacenter_names) - set(state.excluded)
             worst = evidence.most_opposed(observation, used)
+            # Not all of them need be harmful: the race is repeated without the one that pulls the
+            # other way.
             if len(used) > 1 and worst is not None:
                 left = dataclasses.replace(state, excluded=(*state.excluded, worst))
                 outcome += f": the gradient of {worst}, the most opposed one, is not used"

@@ -53,7 +53,7 @@ class AdaptiveSettings(Section):
     """The weight of the gradient is halved after each round in which the devices' update along it
     was longer than this multiple of their first update, which had no gradient in it."""
     rehearsal_pull: Annotated[float, Field(gt=0)] = 0.25
-    """The same where the whole target is the devices'."""
+    """Maximum norm, as of `gradient_pull`, where the whole target is the devices'."""
     alike: Annotated[float, Field(ge=0, lt=1)] = 0.667
     """Public data resemble the devices' if rounds with devices lower the held-out loss below this
     part of its value after the first round; 0: never."""

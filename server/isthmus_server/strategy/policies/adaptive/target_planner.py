@@ -59,6 +59,7 @@ class TargetPlanner:
             if _can_train("datacenter", observation):
                 return TargetState("datacenter", last), "training on no device is tried first"
             return TargetState("devices", last), "no datacenter can train now"
+        # They had been found faster, and only stood aside.
         if now.instead and _can_train("devices", observation):
             return TargetState("devices", last, trials=now.trials), "the devices can train again"
         other = OTHER[now.side]
@@ -110,10 +111,12 @@ class TargetPlanner:
         here = self._each(observation, now.side)
         other = OTHER[now.side]
         rounds = observation.round - 1 - now.since
+        # Each trial costs rounds, so that they become rarer with each one that changed nothing.
         if rounds < settings.trial_rounds * 2**now.trials:
             return ""
         if not now.trials:
             return "its progress is not known yet"
+        # Less a standard error: noise alone looks like progress in half of all cases.
         error = statistics.stdev(measured) / math.sqrt(len(measured)) if len(measured) > 1 else 0.0
         needed = rounds_to_target(statistics.fmean(measured) - error)
         if math.isinf(needed):

@@ -30,8 +30,11 @@ class WarmStart:
         devices_open = observation.open("federated")
         possible, affordable = budget_plan.rounds_with_devices(observation)
         rounds_left = observation.rounds - observation.round + 1
+        # Rounds in which the budget could not pay the devices anyway: a warm start takes nothing
+        # from them.
         slack = (possible if devices_open else rounds_left) - affordable
         warm_budget = self._settings.warm_share * (observation.budget_left or 0)
+        # The comparison that the warm start has to pass is paid from the same share.
         warm_budget -= self._comparisons.price(observation)
         warm_affordable = warm_budget / max(observation.price("datacenter"), 1e-9)
         limit = int(min(slack, warm_affordable, self._settings.warm_length * affordable))
@@ -64,6 +67,7 @@ class WarmStart:
             result = self._comparisons.result(observation, state, "warm", (INITIAL, CURRENT))
             if isinstance(result, Compare):
                 return result
+            # Without a clear gain it begins cold: the warm start has to prove its use.
             if isinstance(result, str) or not result.beats(CURRENT, settings.error):
                 outcome = result if isinstance(result, str) else in_words(result, CURRENT, INITIAL)
                 cold = dataclasses.replace(state, phase="edge")
@@ -72,6 +76,8 @@ class WarmStart:
             state = dataclasses.replace(state, warm_accepted=True, pending_comparison="")
         flat = evidence.flat_rounds(observation)
         plateau = flat >= settings.plateau and state.warm_rounds >= state.min_warm_rounds
+        # The model is kept with the last warm round, so that its name says that the warm start is
+        # over.
         ended = state.before_devices or WARM in observation.models
         if devices_open and (ended or not observation.datacenter_ready):
             why = f"the warm start ends after {state.warm_rounds} rounds"
