@@ -17,7 +17,7 @@ from isthmus.tensors.division import divide
 from isthmus.tensors.sending_rates import check_compression
 from isthmus_server.model.optimizers import check_round_length, make_optimizer
 from isthmus_server.privacy.run_budgets import check_budgets
-from isthmus_server.regimes.base import load_extension
+from isthmus_server.regimes.run_aggregation import aggregation_of
 from isthmus_server.rounds.device_sums.followed_metrics import (
     check_followed_metrics,
     followed_metrics,
@@ -27,7 +27,7 @@ from isthmus_server.strategy.observation import unknown_metric
 
 
 def check(job: Job, task: Task, base: Path) -> str:
-    """Build the policy, model, optimizer and Flower strategy of a job, and evaluate one batch.
+    """Build the policy, model, optimizer and aggregation of a job, and evaluate one batch.
 
     Returns what was tried.
 
@@ -50,7 +50,7 @@ def check(job: Job, task: Task, base: Path) -> str:
         check_compression(division.exchanged, one_in_of, job.exchange.buffers)
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
     check_round_length(job, task, model)
-    load_extension(job.federated, division.exchanged)
+    aggregation_of(job.federated, division.exchanged)
     check_budgets(job)
     vector = _device_metrics(job, task)
     on_devices = []

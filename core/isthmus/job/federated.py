@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,10 @@ from isthmus.errors import JobError
 from isthmus.job.exchange import Compression
 from isthmus.job.flower import FlowerSection
 from isthmus.job.privacy import FederatedPrivacy
-from isthmus.job.section import DeviceHours, GroupName, PositiveSeconds, Section
+from isthmus.job.section import FREE, DeviceHours, GroupName, PositiveSeconds, Section
+
+ProvidedName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+"""Name of what Isthmus or another installed package provides, by an entry point."""
 
 
 class Participation(Section):
@@ -154,6 +157,15 @@ class FederatedSection(Section):
     """With secure aggregation, elements of an update are clipped to [-clip, clip]."""
     max_examples: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
     """With secure aggregation, the largest weight of a device, in examples."""
+    aggregation: ProvidedName = "mean"
+    """How the updates of a round become one: `mean`, weighted by examples; `median`,
+    `trimmed-mean`, `krum`, `multi-krum`, `norm-bound`, or a rule that a package provides. All but
+    `mean` need single updates, so secure_aggregation = false."""
+    aggregation_settings: Annotated[dict[str, Any], FREE] = Field(default={})
+    """Settings of this rule, see docs/extend.md."""
+    aggregation_max_bytes: Annotated[int, Field(ge=1)] = 4 << 30
+    """Most bytes of a round's updates, cohort x model, that are in the server's memory at once, for
+    a rule that needs all of them."""
     flower: FlowerSection | None = None
     """Aggregate with a strategy of Flower."""
     groups: Groups | None = None
@@ -227,6 +239,31 @@ class FederatedSection(Section):
             "with secure_aggregation the server learns only their sum; set "
             "secure_aggregation = false if it may see each of them, or remove the strategy"
         )
+
+    @model_validator(mode="after")
+    def _a_rule_sees_updates(self) -> FederatedSection:
+        """The settings of a rule are checked by the rule, which only the server needs to have."""
+        rule = f"aggregation={self.aggregation!r}"
+        if self.aggregation == "mean":
+            if self.aggregation_settings:
+                raise ValueError(
+                    f"aggregation_settings has no effect on {rule}; name a rule, or remove it"
+                )
+            return self
+        if self.secure_aggregation:
+            raise ValueError(
+                f"{rule} needs single updates, and federated.secure_aggregation is on; set "
+                "secure_aggregation = false if the server may see each of them, or remove "
+                "aggregation"
+            )
+        if self.mode == "buffered":
+            raise ValueError(
+                f"{rule} compares updates to one model, and those of mode='buffered' are to "
+                "several; set mode = 'rounds', or remove aggregation"
+            )
+        if self.flower is not None:
+            raise ValueError(f"{rule} and flower both replace the mean; remove one of them")
+        return self
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> FederatedSection:

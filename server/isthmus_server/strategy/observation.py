@@ -87,6 +87,7 @@ def observe(
         merge=job.strategy.merge,
         can_measure_gradients=job.federated.mode == "rounds"
         and job.federated.flower is None
+        and job.federated.aggregation == "mean"
         and job.privacy is None
         and job.federated.privacy is None,
         can_compare=can_compare(job),

@@ -106,6 +106,10 @@ class PrivacySection(Section):
             "federated.flower runs code that Isthmus does not clip; remove one of them"
             if federated.flower is not None
             else "",
+            f"federated.aggregation={federated.aggregation!r} is no mean of clipped updates, for "
+            "which the noise is made; remove one of them"
+            if federated.aggregation != "mean"
+            else "",
             "federated.mode='buffered' sums updates to different models; use 'rounds'"
             if federated.mode == "buffered"
             else "",

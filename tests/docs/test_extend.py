@@ -1,0 +1,85 @@
+"""The examples of docs/extend.md work: packages outside the repository, each used by a real job."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.outside_package import OutsidePackage
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/extend.md").read_text()
+JOB = """
+name = "extended"
+rounds = 2
+[task]
+source = "task.py:Learn"
+[strategy]
+policy = "federated"
+[federated]
+clients = 3
+cohort = 3
+quorum = 3
+secure_aggregation = false
+"""
+
+
+def example(name):
+    """The Python block of the page that defines a class, and its lines."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    (block,) = [each for each in blocks if f"class {name}" in each]
+    return block
+
+
+@pytest.fixture
+def extended(tmp_path, write_task):
+    """Run a job with an example of the page installed; returns its report and what was told."""
+    write_task()
+
+    def run(group, name, attribute, *arguments):
+        entry = {f"{group}/{name}": attribute}
+        module = f"outside_{attribute.lower()}"
+        package = OutsidePackage(tmp_path / "site", module, example(attribute), entry)
+        (tmp_path / "job.toml").write_text(JOB)
+        for command in (["job", "check", "job.toml"], ["run", "job.toml", "--run-dir", "run"]):
+            options = [each for each in arguments if command[0] == "run" or "track" not in each]
+            ended = package.isthmus(*command, *options, cwd=tmp_path)
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+        told = package.isthmus("report", "run", "--json", cwd=tmp_path).stdout
+        return json.loads(told), tmp_path
+
+    return run
+
+
+def accepted(report):
+    return [row["participants"]["accepted"] for row in report["rounds"]]
+
+
+def test_the_page_has_every_group_that_is_registered():
+    groups = set(
+        re.findall(r'entry-points\."(isthmus\.\w+)"', (ROOT / "pyproject.toml").read_text())
+    )
+    ours = {"commands", "doctor", "python", "checks", "federated_extensions"}
+    expected = groups - {f"isthmus.{name}" for name in ours} | {"isthmus.policies"}
+    assert set(re.findall(r"^\| `(isthmus\.\w+)` \|", PAGE, re.M)) == expected
+    assert "extend.md" in yaml.dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+
+
+def test_the_examples_are_short():
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    assert max(len(block.strip().splitlines()) for block in blocks) <= 34
+
+
+def test_an_aggregation_rule_from_outside(extended):
+    report, _ = extended(
+        "isthmus.aggregation_rules",
+        "sign-vote",
+        "SignVote",
+        "--set=federated.aggregation=sign-vote",
+        "--set=federated.aggregation_settings={step=0.125}",
+    )
+    assert accepted(report) == [3, 3]
+    # Every element of a vote is one step up or down, or 0 if no device moved it.
+    norm = report["rounds"][0]["norms"]["federated"]
+    assert (norm / 0.125) ** 2 == pytest.approx(round((norm / 0.125) ** 2))
