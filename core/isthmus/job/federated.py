@@ -141,6 +141,10 @@ class FederatedSection(Section):
     """Parts of a batch trained in sequence before an optimizer step, to save memory."""
     proximal: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """mu of the FedProx term mu/2 |w - w_round|^2 (Li et al. 2020); 0 is off."""
+    normalized_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Each device multiplies its update by this number / the steps that it made, so that those with
+    more data or epochs do not draw the model to themselves (FedNova, Wang et al. 2020, with this
+    number as tau_eff, for plain SGD). Default: updates stay as long as they are."""
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Largest 2-norm of the whole gradient of a local step; a longer one is scaled down. Default:
     no limit."""
@@ -182,6 +186,12 @@ class FederatedSection(Section):
     def _work_and_quorum_fit(self) -> FederatedSection:
         if self.local_epochs is not None and self.local_steps is not None:
             raise ValueError("set local_epochs or local_steps, not both")
+        if self.normalized_steps is not None and self.local_steps is not None:
+            raise ValueError(
+                f"normalized_steps={self.normalized_steps} is for devices whose numbers of steps "
+                f"differ, and local_steps={self.local_steps} gives all of them the same; remove "
+                "one of them"
+            )
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"batch_size={self.batch_size} cannot be divided into accumulate="
@@ -332,6 +342,19 @@ class FederatedSection(Section):
             return self.local_steps
         return (self.local_epochs or 1) * -(-examples // self.batch_size)
 
+    def normalization(self, steps: int) -> float:
+        """Factor of the update of a device that made so many steps.
+
+        Steps that train only what is personal do not count.
+
+        >>> FederatedSection(normalized_steps=10).normalization(40)
+        0.25
+        """
+        counted = steps - self.personal_steps
+        if self.normalized_steps is None or counted < 1:
+            return 1.0
+        return self.normalized_steps / counted
+
     def weight(self, examples: int) -> int:
         """What an update counts: the device's examples, or 1 if these are protected."""
         return examples if self.privacy is None else 1
@@ -404,6 +427,7 @@ _TRAINING = (
     "batch_size",
     "accumulate",
     "proximal",
+    "normalized_steps",
     "clip_norm",
     "precision",
     "compile",

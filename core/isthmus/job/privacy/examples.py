@@ -199,6 +199,10 @@ class FederatedPrivacy(Section):
             "noise; remove one of them"
             if federated.compression is not None
             else "",
+            "federated.normalized_steps divides by a device's steps, which follow from the number "
+            "of its examples, and this is protected; remove it"
+            if federated.normalized_steps is not None
+            else "",
             "federated.local_steps=0 trains nothing; set at least 1"
             if federated.local_steps == 0
             else "",
