@@ -24,6 +24,7 @@ from isthmus_server.rounds.device_sums.followed_metrics import (
 )
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.strategy.observation import unknown_metric
+from isthmus_server.strategy.selection import CheckedSelection
 
 
 def check(job: Job, task: Task, base: Path) -> str:
@@ -37,6 +38,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     policy = load_policy(job.strategy)
     _check_population(job)
     check_participants(job, policy, _devices(job))
+    CheckedSelection(job.federated)
     if 0 < job.federated.clients < job.federated.cohort:
         raise JobError(
             f"federated.cohort={job.federated.cohort} is above federated.clients="

@@ -83,3 +83,29 @@ def test_an_aggregation_rule_from_outside(extended):
     # Every element of a vote is one step up or down, or 0 if no device moved it.
     norm = report["rounds"][0]["norms"]["federated"]
     assert (norm / 0.125) ** 2 == pytest.approx(round((norm / 0.125) ** 2))
+
+
+def test_a_selection_of_devices_from_outside(extended):
+    report, _ = extended(
+        "isthmus.device_selections",
+        "longest-waiting",
+        "LongestWaiting",
+        "--set=federated.selection=longest-waiting",
+        "--set=federated.cohort=2",
+        "--set=federated.quorum=2",
+        "--set=rounds=3",
+    )
+    invited = [[receipt["participant"] for receipt in row["receipts"]] for row in report["rounds"]]
+    names = sorted({name for cohort in invited for name in cohort})
+    # All have 20 examples, so that among those that waited for as long, names decide.
+    a, b, c = names
+    assert invited == [[a, b], [a, c], [a, b]]
+
+
+def test_a_tracker_from_outside(extended):
+    report, folder = extended("isthmus.trackers", "csv", "CsvRounds", "--track=csv=figures.csv")
+    rows = (folder / "run/tracking/csv/figures.csv").read_text().splitlines()
+    logged = {row.split(",")[0]: row for row in rows if ",participants/accepted," in row}
+    assert list(logged) == ["1", "2"]
+    assert all(float(row.split(",")[2]) == 3 for row in logged.values())
+    assert report["status"] == "finished"

@@ -12,8 +12,10 @@ ENTRY_POINT_GROUPS = {
     "isthmus.aggregation_rules",
     "isthmus.checks",
     "isthmus.commands",
+    "isthmus.device_selections",
     "isthmus.federated_extensions",
     "isthmus.policies",
+    "isthmus.trackers",
 }
 
 

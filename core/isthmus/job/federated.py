@@ -96,7 +96,7 @@ MAX_SECURE_COHORT = 1400
 device, and messages have at most 4 MiB."""
 
 
-_SELECTION = ("over_selection", "selection", "utility", "participation")
+_SELECTION = ("over_selection", "selection", "selection_settings", "utility", "participation")
 """Keys for selecting the devices of a round, which a ServerApp does by itself."""
 
 
@@ -116,8 +116,11 @@ class FederatedSection(Section):
     """Invite cohort x this; the first `cohort` to report are taken (Bonawitz et al. 2019)."""
     quorum: Annotated[int, Field(ge=1)] | None = None
     """Least number of updates of a committed round. Default: three quarters of the cohort."""
-    selection: Literal["uniform", "utility"] = "uniform"
-    """Which available devices are invited: random ones, or those with the highest `utility`."""
+    selection: ProvidedName = "uniform"
+    """Which available devices are invited: `uniform`, random ones; `utility`, those with the
+    highest `utility`; or a selection that a package provides."""
+    selection_settings: Annotated[dict[str, Any], FREE] = Field(default={})
+    """Settings of a selection that a package provides, see docs/extend.md."""
     utility: Utility = Utility()
     """For selection = "utility"."""
     participation: Participation | None = None
@@ -273,6 +276,14 @@ class FederatedSection(Section):
             )
         if self.flower is not None:
             raise ValueError(f"{rule} and flower both replace the mean; remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _a_selection_has_settings(self) -> FederatedSection:
+        if self.selection_settings and self.selection in ("uniform", "utility"):
+            raise ValueError(
+                f"selection_settings has no effect on selection={self.selection!r}; remove it"
+            )
         return self
 
     @model_validator(mode="after")

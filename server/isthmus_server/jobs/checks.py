@@ -10,7 +10,9 @@ from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.task import check_installed
 from isthmus_server.privacy.run_budgets import check_budgets
+from isthmus_server.regimes.aggregation.loading import load_rule
 from isthmus_server.strategy import load_policy
+from isthmus_server.strategy.selection import CheckedSelection
 
 
 def check_job(job: Job, tasks: Path, lease: float) -> None:
@@ -26,10 +28,10 @@ def check_job(job: Job, tasks: Path, lease: float) -> None:
     """
     _check_participants(job)
     federated = job.federated
-    if federated.selection == "utility" and federated.secure_aggregation:
+    if federated.selection != "uniform" and federated.secure_aggregation:
         raise UserError(
-            'federated.selection="utility" lets the server choose the devices of a secure sum, '
-            "which the devices of this server refuse: they are selected by lottery; remove it, "
+            f'federated.selection="{federated.selection}" lets the server choose the devices of a '
+            "secure sum, which the devices of this server refuse: they are selected by lottery; remove it, "
             "or set federated.secure_aggregation=false"
         )
     if job.time.lease_seconds != lease:
@@ -46,6 +48,9 @@ def check_job(job: Job, tasks: Path, lease: float) -> None:
         _check_module(job, tasks, key, name)
     if ":" not in job.strategy.policy:  # an external module is in the folder of the task
         load_policy(job.strategy)
+    CheckedSelection(federated)
+    if federated.aggregation != "mean":
+        load_rule(federated)
     check_budgets(job)
     if job.task.data is not None:
         path = (tasks / job.task.data).resolve()

@@ -10,13 +10,12 @@ import torch
 
 from isthmus.errors import JobError, RoundFailed, UpdateError, UserError
 from isthmus.job.federated import FederatedSection
-from isthmus.provided import make_provided
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_server.model.update_decoding import UpdateSpool
+from isthmus_server.regimes.aggregation.loading import load_rule
 from isthmus_server.regimes.aggregation.rule import (
-    RULES,
     AggregatedRound,
     AggregationRule,
     RoundAggregation,
@@ -48,14 +47,7 @@ class RuleExtension:
         self._shown = f"federated.aggregation={federated.aggregation!r}"
         self._max_bytes = federated.aggregation_max_bytes
         self._layout = layout
-        rule = make_provided(RULES, federated.aggregation, self._shown, federated)
-        if not callable(getattr(rule, "begin", None)):
-            raise JobError(f"{self._shown} is not an aggregation rule: it has no begin()")
-        if not isinstance(getattr(rule, "needs_all", None), bool):
-            raise JobError(
-                f"{self._shown} is not an aggregation rule: needs_all is neither True nor False"
-            )
-        self._rule: AggregationRule = rule
+        self._rule = load_rule(federated)
         try:
             self._check_size(federated.cohort)
         except RoundFailed as error:
