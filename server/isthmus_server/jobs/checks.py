@@ -31,8 +31,8 @@ def check_job(job: Job, tasks: Path, lease: float) -> None:
     if federated.selection != "uniform" and federated.secure_aggregation:
         raise UserError(
             f'federated.selection="{federated.selection}" lets the server choose the devices of a '
-            "secure sum, which the devices of this server refuse: they are selected by lottery; remove it, "
-            "or set federated.secure_aggregation=false"
+            "secure sum, which the devices of this server refuse: they are selected by lottery; "
+            "remove it, or set federated.secure_aggregation=false"
         )
     if job.time.lease_seconds != lease:
         raise UserError(
