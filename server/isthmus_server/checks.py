@@ -15,6 +15,7 @@ from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.division import divide
 from isthmus.tensors.sending_rates import check_compression
+from isthmus_privacy.compression.single_updates import load_codec
 from isthmus_server.model.optimizers import check_round_length, make_optimizer
 from isthmus_server.privacy.run_budgets import check_budgets
 from isthmus_server.regimes.run_aggregation import aggregation_of
@@ -53,6 +54,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
     check_round_length(job, task, model)
     aggregation_of(job.federated, division.exchanged)
+    load_codec(job.federated)
     check_budgets(job)
     vector = _device_metrics(job, task)
     on_devices = []

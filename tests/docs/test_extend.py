@@ -8,8 +8,11 @@ import pytest
 import yaml
 from tests.outside_package import OutsidePackage
 
+from isthmus.tensors.exchange_set import TensorLayout
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extend.md").read_text()
+SHAPES = {"bias": (3,), "weight": (3, 4)}
 JOB = """
 name = "extended"
 rounds = 2
@@ -109,3 +112,12 @@ def test_a_tracker_from_outside(extended):
     assert list(logged) == ["1", "2"]
     assert all(float(row.split(",")[2]) == 3 for row in logged.values())
     assert report["status"] == "finished"
+
+
+def test_an_update_codec_from_outside(extended):
+    report, _ = extended(
+        "isthmus.update_codecs", "half", "HalfPrecision", "--set=federated.codec=half"
+    )
+    assert accepted(report) == [3, 3]
+    sent = {receipt["bytes_in"] for row in report["rounds"] for receipt in row["receipts"]}
+    assert sent == {TensorLayout.from_shapes(SHAPES).nbytes - 2 * 15}  # 15 elements, halved

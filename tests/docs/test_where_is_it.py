@@ -16,6 +16,7 @@ ENTRY_POINT_GROUPS = {
     "isthmus.federated_extensions",
     "isthmus.policies",
     "isthmus.trackers",
+    "isthmus.update_codecs",
 }
 
 

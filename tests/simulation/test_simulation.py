@@ -411,3 +411,13 @@ def test_stacked_devices_and_single_ones_have_updates_for_a_rule(simulate, tmp_p
     )
     torch.testing.assert_close(stacked, single, rtol=1e-4, atol=1e-6)
     assert not torch.allclose(stacked, mean, atol=1e-4)
+
+
+def test_simulated_devices_encode_their_updates(simulate):
+    report = simulate("federated.codec=rounded", "federated.codec_settings={bits=4}")
+    plain = simulate(name="plain")
+    sent, whole = (
+        {each.bytes_in for row in one.rounds for each in row.receipts} for one in (report, plain)
+    )
+    assert max(sent) < min(whole)
+    assert [row.participants.accepted for row in report.rounds] == [4, 4]

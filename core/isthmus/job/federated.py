@@ -182,6 +182,12 @@ class FederatedSection(Section):
     for each parameter. Default: every device receives the whole model, 32 bits for each."""
     compression: Compression | None = None
     """Send fewer bytes from devices. Default: 32 bits for every element."""
+    codec: ProvidedName | None = None
+    """How devices encode their updates in rounds without secure sums: `rounded`, `block-top-k`, or
+    a codec that a package provides, which the devices need too. Default: 32 bits for every
+    element."""
+    codec_settings: Annotated[dict[str, Any], FREE] = Field(default={})
+    """Settings of this codec, see docs/extend.md."""
     privacy: FederatedPrivacy | None = None
     """Differential privacy of each device's own examples; none by default."""
 
@@ -332,6 +338,25 @@ class FederatedSection(Section):
             raise ValueError(
                 "compression keeps one remainder on each device, which belongs to the sum of all "
                 "devices, and groups sums them by group; remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_codec_has_single_updates(self) -> FederatedSection:
+        if self.codec is None:
+            if self.codec_settings:
+                raise ValueError("codec_settings has no effect without codec; name one")
+            return self
+        if self.secure_aggregation:
+            raise ValueError(
+                f"codec={self.codec!r} encodes single updates, and federated.secure_aggregation is "
+                "on, whose sums need elements of one ring; set secure_aggregation = false if the "
+                "server may see each update, or use federated.compression"
+            )
+        if self.mode != "rounds" or self.flower is not None:
+            raise ValueError(
+                f"codec={self.codec!r} needs mode = 'rounds' and no flower; remove it, or change "
+                "these"
             )
         return self
 

@@ -106,6 +106,10 @@ class PrivacySection(Section):
             "federated.flower runs code that Isthmus does not clip; remove one of them"
             if federated.flower is not None
             else "",
+            f"federated.codec={federated.codec!r} encodes updates after they are clipped, and what "
+            "is decoded may be longer; remove one of them"
+            if federated.codec is not None
+            else "",
             f"federated.aggregation={federated.aggregation!r} is no mean of clipped updates, for "
             "which the noise is made; remove one of them"
             if federated.aggregation != "mean"

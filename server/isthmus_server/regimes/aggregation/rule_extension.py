@@ -24,6 +24,7 @@ from isthmus_server.regimes.aggregation.rule import (
 )
 from isthmus_server.regimes.base import AttemptSpec, FederatedAttempt
 from isthmus_server.regimes.plaintext import PlaintextAttempt
+from isthmus_server.regimes.received_update import decoded_update
 
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
@@ -126,8 +127,7 @@ class RuleAggregator:
 
     async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
         """Fetch an update and give it to the rule; see `Aggregator.add`."""
-        layout = self._context.layout
-        with UpdateSpool(self._context.spool, expected_bytes=layout.nbytes) as spool:
+        with UpdateSpool(self._context.spool, expected_bytes=trained.result.size) as spool:
             await self._context.link.fetch(name, trained.result, spool.write, spool.take)
             await to_the_end(self._add(name, trained.examples, spool, accept))
 
@@ -141,7 +141,8 @@ class RuleAggregator:
                     f"its weight={examples} does not fit: it must be at least 1 and at most "
                     f"{max_weight}, twice the examples declared at the start"
                 )
-            vector = await asyncio.to_thread(spool.read, self._context.layout)
+            round_ = self._facts.round
+            vector = await asyncio.to_thread(decoded_update, self._context, round_, spool)
             accept()
             update = SingleUpdate(device=name, examples=examples, vector=vector)
             if self._kept is not None:
