@@ -205,11 +205,13 @@ async def test_a_rule_s_state_is_committed_with_the_round(outside, deployment):
     assert other.model_sha256 != whole.model_sha256
 
 
-async def test_a_hybrid_round_merges_the_rule_s_result(run_with_datacenter):
+@pytest.mark.parametrize("merge", ["weighted", "projected", "transfer"])
+async def test_a_hybrid_round_merges_the_rule_s_result(run_with_datacenter, merge):
     overrides = (
         "federated.secure_aggregation=false",
         "federated.aggregation=median",
         "strategy.policy=hybrid",
+        f"strategy.merge={merge}",
         "rounds=2",
     )
     store, coordinator, _ = await run_with_datacenter(*overrides)

@@ -9,6 +9,7 @@ import torch
 from isthmus.errors import JobError, RoundFailed, UserError
 from isthmus.job import read_job, with_changes, write_job
 from isthmus.tensors.exchange_set import TensorLayout
+from isthmus_server.jobs.checks import check_job
 from isthmus_server.model.fixed_point_sum import TILE
 from isthmus_server.regimes.aggregation.coordinate_wise import Median, TrimmedMean
 from isthmus_server.regimes.aggregation.krum import Krum, MultiKrum
@@ -216,3 +217,21 @@ def test_devices_see_the_rule_in_the_job_and_no_other_job_changes(make_job):
     job = make_job("federated.aggregation=krum", "federated.aggregation_settings.faulty=1")
     assert '"aggregation":"krum","aggregation_settings":{"faulty":1}' in write_job(job)
     assert read_job(write_job(job)) == job
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["federated.aggregation=medain"], r"aggregation='medain' is unknown"),
+        (["federated.aggregation=norm-bound"], r"aggregation_settings\.norm is missing"),
+        (["federated.codec=ruonded"], r"codec='ruonded' is unknown"),
+        (["federated.selection=nearest"], r"selection='nearest' is unknown"),
+    ],
+)
+def test_a_submitted_job_names_what_the_server_has(
+    make_job, write_task, tmp_path, overrides, sentence
+):
+    write_task()
+    check_job(make_job("federated.aggregation=median"), tmp_path, 10.0)
+    with pytest.raises(UserError, match=sentence):
+        check_job(make_job(*overrides), tmp_path, 10.0)
