@@ -49,6 +49,22 @@ API: dict[str, tuple[str, list[str]]] = {
             "isthmus_server.strategy.Stop",
         ],
     ),
+    "Parts of other packages": (
+        "Protocols of what packages add by entry points. See [extend Isthmus](../extend.md).",
+        [
+            "isthmus_server.regimes.aggregation.rule.AggregationRule",
+            "isthmus_server.regimes.aggregation.rule.RoundAggregation",
+            "isthmus_server.regimes.aggregation.rule.RuleWithState",
+            "isthmus_server.regimes.aggregation.rule.SingleUpdate",
+            "isthmus_server.regimes.aggregation.rule.AggregatedRound",
+            "isthmus_server.strategy.selection.DeviceSelection",
+            "isthmus_server.strategy.selection.SelectionRequest",
+            "isthmus_privacy.compression.single_updates.SingleUpdateCodec",
+            "isthmus_privacy.compression.single_updates.EncodedRound",
+            "isthmus_server.observability.trackers.tracker.Tracker",
+            "isthmus_server.observability.trackers.tracker.TrackedRun",
+        ],
+    ),
     "Secure aggregation": (
         "State machines without input or output: messages in, messages out. "
         "See the [threat model](../threat-model.md).",

@@ -15,19 +15,21 @@ from isthmus.task.measurements.evaluation import EvaluationVector, check_evaluat
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.division import divide
 from isthmus.tensors.sending_rates import check_compression
+from isthmus_privacy.compression.single_updates import load_codec
 from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.model.optimizers import check_round_length, make_optimizer
-from isthmus_server.regimes.base import load_extension
+from isthmus_server.regimes.run_aggregation import aggregation_of
 from isthmus_server.rounds.measurements.followed_metrics import (
     check_followed_metrics,
     followed_metrics,
 )
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.strategy.observation import unknown_metric
+from isthmus_server.strategy.selection import CheckedSelection
 
 
 def check(job: Job, task: Task, base: Path) -> str:
-    """Build the policy, model, optimizer and Flower strategy of a job, and evaluate one batch.
+    """Build the policy, model, optimizer and aggregation of a job, and evaluate one batch.
 
     Returns what was tried.
 
@@ -37,6 +39,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     policy = load_policy(job.strategy)
     _check_population(job)
     check_participants(job, policy, _devices(job))
+    CheckedSelection(job.federated)
     if 0 < job.federated.clients < job.federated.cohort:
         raise JobError(
             f"federated.cohort={job.federated.cohort} is above federated.clients="
@@ -50,7 +53,8 @@ def check(job: Job, task: Task, base: Path) -> str:
         check_compression(division.exchanged, one_in_of, job.exchange.buffers)
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
     check_round_length(job, task, model)
-    load_extension(job.federated, division.exchanged)
+    aggregation_of(job.federated, division.exchanged)
+    load_codec(job.federated)
     check_budgets(job)
     vector = _device_metrics(job, task)
     on_devices = []

@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ["where-is-it.md", "architecture.md", "life-of-a-round.md"]
+PAGES = ["where-is-it.md", "architecture.md", "extend.md", "life-of-a-round.md"]
 ENTRY_POINT_GROUPS = {
+    "isthmus.aggregation_rules",
     "isthmus.checks",
     "isthmus.commands",
+    "isthmus.device_selections",
     "isthmus.federated_extensions",
     "isthmus.policies",
+    "isthmus.trackers",
+    "isthmus.update_codecs",
 }
 
 

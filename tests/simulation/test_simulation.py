@@ -396,3 +396,28 @@ def test_what_fails_alike_on_all_devices_is_logged_once(simulate, write_task, ca
     with pytest.raises(CannotContinue, match="no device had a usable update"):
         simulate("attempts=1", "federated.secure_aggregation=true", ONE_BY_ONE)
     assert caplog.text.count("because of its task") == 1
+
+
+@pytest.mark.parametrize("rule", ["median", "norm-bound"])
+def test_stacked_devices_and_single_ones_have_updates_for_a_rule(simulate, tmp_path, rule):
+    settings = "{norm=0.05}" if rule == "norm-bound" else "{}"
+    overrides = (f"federated.aggregation={rule}", f"federated.aggregation_settings={settings}")
+    simulate(*overrides, name="stacked")
+    simulate(*overrides, ONE_BY_ONE, name="single")
+    simulate(name="mean")
+    stacked, single, mean = (
+        torch.cat([each.flatten() for each in load_model(tmp_path / name).parameters()])
+        for name in ("stacked", "single", "mean")
+    )
+    torch.testing.assert_close(stacked, single, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(stacked, mean, atol=1e-4)
+
+
+def test_simulated_devices_encode_their_updates(simulate):
+    report = simulate("federated.codec=rounded", "federated.codec_settings={bits=4}")
+    plain = simulate(name="plain")
+    sent, whole = (
+        {each.bytes_in for row in one.rounds for each in row.receipts} for one in (report, plain)
+    )
+    assert max(sent) < min(whole)
+    assert [row.participants.accepted for row in report.rounds] == [4, 4]

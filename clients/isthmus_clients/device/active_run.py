@@ -336,6 +336,33 @@ class ActiveRun:
         if self.job.privacy is not None:
             clip_to_norm(self.layout.decode(update), self.job.privacy.clip)
 
+    def check_update_codec(self) -> None:
+        """Refuse a run whose codec is not installed on this device.
+
+        Raises:
+            UserError: it is not, or its settings cannot be used.
+        """
+        if self.job.federated.codec is not None:
+            from isthmus_privacy.compression.single_updates import load_codec
+
+            load_codec(self.job.federated)
+
+    def encoded(self, work: link_pb2.TrainLocal, update: Buffer) -> Buffer:
+        """What is sent of an update: its bytes, or those of the job's codec.
+
+        Raises:
+            UpdateError: the codec failed, or more is wanted than an update.
+        """
+        if self.job.federated.codec is None:
+            return update
+        from isthmus_privacy.compression.single_updates import UpdateMessages
+
+        if work.gradient_scale:
+            raise UpdateError("federated.codec encodes an update, and a gradient is asked for too")
+        messages = UpdateMessages.of(self.job, self.layout)
+        assert messages is not None
+        return bytearray(messages.encode(self.layout.decode(update), work.round))
+
     def check_group(self, group: str, clients_min: int) -> None:
         """Refuse a sum of a group, unless it is the device's own and large enough.
 

@@ -313,7 +313,8 @@ class Agent:
         report = progress if run.reports else lambda _: None
         with constant_failures(run.account is not None, self._log_file, on_data=True):
             trained, update = self.host.train(request.id, work, payload, report)
-        run.protect(trained, update)
+            run.protect(trained, update)
+            update = run.encoded(work, update)
         trained.result.CopyFrom(self._named(update))
         return link_pb2.Reply(trained=trained), update
 
@@ -373,6 +374,7 @@ class Agent:
             allowed.check(run.personal)
             if run.job.federated.compression is not None:
                 allowed.check(run.layout)  # of residuals, which are kept between rounds, too
+        run.check_update_codec()
         self._secure.run_opened(work.run_id)
         secure = run.job.federated.secure_aggregation
         with constant_failures(secure, self._log_file, on_data=True):

@@ -213,6 +213,9 @@ class DeviceRun:
             work.round, position, start, added, progress, stopped, self.job.federated
         )
         self._subtract_end(start)
+        if (factor := self.job.federated.normalization(steps)) != 1:
+            # Running statistics are no sums over steps.
+            start[: self.layout.trained_size].mul_(factor)
         personal_is_finite = self._keep(personal)
         if not gradient_is_finite:
             raise TaskError(

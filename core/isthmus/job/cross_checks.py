@@ -222,6 +222,16 @@ def _privacy_of_updates(job: JobTables) -> Iterator[str]:
     yield from _noise_of_updates(job)
     if job.federated.flower is not None:
         yield "privacy: federated.flower runs code that Isthmus does not clip; remove one of them"
+    if job.federated.codec is not None:
+        yield (
+            f"privacy: federated.codec={job.federated.codec!r} encodes updates after they are "
+            "clipped, and what is decoded may be longer; remove one of them"
+        )
+    if job.federated.aggregation != "mean":
+        yield (
+            f"privacy: federated.aggregation={job.federated.aggregation!r} is no mean of clipped "
+            "updates, for which the noise is made; remove one of them"
+        )
     if job.federated.mode == "buffered":
         yield "privacy: federated.mode='buffered' sums updates to different models; use 'rounds'"
     if job.federated.compression is not None:
@@ -317,6 +327,11 @@ def _privacy_of_device_examples(job: JobTables) -> Iterator[str]:
         yield (
             "federated.privacy: federated.compression sums the devices' losses with their "
             "updates, and these have no noise; remove one of them"
+        )
+    if federated.normalized_steps is not None:
+        yield (
+            "federated.privacy: federated.normalized_steps divides by a device's steps, which "
+            "follow from the number of its examples, and this is protected; remove it"
         )
     if federated.local_steps == 0:
         yield "federated.privacy: federated.local_steps=0 trains nothing; set at least 1"

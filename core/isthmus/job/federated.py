@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,10 @@ from isthmus.errors import JobError
 from isthmus.job.exchange import Compression
 from isthmus.job.flower import FlowerSection
 from isthmus.job.privacy import FederatedPrivacy
-from isthmus.job.section import DeviceHours, GroupName, PositiveSeconds, Section
+from isthmus.job.section import FREE, DeviceHours, GroupName, PositiveSeconds, Section
+
+ProvidedName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+"""Name of what Isthmus or another installed package provides, by an entry point."""
 
 
 class Participation(Section):
@@ -93,7 +96,7 @@ MAX_SECURE_COHORT = 1400
 device, and messages have at most 4 MiB."""
 
 
-_SELECTION = ("over_selection", "selection", "utility", "participation")
+_SELECTION = ("over_selection", "selection", "selection_settings", "utility", "participation")
 """Keys for selecting the devices of a round, which a ServerApp does by itself."""
 
 
@@ -113,8 +116,11 @@ class FederatedSection(Section):
     """Invite cohort x this; the first `cohort` to report are taken (Bonawitz et al. 2019)."""
     quorum: Annotated[int, Field(ge=1)] | None = None
     """Least number of updates of a committed round. Default: three quarters of the cohort."""
-    selection: Literal["uniform", "utility"] = "uniform"
-    """Which available devices are invited: random ones, or those with the highest `utility`."""
+    selection: ProvidedName = "uniform"
+    """Which available devices are invited: `uniform`, random ones; `utility`, those with the
+    highest `utility`; or a selection that a package provides."""
+    selection_settings: Annotated[dict[str, Any], FREE] = Field(default={})
+    """Settings of a selection that a package provides, see docs/extend.md."""
     utility: Utility = Utility()
     """For selection = "utility"."""
     participation: Participation | None = None
@@ -138,6 +144,10 @@ class FederatedSection(Section):
     """Parts of a batch trained in sequence before an optimizer step, to save memory."""
     proximal: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """mu of the FedProx term mu/2 |w - w_round|^2 (Li et al. 2020); 0 is off."""
+    normalized_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Each device multiplies its update by this number / the steps that it made, so that those with
+    more data or epochs do not draw the model to themselves (FedNova, Wang et al. 2020, with this
+    number as tau_eff, for plain SGD). Default: updates stay as long as they are."""
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Largest 2-norm of the whole gradient of a local step; a longer one is scaled down. Default:
     no limit."""
@@ -154,6 +164,15 @@ class FederatedSection(Section):
     """With secure aggregation, elements of an update are clipped to [-clip, clip]."""
     max_examples: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
     """With secure aggregation, the largest weight of a device, in examples."""
+    aggregation: ProvidedName = "mean"
+    """How the updates of a round become one: `mean`, weighted by examples; `median`,
+    `trimmed-mean`, `krum`, `multi-krum`, `norm-bound`, or a rule that a package provides. All but
+    `mean` need single updates, so secure_aggregation = false."""
+    aggregation_settings: Annotated[dict[str, Any], FREE] = Field(default={})
+    """Settings of this rule, see docs/extend.md."""
+    aggregation_max_bytes: Annotated[int, Field(ge=1)] = 4 << 30
+    """Most bytes of a round's updates, cohort x model, that are in the server's memory at once, for
+    a rule that needs all of them."""
     flower: FlowerSection | None = None
     """Aggregate with a strategy of Flower."""
     groups: Groups | None = None
@@ -163,6 +182,12 @@ class FederatedSection(Section):
     for each parameter. Default: every device receives the whole model, 32 bits for each."""
     compression: Compression | None = None
     """Send fewer bytes from devices. Default: 32 bits for every element."""
+    codec: ProvidedName | None = None
+    """How devices encode their updates in rounds without secure sums: `rounded`, `block-top-k`, or
+    a codec that a package provides, which the devices need too. Default: 32 bits for every
+    element."""
+    codec_settings: Annotated[dict[str, Any], FREE] = Field(default={})
+    """Settings of this codec, see docs/extend.md."""
     privacy: FederatedPrivacy | None = None
     """Differential privacy of each device's own examples; none by default."""
 
@@ -170,6 +195,12 @@ class FederatedSection(Section):
     def _work_and_quorum_fit(self) -> FederatedSection:
         if self.local_epochs is not None and self.local_steps is not None:
             raise ValueError("set local_epochs or local_steps, not both")
+        if self.normalized_steps is not None and self.local_steps is not None:
+            raise ValueError(
+                f"normalized_steps={self.normalized_steps} is for devices whose numbers of steps "
+                f"differ, and local_steps={self.local_steps} gives all of them the same; remove "
+                "one of them"
+            )
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"batch_size={self.batch_size} cannot be divided into accumulate="
@@ -229,6 +260,39 @@ class FederatedSection(Section):
         )
 
     @model_validator(mode="after")
+    def _a_rule_sees_updates(self) -> FederatedSection:
+        """The settings of a rule are checked by the rule, which only the server needs to have."""
+        rule = f"aggregation={self.aggregation!r}"
+        if self.aggregation == "mean":
+            if self.aggregation_settings:
+                raise ValueError(
+                    f"aggregation_settings has no effect on {rule}; name a rule, or remove it"
+                )
+            return self
+        if self.secure_aggregation:
+            raise ValueError(
+                f"{rule} needs single updates, and federated.secure_aggregation is on; set "
+                "secure_aggregation = false if the server may see each of them, or remove "
+                "aggregation"
+            )
+        if self.mode == "buffered":
+            raise ValueError(
+                f"{rule} compares updates to one model, and those of mode='buffered' are to "
+                "several; set mode = 'rounds', or remove aggregation"
+            )
+        if self.flower is not None:
+            raise ValueError(f"{rule} and flower both replace the mean; remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _a_selection_has_settings(self) -> FederatedSection:
+        if self.selection_settings and self.selection in ("uniform", "utility"):
+            raise ValueError(
+                f"selection_settings has no effect on selection={self.selection!r}; remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _buffer_fits(self) -> FederatedSection:
         if self.mode == "rounds":
             return self
@@ -278,6 +342,25 @@ class FederatedSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_codec_has_single_updates(self) -> FederatedSection:
+        if self.codec is None:
+            if self.codec_settings:
+                raise ValueError("codec_settings has no effect without codec; name one")
+            return self
+        if self.secure_aggregation:
+            raise ValueError(
+                f"codec={self.codec!r} encodes single updates, and federated.secure_aggregation is "
+                "on, whose sums need elements of one ring; set secure_aggregation = false if the "
+                "server may see each update, or use federated.compression"
+            )
+        if self.mode != "rounds" or self.flower is not None:
+            raise ValueError(
+                f"codec={self.codec!r} needs mode = 'rounds' and no flower; remove it, or change "
+                "these"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _changes_can_be_sent(self) -> FederatedSection:
         if self.download_bits is not None and (self.mode != "rounds" or self.flower is not None):
             raise ValueError(
@@ -294,6 +377,19 @@ class FederatedSection(Section):
         if self.local_steps is not None:
             return self.local_steps
         return (self.local_epochs or 1) * -(-examples // self.batch_size)
+
+    def normalization(self, steps: int) -> float:
+        """Factor of the update of a device that made so many steps.
+
+        Steps that train only what is personal do not count.
+
+        >>> FederatedSection(normalized_steps=10).normalization(40)
+        0.25
+        """
+        counted = steps - self.personal_steps
+        if self.normalized_steps is None or counted < 1:
+            return 1.0
+        return self.normalized_steps / counted
 
     def weight(self, examples: int) -> int:
         """What an update counts: the device's examples, or 1 if these are protected."""
@@ -367,6 +463,7 @@ _TRAINING = (
     "batch_size",
     "accumulate",
     "proximal",
+    "normalized_steps",
     "clip_norm",
     "precision",
     "compile",

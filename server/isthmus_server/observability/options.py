@@ -32,8 +32,9 @@ def observed(command: _F) -> _F:
         click.option(
             "--track",
             multiple=True,
-            metavar="TRACKER",
-            help="Log rounds to tensorboard, mlflow[=URI], wandb[=PROJECT] or otel[=URL].",
+            metavar="NAME[=TARGET]",
+            help="Log rounds to tensorboard, mlflow[=URI], wandb[=PROJECT], otel[=URL] or another "
+            "tracker that is installed.",
         ),
     )
     for option in options:

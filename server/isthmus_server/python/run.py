@@ -213,7 +213,7 @@ def run(
         wait: return when the run has ended; otherwise at once, see `Run.wait`.
         quiet: print nothing.
         track: trackers of the rounds: `tensorboard`, `mlflow`, `mlflow=URI`, `wandb`,
-            `wandb=PROJECT`, `otel`, `otel=URL`.
+            `wandb=PROJECT`, `otel`, `otel=URL`, or those of installed packages.
         **overrides: other values of the job's keys: ``rounds=3``, ``**{"federated.clients": 4}``.
 
     Raises:

@@ -9,6 +9,7 @@ from isthmus.job import Job
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.requests import fingerprint_of
 from isthmus.wire import link_pb2
+from isthmus_privacy.compression.single_updates import UpdateMessages
 from isthmus_privacy.purpose import RunPurpose
 from isthmus_privacy.secagg.identity import Directory
 from isthmus_server.budgets.budget import PrivacyBudget
@@ -45,6 +46,9 @@ class FederatedContext:
             unmaskings: where secure sums are noted before they are unmasked; None for memory only.
             privacy: of a job with `[privacy]`.
             sums: the committed sums of the run so far; None for none.
+
+        Raises:
+            UserError: the job's codec cannot be used.
         """
         self.link = link
         self.job = job
@@ -56,6 +60,8 @@ class FederatedContext:
         self.unmaskings = unmaskings or UnmaskingLog()
         self.privacy = privacy
         self.sums = sums or CommittedSums()
+        self.messages = UpdateMessages.of(job, layout)
+        """Encoded updates of plaintext rounds; None if they are sent as they are."""
         self._sum: MmapBuffer | None = None
 
     @functools.cached_property

@@ -13,11 +13,11 @@ from isthmus_server.regimes.base import (
     AttemptSpec,
     FederatedAttempt,
     FederatedResult,
-    load_extension,
 )
 from isthmus_server.regimes.buffered import BufferedDevices
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.plaintext import PlaintextAttempt, WeightedMeanAggregator
+from isthmus_server.regimes.run_aggregation import aggregation_of
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.regimes.secure_sums.groups import GroupedAttempt, UnmaskingGate
 from isthmus_server.regimes.secure_sums.round_configs import training_config
@@ -30,14 +30,14 @@ class FederatedRegime:
     """Trains rounds on the devices of one run."""
 
     def __init__(self, context: FederatedContext) -> None:
-        """Load the extension that the job names, if any.
+        """Load the aggregation that the job names, if any besides the mean.
 
         Raises:
             UserError: the extension cannot be used.
         """
         self.context = context
         settings = context.job.federated
-        self.extension = load_extension(settings, context.layout)
+        self.extension = aggregation_of(settings, context.layout)
         self.buffered = BufferedDevices(context) if settings.mode == "buffered" else None
         """Devices that train across rounds; only in buffered mode."""
         self._attempt: FederatedAttempt | None = None

@@ -17,10 +17,12 @@ from isthmus.errors import RoundFailed, UpdateError
 from isthmus.transport.requests import position_message
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
+from isthmus_server.model.fixed_point_sum import TILE
 from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 from isthmus_server.regimes.base import Aggregator, AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.regimes.reasons import UNREACHABLE, summarize_failures
+from isthmus_server.regimes.received_update import decoded_update
 from isthmus_server.storage.records import Receipt
 from isthmus_server.transport.sanitize import check_figures
 
@@ -127,7 +129,11 @@ class PlaintextAttempt:
         with contextlib.suppress(CallFailed):
             async with call(link, name, request, "trained", self._receipts) as reply:
                 trained = reply.trained
-                check_update(trained, spec.result_layout(self._context.layout).nbytes)
+                messages = self._context.messages
+                if messages is None:
+                    check_update(trained, spec.result_layout(self._context.layout).nbytes)
+                else:
+                    check_encoded_update(trained, messages.max_bytes)
                 # Each takes a file, and a cohort can finish at once.
                 async with self._uploads:
                     await self._aggregator.add(name, trained, lambda: self._accept(name, trained))
@@ -152,17 +158,42 @@ class WeightedMeanAggregator:
 
     def __init__(self, context: FederatedContext, spec: AttemptSpec) -> None:
         self._context = context
+        self._round = spec.round
         self._layout = spec.result_layout(context.layout)
         self._total = context.weighted_sum(sum(spec.cohort.values()), self._layout.size)
 
     async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
         """Add an update while it arrives; see `Aggregator.add`."""
         layout = self._layout
+        weight = trained.examples if self._context.privacy is None else 1
+        if self._context.messages is not None:
+            size = trained.result.size
+            with UpdateSpool(self._context.spool, expected_bytes=size) as spool:
+                await self._context.link.fetch(name, trained.result, spool.write, spool.take)
+                await to_the_end(self._add_decoded(spool, weight, accept))
+            return
         with UpdateSpool(self._context.spool, expected_bytes=layout.nbytes) as spool:
-            weight = trained.examples if self._context.privacy is None else 1
             update = StreamingUpdate(spool, self._total, layout, weight)
             async with added(self._context.link, name, trained.result, update):
                 accept()
+
+    async def _add_decoded(
+        self, spool: UpdateSpool, weight: int, accept: Callable[[], None]
+    ) -> None:
+        """Decode an encoded update and add it, unless it is not accepted any more."""
+        vector = await asyncio.to_thread(decoded_update, self._context, self._round, spool)
+        self._total.reserve(weight)
+        tiles = [(start, vector[start : start + TILE]) for start in range(0, len(vector), TILE)]
+        await asyncio.to_thread(self._add_tiles, tiles, weight)
+        try:
+            accept()
+        except UpdateError:
+            await asyncio.to_thread(self._total.withdraw, tiles, weight)
+            raise
+
+    def _add_tiles(self, tiles: list[tuple[int, torch.Tensor]], weight: int) -> None:
+        for start, tile in tiles:
+            self._total.add(start, tile, weight)
 
     async def result(self) -> tuple[torch.Tensor, Any]:
         """The weighted mean; there is no state."""
@@ -200,6 +231,20 @@ def check_update(trained: link_pb2.Trained, nbytes: int) -> None:
     if trained.result.size != nbytes:
         raise UpdateError(
             f"its update has {trained.result.size} bytes where this exchange set takes {nbytes}"
+        )
+
+
+def check_encoded_update(trained: link_pb2.Trained, max_bytes: int) -> None:
+    """Check a device's reply before its encoded update is fetched.
+
+    Raises:
+        UpdateError: figures that are not finite, or an update of more than `max_bytes`.
+    """
+    check_figures(trained)
+    if trained.result.size > max_bytes:
+        raise UpdateError(
+            f"its encoded update has {trained.result.size} bytes where federated.codec takes at "
+            f"most {max_bytes}"
         )
 
 

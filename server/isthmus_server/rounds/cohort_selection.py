@@ -29,6 +29,7 @@ from isthmus_server.storage.store import Store
 from isthmus_server.storage.unmasking_log import Unmasking
 from isthmus_server.strategy.device_selection import select_devices
 from isthmus_server.strategy.gradients import REST
+from isthmus_server.strategy.selection import CheckedSelection, SelectionRequest
 from isthmus_server.transport.enrolment import Enrolments
 
 _EVALUATIONS = 1 << 32
@@ -80,6 +81,11 @@ class CohortSelector:
         enrolments: Enrolments,
         store: Store,
     ) -> None:
+        """Load the selection that the job names.
+
+        Raises:
+            UserError: it cannot be used.
+        """
         self._job = job
         self._roster = roster
         self._availability = availability
@@ -89,6 +95,7 @@ class CohortSelector:
         self._run_id = store.run_id
         self._unmaskings = store.unmaskings
         self._repeated: PlannedAttempt | None = None
+        self._selection = CheckedSelection(job.federated)
 
     async def repeat(self, interrupted: PlannedAttempt) -> None:
         """Wait for the devices of an attempt that a crash interrupted, to invite the same again.
@@ -338,18 +345,18 @@ class CohortSelector:
         return self._cohort(drawn.names, drawn.draw, drawn.selected_ppm, drawn.shortage)
 
     def _usual(self, number: int, ready: Collection[str], count: int) -> SelectedCohort:
-        """A sample by the job's seed; the devices of a round may be selected by utility."""
-        settings = self._job.federated
-        guided = settings.utility if settings.selection == "utility" and number > 0 else None
-        names = select_devices(
-            ready,
-            count=count,
-            seed=self._job.seed,
-            round_=number,
+        """The devices of a round by the job's selection; others are a sample by its seed."""
+        seed = self._job.seed
+        if number <= 0:  # what a measurement says must not depend on who is preferred in training
+            return self._cohort(select_devices(ready, count=count, seed=seed, round_=number))
+        request = SelectionRequest(
+            round=number,
+            count=min(count, len(ready)),
+            devices={name: self._roster.clients[name].examples for name in sorted(ready)},
             records=self._availability.attendance.records,
-            guided=guided,
+            seed=seed,
         )
-        return self._cohort(names)
+        return self._cohort(self._selection.select(request))
 
     def _cohort(
         self,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Iterable
-from importlib.metadata import entry_points
 from typing import Any
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, UserError
 from isthmus.job import Job, StrategySection
+from isthmus.provided import load_provided, provided
 from isthmus_server.strategy.policies import BUILT_IN
 from isthmus_server.strategy.policy import Kind, Policy
 
@@ -24,8 +24,8 @@ def load_policy(strategy: StrategySection) -> Policy:
     """Construct the policy that a job names.
 
     Raises:
-        JobError: there is no policy of that name, the object is not a policy, or its constructor
-            raised.
+        UserError: there is no policy of that name or several, the object is not a policy, or its
+            constructor raised.
     """
     # Built-in names first, so that no package that is installed can change what a job means.
     factory: Any = BUILT_IN.get(strategy.policy)
@@ -33,7 +33,7 @@ def load_policy(strategy: StrategySection) -> Policy:
         if factory is None:
             factory = _load_external(strategy.policy, BUILT_IN)
         policy: Policy = factory(strategy)
-    except JobError:
+    except UserError:
         raise
     except (Exception, SystemExit) as error:  # third-party code may raise anything
         raise JobError(
@@ -76,14 +76,14 @@ def check_participants(job: Job, policy: Policy, clients: int | None = None) -> 
 
 def _load_external(name: str, built_in: Iterable[str]) -> Any:
     """Load a policy class from an entry point, or from `module:Name`."""
-    provided = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    if name in provided:
-        return provided[name].load()
+    outside = provided(ENTRY_POINTS)
+    if name in outside:
+        return load_provided(ENTRY_POINTS, name, f"strategy.policy={name!r}")
     module, separator, attribute = name.partition(":")
     if not separator:
         raise JobError(
             f"strategy.policy={name!r} is unknown; choose one of "
-            f"{', '.join(sorted({*built_in, *provided}))}, or module:Name for your own"
+            f"{', '.join(sorted({*built_in, *outside}))}, or module:Name for your own"
         )
     if module.endswith(".py"):
         raise JobError(

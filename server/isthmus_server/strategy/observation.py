@@ -88,6 +88,8 @@ def observe(
         merge=job.strategy.merge,
         can_measure_gradients=job.federated.mode == "rounds"
         and job.federated.flower is None
+        and job.federated.aggregation == "mean"
+        and job.federated.codec is None
         and job.privacy is None
         and job.federated.privacy is None,
         can_compare=can_compare(job),

@@ -20,7 +20,9 @@ from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.device.task_host import InProcessHost, states_key
+from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.training.personal_state import PersonalStates
+from isthmus_privacy.compression.single_updates import UpdateMessages
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_simulation.devices.fleet import FleetRun, VirtualFleet
 from isthmus_simulation.devices.profiles import DeviceProfile
@@ -182,10 +184,15 @@ class VirtualDevice(Agent):
             return 0.0
         steps = device_run.data.step_count(device_run.job.federated)
         secure = getattr(request, str(kind)).secure
-        sent = device_run.layout.nbytes if kind == "train_local" else 0
+        sent = self._update_bytes(device_run) if kind == "train_local" else 0
         if secure:
             sent = RoundConfig.from_bytes(secure).payload_bytes
         return self.profile.seconds(received=received, steps=steps, sent=sent)
+
+    def _update_bytes(self, run: DeviceRun) -> int:
+        """Bytes of a single update: at most those of the job's codec, if it has one."""
+        messages = UpdateMessages.of(run.job, run.layout)
+        return run.layout.nbytes if messages is None else messages.max_bytes
 
     def _open(self, work: link_pb2.OpenRun, package: Buffer | None) -> link_pb2.Reply:
         self._active = None

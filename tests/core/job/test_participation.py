@@ -15,7 +15,8 @@ def test_hours_of_another_form_are_refused():
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("federated.selection=best", "federated.selection='best'"),
+        ("federated.selection=''", "federated.selection=''"),
+        ("federated.selection_settings={a=1}", "selection_settings has no effect on selection='un"),
         ("federated.participation={hours=3}", "federated.participation.rounds is missing"),
         ("federated.participation.rounds=0", "federated.participation.rounds=0"),
         ("federated.hours=[{opens='22:00', closes='06:00'}]", "federated.hours.0.devices is miss"),

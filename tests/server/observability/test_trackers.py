@@ -4,6 +4,7 @@ import http.server
 import threading
 
 import pytest
+from tests.outside_package import OutsidePackage
 from tests.server.storage.records import FINAL, failed_attempt, round_record
 
 from isthmus.errors import UserError
@@ -200,10 +201,47 @@ def test_a_trace_goes_from_the_round_to_devices_and_ranks(collector):
 
 
 def test_an_unknown_or_missing_tracker_is_named(monkeypatch):
-    with pytest.raises(UserError, match=r"^--track 'comet' is none of tensorboard, mlflow, "):
+    installed = r"^--track 'comet' is unknown; installed are mlflow, otel, tensorboard, wandb$"
+    with pytest.raises(UserError, match=installed):
         tracker_of("comet")
+    with pytest.raises(UserError, match=r"^--track 'wanbd' is unknown; did you mean wandb\? inst"):
+        tracker_of("wanbd=project")
+    with pytest.raises(UserError, match=r"^--track tensorboard takes no target"):
+        tracker_of("tensorboard=folder")
     with pytest.raises(UserError, match="takes the http:// or https:// URL of a collector"):
         tracker_of("otel=collector:4317")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"not installed; pip install 'isthmus\[mlflow\]'$"):
         tracker_of("mlflow=http://tracker.example")
+
+
+TRACKERS = """
+from isthmus.errors import UserError
+
+
+def picky(target):
+    raise UserError("--track picky needs a target of good taste")
+
+
+def broken(target):
+    raise OSError("no route")
+
+
+def empty(target):
+    return object()
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("picky=x", r"^--track picky needs a target of good taste$"),
+        ("broken", r"^--track 'broken' cannot be constructed: OSError: no route$"),
+        ("empty", r"^--track 'empty' is not a tracker: it has no begin\(\)$"),
+    ],
+)
+def test_a_tracker_that_cannot_be_used_is_reported(tmp_path, monkeypatch, option, sentence):
+    entries = {f"isthmus.trackers/{name}": name for name in ("picky", "broken", "empty")}
+    package = OutsidePackage(tmp_path, "outside_trackers", TRACKERS, entries)
+    with package.on_path(monkeypatch), pytest.raises(UserError, match=sentence):
+        tracker_of(option)

@@ -1,7 +1,7 @@
 import pytest
 from tests.server.strategy.observations import observe, past_round
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, UserError
 from isthmus.job import StrategySection
 from isthmus_server.strategy import Plan, Wait, load_policy
 from isthmus_server.strategy.answer_checks import checked_answer
@@ -141,6 +141,18 @@ def test_a_package_provides_a_policy_by_entry_point(write_policy, tmp_path):
     assert policy.plan(observe()).reason == "the package said so"
     with pytest.raises(JobError, match=r"choose one of .*, greedy, hybrid, .*module:Name"):
         load_policy(StrategySection(policy="gredy"))
+
+
+def test_a_policy_of_two_packages_is_refused(write_policy, tmp_path):
+    for package in ("greedy", "greedier"):
+        metadata = tmp_path / f"{package}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+        entry = write_policy("return Plan('hybrid', 'x')")
+        (metadata / "entry_points.txt").write_text(f"[isthmus.policies]\ngreedy = {entry}\n")
+    sentence = r"policy='greedy' is provided by several installed packages \(.*; uninstall all but"
+    with pytest.raises(UserError, match=sentence):
+        load_policy(StrategySection(policy="greedy"))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from isthmus_simulation.devices.stacks.training import DeviceTraining
         ("federated.local_steps=7",),
         ("federated.local_epochs=2",),
         ("federated.local_epochs=1", "federated.proximal=0.5"),
+        ("federated.local_epochs=2", "federated.normalized_steps=3"),
         ("federated.local_steps=7", "learning_rate.schedule=step", "learning_rate.step_size=2"),
         ("federated.local_steps=0",),
         (

@@ -10,7 +10,9 @@ from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.task import check_installed
 from isthmus_server.budgets.run_budgets import check_budgets
+from isthmus_server.regimes.aggregation.loading import load_rule
 from isthmus_server.strategy import load_policy
+from isthmus_server.strategy.selection import CheckedSelection
 
 
 def check_job(job: Job, tasks: Path, lease: float) -> None:
@@ -26,11 +28,11 @@ def check_job(job: Job, tasks: Path, lease: float) -> None:
     """
     _check_participants(job)
     federated = job.federated
-    if federated.selection == "utility" and federated.secure_aggregation:
+    if federated.selection != "uniform" and federated.secure_aggregation:
         raise UserError(
-            'federated.selection="utility" lets the server choose the devices of a secure sum, '
-            "which the devices of this server refuse: they are selected by lottery; remove it, "
-            "or set federated.secure_aggregation=false"
+            f'federated.selection="{federated.selection}" lets the server choose the devices of a '
+            "secure sum, which the devices of this server refuse: they are selected by lottery; "
+            "remove it, or set federated.secure_aggregation=false"
         )
     if job.time.lease_seconds != lease:
         raise UserError(
@@ -46,6 +48,13 @@ def check_job(job: Job, tasks: Path, lease: float) -> None:
         _check_module(job, tasks, key, name)
     if ":" not in job.strategy.policy:  # an external module is in the folder of the task
         load_policy(job.strategy)
+    CheckedSelection(federated)
+    if federated.codec is not None:
+        from isthmus_privacy.compression.single_updates import load_codec  # loads PyTorch
+
+        load_codec(federated)
+    if federated.aggregation != "mean":
+        load_rule(federated)
     check_budgets(job)
     if job.task.data is not None:
         path = (tasks / job.task.data).resolve()

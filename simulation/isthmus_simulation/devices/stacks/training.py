@@ -179,6 +179,8 @@ class StackedTraining:
             vector = layout.decode(result)
             for name, part in self.layout.parts(vector[-size:]):
                 torch.sub(model[name], ends[name][k], out=part)
+            if (factor := self.job.federated.normalization(len(indices[k]))) != 1:
+                vector[-size:].mul_(factor)
             for name, part in self.layout.parts(vector[:size]) if passes else ():
                 torch.mul(means[name][k], work.gradient_scale, out=part)
             if not is_finite(vector) or not math.isfinite(mean_losses[k]):

@@ -1,0 +1,20 @@
+"""What replaces the weighted mean of the devices' updates in a run, if anything does."""
+
+from __future__ import annotations
+
+from isthmus.job.federated import FederatedSection
+from isthmus.tensors.exchange_set import TensorLayout
+from isthmus_server.regimes.aggregation.rule_extension import RuleExtension
+from isthmus_server.regimes.base import FederatedExtension, load_extension
+
+
+def aggregation_of(federated: FederatedSection, layout: TensorLayout) -> FederatedExtension | None:
+    """The rule that a job names, or the extension whose table it has; None for the mean.
+
+    Raises:
+        UserError: it is not installed, or its settings cannot be used.
+    """
+    extension = load_extension(federated, layout)
+    if federated.aggregation == "mean":
+        return extension
+    return RuleExtension(federated, layout)  # the job's schema excludes both

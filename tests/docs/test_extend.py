@@ -1,0 +1,123 @@
+"""The examples of docs/extend.md work: packages outside the repository, each used by a real job."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.outside_package import OutsidePackage
+
+from isthmus.tensors.exchange_set import TensorLayout
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/extend.md").read_text()
+SHAPES = {"bias": (3,), "weight": (3, 4)}
+JOB = """
+name = "extended"
+rounds = 2
+[task]
+source = "task.py:Learn"
+[strategy]
+policy = "federated"
+[federated]
+clients = 3
+cohort = 3
+quorum = 3
+secure_aggregation = false
+"""
+
+
+def example(name):
+    """The Python block of the page that defines a class, and its lines."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    (block,) = [each for each in blocks if f"class {name}" in each]
+    return block
+
+
+@pytest.fixture
+def extended(tmp_path, write_task):
+    """Run a job with an example of the page installed; returns its report and what was told."""
+    write_task()
+
+    def run(group, name, attribute, *arguments):
+        entry = {f"{group}/{name}": attribute}
+        module = f"outside_{attribute.lower()}"
+        package = OutsidePackage(tmp_path / "site", module, example(attribute), entry)
+        (tmp_path / "job.toml").write_text(JOB)
+        for command in (["job", "check", "job.toml"], ["run", "job.toml", "--run-dir", "run"]):
+            options = [each for each in arguments if command[0] == "run" or "track" not in each]
+            ended = package.isthmus(*command, *options, cwd=tmp_path)
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+        told = package.isthmus("report", "run", "--json", cwd=tmp_path).stdout
+        return json.loads(told), tmp_path
+
+    return run
+
+
+def accepted(report):
+    return [row["participants"]["accepted"] for row in report["rounds"]]
+
+
+def test_the_page_has_every_group_that_is_registered():
+    groups = set(
+        re.findall(r'entry-points\."(isthmus\.\w+)"', (ROOT / "pyproject.toml").read_text())
+    )
+    ours = {"commands", "doctor", "python", "checks", "federated_extensions"}
+    expected = groups - {f"isthmus.{name}" for name in ours} | {"isthmus.policies"}
+    assert set(re.findall(r"^\| `(isthmus\.\w+)` \|", PAGE, re.M)) == expected
+    assert "extend.md" in yaml.dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+
+
+def test_the_examples_are_short():
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    assert max(len(block.strip().splitlines()) for block in blocks) <= 34
+
+
+def test_an_aggregation_rule_from_outside(extended):
+    report, _ = extended(
+        "isthmus.aggregation_rules",
+        "sign-vote",
+        "SignVote",
+        "--set=federated.aggregation=sign-vote",
+        "--set=federated.aggregation_settings={step=0.125}",
+    )
+    assert accepted(report) == [3, 3]
+    # Every element of a vote is one step up or down, or 0 if no device moved it.
+    norm = report["rounds"][0]["norms"]["federated"]
+    assert (norm / 0.125) ** 2 == pytest.approx(round((norm / 0.125) ** 2))
+
+
+def test_a_selection_of_devices_from_outside(extended):
+    report, _ = extended(
+        "isthmus.device_selections",
+        "longest-waiting",
+        "LongestWaiting",
+        "--set=federated.selection=longest-waiting",
+        "--set=federated.cohort=2",
+        "--set=federated.quorum=2",
+        "--set=rounds=3",
+    )
+    invited = [[receipt["participant"] for receipt in row["receipts"]] for row in report["rounds"]]
+    names = sorted({name for cohort in invited for name in cohort})
+    # All have 20 examples, so that among those that waited for as long, names decide.
+    a, b, c = names
+    assert invited == [[a, b], [a, c], [a, b]]
+
+
+def test_a_tracker_from_outside(extended):
+    report, folder = extended("isthmus.trackers", "csv", "CsvRounds", "--track=csv=figures.csv")
+    rows = (folder / "run/tracking/csv/figures.csv").read_text().splitlines()
+    logged = {row.split(",")[0]: row for row in rows if ",participants/accepted," in row}
+    assert list(logged) == ["1", "2"]
+    assert all(float(row.split(",")[2]) == 3 for row in logged.values())
+    assert report["status"] == "finished"
+
+
+def test_an_update_codec_from_outside(extended):
+    report, _ = extended(
+        "isthmus.update_codecs", "half", "HalfPrecision", "--set=federated.codec=half"
+    )
+    assert accepted(report) == [3, 3]
+    sent = {receipt["bytes_in"] for row in report["rounds"] for receipt in row["receipts"]}
+    assert sent == {TensorLayout.from_shapes(SHAPES).nbytes - 2 * 15}  # 15 elements, halved
