@@ -14,6 +14,7 @@ from isthmus_server.read.report.report import read_report
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.run_aggregation import aggregation_of
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundCommitted
 from isthmus_server.storage.records import Participants
 
@@ -197,9 +198,9 @@ async def test_a_rule_s_state_is_committed_with_the_round(outside, deployment):
     await deployment.start()
     _, whole = await deployment.run("whole", *PLAIN)
     store = deployment.create_run("killed", *PLAIN)
-    coordinator = Coordinator(store, deployment.link)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
     again = await deployment.run_until_killed(coordinator, RoundCommitted, 2)
-    continued = await Coordinator(again, deployment.link).run()
+    continued = await Coordinator(RunParts.of(again, deployment.link)).run()
     assert continued.model_sha256 == whole.model_sha256
     _, other = await deployment.run("median", *PLAIN, "federated.aggregation=median")
     assert other.model_sha256 != whole.model_sha256
