@@ -178,7 +178,8 @@ def test_a_variant_that_meets_a_defect_leaves_the_results_of_the_others(
     whole = getattr(owner, name)
 
     def defective(self, *arguments, **options):
-        if self.job.task.settings["fails"]:
+        job = self.job if where == "device" else self.parts.job
+        if job.task.settings["fails"]:
             raise KeyError("0.weight")
         return whole(self, *arguments, **options)
 
