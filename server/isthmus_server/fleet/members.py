@@ -47,9 +47,13 @@ class Members(Enrolments):
         super().__init__(authority.enroller, now=authority.now)
         self.certificate_authority = authority
         self.registry: ParticipantList = Registry(directory, now=self.now)
-        refuse_lost_revocations(directory)
-        self.revoked.update(self.registry.revoked_identities())
-        self._checked_version = self.registry.version
+        try:
+            refuse_lost_revocations(directory)
+            self.revoked.update(self.registry.revoked_identities())
+            self._checked_version = self.registry.version
+        except BaseException:
+            self.registry.close()
+            raise
         self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="registry")
         self.directory = directory
         self._writer: Registry | None = None
