@@ -108,8 +108,15 @@ class UpdateMessages:
 
     @property
     def max_bytes(self) -> int:
-        """Most bytes of a message."""
-        return self._begin + self._codec.max_bytes(self._layout.trained_size)
+        """Most bytes of a message.
+
+        Raises:
+            UpdateError: the codec failed.
+        """
+        try:
+            return self._begin + int(self._codec.max_bytes(self._layout.trained_size))
+        except Exception as error:  # third-party code may raise anything
+            raise UpdateError(f"{self._shown} has no largest size: {_said(error)}") from error
 
     @property
     def _begin(self) -> int:
@@ -144,10 +151,15 @@ class UpdateMessages:
             values = self._codec.decode(message[self._begin :], facts)
         except Exception as error:  # third-party code may raise anything
             raise UpdateError(f"{self._shown} cannot decode it: {_said(error)}") from error
-        if not isinstance(values, torch.Tensor) or values.shape != (facts.size,):
-            raise UpdateError(f"{self._shown} decoded no vector of {facts.size} elements")
+        is_vector = isinstance(values, torch.Tensor) and values.shape == (facts.size,)
+        is_plain = is_vector and values.layout is torch.strided and values.device.type == "cpu"
+        if not is_plain or not values.is_floating_point():
+            raise UpdateError(
+                f"{self._shown} decoded no vector of {facts.size} elements (floating point, on the "
+                "CPU)"
+            )
         update = torch.empty(self._layout.size)
-        update[: facts.size] = values
+        update[: facts.size] = values.detach()
         if facts.size < self._layout.size:
             whole = bytearray(message[header : self._begin])
             update[facts.size :] = torch.frombuffer(whole, dtype=torch.float32)

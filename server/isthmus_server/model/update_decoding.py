@@ -151,12 +151,16 @@ class UpdateSpool:
         if size <= self._max_memory_bytes:
             yield memoryview(self._file.read())
             return
-        with mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ) as mapped:
-            view = memoryview(mapped)
-            try:
-                yield view
-            finally:
+        mapped = mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ)
+        view = memoryview(mapped)
+        try:
+            yield view
+        finally:
+            # A reader that failed has left parts of the view in its traceback. The mapping then
+            # ends with these: an error here would hide the reader's.
+            with contextlib.suppress(BufferError):
                 view.release()
+                mapped.close()
 
     def __enter__(self) -> UpdateSpool:
         return self

@@ -113,6 +113,8 @@ class CheckedSelection:
         where = f"{self._shown} in round {request.round}"
         try:
             answer: Any = self._selection.select(request)
+            if isinstance(answer, str):
+                raise TypeError("select() returned a string, not names")
             names = sorted(answer)
         except Exception as error:  # third-party code may raise anything
             reason = " ".join(str(error).split())
@@ -120,7 +122,7 @@ class CheckedSelection:
                 reason = f"{type(error).__name__}: {reason}"
             raise JobError(f"{where} failed: {reason}") from error
         for name in names:
-            if name not in request.devices:
+            if not isinstance(name, str) or name not in request.devices:
                 raise JobError(f"{where} selected {name!r}, which is no available device")
         if len(set(names)) != len(names):
             raise JobError(f"{where} selected a device twice")

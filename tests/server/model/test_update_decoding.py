@@ -1,6 +1,7 @@
 """Updates are spooled, checked and added while they arrive, and can be withdrawn."""
 
 import contextlib
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -221,3 +222,19 @@ def test_a_closed_spool_leaves_no_file(tmp_path):
     for max_memory_bytes in (16, 1 << 20):
         add(tmp_path, WeightedSum(3, 1), [0.0] * 3, 1, max_memory_bytes=max_memory_bytes)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_fails_raises_its_own_error(tmp_path):
+    """Its traceback has a part of the mapped file, which therefore cannot be unmapped yet."""
+
+    def read(view):
+        part = torch.frombuffer(view[1:9], dtype=torch.uint8)
+        raise UpdateError(f"{len(part)} bytes are no update")
+
+    with (
+        warnings.catch_warnings(action="ignore"),  # the memory cannot be written
+        UpdateSpool(tmp_path, max_memory_bytes=16) as spool,
+    ):
+        spool.write(0, bytes(64))
+        with pytest.raises(UpdateError, match="8 bytes are no update"), spool.view() as view:
+            read(view)

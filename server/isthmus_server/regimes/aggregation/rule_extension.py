@@ -85,23 +85,37 @@ class RuleExtension:
     def commit(self, state: Any) -> None:
         """Make the state of an attempt the current one."""
         if isinstance(self._rule, RuleWithState):
-            self._rule.commit(state)
+            self._called(self._rule.commit, state)
 
     def reset(self) -> None:
         """Discard what the rule has kept of earlier rounds."""
         if isinstance(self._rule, RuleWithState):
-            self._rule.reset()
+            self._called(self._rule.reset)
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The rule's state as tensors and JSON values; empty without one."""
         if isinstance(self._rule, RuleWithState):
-            return self._rule.export_state()
+            tensors, values = self._called(self._rule.export_state)
+            return tensors, values
         return {}, {}
 
     def import_state(self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:
         """Restore what `export_state` returned."""
         if isinstance(self._rule, RuleWithState):
-            self._rule.import_state(tensors, values)
+            self._called(self._rule.import_state, tensors, values)
+
+    def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function about the rule's state, whose exceptions end the run with its name."""
+        try:
+            return function(*arguments)
+        except UserError:
+            raise
+        except Exception as error:  # third-party code may raise anything
+            what = getattr(function, "__name__", "its state")
+            raise UserError(
+                f"{self._shown} failed in {what}(): {type(error).__name__}: "
+                f"{' '.join(str(error).split())}"
+            ) from error
 
 
 class RuleAggregator:
@@ -160,16 +174,23 @@ class RuleAggregator:
         Raises:
             RoundFailed: the rule failed, or returned something else than such a vector.
         """
-        if self._failure is not None:
-            raise self._failure
-        return await asyncio.to_thread(self._result)
+        try:
+            if self._failure is not None:
+                raise self._failure
+            return await asyncio.to_thread(self._result, self._round, self._kept or {})
+        finally:
+            # The attempt is kept until the next one begins; the updates are not.
+            del self._round
+            self._kept = None
+            self._failure = None
 
-    def _result(self) -> tuple[torch.Tensor, Any]:
-        kept = self._kept or {}
+    def _result(
+        self, round_: RoundAggregation, kept: dict[str, SingleUpdate]
+    ) -> tuple[torch.Tensor, Any]:
         for name in self._facts.cohort:
             if name in kept:
-                self._called(self._round.add, kept.pop(name))
-        vector = self._called(self._round.result)
+                self._called(round_.add, kept.pop(name))
+        vector = self._called(round_.result)
         if not isinstance(vector, torch.Tensor) or vector.shape != (self._facts.size,):
             raise RoundFailed(
                 f"{self._shown} returned no vector of the {self._facts.size} elements of an update"
@@ -180,7 +201,7 @@ class RuleAggregator:
         if not self._has_state:
             return vector, None
         # The server's step may change the result in place, which the rule's state may share.
-        return vector.clone(), getattr(self._round, "state", None)
+        return vector.clone(), getattr(round_, "state", None)
 
     def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of the rule, whose exceptions fail the round with the rule's name."""

@@ -193,6 +193,21 @@ def test_a_rule_that_cannot_be_used_is_reported(outside, make_job, name, sentenc
 PLAIN = ("federated.secure_aggregation=false", "federated.aggregation=momentum")
 
 
+@pytest.mark.parametrize("method", ["commit", "reset", "export_state", "import_state"])
+def test_a_rule_that_cannot_keep_its_state_is_named(outside, make_job, monkeypatch, method):
+    extension = aggregation_of(make_job(PLAIN[1]).federated, LAYOUT)
+    arguments = {"commit": [None], "import_state": [{}, {}]}.get(method, [])
+
+    def defective(*arguments):
+        raise KeyError("last")
+
+    defective.__name__ = method
+    monkeypatch.setattr(extension._rule, method, defective)
+    sentence = rf"federated\.aggregation='momentum' failed in {method}\(\): KeyError: 'last'"
+    with pytest.raises(UserError, match=sentence):
+        getattr(extension, method)(*arguments)
+
+
 async def test_a_rule_s_state_is_committed_with_the_round(outside, deployment):
     """A run that is killed after round 2 and continued ends as one that was not."""
     await deployment.start()
