@@ -209,6 +209,7 @@ def test_a_lost_rank_is_named_while_signals_are_handled(written, tmp_path, monke
     handlers = []
 
     async def lost(self, observers):
+        self.store.close()
         raise CannotContinue("rank 1 has ended")
 
     def show(error, then):
