@@ -18,6 +18,22 @@ ENTRIES = [
     Begun("run", 2, 1, 2, 8),
 ]
 
+EMPTY_HEAD = b"0 c3ee4aec4f3eccac33bec27be52baecf8875d82ef38857b563190dddf8de37e0\n"
+FORMAT = (
+    b"6d484ff568245d46ca12043686440b8b973a77ebf166161e95868eb8a41d8966 "
+    b'["begun","run",1,1,1,7,0.0]\n'
+    b"6e3b3b4536e70a3e82ae422e5d2b37c3a03e435c8975df1ad152196476185472 "
+    b'["masked","run","0000000000000000000000000000000000000000000000000000000000000000"]\n'
+    b"7a6dec01c42e34d608ec8d3c715bcd91761cdc2dc4e00f2a4ed8de0940fa7c0c "
+    b'["unmasked","run",1,"0000000000000000000000000000000000000000000000000000000000000000",'
+    b'"000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"]\n'
+    b"2b5b457d8459a3492e5714a8c1be52dd0230502dfb9db450707798d4ac0a8d53 "
+    b'["begun","run",2,1,2,8,0.0]\n'
+)
+"""`ENTRIES` in a log of version 0.2.0, which every later version writes and reads."""
+
+FORMAT_HEAD = b"4 2b5b457d8459a3492e5714a8c1be52dd0230502dfb9db450707798d4ac0a8d53\n"
+
 
 @pytest.fixture
 def path(tmp_path):
@@ -40,6 +56,30 @@ def files(path):
 
 def test_entries_are_read_in_order(written):
     assert HistoryLog(written).entries == ENTRIES
+
+
+def test_the_bytes_of_a_history_are_those_of_earlier_versions(path):
+    assert head_of(path).read_bytes() == EMPTY_HEAD
+    log = HistoryLog(path)
+    for entry in ENTRIES:
+        log.append(entry)
+    assert files(path) == [FORMAT, FORMAT_HEAD]
+
+
+@pytest.mark.parametrize("torn", [b"", b"2b5b457d"])
+@pytest.mark.parametrize("head", [FORMAT_HEAD, EMPTY_HEAD + FORMAT_HEAD, FORMAT_HEAD + EMPTY_HEAD])
+def test_a_history_of_an_earlier_version_is_continued(path, head, torn):
+    path.write_bytes(FORMAT + torn)
+    head_of(path).write_bytes(head)
+    log = HistoryLog(path)
+    assert log.entries == ENTRIES
+    assert files(path) == [FORMAT, FORMAT_HEAD]
+    log.append(Masked("run", bytes(32)))
+    digest = b"f0c00c99c6cf19fbe1a0e7368cee179f52b1ce17ad7dd6c294879881e3a40911"
+    assert path.read_bytes() == FORMAT + digest + (
+        b' ["masked","run","0000000000000000000000000000000000000000000000000000000000000000"]\n'
+    )
+    assert head_of(path).read_bytes() == b"5 " + digest + b"\n"
 
 
 def test_every_flip_and_every_cut_is_refused_or_changes_nothing(written):

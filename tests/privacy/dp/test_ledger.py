@@ -18,6 +18,30 @@ from isthmus_privacy.dp.ledger import Ledger, LedgerDamaged, LedgerHead
 
 DELTA = 1e-6
 
+FORMAT = (
+    b'{"charge":{"adjacency":"zero-out","attempt":1,"devices":["a","b"],'
+    b'"event":{"kind":"zero-concentrated","rho":0.1},"mechanism":"distributed",'
+    b'"population":"devices","round":1,"run":"run","unit":"device","what":"round"},"number":1,'
+    b'"previous":"0000000000000000000000000000000000000000000000000000000000000000"}\n'
+    b'{"number":2,"outcome":"committed",'
+    b'"previous":"5d7c43239d0b92c63073eb903737b70a9c6808264848471116b42fcbdacf5eff","settles":1}\n'
+    b'{"charge":{"adjacency":"zero-out","attempt":1,"devices":[],'
+    b'"event":{"kind":"zero-concentrated","rho":0.1},"mechanism":"distributed",'
+    b'"population":"devices","round":2,"run":"run","unit":"device","what":"round"},"number":3,'
+    b'"previous":"ad96fa8fa32c62f05d69f24d6b4ef55cf7076ffee25ea110ae61a37274929ac6"}\n'
+)
+"""A ledger of version 0.2.0: `write_format` writes it, and every later version reads it."""
+
+FORMAT_HEAD = "3:c6c8c846c67ab2631aae22f52be84987f5937b0fa7cbffc879d9f3f3559c69e3"
+
+
+def write_format(path):
+    with Ledger.open(path) as ledger:
+        number = ledger.reserve(charge("ab"))
+        ledger.settle(number, "committed")
+        ledger.reserve(charge((), round=2))
+        return ledger.head
+
 
 def written(path, *charges):
     with Ledger.open(path) as ledger:
@@ -84,6 +108,26 @@ def test_any_change_of_the_file_is_noticed(tmp_path_factory, data):
     for use in (Ledger.read, Ledger.open):
         with pytest.raises(LedgerDamaged, match=r"restore the file from a backup"):
             use(path, head)
+
+
+def test_the_bytes_of_a_ledger_are_those_of_earlier_versions(path):
+    assert str(write_format(path)) == FORMAT_HEAD
+    assert path.read_bytes() == FORMAT
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"number":4,"prev'])
+def test_a_ledger_of_an_earlier_version_is_continued(path, torn):
+    path.write_bytes(FORMAT + torn)
+    head = LedgerHead.of(FORMAT_HEAD)
+    with Ledger.open(path, head) as ledger:
+        assert ledger.head == head
+        assert [entry.outcome for entry in ledger.of_run("run")] == ["committed", None]
+        ledger.settle(3, "failed")
+    assert path.read_bytes() == FORMAT + (
+        b'{"number":4,"outcome":"failed",'
+        b'"previous":"c6c8c846c67ab2631aae22f52be84987f5937b0fa7cbffc879d9f3f3559c69e3",'
+        b'"settles":3}\n'
+    )
 
 
 def test_lines_that_a_crash_cut_short_were_used_by_nobody(path):

@@ -8,6 +8,28 @@ import pytest
 from isthmus.errors import UserError
 from isthmus_server.storage import audit
 
+FORMAT = (
+    '{"time": 1700000000.124, "by": "user me", "action": "revoke", "name": "phone-é", "previous": '
+    '"0000000000000000000000000000000000000000000000000000000000000000"}\n'
+    '{"time": 1700000001.124, "by": "operator me", "action": "cancel", "job": "job-1", "previous": '
+    '"aa0085cb2247f25c04c57a9207aebd5564d9a314d9b0381335c17dc5a90375e6"}\n'
+)
+"""A log of version 0.2.0: `write_format` writes it, and every later version reads it."""
+
+FORMAT_HEAD = """{
+ "bytes": 324,
+ "last": "bd152b20daca5fba6f691f6402e0f825f2e9eb425ed8bc7277ec783aa773b0c8",
+ "sha256": "b263df62e852d4dc85e97555650f25233cab4363118b5d37608271491c2d6dcd"
+}
+"""
+
+
+def write_format(state, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1700000000.1239)
+    audit.record(state, "revoke", by="user me", name="phone-é")
+    monkeypatch.setattr("time.time", lambda: 1700000001.1239)
+    audit.record(state, "cancel", by="operator me", job="job-1")
+
 
 @pytest.fixture
 def log(tmp_path):
@@ -34,6 +56,28 @@ def test_only_the_owner_can_read_it(log):
 def test_a_change_is_reported_with_its_line(log, tmp_path, change, sentence):
     log.write_text("\n".join(change(log.read_text().splitlines())) + "\n")
     with pytest.raises(UserError, match=f"was changed: {sentence}"):
+        audit.read(tmp_path)
+
+
+def test_the_bytes_of_a_log_are_those_of_earlier_versions(tmp_path, monkeypatch):
+    write_format(tmp_path, monkeypatch)
+    assert (tmp_path / "audit.log").read_text(encoding="utf-8") == FORMAT
+    assert (tmp_path / "audit.head").read_text() == FORMAT_HEAD
+
+
+def test_a_log_of_an_earlier_version_is_continued(tmp_path, monkeypatch):
+    log = tmp_path / "audit.log"
+    log.write_text(FORMAT, encoding="utf-8")
+    (tmp_path / "audit.head").write_text(FORMAT_HEAD)
+    monkeypatch.setattr("time.time", lambda: 1700000002)
+    audit.record(tmp_path, "join", by="phone-1")
+    assert log.read_text(encoding="utf-8") == FORMAT + (
+        '{"time": 1700000002, "by": "phone-1", "action": "join", "previous": '
+        '"bd152b20daca5fba6f691f6402e0f825f2e9eb425ed8bc7277ec783aa773b0c8"}\n'
+    )
+    assert [entry.by for entry in audit.read(tmp_path)] == ["user me", "operator me", "phone-1"]
+    (tmp_path / "audit.log").write_text(FORMAT, encoding="utf-8")
+    with pytest.raises(UserError, match=r"was cut short to 324 of 460 bytes"):
         audit.read(tmp_path)
 
 
