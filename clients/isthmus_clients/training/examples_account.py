@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from isthmus.errors import UpdateError, UserError
-from isthmus.system.private_files import make_private_directory, write_private_file
+from isthmus.system.private_files import make_private_directory
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.dp.accounting import SampledGaussian
-from isthmus_privacy.dp.ledger import Charge, Ledger, LedgerDamaged, LedgerHead
+from isthmus_privacy.dp.ledger import Charge, Ledger, LedgerHead, kept_head
 from isthmus_privacy.dp_sgd.device_examples import EXAMPLE, ZERO_OUT, DeviceExamplesPlan
 from isthmus_privacy.dp_sgd.renyi import epsilon_of_steps
 
@@ -172,24 +172,15 @@ def _epsilon(charges: list[Charge], delta: float) -> float:
 
 
 def _head(directory: Path) -> LedgerHead | None:
-    path = directory / LEDGER_NAME
-    head = directory / _HEAD_NAME
-    known = LedgerHead.of(head.read_text(errors="replace")) if head.exists() else None
-    if known is None and (head.exists() or (path.exists() and path.stat().st_size)):
-        raise LedgerDamaged(
-            f"{head} is missing or damaged: what training has cost the examples of this device is "
-            "not known; restore it from a backup"
-        )
-    return known
+    lost = "what training has cost the examples of this device is not known"
+    return kept_head(directory / LEDGER_NAME, directory / _HEAD_NAME, lost)
 
 
 def _open(directory: Path) -> Ledger:
     make_private_directory(directory)
     ledger = Ledger.open(directory / LEDGER_NAME, _head(directory))
     try:
-        head = directory / _HEAD_NAME
-        ledger.remember = lambda last: write_private_file(head, str(last).encode())
-        ledger.remember(ledger.head)
+        ledger.keep_head_in(directory / _HEAD_NAME)
     except BaseException:
         ledger.close()
         raise

@@ -25,16 +25,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from isthmus.errors import CannotContinue, UserError
-from isthmus.system.private_files import sync_directory
+from isthmus.system.chained_log import (
+    ChainedLog,
+    LineTooLong,
+    LogEnd,
+    append_line,
+    line_digest,
+)
+from isthmus.system.private_files import sync_directory, write_private_file
 from isthmus_privacy.dp.accounting import (
     Composition,
     Event,
@@ -50,8 +56,6 @@ HEAD_FILE = "privacy.head"
 
 MAX_LINE = 1 << 20
 """Bytes of a line: a charge of the largest cohort has a quarter of them."""
-
-_START = "0" * 64
 
 Outcome = Literal["committed", "failed"]
 
@@ -81,14 +85,8 @@ class Charge:
     """Who is asked; empty if it is the whole population."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LedgerHead:
+class LedgerHead(LogEnd):
     """A line of a ledger that somebody remembers."""
-
-    number: int
-    """From 1; 0 for the empty ledger."""
-    digest: str
-    """SHA-256 of the line, in hexadecimal."""
 
     def __str__(self) -> str:
         """As text that `of` reads."""
@@ -99,6 +97,23 @@ class LedgerHead:
         """The head that was written as text; None if none was."""
         number, _, digest = text.partition(":")
         return cls(int(number), digest) if number.isdecimal() and digest else None
+
+
+def kept_head(path: Path, head: Path, lost: str) -> LedgerHead | None:
+    """The last line of a ledger that a file next to it names; None if neither was begun.
+
+    Args:
+        path: of the ledger.
+        head: the file.
+        lost: what is not known without it, for the sentence of the error.
+
+    Raises:
+        LedgerDamaged: the file is missing although the ledger has lines, or it is damaged.
+    """
+    known = LedgerHead.of(head.read_text(errors="replace")) if head.exists() else None
+    if known is None and (head.exists() or (path.exists() and path.stat().st_size)):
+        raise LedgerDamaged(f"{head} is missing or damaged: {lost}; restore it from a backup")
+    return known
 
 
 def last_known(directory: Path, committed: str) -> LedgerHead | None:
@@ -130,19 +145,23 @@ class Ledger:
       * memory and time in proportion to the charges, and not to what epsilon costs for each device.
     """
 
-    def __init__(self, path: Path, file: int | None, lines: Sequence[bytes]) -> None:
+    def __init__(self, path: Path, file: int | None) -> None:
         """Use `open` or `read`."""
         self.path = path
         self.remember: Callable[[LedgerHead], None] = lambda head: None
         """Is called with each line that is on disk, before it is used."""
         self._file = file
-        self.head = LedgerHead(0, _START)
+        self._log = ChainedLog(path, max_line=MAX_LINE)
         self.entries: dict[int, LedgerEntry] = {}
-        self._digests = [_START]
         self._spent: dict[str, dict[str, Composition]] = {}
         """By population and device; the device "" is everybody."""
-        for line in lines:
-            self._take(line)
+        try:
+            self._log.read(self._take)
+        except LineTooLong:
+            raise LedgerDamaged(
+                f"the privacy ledger {path} has a line of more than {MAX_LINE} bytes; restore the "
+                "file from a backup"
+            ) from None
 
     @classmethod
     def open(cls, path: Path, known: LedgerHead | None = None) -> Self:
@@ -167,11 +186,11 @@ class Ledger:
                 raise CannotContinue(
                     f"the privacy ledger {path} is in use by another process; end it first"
                 ) from None
-            lines, whole = _lines(path)
-            ledger = cls(path, file, lines)
+            ledger = cls(path, file)
             ledger._check(known)
-            if os.fstat(file).st_size > whole:
-                os.ftruncate(file, whole)
+            ledger._log.remove_torn_line(file)
+            # Also the lines that were read: a process that was killed may not have synchronised
+            # its last one, and what is charged from now on follows it.
             os.fsync(file)
             sync_directory(path.parent)
         except BaseException:
@@ -187,15 +206,23 @@ class Ledger:
             LedgerDamaged: it is not the one that was written.
         """
         try:
-            lines = _lines(path)[0]
+            ledger = cls(path, None)
         except FileNotFoundError:
             raise LedgerDamaged(
                 f"there is no privacy ledger {path}: what was spent is not known; restore the file "
                 "from a backup"
             ) from None
-        ledger = cls(path, None, lines)
         ledger._check(known)
         return ledger
+
+    def keep_head_in(self, head: Path) -> None:
+        """Write the last line to a file next to the ledger, now and whenever a line was added.
+
+        Raises:
+            OSError: it cannot be written; nobody may be asked then.
+        """
+        self.remember = lambda last: write_private_file(head, str(last).encode())
+        self.remember(self.head)
 
     def __enter__(self) -> Self:
         return self
@@ -208,6 +235,12 @@ class Ledger:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+    @property
+    def head(self) -> LedgerHead:
+        """The last line."""
+        end = self._log.end
+        return LedgerHead(end.number, end.digest)
 
     # -- write ---------------------------------------------------------------------------------
 
@@ -228,25 +261,15 @@ class Ledger:
 
     def _append(self, content: dict[str, Any]) -> None:
         assert self._file is not None
-        number = self.head.number + 1
-        previous = self.head.digest
-        line = _canonical({"number": number, "previous": previous, **content})
+        before = self._log.end
+        line = _canonical({"number": before.number + 1, "previous": before.digest, **content})
         if len(line) > MAX_LINE:
             raise UserError(
                 f"a charge of {len(line)} bytes does not fit the privacy ledger; invite fewer "
                 "devices"
             )
-        size = os.fstat(self._file).st_size
-        try:
-            written = os.write(self._file, line + b"\n")
-            if written != len(line) + 1:
-                raise OSError(f"{self.path} cannot be written: the disk is full")
-            os.fsync(self._file)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file, size)
-            raise
-        self._take(line)
+        append_line(self._file, line)
+        self._log.follow(line, self._take(line, before))
         self.remember(self.head)
 
     # -- read ----------------------------------------------------------------------------------
@@ -290,14 +313,15 @@ class Ledger:
 
     # -- lines ---------------------------------------------------------------------------------
 
-    def _take(self, line: bytes) -> None:
-        number = self.head.number + 1
+    def _take(self, line: bytes, before: LogEnd) -> str:
+        """Add what a line says; returns its hash."""
+        number = before.number + 1
         try:
             table = json.loads(line)
             fits = (
                 line == _canonical(table)
                 and table.pop("number") == number
-                and table.pop("previous") == self.head.digest
+                and table.pop("previous") == before.digest
             )
             if not fits:
                 raise ValueError("it does not follow the line before it")
@@ -315,8 +339,7 @@ class Ledger:
                 f"changed ({error}): what was spent is not known, so nobody is asked; restore the "
                 "file from a backup"
             ) from None
-        self.head = LedgerHead(number, hashlib.sha256(line).hexdigest())
-        self._digests.append(self.head.digest)
+        return line_digest(line)
 
     def _charge(self, number: int, table: dict[str, Any]) -> None:
         event = event_from_json(table["event"])
@@ -340,7 +363,7 @@ class Ledger:
                 f"the privacy ledger {self.path} has {self.head.number} lines and had "
                 f"{known.number}: the last ones were removed; restore the file from a backup"
             )
-        if self._digests[known.number] != known.digest:
+        if self._log.lines_after(known) is None:
             raise LedgerDamaged(
                 f"line {known.number} of the privacy ledger {self.path} is not the one that was "
                 "written; restore the file from a backup"
@@ -367,30 +390,3 @@ def _with_all(composition: Composition, events: Iterable[Event]) -> Composition:
 
 def _canonical(table: dict[str, Any]) -> bytes:
     return json.dumps(table, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _lines(path: Path) -> tuple[list[bytes], int]:
-    """The complete lines of a file, and where they end.
-
-    Raises:
-        LedgerDamaged: a line is too long.
-    """
-    lines = []
-    whole = 0
-    with path.open("rb") as file:
-        for line in _bounded(file, path):
-            if not line.endswith(b"\n"):
-                break
-            whole += len(line)
-            lines.append(line[:-1])
-    return lines, whole
-
-
-def _bounded(file: Any, path: Path) -> Iterator[bytes]:
-    while line := file.readline(MAX_LINE + 2):
-        if len(line) > MAX_LINE + 1:
-            raise LedgerDamaged(
-                f"the privacy ledger {path} has a line of more than {MAX_LINE} bytes; restore the "
-                "file from a backup"
-            )
-        yield line

@@ -15,9 +15,9 @@ from pathlib import Path
 from isthmus.errors import UserError
 from isthmus.names import checked_name
 from isthmus.system.clocks import utc
-from isthmus.system.private_files import make_private_directory, write_private_file
+from isthmus.system.private_files import make_private_directory
 from isthmus.system.sealed_files import read_sealed, write_sealed
-from isthmus_privacy.dp.ledger import Ledger, LedgerDamaged, LedgerHead
+from isthmus_privacy.dp.ledger import Ledger, LedgerDamaged, kept_head
 
 RESTORED = "restored"
 """Name of the file in a directory from a backup."""
@@ -104,16 +104,10 @@ def _open(directory: Path, name: str) -> Ledger:
     _refuse_older(directory, name)
     path = directory / f"{name}.ledger"
     head = directory / f"{name}.head"
-    known = LedgerHead.of(head.read_text(errors="replace")) if head.exists() else None
-    if known is None and (head.exists() or (path.exists() and path.stat().st_size)):
-        raise LedgerDamaged(
-            f"{head} is missing or damaged: what was spent of {name!r} is not known, so nobody is "
-            "asked; restore it from a backup"
-        )
-    ledger = Ledger.open(path, known)
+    lost = f"what was spent of {name!r} is not known, so nobody is asked"
+    ledger = Ledger.open(path, kept_head(path, head, lost))
     try:
-        ledger.remember = lambda last: write_private_file(head, str(last).encode())
-        ledger.remember(ledger.head)
+        ledger.keep_head_in(head)
     except BaseException:
         ledger.close()
         raise

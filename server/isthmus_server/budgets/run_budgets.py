@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from isthmus.job import Job
-from isthmus.system.private_files import write_private_file
 from isthmus_privacy.dp.calibration import NoisePlan, SampledNoisePlan
 from isthmus_privacy.dp.ledger import (
     HEAD_FILE,
@@ -72,9 +71,7 @@ class RunBudgets:
             known = last_known(store.directory, state.ledger_head)
             own = Ledger.open(store.directory / LEDGER_FILE, known)
             opened.callback(own.close)
-            head = store.directory / HEAD_FILE
-            own.remember = lambda last: write_private_file(head, str(last).encode())
-            own.remember(own.head)
+            own.keep_head_in(store.directory / HEAD_FILE)
             _check_logged(store, own)
 
             def ledgers(population: str) -> RunLedgers:
