@@ -9,31 +9,17 @@ This module does not import PyTorch: it is used before a device connects.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import shlex
 from pathlib import Path
 
 from isthmus.errors import UserError
 from isthmus.identity.membership import Membership
+from isthmus.system.chained_log import LogEnd
 from isthmus.system.private_files import write_private_file
 
-
-@dataclasses.dataclass(frozen=True)
-class LogEnd:
-    """An end of a log: the number of its lines, and the hash of the last one."""
-
-    count: int = 0
-    digest: str = hashlib.sha256(b"isthmus/history/1").hexdigest()
-
-    def then(self, body: bytes) -> LogEnd:
-        """The end after one more entry."""
-        digest = hashlib.sha256(self.digest.encode() + b" " + body).hexdigest()
-        return LogEnd(self.count + 1, digest)
-
-    def line(self, body: bytes) -> bytes:
-        """The last line of a log with this end."""
-        return self.digest.encode() + b" " + body + b"\n"
+EMPTY = LogEnd(0, hashlib.sha256(b"isthmus/history/1").hexdigest())
+"""The end of a history without entries."""
 
 
 def head_of(path: Path) -> Path:
@@ -43,7 +29,7 @@ def head_of(path: Path) -> Path:
 
 def write_head(path: Path, *ends: LogEnd) -> None:
     """Write the head of a log durably; with two ends, either may be that of the log."""
-    lines = [f"{end.count} {end.digest}\n" for end in ends]
+    lines = [f"{end.number} {end.digest}\n" for end in ends]
     write_private_file(head_of(path), "".join(lines).encode())
 
 
@@ -100,6 +86,6 @@ def replace_history(member: Membership) -> Path | None:
 
 def _begin(path: Path) -> None:
     try:
-        write_head(path, LogEnd())
+        write_head(path, EMPTY)
     except OSError as error:
         raise UserError(f"{head_of(path)} cannot be written: {error.strerror}") from None

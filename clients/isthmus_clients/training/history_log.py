@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -22,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import UpdateError, UserError
+from isthmus.system.chained_log import ChainedLog, LogEnd, append_line
 from isthmus.system.private_files import write_private_file
-from isthmus_clients.training.history_files import LogEnd, head_of, write_head
+from isthmus_clients.training.history_files import EMPTY, head_of, write_head
 from isthmus_privacy.secagg.history import Begun, Entry, Masked, Unmasked, essential
 
 log = logging.getLogger(__name__)
@@ -54,8 +56,7 @@ class HistoryLog:
         self._head = head_of(path)
         self.entries: list[Entry] = []
         """The entries that were read."""
-        self._end = LogEnd()
-        self._size = 0
+        self._log = ChainedLog(path, before_first=EMPTY.digest)
         try:
             self._read()
         except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
@@ -72,73 +73,70 @@ class HistoryLog:
         Raises:
             UpdateError: it cannot be written, so the device must not act on it.
         """
-        body = _encode(entry)
-        end = self._end.then(body)
+        before = self._log.end
+        line, digest = _line(before, _encode(entry))
         try:
             with self._open() as handle:
+                append_line(handle, line)
                 try:
-                    _write(handle, end.line(body))
-                    write_head(self._path, end)
+                    write_head(self._path, LogEnd(before.number + 1, digest))
                 except OSError:
-                    # The head still names the end before: nothing depends on the new line, and the
-                    # next entry must not follow a half-written one.
-                    if self._read_head() == [self._end]:
-                        os.ftruncate(handle, self._size)
+                    # If the head still names the end before, nothing depends on the new line. If it
+                    # was replaced, and only its directory not synchronised, it names the new one.
+                    if self._read_head() == [before]:
+                        os.ftruncate(handle, self._log.size)
                     raise
         except OSError as error:
             raise UpdateError(
                 f"this device cannot record which sums it was in ({error.strerror}), and does "
                 "not aggregate without that record"
             ) from None
-        self._end = end
-        self._size += len(end.line(body))
+        self._log.follow(line, digest)
 
     # -- reading -----------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        data = self._path.read_bytes() if self._path.exists() else b""
+        if self._path.exists():  # it does not before the first entry
+            self._log.read(self._take)
         heads = self._read_head()
-        *lines, tail = data.split(b"\n")
-        before = None
-        end = LogEnd()
-        for line in lines:
-            # After 64 hexadecimal digits and a space.
-            body = line[65:]
-            before = end
-            end = end.then(body)
-            if end.line(body) != line + b"\n":
-                raise ValueError(f"line {end.count} does not follow the one before")
-            self.entries.append(_decode(body))
+        after = [self._log.lines_after(head) for head in heads]
         # The process may have stopped after the last line was written and before the head was.
-        one_more = not tail and heads == [before]
-        if end not in heads and not one_more:
-            raise ValueError(f"it has {len(lines)} complete lines, which is not where it ended")
-        self._end = end
-        self._size = len(data) - len(tail)
-        if tail:  # it stopped while it wrote a line that nothing depends on yet
-            os.truncate(self._path, self._size)
+        one_more = not self._log.torn and after == [1]
+        if 0 not in after and not one_more:
+            raise ValueError(
+                f"it has {self._log.end.number} complete lines, which is not where it ended"
+            )
+        self._log.remove_torn_line(self._path)
         # Brought up to date, so that the same crash a second time is not two entries ahead.
         if one_more or len(heads) > 1:
-            write_head(self._path, self._end)
+            write_head(self._path, self._log.end)
+
+    def _take(self, line: bytes, before: LogEnd) -> str:
+        # After 64 hexadecimal digits and a space.
+        body = line[65:]
+        expected, digest = _line(before, body)
+        if line != expected:
+            raise ValueError(f"line {before.number + 1} does not follow the one before")
+        self.entries.append(_decode(body))
+        return digest
 
     def _compact(self) -> None:
         """Write the log anew without superfluous entries, if that makes it much shorter."""
         kept = essential(self.entries)
         if len(self.entries) - len(kept) < max(_MIN_COMPACTED, len(kept)):
             return
-        end = LogEnd()
+        shorter = ChainedLog(self._path, before_first=EMPTY.digest)
         lines = []
         for entry in kept:
-            body = _encode(entry)
-            end = end.then(body)
-            lines.append(end.line(body))
-        data = b"".join(lines)
+            line, digest = _line(shorter.end, _encode(entry))
+            shorter.follow(line, digest)
+            lines.append(line + b"\n")
         try:
-            write_head(self._path, self._end, end)  # whichever log is there after a crash
-            write_private_file(self._path, data)
-            self._end = end
-            self._size = len(data)
-            write_head(self._path, end)
+            # Whichever log is there after a crash.
+            write_head(self._path, self._log.end, shorter.end)
+            write_private_file(self._path, b"".join(lines))
+            self._log = shorter
+            write_head(self._path, shorter.end)
         except OSError as error:
             log.warning("%s stays long: %s", self._path, error.strerror)
 
@@ -156,19 +154,17 @@ class HistoryLog:
         handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             # Two processes with one identity would each miss the sums that the other one was in.
-            if os.fstat(handle).st_size != self._size:
+            if os.fstat(handle).st_size != self._log.size:
                 raise OSError(0, f"{self._path.name} was changed by another process")
             yield handle
         finally:
             os.close(handle)
 
 
-def _write(handle: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(handle, view) :]
-    # The caller acts on the entry as soon as this returns.
-    os.fsync(handle)
+def _line(before: LogEnd, body: bytes) -> tuple[bytes, str]:
+    """The line of an entry that follows an end of the log, and its hash."""
+    digest = hashlib.sha256(before.digest.encode() + b" " + body).hexdigest()
+    return digest.encode() + b" " + body, digest
 
 
 def _encode(entry: Entry) -> bytes:

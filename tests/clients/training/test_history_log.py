@@ -7,7 +7,7 @@ import pytest
 from isthmus.errors import UpdateError, UserError
 from isthmus.system import private_files
 from isthmus_clients.training import history_files, history_log
-from isthmus_clients.training.history_files import LogEnd, head_of, write_head
+from isthmus_clients.training.history_files import EMPTY, head_of, write_head
 from isthmus_clients.training.history_log import HistoryLog
 from isthmus_privacy.secagg.history import Begun, Masked, Unmasked, essential
 
@@ -38,7 +38,7 @@ FORMAT_HEAD = b"4 2b5b457d8459a3492e5714a8c1be52dd0230502dfb9db450707798d4ac0a8d
 @pytest.fixture
 def path(tmp_path):
     """A history that was begun and is empty."""
-    write_head(tmp_path / "history.log", LogEnd())
+    write_head(tmp_path / "history.log", EMPTY)
     return tmp_path / "history.log"
 
 
@@ -134,7 +134,7 @@ def test_an_entry_that_cannot_be_written_leaves_the_log_as_it_was(written, monke
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    for module, where in ((history_log, "_write"), (history_files, "write_private_file")):
+    for module, where in ((history_log, "append_line"), (history_files, "write_private_file")):
         with monkeypatch.context() as patched:
             patched.setattr(module, where, full)
             with pytest.raises(UpdateError, match="No space left"):

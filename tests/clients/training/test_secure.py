@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from isthmus.errors import PeerMisbehaved, UpdateError
 from isthmus_clients.device.owner_limits import parse
 from isthmus_clients.device.secure_sessions import SecureSessions
-from isthmus_clients.training.history_files import LogEnd, head_of, write_head
+from isthmus_clients.training.history_files import EMPTY, head_of, write_head
 from isthmus_clients.training.secure import SecureParticipation
 from isthmus_privacy.crypto.keys import SigningKey
 from isthmus_privacy.secagg.config import RoundConfig
@@ -23,7 +23,7 @@ AUTHORITY = Authority(bytes(32))
 def device(history_file, privacy=None):
     """Credentials of a device after a start of its process, with the owner's requirements."""
     if history_file.parent.exists() and not head_of(history_file).exists():
-        write_head(history_file, LogEnd())
+        write_head(history_file, EMPTY)
     identity = Ed25519PrivateKey.from_private_bytes(SEED)
     credentials = SecureSessions("a", identity, history_file, privacy, threads=1)._enrolled()
     enrolment = AUTHORITY.enrol("a", SigningKey(SEED).public, not_after=2**40)

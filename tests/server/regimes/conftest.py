@@ -5,7 +5,7 @@ from tests.server.regimes.lying_server import LyingServer
 from tests.server.regimes.secure_run import NAMES, SecureRun
 from tests.server.waiting import wait_until
 
-from isthmus_clients.training.history_files import LogEnd, write_head
+from isthmus_clients.training.history_files import EMPTY, write_head
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ async def server(network, make_job, write_task, tmp_path):
     await run.open()
     for name, device in run.devices.items():
         device.agent._secure._history_file = tmp_path / f"{name}.log"
-        write_head(tmp_path / f"{name}.log", LogEnd())
+        write_head(tmp_path / f"{name}.log", EMPTY)
         device.agent._secure._credentials = None
     await wait_until(lambda: set(NAMES) <= network.link.peers.keys())
     return LyingServer(run)

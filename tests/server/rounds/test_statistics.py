@@ -10,7 +10,7 @@ from isthmus.errors import CannotContinue
 from isthmus.job import load_job
 from isthmus.task import Participant, load_task
 from isthmus.task.measurements.statistics import StatisticsVector
-from isthmus_clients.training.history_files import LogEnd, write_head
+from isthmus_clients.training.history_files import EMPTY, write_head
 from isthmus_server.rounds.measurements.statistics import STATISTICS, StatisticsRun
 from isthmus_server.rounds.run_parts import RunParts
 
@@ -85,7 +85,7 @@ async def test_a_device_is_in_statistics_of_a_task_with_one_set_of_devices_only(
         device, history = deployment.device(name), tmp_path / f"{name}.log"
         device.agent._secure._history_file = history
         history.touch()
-        write_head(history, LogEnd())
+        write_head(history, EMPTY)
         network.dial(device, name)
     await wait_until(lambda: set(NAMES) <= deployment.link.peers.keys())
     _, first = await collected(deployment, "first")

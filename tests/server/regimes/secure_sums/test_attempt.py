@@ -10,7 +10,7 @@ from tests.server.waiting import wait_until
 from isthmus.job import with_changes
 from isthmus.job.tables import TimeSection
 from isthmus.transport.blobs import describe
-from isthmus_clients.training.history_files import LogEnd, write_head
+from isthmus_clients.training.history_files import EMPTY, write_head
 from isthmus_clients.training.history_log import HistoryLog
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_server.regimes.base import AttemptFailed
@@ -215,7 +215,7 @@ async def test_devices_refuse_an_attempt_number_that_they_have_seen(run):
 
 async def test_a_device_stores_each_sum_that_it_helped_to_unmask(run, tmp_path):
     memory = tmp_path / "history.log"
-    write_head(memory, LogEnd())
+    write_head(memory, EMPTY)
     agent = run.devices["a"].agent
     agent._secure._history_file, agent._secure._credentials = memory, None
     await run.train()
