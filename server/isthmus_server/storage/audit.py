@@ -26,7 +26,6 @@ import contextlib
 import dataclasses
 import fcntl
 import getpass
-import hashlib
 import json
 import os
 import time
@@ -34,12 +33,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from isthmus.errors import DamagedError, UserError
+from isthmus.system.chained_log import NO_LINE, ChainedLog, LogEnd, append_line, line_digest
 from isthmus.system.sealed_files import read_sealed, write_sealed
 
 _FILE = "audit.log"
 _HEAD = "audit.head"
-_START = "0" * 64
-"""Stands for the hash before the first line."""
 _MAX_LINE = 64 << 10
 _LATEST = 2e11
 """Unix seconds, in the year 8307: later ones cannot be printed."""
@@ -80,18 +78,17 @@ def record(state: Path, action: str, *, by: str, **details: str) -> None:
             end = os.pread(handle, _MAX_LINE, max(0, size - _MAX_LINE))
             before = end.rstrip(b"\n").rpartition(b"\n")[2]
             entry = {"time": round(time.time(), 3), "by": by, "action": action, **details}
-            entry["previous"] = _digest(before) if size else _START
+            entry["previous"] = line_digest(before) if size else NO_LINE
             with contextlib.suppress(OSError, DamagedError):  # then only the log itself counts
                 written, last = _read_head(state)
                 if size < written:  # lines are lost: the chain has to show it from now on
                     entry["previous"] = last
-            line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
-            if size and not end.endswith(b"\n"):  # a crash cut the last line short
-                line = b"\n" + line
-            os.write(handle, line)
-            os.fsync(handle)
+            line = json.dumps(entry, ensure_ascii=False).encode()
+            # A line that a crash cut short is ended and not removed: it stays visible.
+            torn = bool(size) and not end.endswith(b"\n")
+            append_line(handle, b"\n" + line if torn else line)
             write_sealed(
-                state / _HEAD, {"bytes": size + len(line), "last": _digest(line.strip(b"\n"))}
+                state / _HEAD, {"bytes": os.fstat(handle).st_size, "last": line_digest(line)}
             )
         finally:
             os.close(handle)
@@ -108,37 +105,49 @@ def read(state: Path) -> list[AuditEntry]:
         UserError: it cannot be read, or a line does not continue the one before.
     """
     path = state / _FILE
+    log = ChainedLog(path)
+    entries: list[AuditEntry] = []
+
+    def take(line: bytes, before: LogEnd) -> str:
+        entries.append(_entry(path, line, before))
+        return entries[-1].digest
+
     try:
         size, last = _read_head(state)  # first: another process may append now
-        data = path.read_bytes() if size or path.exists() else b""
-        lines = data.split(b"\n")
+        if size or path.exists():
+            log.read(take)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    entries: list[AuditEntry] = []
-    for number, line in enumerate(lines[:-1] if lines[-1] == b"" else lines, 1):
-        try:
-            fields = json.loads(line)
-            previous = fields.pop("previous")
-            time_ = float(fields.pop("time"))
-            by = fields.pop("by")
-            action = fields.pop("action")
-            if not (0 <= time_ < _LATEST and isinstance(by, str) and isinstance(action, str)):
-                raise ValueError
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise UserError(f"{path} was changed: line {number} is not a record") from None
-        if previous != (entries[-1].digest if entries else _START):
-            raise UserError(
-                f"{path} was changed: line {number} does not continue "
-                + (f"line {number - 1}" if entries else "an empty log")
-            )
-        entries.append(AuditEntry(time_, by, action, fields, _digest(line)))
-    if len(data) < size:
+    read_bytes = log.size + len(log.torn)
+    if log.torn:
+        take(log.torn, log.end)
+    if read_bytes < size:
         raise DamagedError(
-            f"{path} was cut short to {len(data)} of {size} bytes; restore it from a backup"
+            f"{path} was cut short to {read_bytes} of {size} bytes; restore it from a backup"
         )
-    if entries and len(data) == size and entries[-1].digest != last:
+    if entries and read_bytes == size and entries[-1].digest != last:
         raise UserError(f"{path} was changed: its last line is not the one in {_HEAD}")
     return entries
+
+
+def _entry(path: Path, line: bytes, before: LogEnd) -> AuditEntry:
+    number = before.number + 1
+    try:
+        fields = json.loads(line)
+        previous = fields.pop("previous")
+        time_ = float(fields.pop("time"))
+        by = fields.pop("by")
+        action = fields.pop("action")
+        if not (0 <= time_ < _LATEST and isinstance(by, str) and isinstance(action, str)):
+            raise ValueError
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{path} was changed: line {number} is not a record") from None
+    if previous != before.digest:
+        raise UserError(
+            f"{path} was changed: line {number} does not continue "
+            + (f"line {before.number}" if before.number else "an empty log")
+        )
+    return AuditEntry(time_, by, action, fields, line_digest(line))
 
 
 def revoked(entries: Iterable[AuditEntry]) -> tuple[dict[str, str], dict[str, str]]:
@@ -206,7 +215,3 @@ def local_user() -> str:
         return f"user {getpass.getuser()}"
     except (KeyError, OSError):  # a user without a name
         return f"user {os.getuid()}"
-
-
-def _digest(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()

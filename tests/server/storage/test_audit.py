@@ -1,5 +1,7 @@
 """The audit log: every change of it is noticed, and writers do not disturb each other."""
 
+import errno
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 
@@ -114,6 +116,26 @@ def test_a_line_that_cannot_be_read_or_printed_is_no_record(log, tmp_path, line)
     log.write_text(log.read_text() + line + "\n")
     with pytest.raises(UserError, match="line 4 is not a record"):
         audit.read(tmp_path)
+
+
+def test_an_action_that_cannot_be_recorded_leaves_the_log_as_it_was(log, tmp_path, monkeypatch):
+    """Half a record once stayed after a full disk, and the log could not be read any more."""
+    before = log.read_bytes()
+    write = os.write
+    room = [5, 0]
+
+    def full(file, data):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data[: room.pop(0)])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(UserError, match=r"No space left on device.*'revoke' is not recorded"):
+            audit.record(tmp_path, "revoke", by="user me", name="d")
+    assert log.read_bytes() == before
+    audit.record(tmp_path, "revoke", by="user me", name="d")
+    assert [entry.details["name"] for entry in audit.read(tmp_path)] == ["a", "b", "c", "d"]
 
 
 def test_an_action_that_cannot_be_recorded_is_reported(tmp_path):
