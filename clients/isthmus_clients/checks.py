@@ -27,10 +27,9 @@ def check(job: Job, task: Task, base: Path) -> str:
     Raises:
         UserError: the data, the loss or the optimizer cannot be used, with the reason.
     """
-    flower = job.federated.flower
     # The data of a client depends on how many there are, as it is divided among them.
     clients = job.federated.clients or job.simulation.clients
-    if not clients or (flower is not None and flower.app is not None):
+    if not clients or job.federated.app is not None:
         return ""
     from isthmus_clients.training.local_run import DeviceRun
 

@@ -271,8 +271,7 @@ def check(job: Job) -> None:
     job.simulation.connections(population, job.federated.invited)
     if job.simulation.training == "stacked":
         check_settings(job.federated)
-    flower = job.federated.flower
-    if flower is not None and (flower.app is not None or flower.server_app is not None):
+    if job.federated.app is not None or job.federated.server_app is not None:
         raise JobError(
             "`isthmus simulate` trains a task, and federated.flower names an app; use "
             "`isthmus run`, or Flower's own simulation"

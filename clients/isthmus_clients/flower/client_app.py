@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import TaskError
-from isthmus.integrations.flower.apps import APP, handles, has_client_fn, load_app, no_function
+from isthmus.integrations.flower.apps import handles, has_client_fn, load_app, no_function
 from isthmus.integrations.flower.messages import (
     RUN,
     SERVER_NODE,
@@ -25,7 +25,7 @@ from isthmus.integrations.flower.messages import (
 )
 from isthmus.integrations.flower.records import decode, encode
 from isthmus.job import read_job
-from isthmus.job.flower import evaluates
+from isthmus.job.flower import APP, evaluates
 from isthmus.task import Participant, user_code
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.wire import link_pb2

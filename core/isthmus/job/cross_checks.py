@@ -28,7 +28,7 @@ UNUSED_BY_A_SERVER_APP = (
     "statistics",
     "prices",
 )
-"""Keys of a job that a Flower ServerApp replaces."""
+"""Keys of a job that a ServerApp replaces."""
 
 
 def check(job: JobTables) -> None:
@@ -55,21 +55,11 @@ def check(job: JobTables) -> None:
             raise ValueError(refusal)
 
 
-def _client_app(job: JobTables) -> str | None:
-    """The Flower app that trains on the devices instead of the task."""
-    return None if job.federated.flower is None else job.federated.flower.app
-
-
-def _server_app(job: JobTables) -> str | None:
-    """The Flower app that directs the run."""
-    return None if job.federated.flower is None else job.federated.flower.server_app
-
-
 def _learning_rate(job: JobTables) -> Iterator[str]:
     """A schedule has the lengths that it needs, and somebody follows it."""
     rate = job.learning_rate
     strategy = job.strategy
-    if rate.is_used and _client_app(job) is not None:
+    if rate.is_used and job.federated.app is not None:
         yield (
             "learning_rate has no effect on federated.flower.app, which trains in its own "
             "way; remove the table, and set what the app reads in federated.flower.config"
@@ -94,7 +84,7 @@ def _learning_rate(job: JobTables) -> Iterator[str]:
 
 def _task_or_server_app(job: JobTables) -> Iterator[str]:
     """Either a task is trained, or a ServerApp directs the run without what it replaces."""
-    server_app = _server_app(job)
+    server_app = job.federated.server_app
     if server_app is None:
         if not job.task.source:
             yield "task.source is missing"
@@ -111,7 +101,7 @@ def _task_or_server_app(job: JobTables) -> Iterator[str]:
 
 def _gradient_transfer(job: JobTables) -> Iterator[str]:
     """Devices can add the datacenter's gradient to their steps."""
-    app = _client_app(job)
+    app = job.federated.app
     if job.strategy.merge == "transfer" and app is not None:
         yield (
             'strategy.merge="transfer" has devices add the datacenter\'s gradient to their '
@@ -123,7 +113,7 @@ def _gradient_transfer(job: JobTables) -> Iterator[str]:
 def _exchange(job: JobTables) -> Iterator[str]:
     """The model can be divided, and its running statistics computed."""
     exchange = job.exchange
-    app = _client_app(job)
+    app = job.federated.app
     if app is not None and exchange != ExchangeSection():
         yield (
             "[exchange] divides the model of a task, and "
@@ -180,7 +170,7 @@ def _evaluation_on_devices(job: JobTables) -> Iterator[str]:
                 "evaluate a model, and none does; set evaluation.devices"
             )
         return
-    app = _client_app(job)
+    app = job.federated.app
     if app is not None:
         yield (
             f"evaluation.devices={evaluation.devices} evaluates the task on devices, and "
@@ -298,7 +288,7 @@ def _privacy_of_device_examples(job: JobTables) -> Iterator[str]:
     privacy = federated.privacy
     if privacy is None:
         return
-    if _client_app(job) is not None or _server_app(job) is not None:
+    if job.federated.app is not None or job.federated.server_app is not None:
         yield (
             "federated.privacy: federated.flower runs code of its own on devices, without clipping "
             "and noise; remove one of them"

@@ -230,15 +230,15 @@ class FederatedSection(Section):
     def _settings_that_an_app_ignores(self) -> FederatedSection:
         fields = type(self).model_fields
         unused = [name for name in _TRAINING if getattr(self, name) != fields[name].default]
-        if self.flower is not None and self.flower.app is not None and unused:
+        if self.app is not None and unused:
             raise ValueError(
-                f"{unused[0]} has no effect on flower.app={self.flower.app!r}, which trains "
+                f"{unused[0]} has no effect on flower.app={self.app!r}, which trains "
                 "in its own way; remove it, and set what the app reads in flower.config"
             )
         unused = [name for name in _SELECTION if getattr(self, name) != fields[name].default]
-        if self.flower is not None and self.flower.server_app is not None and unused:
+        if self.server_app is not None and unused:
             raise ValueError(
-                f"{unused[0]} has no effect on flower.server_app={self.flower.server_app!r}, which "
+                f"{unused[0]} has no effect on flower.server_app={self.server_app!r}, which "
                 "selects devices in its own way; remove it"
             )
         return self
@@ -247,9 +247,9 @@ class FederatedSection(Section):
     def _a_strategy_sees_updates(self) -> FederatedSection:
         if not self.secure_aggregation or self.flower is None:
             return self
-        if self.flower.server_app is not None:
+        if self.server_app is not None:
             raise ValueError(
-                f"flower.server_app={self.flower.server_app!r} reads the reply of each device, and "
+                f"flower.server_app={self.server_app!r} reads the reply of each device, and "
                 "with secure_aggregation the server learns only their sum; set "
                 "secure_aggregation = false if it may see each of them"
             )
@@ -367,6 +367,16 @@ class FederatedSection(Section):
                 "download_bits needs mode = 'rounds' and no flower; remove it, or change these"
             )
         return self
+
+    @property
+    def app(self) -> str | None:
+        """The app that works on devices in place of the task, as the job names it."""
+        return None if self.flower is None else self.flower.app
+
+    @property
+    def server_app(self) -> str | None:
+        """The app that directs the run in place of the round loop, as the job names it."""
+        return None if self.flower is None else self.flower.server_app
 
     def steps(self, examples: int) -> int:
         """The number of local steps of a round, with that many examples in an epoch.

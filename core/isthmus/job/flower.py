@@ -2,6 +2,9 @@
 
 Flower reads the defaults of an app's run config from the `pyproject.toml` of its project. A job
 next to such a file has them too, if the file names the job's app.
+
+The table stays here, and not in the package that runs the apps: every participant reads the whole
+job, and refuses keys that it does not know, also where Flower is not installed.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from pydantic import Field, model_validator
 
 from isthmus.errors import JobError
 from isthmus.job.section import FREE, Section
+
+APP = "federated.flower.app"
+SERVER_APP = "federated.flower.server_app"
 
 
 class FlowerStrategy(Section):
@@ -69,6 +75,16 @@ class FlowerSection(Section):
                     "strategy; remove one of them"
                 )
         return self
+
+    def named_code(self) -> Iterator[tuple[str, str]]:
+        """Yield the keys and values `module:Name` of strategies that are not Flower's own."""
+        strategy: FlowerStrategy | None = self.strategy
+        key = "federated.flower.strategy"
+        while strategy is not None:
+            if ":" in strategy.name:
+                yield f"{key}.name", strategy.name
+            strategy = strategy.inner
+            key = f"{key}.inner"
 
 
 def evaluates(flower: FlowerSection) -> bool:

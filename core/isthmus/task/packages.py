@@ -264,8 +264,8 @@ def install(package: Package, tasks: Path, approved: Collection[bytes]) -> Path:
 
 def name_of(job: Job) -> str:
     """Name of the package, and of its folder, from which devices load a job's code."""
-    flower = job.federated.flower
-    source = job.task.source if flower is None or flower.app is None else flower.app
+    app = job.federated.app
+    source = job.task.source if app is None else app
     return source.partition("/")[0]
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from isthmus.errors import CannotContinue, UserError
 from isthmus.identity.tls import split_address
 from isthmus.job import Job, load_job
+from isthmus.job.flower import SERVER_APP
 from isthmus.system.process import return_freed_memory
 from isthmus.task import check_named
 from isthmus_server.observability.options import LogFormat, observed
@@ -289,12 +290,11 @@ def prepare() -> None:
 def loaded_job(path: Path, overrides: tuple[str, ...]) -> Job:
     """Load a job; a missing task is reported before PyTorch is imported, which takes seconds."""
     job = load_job(path, overrides)
-    flower = job.federated.flower
     base = path.resolve().parent
-    if flower is None or flower.server_app is None:
+    if job.federated.server_app is None:
         check_named(job.task.source, "task.source", base=base)
     else:
-        check_named(flower.server_app, "federated.flower.server_app", base=base)
+        check_named(job.federated.server_app, SERVER_APP, base=base)
     return job
 
 

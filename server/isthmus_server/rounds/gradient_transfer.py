@@ -43,8 +43,7 @@ class GradientTransfer:
         Raises:
             JobError: devices run a Flower app, whose training Isthmus does not control.
         """
-        flower = self._job.federated.flower
-        if flower is not None and flower.app is not None:
+        if self._job.federated.app is not None:
             raise JobError(
                 'merge="transfer" has devices add a gradient to their own, which a Flower app '
                 "(federated.flower.app) cannot do; use another merge, or remove the app"

@@ -6,10 +6,8 @@ from pathlib import Path
 
 from isthmus.errors import TaskError
 from isthmus.integrations.flower.messages import ClientApp, ServerApp
+from isthmus.job.flower import APP, SERVER_APP
 from isthmus.task.loading import load_named
-
-APP = "federated.flower.app"
-SERVER_APP = "federated.flower.server_app"
 
 
 def project_root(source: str, base: Path, *, installed: bool) -> Path:

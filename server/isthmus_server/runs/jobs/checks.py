@@ -8,6 +8,7 @@ from pathlib import Path
 
 from isthmus.errors import UserError
 from isthmus.job import Job
+from isthmus.job.flower import SERVER_APP
 from isthmus.task import check_installed
 from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.regimes.aggregation.loading import load_rule
@@ -39,11 +40,10 @@ def check_job(job: Job, tasks: Path, lease: float) -> None:
             f"time.lease_seconds={job.time.lease_seconds:g}, but this server has one "
             f"lease for all jobs: add --set time.lease_seconds={lease:g}"
         )
-    flower = federated.flower
-    if flower is None or flower.server_app is None:
+    if federated.server_app is None:
         check_installed(job.task.source, tasks, movable=False)
     else:
-        check_installed(flower.server_app, tasks, "federated.flower.server_app", movable=False)
+        check_installed(federated.server_app, tasks, SERVER_APP, movable=False)
     for key, name in _named_code(job):
         _check_module(job, tasks, key, name)
     if ":" not in job.strategy.policy:  # an external module is in the folder of the task
@@ -82,14 +82,8 @@ def _named_code(job: Job) -> Iterator[tuple[str, str]]:
     """Yield the keys and values `module:Name` of a job that name code for the server to load."""
     if ":" in job.strategy.policy:
         yield "strategy.policy", job.strategy.policy
-    flower = job.federated.flower
-    strategy = None if flower is None else flower.strategy
-    key = "federated.flower.strategy"
-    while strategy is not None:
-        if ":" in strategy.name:
-            yield f"{key}.name", strategy.name
-        strategy = strategy.inner
-        key = f"{key}.inner"
+    if job.federated.flower is not None:
+        yield from job.federated.flower.named_code()
 
 
 def _check_participants(job: Job) -> None:

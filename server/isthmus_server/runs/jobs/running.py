@@ -164,8 +164,8 @@ def check_memory(job: Job, tasks: Path) -> None:
 
 
 def _model_bytes(job: Job, tasks: Path) -> int:
-    """Size of a job's model, which is not allocated; 0 for a Flower app."""
-    if job.federated.flower is not None and job.federated.flower.app is not None:
+    """Size of a job's model, which is not allocated; 0 for an app."""
+    if job.federated.app is not None:
         return 0
     import torch
 
