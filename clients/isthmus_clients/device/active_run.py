@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from isthmus.errors import TaskError, UpdateError
 from isthmus.job import Job, read_job
+from isthmus.job.flower import MAX_BYTES
 from isthmus.task import check_installed, check_named
 from isthmus.task.code_digest import code_digest
 from isthmus.task.measurements.metrics import MAX_COUNTS
@@ -45,7 +46,7 @@ class ActiveRun:
     run_id: str
     job: Job
     layout: TensorLayout
-    """Layout of the server's model, which the task's must equal; empty with a Flower app."""
+    """Layout of the server's model, which the task's must equal; empty with an app."""
     purpose: RunPurpose | None = None
     """What the device's sums are for, as far as all requests have it in common; None for a run
     without secure aggregation."""
@@ -71,8 +72,7 @@ class ActiveRun:
             UpdateError: the layout is not valid.
         """
         job = read_job(work.job)
-        flower = job.federated.flower
-        if flower is not None and flower.app is not None:
+        if job.federated.app is not None:
             return cls(work.run_id, job, _NOTHING)
         layout = TensorLayout.from_header(work.layout)
         personal = TensorLayout.from_header(work.personal) if work.personal else _NOTHING
@@ -98,8 +98,8 @@ class ActiveRun:
 
     @property
     def has_app(self) -> bool:
-        """Whether a Flower app runs instead of the task."""
-        return self.job.federated.flower is not None and self.job.federated.flower.app is not None
+        """Whether an app runs instead of the task."""
+        return self.job.federated.app is not None
 
     def check_size(self, request: link_pb2.Request, size: int) -> None:
         """Check the announced size of the payload of a request with models or for an app.
@@ -108,13 +108,11 @@ class ActiveRun:
             UpdateError: it is not that of its models, or above the job's limit.
         """
         kind = request.WhichOneof("work")
-        if kind == "flower":
-            assert self.job.federated.flower is not None
-            max_bytes = self.job.federated.flower.max_bytes
+        if kind == "app":
+            max_bytes = self.job.federated.app_max_bytes
             if size > max_bytes:
                 raise UpdateError(
-                    f"a message of {size} bytes was announced where federated.flower.max_bytes="
-                    f"{max_bytes}"
+                    f"a message of {size} bytes was announced where {MAX_BYTES}={max_bytes}"
                 )
             return
         count = 2 if request.train_local.with_gradient else 1

@@ -171,7 +171,7 @@ class Agent:
             room = active.room_for(request)
         # The owner's limits are for the update, too, which is as large as the whole model.
         self._check(request, request.train_local.model.size or size, room)
-        run = self._run(getattr(request, kind).run_id, app=kind == "flower")
+        run = self._run(getattr(request, kind).run_id, app=kind == "app")
         model_size = self.models.change_size(run, request, size)
         run.check_size(request, model_size)
         return bytearray(size) if model_size != size else self.host.buffer(size, room)
@@ -233,15 +233,15 @@ class Agent:
             measure = self._score if kind == "score" else self._evaluate
             async with self._working:
                 return await self._throttled(measure, request, model), None
-        if kind == "flower":
-            self._run(request.flower.run_id, app=True)
+        if kind == "app":
+            self._run(request.app.run_id, app=True)
             if model is None:
                 self._check(request, 0)
             async with self._working:
                 answer, records = await self._throttled(
-                    self.host.answer, request.id, request.flower, model or b""
+                    self.host.answer, request.id, request.app, model or b""
                 )
-            return link_pb2.Reply(flower_replied=answer), records
+            return link_pb2.Reply(app_replied=answer), records
         if kind == "agree":
             async with self._working:
                 return await asyncio.to_thread(self._agree, request.agree), None
@@ -358,7 +358,7 @@ class Agent:
     def _run(self, run_id: str, *, app: bool = False) -> ActiveRun:
         run = self._active
         if run is None or run.run_id != run_id or run.has_app != app:
-            with_app = " with a Flower app" if app else ""
+            with_app = " with an app" if app else ""
             raise UpdateError(f"the run {run_id!r} is not open on this device{with_app}")
         return run
 

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from isthmus.job import read_job
+from isthmus.job.apps import registered
 from isthmus.task import Participant
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.shared_memory import SharedBuffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
+from isthmus_clients.device.device_apps import DEVICE_WORK
 from isthmus_clients.training.personal_state import PersonalState, PersonalStates
 from isthmus_clients.training.withholding import attempted
 
 if TYPE_CHECKING:
-    from isthmus_clients.flower.client_app import FlowerRun
+    from isthmus_clients.device.device_apps import DeviceApp
     from isthmus_clients.training.local_run import DeviceRun
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ class TaskHost(Protocol):
     def open(self, work: link_pb2.OpenRun) -> int:
         """Open a run in place of the open one; returns its number of examples.
 
-        A run with a Flower app has 0. A run that fails to open leaves no run open. A host may keep
+        A run with an app has 0. A run that fails to open leaves no run open. A host may keep
         earlier runs in memory, and go on with one that is opened again by the same request.
 
         Raises:
@@ -96,9 +98,9 @@ class TaskHost(Protocol):
         ...
 
     def answer(
-        self, request_id: str, work: link_pb2.FlowerMessage, payload: Buffer | bytes
-    ) -> tuple[link_pb2.FlowerReply, Buffer | None]:
-        """Pass a message to the Flower app; an exception of the app becomes a Flower error."""
+        self, request_id: str, work: link_pb2.AppMessage, payload: Buffer | bytes
+    ) -> tuple[link_pb2.AppReply, Buffer | None]:
+        """Pass a message to the app of the run; see `DeviceApp.answer`."""
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -195,8 +197,8 @@ class InProcessHost:
         """
         self._shares = shares
         self.run: DeviceRun | None = None
-        """The open run, unless it has a Flower app."""
-        self.app: FlowerRun | None = None
+        """The open run, unless it has an app."""
+        self.app: DeviceApp | None = None
         self._run_id = ""
         """Identifier of the run that was opened last."""
         self._participant = participant
@@ -223,11 +225,10 @@ class InProcessHost:
         torch.set_num_threads(self._threads)
         self.close()
         self._run_id = work.run_id
-        flower = read_job(work.job).federated.flower
-        if flower is not None and flower.app is not None:
-            from isthmus_clients.flower.client_app import FlowerRun
-
-            self.app = FlowerRun(work, self._participant, self._data, self._tasks)
+        federated = read_job(work.job).federated
+        if federated.app is not None:
+            open_app = registered(DEVICE_WORK, federated)
+            self.app = open_app(work, self._participant, self._data, self._tasks)
             return 0
         from isthmus_clients.training.local_run import DeviceRun
 
@@ -288,8 +289,8 @@ class InProcessHost:
         return self.run.evaluate(work.round, payload, state)
 
     def answer(
-        self, request_id: str, work: link_pb2.FlowerMessage, payload: Buffer | bytes
-    ) -> tuple[link_pb2.FlowerReply, Buffer | None]:
+        self, request_id: str, work: link_pb2.AppMessage, payload: Buffer | bytes
+    ) -> tuple[link_pb2.AppReply, Buffer | None]:
         """See `TaskHost.answer`."""
         assert self.app is not None
         return self.app.answer(work, payload)

@@ -81,8 +81,8 @@ class FlowerRun:
         return call_client_fn(self.app, request, self.context)
 
     def answer(
-        self, work: link_pb2.FlowerMessage, payload: Buffer | bytes
-    ) -> tuple[link_pb2.FlowerReply, Buffer | None]:
+        self, work: link_pb2.AppMessage, payload: Buffer | bytes
+    ) -> tuple[link_pb2.AppReply, Buffer | None]:
         """Pass a message to the app; an exception of the app becomes a Flower error."""
         started = time.monotonic()
         request = message(
@@ -104,9 +104,9 @@ class FlowerRun:
         seconds = time.monotonic() - started
         if failure is not None:
             code, reason = failure
-            return link_pb2.FlowerReply(error_code=code, error=reason, seconds=seconds), None
+            return link_pb2.AppReply(error_code=code, error=reason, seconds=seconds), None
         records = memoryview(encode(reply.content))
-        return link_pb2.FlowerReply(records=describe(records), seconds=seconds), records
+        return link_pb2.AppReply(records=describe(records), seconds=seconds), records
 
 
 def _failure_of(reply: Any) -> tuple[int, str] | None:

@@ -8,12 +8,17 @@ from pathlib import Path
 
 import click
 
+from isthmus.job.apps import registered
 from isthmus.job.schema import Job, job_schema, load_job
 from isthmus.task.loading import load_task
 
 CHECKS = "isthmus.checks"
 """Entry points of further checks: functions of the job, its task and the job file's folder that
 raise errors and return what they tried, or an empty text."""
+
+APP_CHECKS = "isthmus.app_checks"
+"""Entry points of functions of a job with apps, and the job file's folder, that load the apps; see
+`isthmus.job.apps`."""
 
 
 @click.group()
@@ -33,23 +38,18 @@ def check(path: Path, overrides: tuple[str, ...]) -> None:
     """
     checked = load_job(path, overrides)
     base = path.resolve().parent
-    if (flower := checked.federated.flower) is not None and flower.server_app is not None:
-        from isthmus.integrations.flower.apps import load_app, load_server_app
-
-        assert flower.app is not None
-        load_app(flower.app, base=base)
-        load_server_app(flower.server_app, base=base)
+    federated = checked.federated
+    if federated.server_app is not None:
+        registered(APP_CHECKS, federated)(checked, base)
         click.echo(
-            f"{path} is fine: the ServerApp {flower.server_app} and {checked.federated.clients} "
-            f"clients with the ClientApp {flower.app}"
+            f"{path} is fine: the ServerApp {federated.server_app} and {federated.clients} "
+            f"clients with the ClientApp {federated.app}"
         )
         return
     data = checked.task.data_in(base)
     task = load_task(checked.task.source, checked.task.settings, base=base, data=data)
-    if flower is not None and flower.app is not None and checked.federated.clients:
-        from isthmus.integrations.flower.apps import load_app
-
-        load_app(flower.app, base=base)
+    if federated.app is not None and federated.clients:
+        registered(APP_CHECKS, federated)(checked, base)
     points = sorted(entry_points(group=CHECKS), key=lambda point: point.name, reverse=True)
     tried = [point.load()(checked, task, base) for point in points]
     clients = f"{checked.federated.clients} clients"

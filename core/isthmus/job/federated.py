@@ -378,6 +378,11 @@ class FederatedSection(Section):
         """The app that directs the run in place of the round loop, as the job names it."""
         return None if self.flower is None else self.flower.server_app
 
+    @property
+    def app_max_bytes(self) -> int:
+        """Most bytes of a message to an app, or of its reply; 0 without an app."""
+        return 0 if self.flower is None else self.flower.max_bytes
+
     def steps(self, examples: int) -> int:
         """The number of local steps of a round, with that many examples in an epoch.
 

@@ -21,6 +21,7 @@ from isthmus.job.section import FREE, Section
 
 APP = "federated.flower.app"
 SERVER_APP = "federated.flower.server_app"
+MAX_BYTES = "federated.flower.max_bytes"
 
 
 class FlowerStrategy(Section):

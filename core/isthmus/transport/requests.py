@@ -19,7 +19,7 @@ MAX_REQUESTS = 64
 """Most unacknowledged requests of a server, which sends one or a few at a time."""
 
 MAX_MODELS = 4
-"""Most requests of a participant that have memory for a model, or for records of a Flower app."""
+"""Most requests of a participant that have memory for a model, or for records of an app."""
 
 
 @dataclasses.dataclass
@@ -204,8 +204,8 @@ def model_of(request: link_pb2.Request) -> link_pb2.Blob | None:
         return request.evaluate.model
     if kind == "mean_gradient":
         return request.mean_gradient.model
-    if kind == "flower":
-        return request.flower.records
+    if kind == "app":
+        return request.app.records
     if kind == "train_steps" and request.train_steps.HasField("model"):
         return request.train_steps.model
     return None
@@ -218,6 +218,6 @@ def blob_of(reply: link_pb2.Reply) -> link_pb2.Blob:
         return reply.trained.result
     if kind == "secure_stepped":
         return reply.secure_stepped.masked
-    if kind == "flower_replied":
-        return reply.flower_replied.records
+    if kind == "app_replied":
+        return reply.app_replied.records
     return reply.exported.model if kind == "exported" else link_pb2.Blob()

@@ -131,7 +131,7 @@ class OpenFile(_message.Message):
     def __init__(self, process: _Optional[int] = ..., descriptor: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step", "score", "mean_gradient", "agree", "evaluate", "flower")
+    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step", "score", "mean_gradient", "agree", "evaluate", "app")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     TRAIN_LOCAL_FIELD_NUMBER: _ClassVar[int]
@@ -143,7 +143,7 @@ class Request(_message.Message):
     MEAN_GRADIENT_FIELD_NUMBER: _ClassVar[int]
     AGREE_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
-    FLOWER_FIELD_NUMBER: _ClassVar[int]
+    APP_FIELD_NUMBER: _ClassVar[int]
     id: str
     open: OpenRun
     train_local: TrainLocal
@@ -155,8 +155,8 @@ class Request(_message.Message):
     mean_gradient: MeanGradient
     agree: Agree
     evaluate: Evaluate
-    flower: FlowerMessage
-    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., agree: _Optional[_Union[Agree, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., flower: _Optional[_Union[FlowerMessage, _Mapping]] = ...) -> None: ...
+    app: AppMessage
+    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., agree: _Optional[_Union[Agree, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., app: _Optional[_Union[AppMessage, _Mapping]] = ...) -> None: ...
 
 class OpenRun(_message.Message):
     __slots__ = ("run_id", "job", "base", "layout", "package", "frozen", "task_digest", "personal")
@@ -349,7 +349,7 @@ class SecureStep(_message.Message):
     consistency_signatures: bytes
     def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., roster: _Optional[bytes] = ..., inbox: _Optional[bytes] = ..., survivors: _Optional[bytes] = ..., consistency_signatures: _Optional[bytes] = ...) -> None: ...
 
-class FlowerMessage(_message.Message):
+class AppMessage(_message.Message):
     __slots__ = ("run_id", "id", "kind", "group", "node", "records")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -410,7 +410,7 @@ class CloseRun(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("id", "opened", "trained", "exported", "closed", "failure", "secure_stepped", "scored", "counted", "flower_replied")
+    __slots__ = ("id", "opened", "trained", "exported", "closed", "failure", "secure_stepped", "scored", "counted", "app_replied")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
@@ -420,7 +420,7 @@ class Reply(_message.Message):
     SECURE_STEPPED_FIELD_NUMBER: _ClassVar[int]
     SCORED_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
-    FLOWER_REPLIED_FIELD_NUMBER: _ClassVar[int]
+    APP_REPLIED_FIELD_NUMBER: _ClassVar[int]
     id: str
     opened: Opened
     trained: Trained
@@ -430,8 +430,8 @@ class Reply(_message.Message):
     secure_stepped: SecureStepped
     scored: Scored
     counted: Counted
-    flower_replied: FlowerReply
-    def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., secure_stepped: _Optional[_Union[SecureStepped, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., flower_replied: _Optional[_Union[FlowerReply, _Mapping]] = ...) -> None: ...
+    app_replied: AppReply
+    def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., secure_stepped: _Optional[_Union[SecureStepped, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., app_replied: _Optional[_Union[AppReply, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("examples", "hours", "group")
@@ -506,7 +506,7 @@ class Counted(_message.Message):
     counts: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class FlowerReply(_message.Message):
+class AppReply(_message.Message):
     __slots__ = ("records", "error_code", "error", "seconds")
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]

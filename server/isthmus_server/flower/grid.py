@@ -213,7 +213,7 @@ class LinkGrid(RunScopedGrid):
             return _failed(outgoing, _LOST, f"there is no node {outgoing.metadata.dst_node_id}")
         request = link_pb2.Request(
             id=self.link.new_id(),
-            flower=link_pb2.FlowerMessage(
+            app=link_pb2.AppMessage(
                 run_id=self.run_id,
                 id=id_,
                 kind=outgoing.metadata.message_type,
@@ -227,8 +227,8 @@ class LinkGrid(RunScopedGrid):
         self._published[records.sha256] += 1
         node_reply: NodeReply | None = None
         try:
-            async with call(self.link, name, request, "flower_replied", seconds=seconds) as reply:
-                node_reply = await self._read(name, id_, outgoing, reply.flower_replied, max_bytes)
+            async with call(self.link, name, request, "app_replied", seconds=seconds) as reply:
+                node_reply = await self._read(name, id_, outgoing, reply.app_replied, max_bytes)
                 if node_reply.failure:
                     raise UpdateError(node_reply.failure)
         except CallFailed as failed:
@@ -246,7 +246,7 @@ class LinkGrid(RunScopedGrid):
         return dataclasses.replace(node_reply, bytes_out=records.size)
 
     async def _read(
-        self, name: str, id_: str, outgoing: Message, replied: link_pb2.FlowerReply, max_bytes: int
+        self, name: str, id_: str, outgoing: Message, replied: link_pb2.AppReply, max_bytes: int
     ) -> NodeReply:
         if not (math.isfinite(replied.seconds) and replied.seconds >= 0):
             raise UpdateError(f"its time of {replied.seconds:g} s is not a duration")

@@ -54,7 +54,7 @@ REPLY_KINDS = {
     "score": {"scored", "trained"},
     "evaluate": {"counted", "trained"},
     "mean_gradient": {"trained"},
-    "flower": {"flower_replied"},
+    "app": {"app_replied"},
     "agree": {"trained"},
     "export": {"exported"},
     "close": {"closed"},

@@ -213,7 +213,7 @@ async def test_the_agent_refuses_requests_that_exceed_the_limits(
     strict = Agent(Participant(name="b", regime="federated"), None, guard=guard(""))
     with pytest.raises(AdmissionRefused, match="its owner requires secure aggregation"):
         strict.buffer(request, LAYOUT.nbytes)
-    flower = link_pb2.Request(flower=link_pb2.FlowerMessage(run_id="run"))
+    flower = link_pb2.Request(app=link_pb2.AppMessage(run_id="run"))
     with pytest.raises(AdmissionRefused, match="its owner requires secure aggregation"):
         strict.buffer(flower, 0)
     with pytest.raises(AdmissionRefused, match="its owner requires secure aggregation"):

@@ -63,7 +63,7 @@ def opened(make_job, base, source, *overrides, tasks=None):
 def ask(run, kind, lr=0.5):
     arrays = ArrayRecord({"weight": messages_array([1.0, 2.0]), "bias": messages_array([3.0])})
     records = encode(RecordDict({"arrays": arrays, "config": ConfigRecord({"lr": lr})}))
-    reply, answered = run.answer(link_pb2.FlowerMessage(id="1", kind=kind, node=2), records)
+    reply, answered = run.answer(link_pb2.AppMessage(id="1", kind=kind, node=2), records)
     return reply, None if answered is None else decode(answered)
 
 

@@ -258,8 +258,8 @@ async def test_a_time_that_is_no_duration_is_refused(fleet, network, seconds):
     await fleet.start()
 
     async def report_time(device, request, model):
-        failed = link_pb2.FlowerReply(error_code=1, error="no power", seconds=seconds)
-        return link_pb2.Reply(flower_replied=failed), None
+        failed = link_pb2.AppReply(error_code=1, error="no power", seconds=seconds)
+        return link_pb2.Reply(app_replied=failed), None
 
     await network.join("liar", report_time)
     reply = await fleet.send("train", "liar")
@@ -271,7 +271,7 @@ async def test_the_size_of_replies_is_limited_before_allocation(fleet, network):
 
     async def announce_huge_reply(device, request, model):
         huge = link_pb2.Blob(sha256=bytes(32), size=1 << 40)
-        return link_pb2.Reply(flower_replied=link_pb2.FlowerReply(records=huge)), None
+        return link_pb2.Reply(app_replied=link_pb2.AppReply(records=huge)), None
 
     await network.join("boaster", announce_huge_reply)
     reply = await fleet.send("train", "boaster")
@@ -292,14 +292,14 @@ async def test_a_device_refuses_messages_above_the_jobs_limit(network, make_job,
     payload = bytearray(101)
     blob = describe(payload)
     link.publish(blob, payload)
-    work = link_pb2.FlowerMessage(run_id="run", records=blob)
-    reply = await link.ask("a", link_pb2.Request(id="2", flower=work))
+    work = link_pb2.AppMessage(run_id="run", records=blob)
+    reply = await link.ask("a", link_pb2.Request(id="2", app=work))
     assert reply.failure.reason == (
         "a message of 101 bytes was announced where federated.flower.max_bytes=100"
     )
     work.run_id = "other"
-    reply = await link.ask("a", link_pb2.Request(id="3", flower=work))
-    assert reply.failure.reason == "the run 'other' is not open on this device with a Flower app"
+    reply = await link.ask("a", link_pb2.Request(id="3", app=work))
+    assert reply.failure.reason == "the run 'other' is not open on this device with an app"
 
 
 async def test_messages_can_be_pushed_and_their_replies_pulled(fleet):

@@ -11,8 +11,8 @@ from isthmus.errors import CannotContinue, TaskError
 from isthmus.job import parse_job
 from isthmus.job.commands import check
 from isthmus_server.read.report.report import page, read_report
+from isthmus_server.rounds.run_loop import run_loop
 from isthmus_server.server_apps import process
-from isthmus_server.server_apps.loop import run_loop
 from isthmus_server.server_apps.run import ServerAppRun
 from isthmus_server.storage.events import EventStream, ParticipantProgress, RunFinished
 from isthmus_server.storage.store import Store

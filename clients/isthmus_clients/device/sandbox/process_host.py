@@ -36,10 +36,10 @@ _OUTCOMES = {
     "train_local": "trained",
     "score": "scored",
     "evaluate": "counted",
-    "flower": "flower_replied",
+    "app": "app_replied",
 }
 _MAX_ERROR = 2000
-"""Longest explanation of a Flower app's error, in characters."""
+"""Longest explanation of an app's error, in characters."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -240,29 +240,25 @@ class ProcessHost:
         return counts
 
     def answer(
-        self, request_id: str, work: link_pb2.FlowerMessage, payload: Buffer | bytes
-    ) -> tuple[link_pb2.FlowerReply, Buffer | None]:
+        self, request_id: str, work: link_pb2.AppMessage, payload: Buffer | bytes
+    ) -> tuple[link_pb2.AppReply, Buffer | None]:
         """See `TaskHost.answer`."""
         opened = self._run()
         started = time.monotonic()
-        flower = opened.run.job.federated.flower
-        assert flower is not None
-        out = SharedMemory(flower.max_bytes)
+        out = SharedMemory(opened.run.job.federated.app_max_bytes)
         sent = [_shared(payload)] if payload else []
-        request = link_pb2.Request(id=request_id, flower=work)
-        reply = self._call(opened, request, [*sent, out]).flower_replied
+        request = link_pb2.Request(id=request_id, app=work)
+        reply = self._call(opened, request, [*sent, out]).app_replied
         seconds = time.monotonic() - started
         if reply.error_code or reply.error:
             reason = reply.error[:_MAX_ERROR]
-            failed = link_pb2.FlowerReply(
-                error_code=reply.error_code, error=reason, seconds=seconds
-            )
+            failed = link_pb2.AppReply(error_code=reply.error_code, error=reason, seconds=seconds)
             return failed, None
         if reply.records.size > len(out):
             raise TaskError(f"the app's process reported records of {reply.records.size} bytes")
         records = _private(reply.records.size)
         out.copy(0, records)
-        return link_pb2.FlowerReply(records=describe(records), seconds=seconds), records
+        return link_pb2.AppReply(records=describe(records), seconds=seconds), records
 
     def cancel(self, request_id: str) -> None:
         """See `TaskHost.cancel`."""

@@ -17,6 +17,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from isthmus.errors import IsthmusError
+from isthmus.job.flower import MAX_BYTES
 from isthmus.task import user_traceback
 from isthmus.wire import link_pb2
 from isthmus_clients.device.resource_limits import CpuThrottle
@@ -99,15 +100,14 @@ class TaskWorker:
             return link_pb2.Reply(counted=link_pb2.Counted(counts=counts))
         *sent, out = memory
         payload = sent[0] if sent else b""
-        answer, records = host.answer(request.id, request.flower, payload)
+        answer, records = host.answer(request.id, request.app, payload)
         if records is not None:
             if len(records) > len(out):
                 raise IsthmusError(
-                    f"the app answered {len(records)} bytes, which exceeds "
-                    f"federated.flower.max_bytes={len(out)}"
+                    f"the app answered {len(records)} bytes, which exceeds {MAX_BYTES}={len(out)}"
                 )
             out[: len(records)] = bytes(records)
-        return link_pb2.Reply(flower_replied=answer)
+        return link_pb2.Reply(app_replied=answer)
 
     @property
     def _run(self) -> DeviceRun:

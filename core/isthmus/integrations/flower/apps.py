@@ -6,6 +6,7 @@ from pathlib import Path
 
 from isthmus.errors import TaskError
 from isthmus.integrations.flower.messages import ClientApp, ServerApp
+from isthmus.job import Job
 from isthmus.job.flower import APP, SERVER_APP
 from isthmus.task.loading import load_named
 
@@ -59,6 +60,18 @@ def load_server_app(source: str, *, base: Path, installed: bool = False) -> Serv
             "sends messages of Flower's older format, which are not supported"
         )
     return app
+
+
+def check_apps(job: Job, base: Path) -> None:
+    """Load the apps of a job, for `isthmus job check`.
+
+    Raises:
+        TaskError: one of them cannot be loaded, or is not usable.
+    """
+    assert job.federated.app is not None
+    load_app(job.federated.app, base=base)
+    if job.federated.server_app is not None:
+        load_server_app(job.federated.server_app, base=base)
 
 
 def has_client_fn(app: ClientApp) -> bool:

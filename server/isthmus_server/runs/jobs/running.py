@@ -30,7 +30,7 @@ from isthmus_server.transport.job_link import JobLink
 from isthmus_server.transport.link import Link
 
 if TYPE_CHECKING:
-    from isthmus_server.server_apps.loop import RunLoop
+    from isthmus_server.rounds.run_loop import RunLoop
 
 CANCELLED = "an operator cancelled it"
 
@@ -103,7 +103,7 @@ class RunningJob:
             await asyncio.to_thread(_import_training)  # the link is served meanwhile
             import torch
 
-            from isthmus_server.server_apps.loop import run_loop
+            from isthmus_server.rounds.run_loop import run_loop
 
             # The link needs the cores more than the server's own computation.
             torch.set_num_threads(1)
@@ -142,9 +142,9 @@ class RunningJob:
 
 def _import_training() -> None:
     """Import PyTorch and what trains with it: for a server's first job, and for seconds."""
-    if "isthmus_server.server_apps.loop" in sys.modules:
+    if "isthmus_server.rounds.run_loop" in sys.modules:
         return
-    importlib.import_module("isthmus_server.server_apps.loop")
+    importlib.import_module("isthmus_server.rounds.run_loop")
     gc.freeze()  # imported modules stay: exclude them from every later collection
 
 

@@ -15,10 +15,10 @@ from isthmus.job import Job
 from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.observability.observers import Observers
 from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_loop import RunLoop, run_loop
 from isthmus_server.runs.local.fork_server import ParticipantForkServer
 from isthmus_server.runs.local.private_socket import private_socket
 from isthmus_server.runs.local.processes import LocalProcesses, OnFailure, started_roles
-from isthmus_server.server_apps.loop import RunLoop, run_loop
 from isthmus_server.storage.events import EventStream
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.run_description import (

@@ -68,7 +68,7 @@ def hosts(tmp_path, make_job):
 
 def ask(host, **config):
     records = encode(RecordDict({"config": ConfigRecord({"fails": False, "size": 1, **config})}))
-    work = link_pb2.FlowerMessage(run_id="run", id="1", kind="query", node=node_of("a"))
+    work = link_pb2.AppMessage(run_id="run", id="1", kind="query", node=node_of("a"))
     reply, answered = host.answer("1", work, memoryview(records))
     reply.seconds = 0.0
     return reply, None if answered is None else decode(answered)
