@@ -24,7 +24,7 @@ from tests.server.storage.records import FINAL, planned_attempt, round_record
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-ROOTS = ["core", "privacy", "server", "clients", "datacenter", "simulation", "chaos"]
+ROOTS = ["core", "privacy", "server", "clients", "datacenter", "simulation", "chaos", "flower"]
 PACKAGES = [
     "core/isthmus",
     "privacy/isthmus_privacy",
@@ -33,6 +33,7 @@ PACKAGES = [
     "datacenter/isthmus_datacenter",
     "simulation/isthmus_simulation",
     "chaos/isthmus_chaos",
+    "flower/isthmus_flower",
 ]
 NAMES = [path.partition("/")[2] for path in PACKAGES]
 TOOLS = PROJECT["tool"]

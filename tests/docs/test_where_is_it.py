@@ -10,11 +10,14 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["where-is-it.md", "architecture.md", "extend.md", "life-of-a-round.md"]
 ENTRY_POINT_GROUPS = {
     "isthmus.aggregation_rules",
+    "isthmus.app_checks",
     "isthmus.checks",
     "isthmus.commands",
     "isthmus.device_selections",
+    "isthmus.device_work",
     "isthmus.federated_extensions",
     "isthmus.policies",
+    "isthmus.run_loops",
     "isthmus.trackers",
     "isthmus.update_codecs",
 }

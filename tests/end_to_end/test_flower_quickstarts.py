@@ -1,7 +1,7 @@
 """Flower's own quickstart examples, unmodified, as jobs of `isthmus run` over real processes.
 
 Their files are not part of this repository: ISTHMUS_FLOWER_EXAMPLES names the folder `examples` of
-a checkout of Flower. Without it these tests are skipped, and `tests/server/server_apps` runs a
+a checkout of Flower. Without it these tests are skipped, and `tests/flower/server_apps` runs a
 project of the same structure. The data sets that they download are replaced by local ones, see
 `flower_quickstarts`.
 """

@@ -1,1 +1,0 @@
-"""Flower ClientApps on devices, and Isthmus tasks as Flower ClientApps."""

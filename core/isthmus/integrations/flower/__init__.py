@@ -1,1 +1,0 @@
-"""Flower messages and records, as both ends of the link use them."""

@@ -1,0 +1,1 @@
+"""Flower ClientApps on the devices of an Isthmus job."""
