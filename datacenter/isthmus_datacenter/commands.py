@@ -19,7 +19,7 @@ from isthmus.identity.membership import Membership
 from isthmus.identity.tls import split_address
 from isthmus_datacenter.launch import NodeShell, check_private, parse_options
 from isthmus_datacenter.launch.datacenter import DatacenterLaunch
-from isthmus_datacenter.launch.options import launch_options, start
+from isthmus_datacenter.launch.options import find_launcher, launch_options, start
 
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 _PATH = click.Path(exists=True, path_type=Path)
@@ -103,10 +103,10 @@ def join(url: str, token: str | None, token_file: str | None, state: Path) -> No
 @_service_options
 @click.option(
     "--scheduler",
-    type=click.Choice(["local", "slurm", "kubernetes"]),
+    metavar="NAME",
     default="local",
     show_default=True,
-    help="Program that starts the ranks.",
+    help="Program that starts the ranks: local, slurm, kubernetes, or one of an installed package.",
 )
 @launch_options
 @click.option("--die-with-parent", is_flag=True, help="End when the starting process ends.")
@@ -121,6 +121,7 @@ def launch(
     grace: float,
     scheduler: str,
     env_file: Path | None,
+    prologue: Path | None,
     options: tuple[str, ...],
     dry_run: bool,
     die_with_parent: bool,
@@ -138,12 +139,15 @@ def launch(
         data=None if data is None else data.resolve(),
         tasks=None if tasks is None else tasks.resolve(),
         environment=None if env_file is None else env_file.resolve(),
+        prologue=None if prologue is None else prologue.resolve(),
         options=parse_options(options),
         grace_seconds=grace,
     )
     if scheduler == "local":
-        if nodes > 1 or options or env_file is not None:
-            raise UserError("--nodes, --option and --env-file need --scheduler slurm or kubernetes")
+        if nodes > 1 or options or env_file is not None or prologue is not None:
+            raise UserError(
+                "--nodes, --option, --env-file and --prologue need --scheduler slurm or kubernetes"
+            )
         if dry_run:
             click.echo(request.first(NodeShell("127.0.0.1:0", "")))
             return
@@ -155,7 +159,7 @@ def launch(
         grace = 0.0 if die_with_parent else grace
         _serve(server, name, ranks, state, data, tasks, None, grace, member)
         return
-    start(request, scheduler, dry_run)
+    start(request, find_launcher(scheduler), dry_run)
 
 
 @datacenter.command()

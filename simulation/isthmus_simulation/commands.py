@@ -13,8 +13,8 @@ from isthmus.cli import show
 from isthmus.errors import CannotContinue, UserError
 from isthmus.job import Job, apply_override
 from isthmus.system.process import die_with_parent
-from isthmus_datacenter.launch import check_private, parse_options
-from isthmus_datacenter.launch.options import launch_options, start
+from isthmus_datacenter.launch import Launcher, check_private, parse_options
+from isthmus_datacenter.launch.options import find_launcher, launch_options, start
 from isthmus_server.cli.compare import (
     check_writable,
     parse_variations,
@@ -66,8 +66,9 @@ from isthmus_simulation.rank_place import RankPlace
 @results_option
 @click.option(
     "--scheduler",
-    type=click.Choice(["slurm", "kubernetes"]),
-    help="Start ranks on the machines of a cluster through this program.",
+    metavar="NAME",
+    help="Start ranks on the machines of a cluster through slurm, kubernetes, or the scheduler of "
+    "an installed package.",
 )
 @click.option(
     "--nodes",
@@ -94,6 +95,7 @@ def simulate(
     nodes: int | None,
     ranks: int | None,
     env_file: Path | None,
+    prologue: Path | None,
     options: tuple[str, ...],
     dry_run: bool,
     log_format: LogFormat,
@@ -159,13 +161,15 @@ def simulate(
         "--nodes": nodes,
         "--ranks": ranks,
         "--env-file": env_file,
+        "--prologue": prologue,
         "--option": options,
         "--dry-run": dry_run,
     }
     if scheduler is not None:
         assert job is not None
-        request = _request(job, overrides, own_options, run_dir, scheduler, of_nodes)
-        start(request, scheduler, dry_run)
+        launcher = find_launcher(scheduler)
+        request = _request(job, overrides, own_options, run_dir, launcher, of_nodes)
+        start(request, launcher, dry_run)
         return
     for name, given_value in of_nodes.items():
         if given_value:
@@ -253,7 +257,7 @@ def _request(
     overrides: tuple[str, ...],
     own_options: tuple[str, ...],
     run_dir: Path | None,
-    scheduler: str,
+    launcher: Launcher,
     of_nodes: dict[str, Any],
 ) -> SimulationLaunch:
     """What a scheduler is asked for.
@@ -267,7 +271,7 @@ def _request(
         raise UserError("--scheduler needs --ranks, the ranks on each machine")
     if not run_dir.resolve().name:
         raise UserError(f"--run-dir {run_dir} is no directory of a run; name one below it")
-    if scheduler == "slurm":
+    if launcher.shares_files:
         check_here(loaded_job(job, overrides))
         job = job.resolve()
         run_dir = run_dir.resolve()
@@ -281,12 +285,14 @@ def _request(
     if environment is not None:
         check_private(environment)
         environment = environment.resolve()
+    prologue: Path | None = of_nodes["--prologue"]
     return SimulationLaunch(
         name=run_dir.name,
         ranks=of_nodes["--ranks"],
         nodes=of_nodes["--nodes"] or 1,
         state=run_dir,
         environment=environment,
+        prologue=None if prologue is None else prologue.resolve(),
         options=parse_options(of_nodes["--option"]),
         arguments=(str(job), *own_options),
     )

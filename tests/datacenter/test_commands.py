@@ -40,9 +40,10 @@ def test_a_missing_tasks_directory_is_refused(tmp_path: Path) -> None:
         (
             ["--option", "speed=1"],
             "kubernetes",
-            "speed is not known; known options are claim, cpus",
+            "speed is not known; known options are annotation, capability, claim",
         ),
-        ([], "local", "--nodes, --option and --env-file need --scheduler"),
+        ([], "pbs", "--scheduler pbs is unknown; installed are kubernetes, slurm"),
+        ([], "local", "--nodes, --option, --env-file and --prologue need --scheduler"),
     ],
 )
 def test_invalid_options_are_refused(words: list[str], scheduler: str, sentence: str) -> None:

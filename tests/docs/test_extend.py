@@ -122,3 +122,30 @@ def test_an_update_codec_from_outside(extended):
     assert accepted(report) == [3, 3]
     sent = {receipt["bytes_in"] for row in report["rounds"] for receipt in row["receipts"]}
     assert sent == {TensorLayout.from_shapes(SHAPES).nbytes - 2 * 15}  # 15 elements, halved
+
+
+def test_a_launcher_from_outside(tmp_path, monkeypatch):
+    """The nodes are started by a stand-in for ssh, which writes what it was asked to run."""
+    entry = {"isthmus.launchers/ssh": "SshLauncher"}
+    package = OutsidePackage(tmp_path / "site", "outside_ssh", example("SshLauncher"), entry)
+    ssh = tmp_path / "ssh"
+    asked_file = tmp_path / "asked"
+    ssh.write_text(
+        f'#!/bin/sh\necho "$*" >>{asked_file}\n'
+        # The service ends the launch, and does so after the agents have begun.
+        f'case "$*" in *serve*) until [ "$(wc -l <{asked_file})" = 3 ]; do sleep 0.1; done; esac\n'
+    )
+    ssh.chmod(0o755)
+    words = ("datacenter", "launch", "--scheduler", "ssh", "--server", "127.0.0.1:9402")
+    words += ("--name", "dc", "--ranks", "2", "--nodes", "2", "--state", tmp_path / "state")
+    refused = package.isthmus(*words, "--option", "hosts=one", cwd=tmp_path)
+    assert refused.stderr == "isthmus: ssh needs --option hosts=A,B,... of --nodes 2 alone\n"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    started = package.isthmus(*words, "--option", "hosts=one,two", cwd=tmp_path)
+    assert started.stdout == "ssh: all nodes ended\n", started.stderr
+    asked = asked_file.read_text().splitlines()
+    agents = [line for line in asked if line.endswith("datacenter agent --control one:29400")]
+    assert sorted(line.split("; ")[0] for line in agents) == ["one NODE=0", "two NODE=1"]
+    (service,) = set(asked) - set(agents)
+    assert service.startswith("one ")
+    assert "datacenter serve --server 127.0.0.1:9402 --name dc --ranks 2 --nodes 2" in service

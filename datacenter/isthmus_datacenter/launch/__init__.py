@@ -1,7 +1,9 @@
-"""Start a group of nodes through a scheduler: the request, and one renderer for each scheduler.
+"""Start a group of nodes through a scheduler: the request, and one launcher for each scheduler.
 
-A renderer is a pure function from `Launch` to the text that the scheduler accepts. What the nodes
-run is the request's own: a datacenter's is in `isthmus_datacenter.launch.datacenter`.
+A launcher renders a `Launch` as the text that its scheduler accepts, and submits it. Launchers are
+entry points of the group `isthmus.launchers`, so an installed package can add one for another
+scheduler. What the nodes run is the request's own: a datacenter's is in
+`isthmus_datacenter.launch.datacenter`.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ import abc
 import dataclasses
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from isthmus.errors import UserError
 
@@ -42,8 +44,10 @@ class Launch(abc.ABC):
     """Directory on a file system that all nodes share."""
     environment: Path | None = None
     """File of environment variables for all processes; they are written nowhere else."""
+    prologue: Path | None = None
+    """File of shell commands that come before those of Isthmus, such as `module load cuda`."""
     options: tuple[tuple[str, str], ...] = ()
-    """Options of the scheduler: names and values."""
+    """Options of the scheduler: names and values; a name can be there several times."""
     grace_seconds: float = 60.0
     """Time for a running round to end after the scheduler announced the end of the allocation."""
     title: ClassVar[str]
@@ -67,6 +71,27 @@ class Launch(abc.ABC):
     def first(self, shell: NodeShell) -> str | None:
         """That of what the first node runs besides, with which the group ends."""
         return None
+
+
+class Launcher(Protocol):
+    """What an entry point of the group `isthmus.launchers` makes, without arguments."""
+
+    shares_files: bool
+    """Whether its nodes have the files of this machine, under the same paths."""
+
+    def render(self, launch: Launch) -> str:
+        """The text that the scheduler accepts, without a side effect: what `--dry-run` prints.
+
+        Raises:
+            UserError: the request or an option is not valid for this scheduler.
+        """
+
+    def submit(self, launch: Launch) -> str:
+        """Hand the request to the scheduler; returns one line that says what was submitted.
+
+        Raises:
+            UserError: the request is not valid, or the scheduler is missing or refuses it.
+        """
 
 
 def waiting(process: str, signals: str, sent: str) -> list[str]:
@@ -125,13 +150,28 @@ def check_private(path: Path) -> None:
         )
 
 
+def read_prologue(path: Path) -> str:
+    """The commands of a prologue.
+
+    Raises:
+        UserError: it cannot be read, or has a character that nobody sees in a script.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prologue {path} cannot be read: {error}") from error
+    if not all(character.isprintable() or character in "\n\t" for character in text):
+        raise UserError(f"--prologue {path} has a character that is not printable; remove it")
+    return text
+
+
 def parse_options(words: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     """Parse the `KEY=VALUE` words of the command line.
 
     >>> parse_options(("partition=gpu", "exclusive="))
     (('partition', 'gpu'), ('exclusive', ''))
     """
-    options: dict[str, str] = {}
+    options: list[tuple[str, str]] = []
     for word in words:
         key, separator, value = word.partition("=")
         if (
@@ -148,7 +188,25 @@ def parse_options(words: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
             raise UserError(
                 f"--option {key} has a line break or another unprintable character in its value"
             )
-        if key in options:
+        options.append((key, value))
+    return tuple(options)
+
+
+def single_options(launch: Launch, repeatable: Collection[str] = ()) -> dict[str, str]:
+    """The values of the options that can be given once.
+
+    Args:
+        launch: the request.
+        repeatable: options that are left out, since they can have several values.
+
+    Raises:
+        UserError: one of the others is given twice.
+    """
+    values: dict[str, str] = {}
+    for key, value in launch.options:
+        if key in repeatable:
+            continue
+        if key in values:
             raise UserError(f"--option {key} is given twice; remove one of them")
-        options[key] = value
-    return tuple(options.items())
+        values[key] = value
+    return values

@@ -13,84 +13,205 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import UserError
-from isthmus_datacenter.launch import Launch, NodeShell, check_printable, waiting
+from isthmus_datacenter.launch import (
+    Launch,
+    NodeShell,
+    check_printable,
+    read_prologue,
+    single_options,
+    waiting,
+)
 
 _PORT = 29400
 """Port of the control store, in the first pod."""
 _SHUTDOWN_SECONDS = 30
 """Time after the grace period for links to be closed and the ranks to end."""
-_OPTIONS = {"image", "namespace", "claim", "secret", "gpus", "cpus", "memory", "mount"}
+_SINGLE = {
+    "claim",
+    "colocate",
+    "cpus",
+    "gpus",
+    "host-network",
+    "image",
+    "memory",
+    "mount",
+    "namespace",
+    "queue",
+    "secret",
+    "service-account",
+    "shm",
+}
+"""Options that can be given once."""
+_REPEATABLE = {
+    "annotation",
+    "capability",
+    "env",
+    "label",
+    "node-selector",
+    "pull-secret",
+    "resource",
+    "toleration",
+}
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?")
 _NUMBERS = {
     "gpus": (re.compile(r"[0-9]+"), "a whole number, such as 8"),
     "cpus": (re.compile(r"[0-9]+(\.[0-9]+)?|[0-9]+m"), "a number, such as 8, 0.5 or 500m"),
+    "memory": (_QUANTITY, "a size, such as 64Gi"),
+    "shm": (_QUANTITY, "a size, such as 64Gi"),
+    "colocate": (re.compile("true|false"), "true or false"),
+    "host-network": (re.compile("true|false"), "true or false"),
 }
-"""Options that are numbers: their form, and what users are told."""
+"""Options with values of one form: the form, and what users are told."""
+_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAME_LENGTH = 48
 """What users are told: Kubernetes adds the numbers of pods to a name."""
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?")
 
 _NODE = "JOB_COMPLETION_INDEX"
 """Environment variable of a pod of an indexed job, with its number."""
+_QUEUE = "kueue.x-k8s.io/queue-name"
+"""Label by which Kueue admits a job: when there is room for all its pods, and not before."""
 
 
-def render(launch: Launch) -> str:
-    """Render the manifest.
+class KubernetesLauncher:
+    """The launcher of Kubernetes, with `kubectl`."""
+
+    shares_files = False
+
+    def render(self, launch: Launch) -> str:
+        """Render the manifest.
+
+        Raises:
+            UserError: an option is missing, unknown or not valid, or the name is not for a pod.
+        """
+        check_printable(launch)
+        for key, _ in launch.options:
+            if key not in _SINGLE | _REPEATABLE:
+                known = ", ".join(sorted(_SINGLE | _REPEATABLE))
+                raise UserError(f"--option {key} is not known; known options are {known}")
+        options = single_options(launch, _REPEATABLE)
+        for required in ("image", "claim"):
+            if not options.get(required):
+                raise UserError(f"kubernetes needs --option {required}=NAME")
+        if launch.environment is not None:
+            raise UserError(
+                "on kubernetes, put the environment into a Secret: --option secret=NAME"
+            )
+        for key, (form, allowed) in _NUMBERS.items():
+            if key in options and not form.fullmatch(options[key]):
+                raise UserError(f"--option {key}={options[key]} is not {allowed}")
+        mount = _mount(launch, options)
+        name = f"{launch.title}{launch.name}"
+        if not _NAME.fullmatch(name):
+            raise UserError(
+                f"{launch.named_by} {launch.name!r} cannot name a pod; use up to "
+                f"{_NAME_LENGTH - len(launch.title)} of a-z, 0-9 and -, and end with a letter or "
+                "digit"
+            )
+        metadata: dict[str, Any] = {"name": name, "labels": {"app": name}}
+        if "namespace" in options:
+            metadata["namespace"] = options["namespace"]
+        service = {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": metadata,
+            # Pods resolve each other before they are ready: to become ready they need each other.
+            "spec": {
+                "clusterIP": "None",
+                "publishNotReadyAddresses": True,
+                "selector": {"job-name": name},
+            },
+        }
+        template: dict[str, Any] = {"labels": {**_pairs(launch, "label"), "app": name}}
+        if annotations := _pairs(launch, "annotation"):
+            template["annotations"] = annotations
+        job: dict[str, Any] = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": metadata,
+            "spec": {
+                "completionMode": "Indexed",
+                "completions": launch.nodes,
+                "parallelism": launch.nodes,
+                "backoffLimit": 100,
+                "template": {"metadata": template, "spec": _pod(launch, name, options, mount)},
+            },
+        }
+        if "queue" in options:
+            labels = {**metadata["labels"], _QUEUE: options["queue"]}
+            job["metadata"] = {**metadata, "labels": labels}
+            # Kueue begins the job: without it pods could start, and hold GPUs, one by one.
+            job["spec"]["suspend"] = True
+        return json.dumps({"apiVersion": "v1", "kind": "List", "items": [service, job]}, indent=2)
+
+    def submit(self, launch: Launch) -> str:
+        """Apply the manifest to kubectl's current cluster; returns kubectl's output.
+
+        Raises:
+            UserError: the request is not valid, kubectl is not installed, or it failed.
+        """
+        try:
+            completed = subprocess.run(
+                ["kubectl", "apply", "-f", "-"],
+                input=self.render(launch),
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        except FileNotFoundError:
+            raise UserError(
+                "kubectl is not installed on this machine; use --dry-run and apply the manifest "
+                "on another one"
+            ) from None
+        if completed.returncode:
+            raise UserError(
+                f"Kubernetes did not accept the manifest: {' '.join(completed.stderr.split())}"
+            )
+        return f"kubernetes: {'; '.join(completed.stdout.splitlines())}"
+
+
+def _values(launch: Launch, option: str) -> list[str]:
+    """The values of an option that can be repeated."""
+    return [value for key, value in launch.options if key == option]
+
+
+def _pairs(launch: Launch, option: str) -> dict[str, str]:
+    """The values of an option of the form `--option OPTION=NAME=VALUE`, by name.
 
     Raises:
-        UserError: an option is missing, unknown or not valid, or the name is not for a pod.
+        UserError: one has another form, or a name is there twice.
     """
-    check_printable(launch)
-    options = dict(launch.options)
-    unknown = sorted(options.keys() - _OPTIONS)
-    if unknown:
+    pairs: dict[str, str] = {}
+    for word in _values(launch, option):
+        name, separator, value = word.partition("=")
+        if not separator or not name:
+            raise UserError(f"--option {option}={word} is not of the form {option}=NAME=VALUE")
+        if name in pairs:
+            raise UserError(f"--option {option}={name} is given twice; remove one of them")
+        pairs[name] = value
+    return pairs
+
+
+def _toleration(word: str) -> dict[str, str]:
+    """A toleration from `KEY[=VALUE][:EFFECT]`, the form of `kubectl taint`.
+
+    Raises:
+        UserError: it has another form.
+    """
+    taint, separator, effect = word.partition(":")
+    key, has_value, value = taint.partition("=")
+    if not key or (separator and effect not in _EFFECTS):
         raise UserError(
-            f"--option {unknown[0]} is not known; known options are {', '.join(sorted(_OPTIONS))}"
+            f"--option toleration={word} is not of the form KEY[=VALUE][:EFFECT] with an effect of "
+            f"{', '.join(_EFFECTS)}"
         )
-    for required in ("image", "claim"):
-        if not options.get(required):
-            raise UserError(f"kubernetes needs --option {required}=NAME")
-    if launch.environment is not None:
-        raise UserError("on kubernetes, put the environment into a Secret: --option secret=NAME")
-    for key, (form, allowed) in _NUMBERS.items():
-        if key in options and not form.fullmatch(options[key]):
-            raise UserError(f"--option {key}={options[key]} is not {allowed}")
-    mount = _mount(launch, options)
-    name = f"{launch.title}{launch.name}"
-    if not _NAME.fullmatch(name):
-        raise UserError(
-            f"{launch.named_by} {launch.name!r} cannot name a pod; use up to "
-            f"{_NAME_LENGTH - len(launch.title)} of a-z, 0-9 and -, and end with a letter or digit"
-        )
-    metadata: dict[str, Any] = {"name": name, "labels": {"app": name}}
-    if "namespace" in options:
-        metadata["namespace"] = options["namespace"]
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata,
-        # Pods resolve each other before they are ready: to become ready they need each other.
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {"job-name": name},
-        },
-    }
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata,
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": launch.nodes,
-            "parallelism": launch.nodes,
-            "backoffLimit": 100,
-            "template": {
-                "metadata": {"labels": {"app": name}},
-                "spec": _pod(launch, name, options, mount),
-            },
-        },
-    }
-    return json.dumps({"apiVersion": "v1", "kind": "List", "items": [service, job]}, indent=2)
+    toleration = {"key": key, "operator": "Equal" if has_value else "Exists"}
+    if has_value:
+        toleration["value"] = value
+    if effect:
+        toleration["effect"] = effect
+    return toleration
 
 
 def _mount(launch: Launch, options: dict[str, str]) -> Path:
@@ -114,20 +235,80 @@ def _mount(launch: Launch, options: dict[str, str]) -> Path:
 def _script(launch: Launch, shell: NodeShell) -> str:
     """What each pod runs."""
     first = launch.first(shell)
-    lines = ["set -eu", f"{launch.each(shell)} & main=$!"]
+    prologue = list[str]()
+    if launch.prologue is not None:
+        prologue = ["set +u", read_prologue(launch.prologue).rstrip("\n"), "set -u"]
+    lines = ["set -eu", *prologue, f"{launch.each(shell)} & main=$!"]
     if first is not None:
         lines += [f'if [ "${_NODE}" = 0 ]; then {first} & main=$!; fi']
     return "\n".join([*lines, *waiting("main", "TERM", "TERM"), 'exit "$status"', ""])
 
 
 def _pod(launch: Launch, name: str, options: dict[str, str], mount: Path) -> dict[str, Any]:
+    """The specification of a pod."""
+    container = _container(launch, name, options, mount)
+    memory: dict[str, Any] = {"medium": "Memory"}
+    if "shm" in options:
+        memory["sizeLimit"] = options["shm"]
+    pod: dict[str, Any] = {
+        "subdomain": name,
+        "restartPolicy": "OnFailure",
+        "terminationGracePeriodSeconds": math.ceil(launch.grace_seconds) + _SHUTDOWN_SECONDS,
+        "containers": [container],
+        "volumes": [
+            {"name": "state", "persistentVolumeClaim": {"claimName": options["claim"]}},
+            {"name": "memory", "emptyDir": memory},
+        ],
+    }
+    if launch.nodes > 1 and options.get("colocate") != "true":
+        # `--nodes` are machines: pods on one machine would share its links.
+        pod["affinity"] = {
+            "podAntiAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": [
+                    {
+                        "labelSelector": {"matchLabels": {"app": name}},
+                        "topologyKey": "kubernetes.io/hostname",
+                    }
+                ]
+            }
+        }
+    if selector := _pairs(launch, "node-selector"):
+        pod["nodeSelector"] = selector
+    if tolerations := _values(launch, "toleration"):
+        pod["tolerations"] = [_toleration(word) for word in tolerations]
+    if secrets := _values(launch, "pull-secret"):
+        pod["imagePullSecrets"] = [{"name": secret} for secret in secrets]
+    if "service-account" in options:
+        pod["serviceAccountName"] = options["service-account"]
+    if options.get("host-network") == "true":
+        pod["hostNetwork"] = True
+        # Else a pod in the network of its host cannot resolve the service of the first pod.
+        pod["dnsPolicy"] = "ClusterFirstWithHostNet"
+    return pod
+
+
+def _container(launch: Launch, name: str, options: dict[str, str], mount: Path) -> dict[str, Any]:
+    """The container of a pod, with its resources and environment.
+
+    Raises:
+        UserError: an option has another form than Kubernetes takes.
+    """
     control = f"{name}-0.{name}:{_PORT}"
     script = _script(launch, NodeShell(control, _NODE, ("isthmus",), ("torchrun",)))
     limits = {"nvidia.com/gpu": options.get("gpus", str(launch.ranks))}
-    limits |= {"cpu": options["cpus"]} if "cpus" in options else {}
-    limits |= {"memory": options["memory"]} if "memory" in options else {}
+    if "cpus" in options:
+        limits["cpu"] = options["cpus"]
+    if "memory" in options:
+        limits["memory"] = options["memory"]
     if int(limits["nvidia.com/gpu"]) == 0:
         del limits["nvidia.com/gpu"]
+    for resource, amount in _pairs(launch, "resource").items():
+        if resource in ("cpu", "memory", "nvidia.com/gpu"):
+            known = {"cpu": "cpus", "memory": "memory", "nvidia.com/gpu": "gpus"}[resource]
+            raise UserError(f"--option resource={resource} is set by --option {known}; use that")
+        if not _QUANTITY.fullmatch(amount):
+            raise UserError(f"--option resource={resource}={amount} is not an amount, such as 1")
+        limits[resource] = amount
     container: dict[str, Any] = {
         "name": "rank",
         "image": options["image"],
@@ -140,39 +321,12 @@ def _pod(launch: Launch, name: str, options: dict[str, str], mount: Path) -> dic
     }
     if "secret" in options:
         container["envFrom"] = [{"secretRef": {"name": options["secret"]}}]
-    return {
-        "subdomain": name,
-        "restartPolicy": "OnFailure",
-        "terminationGracePeriodSeconds": math.ceil(launch.grace_seconds) + _SHUTDOWN_SECONDS,
-        "containers": [container],
-        "volumes": [
-            {"name": "state", "persistentVolumeClaim": {"claimName": options["claim"]}},
-            {"name": "memory", "emptyDir": {"medium": "Memory"}},
-        ],
-    }
-
-
-def submit(launch: Launch) -> str:
-    """Apply the manifest to kubectl's current cluster; returns kubectl's output.
-
-    Raises:
-        UserError: kubectl is not installed, or it failed.
-    """
-    try:
-        completed = subprocess.run(
-            ["kubectl", "apply", "-f", "-"],
-            input=render(launch),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except FileNotFoundError:
-        raise UserError(
-            "kubectl is not installed on this machine; use --dry-run and apply the manifest "
-            "on another one"
-        ) from None
-    if completed.returncode:
-        raise UserError(
-            f"Kubernetes did not accept the manifest: {' '.join(completed.stderr.split())}"
-        )
-    return "; ".join(completed.stdout.splitlines())
+    variables = _pairs(launch, "env")
+    for variable in variables:
+        if not _VARIABLE.fullmatch(variable) or variable == _NODE:
+            raise UserError(f"--option env={variable} cannot name an environment variable here")
+    if variables:
+        container["env"] = [{"name": key, "value": value} for key, value in variables.items()]
+    if capabilities := _values(launch, "capability"):
+        container["securityContext"] = {"capabilities": {"add": capabilities}}
+    return container

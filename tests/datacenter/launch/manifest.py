@@ -40,19 +40,33 @@ class Container(Strict):
     command: list[str]
     resources: dict[Literal["limits", "requests"], dict[str, str]]
     volumeMounts: list[dict[Literal["name", "mountPath"], str]]
+    env: list[dict[Literal["name", "value"], str]] | None = None
     envFrom: list[dict[Literal["secretRef"], dict[Literal["name"], str]]] | None = None
+    securityContext: dict[Literal["capabilities"], dict[Literal["add"], list[str]]] | None = None
 
 
 class PodSpec(Strict):
+    affinity: dict[Literal["podAntiAffinity"], dict[str, list[dict[str, Any]]]] | None = None
+    dnsPolicy: Literal["ClusterFirstWithHostNet"] | None = None
+    hostNetwork: bool | None = None
+    imagePullSecrets: list[dict[Literal["name"], str]] | None = None
+    nodeSelector: dict[str, str] | None = None
+    serviceAccountName: str | None = None
     subdomain: str
+    tolerations: list[dict[Literal["key", "operator", "value", "effect"], str]] | None = None
     restartPolicy: Literal["OnFailure", "Never"]
     terminationGracePeriodSeconds: int
     containers: list[Container]
     volumes: list[dict[str, Any]]
 
 
+class PodMetadata(Strict):
+    labels: dict[str, str]
+    annotations: dict[str, str] | None = None
+
+
 class PodTemplate(Strict):
-    metadata: dict[Literal["labels"], dict[str, str]]
+    metadata: PodMetadata
     spec: PodSpec
 
 
@@ -61,6 +75,7 @@ class JobSpec(Strict):
     completions: int
     parallelism: int
     backoffLimit: int
+    suspend: bool | None = None
     template: PodTemplate
 
 
