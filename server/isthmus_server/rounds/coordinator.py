@@ -79,6 +79,7 @@ class Coordinator:
         try:
             with parts.journal.failure_noted():
                 await self.roster.wait_for_embedded()
+                await self.roster.wait_for_datacenters()
                 reason = "all rounds are done"
                 while self.state.round < parts.job.rounds:
                     self.drain.check()

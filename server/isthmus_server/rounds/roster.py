@@ -180,6 +180,30 @@ class ParticipantRoster(ParticipantListener):
             if name not in self._declined:
                 self.decline(name, role, f"it was not ready within {limit}; it may still join")
 
+    async def wait_for_datacenters(self) -> None:
+        """Wait until the datacenters that are connected have opened the run or declined.
+
+        A policy that decides before would plan without one that is about to be ready. A run that
+        trains with devices alone does not wait.
+        """
+        if self._job.strategy.policy == "federated":
+            return
+
+        def opening() -> set[str]:
+            peers = self._link.peers.values()
+            names = {peer.name for peer in peers if peer.role == link_pb2.DATACENTER}
+            names = {name for name in names if self._link.admits(name)}
+            return names - self.datacenters.keys() - self._declined.keys()
+
+        # Those that connect meanwhile are welcome, and the run does not wait for them.
+        expected = opening()
+        await self.until(
+            lambda: not opening() & expected,
+            datacenters=len(expected),
+            missing=expected,
+            seconds=self._job.time.cohort_seconds,
+        )
+
     async def require(self, regime: RegimeName) -> None:
         """Wait for the participants that a round of a regime needs at least.
 

@@ -7,7 +7,7 @@ that it uses: a job in which one of them cannot exist is then refused before it 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from isthmus.errors import JobError, UserError
@@ -43,6 +43,23 @@ def load_policy(strategy: StrategySection) -> Policy:
     if not callable(getattr(policy, "plan", None)):
         raise JobError(f"strategy.policy={strategy.policy!r} is not a policy: it has no plan()")
     return policy
+
+
+def state_in_words(policy: str, state: Mapping[str, Any]) -> list[str]:
+    """What a policy keeps in mind between rounds, in sentences.
+
+    They are those of the policy's own static method `state_in_words`, if it is built in and has
+    one. The code of other packages is not run only to read a log: their state is listed.
+
+    Args:
+        policy: its name in the job.
+        state: of its last answer, as JSON data.
+    """
+    describe = getattr(BUILT_IN.get(policy), "state_in_words", None)
+    if describe is not None:
+        sentences: list[str] = describe(state)
+        return sentences
+    return [", ".join(f"{name}={value}" for name, value in sorted(state.items()))]
 
 
 def check_participants(job: Job, policy: Policy, clients: int | None = None) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import re
 
 import pytest
+from tests.server.deployment import SimulatedDatacenter
 from tests.server.rounds.results import invited_devices
 from tests.server.waiting import wait_until
 
@@ -137,3 +138,40 @@ async def test_a_device_that_declares_too_many_examples_is_refused(deployment, n
     (declined,) = (event for event in report["events"] if event["kind"] == "declined")
     assert declined["participant"] == "boaster"
     assert declined["reason"] == f"it has {1 << 62} examples; the maximum is {1 << 30}"
+
+
+class SlowDatacenter(SimulatedDatacenter):
+    """A datacenter that opens a run once it may."""
+
+    def __init__(self, layout):
+        super().__init__(layout)
+        self.may_open = asyncio.Event()
+
+    async def respond(self, participant, request, model):
+        if request.WhichOneof("work") == "open":
+            await self.may_open.wait()
+        return await super().respond(participant, request, model)
+
+
+async def test_the_first_decision_waits_for_a_datacenter_that_is_opening_the_run(
+    deployment, network
+):
+    """The policy would begin with devices, as if there were none."""
+    await deployment.start()
+    store = deployment.create_run(
+        "run", "strategy.policy=availability", "federated.clients=0", "time.cohort_seconds=600"
+    )
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+    datacenter = SlowDatacenter(coordinator.model.layout)
+    await network.join("dc", datacenter.respond, role=link_pb2.DATACENTER)
+    published = []
+    coordinator.events.subscribe(published.append)
+    running = asyncio.create_task(coordinator.run())
+    await wait_until(lambda: len(coordinator.roster.clients) == 3)
+    waits = [event for event in published if isinstance(event, WaitingForParticipants)]
+    assert waiting_for(waits[-1]) == "waiting for 1 datacenter; missing: dc"
+    assert not list(store.logged_attempts())
+    datacenter.may_open.set()
+    await running
+    first = next(store.logged_attempts()).planned
+    assert first.decision.observation.datacenter_names == ["dc"]

@@ -149,7 +149,7 @@ def round_page(run: ShownRun, round_: int, query: Mapping[str, str]) -> dict[str
         "run": run,
         "round": round_,
         "title": title_of(explained),
-        "sections": sections(explained),
+        "sections": sections(explained, run.store.job.strategy.policy),
         "outcome": outcome,
         "outcomes": OUTCOMES,
         "counts": counts,

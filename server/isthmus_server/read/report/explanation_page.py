@@ -19,6 +19,7 @@ from isthmus_server.read.report.report import format_metrics
 from isthmus_server.storage.records import EndedAttempt, FailedAttempt
 from isthmus_server.strategy.decision import Decision, RequestedComparison
 from isthmus_server.strategy.gradients import REST, GradientMeasurement, GroupSum
+from isthmus_server.strategy.loading import state_in_words
 from isthmus_server.strategy.policy import (
     CURRENT,
     Comparison,
@@ -40,9 +41,9 @@ def show(explanation: Explanation, console: Console) -> None:
     decisions = explanation.decisions
     title = f"{explanation.run_id}, policy {explanation.policy}: {explanation.status}"
     console.print(Text(title, style="bold"))
-    render = _page if len(decisions) == 1 else _paragraph
     for explained in decisions:
-        console.print(render(explained))
+        single = len(decisions) == 1
+        console.print(_page(explained, explanation.policy) if single else _paragraph(explained))
     if not decisions:
         console.print("no round has been decided on so far")
     if explanation.reason:
@@ -61,16 +62,19 @@ def _paragraph(explained: ExplainedDecision) -> RenderableType:
     return Text("\n".join(lines))
 
 
-def _page(explained: ExplainedDecision) -> RenderableType:
-    parts = [_part(title, rows) for title, rows in sections(explained)]
+def _page(explained: ExplainedDecision, policy: str) -> RenderableType:
+    parts = [_part(title, rows) for title, rows in sections(explained, policy)]
     return Group(Text(title_of(explained)), *parts)
 
 
-def sections(explained: ExplainedDecision) -> list[tuple[str, list[tuple[str, str]]]]:
-    """One decision in full: titles, each with rows of a label, which may be empty, and a text."""
+def sections(explained: ExplainedDecision, policy: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """One decision in full: titles, each with rows of a label, which may be empty, and a text.
+
+    `policy` is the name of the policy that decided.
+    """
     limits = _limits(explained.decision) or ["nothing: it is within them"]
     parts = [
-        ("what the policy saw", list(_observed(explained))),
+        ("what the policy saw", list(_observed(explained, policy))),
         ("what the job's limits changed", list(_labelled("", limits))),
     ]
     if explained.stop is None:
@@ -99,8 +103,11 @@ def title_of(explained: ExplainedDecision) -> str:
 # -- the observation -------------------------------------------------------------------------------
 
 
-def _observed(explained: ExplainedDecision) -> Iterator[tuple[str, str]]:
-    """Everything a decision was based on, as rows of a label and a sentence."""
+def _observed(explained: ExplainedDecision, policy: str) -> Iterator[tuple[str, str]]:
+    """Everything a decision was based on, as rows of a label and a sentence.
+
+    `policy` is the name of the one that decided.
+    """
     decision = explained.decision
     observation = decision.observation
     yield from _labelled("so far", _past(explained))
@@ -127,8 +134,7 @@ def _observed(explained: ExplainedDecision) -> Iterator[tuple[str, str]]:
     if kept:
         yield "kept models", ", ".join(kept)
     if observation.state:
-        state = ", ".join(f"{name}={value}" for name, value in sorted(observation.state.items()))
-        yield "its notes", state
+        yield from _labelled("its notes", state_in_words(policy, observation.state))
 
 
 def _limits(decision: Decision) -> list[str]:

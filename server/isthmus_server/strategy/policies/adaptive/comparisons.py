@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from isthmus_server.strategy.policies.adaptive.state import (
+    COLD,
     WARM,
     WITH_GRADIENT,
     AdaptiveSettings,
@@ -24,7 +25,7 @@ from isthmus_server.strategy.policy import (
 )
 
 REASONS = {
-    "warm": "whether the warm model is better for the devices than the initial one",
+    "warm": "whether the warm start has made the model better for the devices",
     "probation": "whether rounds with devices have made the served model worse",
     "race": "whether the datacenter's gradient does harm",
 }
@@ -35,6 +36,7 @@ NAMES = {
     INITIAL: "the initial model",
     SERVED: "the served model",
     WARM: "the warm model",
+    COLD: "the model before it",
     WITH_GRADIENT: "the model with the gradient",
 }
 

@@ -8,6 +8,7 @@ from isthmus.job import StrategySection
 from isthmus_server.strategy.policies.adaptive import budget_plan
 from isthmus_server.strategy.policies.adaptive.datacenter_role import DatacenterRole, RoleChooser
 from isthmus_server.strategy.policies.adaptive.state import (
+    COLD,
     FORK,
     WARM,
     WITH_GRADIENT,
@@ -77,7 +78,7 @@ class EdgePlanner:
             ),
             start=round_.start,
             # The momentum is that of the way to another model.
-            reset_optimizer=round_.start in (WARM, INITIAL, FORK, WITH_GRADIENT),
+            reset_optimizer=round_.start in (WARM, COLD, INITIAL, FORK, WITH_GRADIENT),
             step_scale=scale,
             measure_gradients=role.measures,
             keep={keep: CURRENT} if keep else {},

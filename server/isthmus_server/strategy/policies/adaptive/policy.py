@@ -15,6 +15,8 @@ open::
       |                                  +--does not: the initial model again-----------------^
       +--neither------------------------------------------------------------------------------^
 
+    edge, no datacenter   it was not there for a warm start: once it is, and if rounds are still to
+                          spare, the warm start begins from the current model and has to beat that
     edge, probation       after some rounds the served model must not lose to the warm one. If it
                           does, training returns to the warm model with zero momentum and half
                           steps; after the second time quarter steps, and no further tests
@@ -39,8 +41,11 @@ criterion (docs/strategy.md says why).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from isthmus.job import StrategySection
+from isthmus_server.strategy.policies.adaptive import budget_plan
 from isthmus_server.strategy.policies.adaptive.comparisons import Comparisons
 from isthmus_server.strategy.policies.adaptive.datacenter_role import RoleChooser
 from isthmus_server.strategy.policies.adaptive.edge_rounds import EdgePlanner, EdgeRound
@@ -80,6 +85,11 @@ class Adaptive:
             return ("datacenter",)
         return () if self._target is not None and self.edge_share == 1 else ("federated",)
 
+    @staticmethod
+    def state_in_words(state: Mapping[str, Any]) -> list[str]:
+        """See `isthmus_server.strategy.loading.state_in_words`."""
+        return AdaptiveState.from_json(state).in_words()
+
     def plan(self, observation: Observation) -> Answer:
         """Make one step of the state machine in the module's docstring."""
         state = AdaptiveState.from_json(observation.state)
@@ -100,6 +110,8 @@ class Adaptive:
             return self._warm_start.next(observation, state)
         if not observation.open("federated"):  # the limits delay it until their window opens
             return EdgeRound(state, OUTSIDE_OF_HOURS)
+        if state.missed_warm_start and budget_plan.datacenter_available(observation):
+            return self._warm_start.begin_late(observation, state)
         if state.race.branch:
             return self._race.next(observation, state)
         if self._probation.is_due(state):

@@ -9,9 +9,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from isthmus.job.section import Section
+from isthmus_server.strategy.policy import INITIAL
 
 WARM = "warm"
 """Name under which the model at the end of a warm start is kept."""
+COLD = "cold"
+"""Name of the model from which a warm start that begins late goes on."""
 FORK = "fork"
 """Name of the model from which both branches of a race begin."""
 WITH_GRADIENT = "with-gradient"
@@ -104,6 +107,20 @@ class TargetState:
     """Part of what was missing that a round of the other side closed just before the trial."""
     instead: bool = False
     """Whether the datacenter trains only until the devices, which proved faster, are back."""
+    untried: bool = False
+    """Whether the devices train because no datacenter was there, which was not tried so far."""
+
+    def in_words(self) -> str:
+        """Which side trains, and why."""
+        since = f"the {self.side} train" + ("s" if self.side == "datacenter" else "")
+        since += f" since round {self.since + 1}"
+        if self.trial:
+            return f"{since}, on trial"
+        if self.untried:
+            return f"{since}, because no datacenter was there"
+        if self.instead:
+            return f"{since}, until the devices are back"
+        return f"{since}; {self.trials} trials so far"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +151,14 @@ class AdaptiveState:
     """Warm rounds before a plateau can end the warm start."""
     before_devices: bool = False
     """Whether the warm start began before the devices' window; it ends when that opens."""
+    missed_warm_start: bool = False
+    """Whether no datacenter was there for a warm start, which begins once one is."""
+    cold_round: int = 0
+    """The round after which the model was kept for a warm start that begins late; 0 for none."""
+    warm_reference: str = INITIAL
+    """The model that the warm one has to beat: the initial one, or that of `cold_round`."""
     warm_accepted: bool = False
-    """Whether the warm model beat the initial one."""
+    """Whether the warm model beat that one."""
     edge_rounds: int = 0
     """Rounds with devices since the phase began, or since training returned to the warm model."""
     probation_over: bool = False
@@ -173,3 +196,49 @@ class AdaptiveState:
     def to_json(self) -> dict[str, Any]:
         """Return the state for the next answer."""
         return dataclasses.asdict(self)
+
+    def in_words(self) -> list[str]:
+        """What the policy keeps in mind, in sentences, for `isthmus why`."""
+        sentences = [self._phase()]
+        if self.missed_warm_start:
+            sentences.append("no datacenter was there for a warm start; it begins once one is")
+        if self.warm_accepted:
+            sentences.append("devices found the model of the warm start better")
+        if self.failed_probations:
+            sentences.append(
+                f"rounds with devices made the warm model worse {self.failed_probations} times, so "
+                f"steps are {self.step_scale:g} times as long"
+            )
+        if self.windows:
+            sentences.append(f"devices have trained in the windows {', '.join(self.windows)}")
+        if self.uses_gradient:
+            since = f" since round {self.gradient_since}" if self.gradient_since else ""
+            sentences.append(f"devices apply the datacenter's gradient{since}")
+        if self.excluded:
+            names = ", ".join(self.excluded)
+            sentences.append(f"a test showed that the gradient of {names} does harm")
+        if self.race.vetoed:
+            sentences.append("a test showed that the datacenter's gradient does harm")
+        if self.race.branch:
+            branches = {
+                "fork": "begins with the next round",
+                "with": f"has made {self.race.rounds} rounds with it",
+                "without": f"has made {self.race.rounds} rounds without it",
+            }
+            sentences.append(f"a test of the datacenter's gradient {branches[self.race.branch]}")
+        if self.target is not None:
+            sentences.append(self.target.in_words())
+        return sentences
+
+    def _phase(self) -> str:
+        if self.phase == "start":
+            return "no round was planned yet"
+        if self.phase == "warm":
+            before = " before the devices' hours" if self.before_devices else ""
+            return (
+                f"a warm start{before} has made {self.warm_rounds} of at most "
+                f"{self.max_warm_rounds} rounds"
+            )
+        if self.target is not None:
+            return "the side that comes closer to the target trains"
+        return f"rounds with devices so far: {self.edge_rounds}"

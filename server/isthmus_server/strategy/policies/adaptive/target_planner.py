@@ -4,7 +4,8 @@ The run begins in the datacenter and goes on with devices; the question is when.
 rate: the part of what is missing to the target that a round closes, per second or per price. Rates
 change during training, so only rates that were measured directly after each other are compared:
 
-    begin    in the datacenter, for a few evaluated rounds (`trial_rounds`)
+    begin    in the datacenter, for a few evaluated rounds (`trial_rounds`). With devices if there
+             is no datacenter yet, which is on trial once it has come
     trial    of the devices, for as many: directly after these. Later, when the datacenter has made
              `trial_rounds` x 2^(trials so far) rounds since the last one, and a trial would take at
              most `trial_share` of what they took or the target is out of reach at their rate
@@ -58,7 +59,7 @@ class TargetPlanner:
         if now is None:
             if _can_train("datacenter", observation):
                 return TargetState("datacenter", last), "training on no device is tried first"
-            return TargetState("devices", last), "no datacenter can train now"
+            return TargetState("devices", last, untried=True), "no datacenter can train now"
         # They had been found faster, and only stood aside.
         if now.instead and _can_train("devices", observation):
             return TargetState("devices", last, trials=now.trials), "the devices can train again"
@@ -66,10 +67,10 @@ class TargetPlanner:
         if not _can_train(other, observation):
             return now, f"the {other} cannot train now"
         if not _can_train(now.side, observation):
-            instead = now.side == "devices" and not now.trial
+            instead = now.side == "devices" and not now.trial and not now.untried
             moved = TargetState(other, last, trials=now.trials, instead=instead)
             return moved, f"the {now.side} cannot train now"
-        if now.side == "devices" and not now.trial:
+        if now.side == "devices" and not now.trial and not now.untried:
             return now, "they approach the target faster than the datacenter"
         measured = progress_by_round(observation, REGIMES[now.side], now.since)[-LATEST:]
         if len(measured) < self._settings.trial_rounds:
@@ -77,7 +78,10 @@ class TargetPlanner:
         progress = statistics.fmean(measured)
         if now.trial:
             return self._judge(observation, now, progress)
-        why = self._why_trial(observation, now, measured)
+        if now.untried:
+            why = "it has come after the devices began"
+        else:
+            why = self._why_trial(observation, now, measured)
         if not why:
             return now, f"a round with the {now.side} closes {progress:.2%} of what is missing"
         trial = TargetState(other, last, trial=True, trials=now.trials + 1, progress=progress)

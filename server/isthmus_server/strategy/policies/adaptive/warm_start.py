@@ -1,7 +1,8 @@
 """A warm start: datacenter rounds before the rounds with devices, where these hold the target.
 
 It uses rounds that the budget leaves to no device, or the time before the devices' window, and
-ends if devices do not find the warm model better than the initial one.
+ends if devices do not find the warm model better than the initial one. If no datacenter is there at
+the start, it begins when one has come, and has to beat the model that devices have trained so far.
 """
 
 from __future__ import annotations
@@ -11,10 +12,27 @@ import dataclasses
 from isthmus_server.strategy.policies.adaptive import budget_plan, evidence
 from isthmus_server.strategy.policies.adaptive.comparisons import Comparisons, in_words
 from isthmus_server.strategy.policies.adaptive.edge_rounds import EdgeRound
-from isthmus_server.strategy.policies.adaptive.state import WARM, AdaptiveSettings, AdaptiveState
+from isthmus_server.strategy.policies.adaptive.state import (
+    COLD,
+    WARM,
+    AdaptiveSettings,
+    AdaptiveState,
+)
 from isthmus_server.strategy.policy import CURRENT, INITIAL, Compare, Observation, Plan
 
 OUTSIDE_OF_HOURS = "it is outside of the devices' hours"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Room:
+    """What the limits leave for a warm start."""
+
+    slack: float
+    """Rounds that it takes from no device."""
+    limit: int
+    """Datacenter rounds that it may have."""
+    reason: str
+    """Why it does not fit, if the limit is too low."""
 
 
 class WarmStart:
@@ -28,51 +46,93 @@ class WarmStart:
         """Begin a warm start if it fits: into spare rounds, or before the devices' window."""
         edge = dataclasses.replace(state, phase="edge")
         devices_open = observation.open("federated")
-        possible, affordable = budget_plan.rounds_with_devices(observation)
-        rounds_left = observation.rounds - observation.round + 1
-        # Rounds in which the budget could not pay the devices anyway: a warm start takes nothing
-        # from them.
-        slack = (possible if devices_open else rounds_left) - affordable
-        warm_budget = self._settings.warm_share * (observation.budget_left or 0)
-        # The comparison that the warm start has to pass is paid from the same share.
-        warm_budget -= self._comparisons.price(observation)
-        warm_affordable = warm_budget / max(observation.price("datacenter"), 1e-9)
-        limit = int(min(slack, warm_affordable, self._settings.warm_length * affordable))
+        room = self._room(observation)
         available = budget_plan.datacenter_available(observation, state.excluded)
-        if limit >= self._settings.warm_test and available:
+        if room.limit >= self._settings.warm_test and available:
             warm = dataclasses.replace(
                 state,
                 phase="warm",
-                max_warm_rounds=limit,
-                min_warm_rounds=int(slack / 2) if devices_open else 0,
+                max_warm_rounds=room.limit,
+                min_warm_rounds=int(room.slack / 2) if devices_open else 0,
                 before_devices=not devices_open,
             )
             return self.next(observation, warm)
         if not devices_open:
             return EdgeRound(edge, OUTSIDE_OF_HOURS)
+        if not available:
+            missed = dataclasses.replace(edge, missed_warm_start=True)
+            return EdgeRound(missed, "no datacenter is available for a warm start")
+        return EdgeRound(edge, room.reason)
+
+    def begin_late(
+        self, observation: Observation, state: AdaptiveState
+    ) -> EdgeRound | Plan | Compare:
+        """Begin a warm start from the current model, if it still fits.
+
+        The datacenter was not there at the start. The model is kept with one more round of devices,
+        so that devices can compare it with the warm one.
+        """
+        room = self._room(observation)
+        if room.limit < self._settings.warm_test:
+            too_late = dataclasses.replace(state, missed_warm_start=False)
+            return EdgeRound(too_late, f"a datacenter has come, and {room.reason}")
+        if state.cold_round != observation.round - 1 or COLD not in observation.models:
+            keeping = dataclasses.replace(state, cold_round=observation.round)
+            why = "a datacenter has come, which goes on from the model after this round"
+            return EdgeRound(keeping, why, keep=COLD)
+        # Rounds with devices are counted anew, so that they are on probation after it.
+        warm = dataclasses.replace(
+            state,
+            phase="warm",
+            missed_warm_start=False,
+            warm_reference=COLD,
+            max_warm_rounds=room.limit,
+            min_warm_rounds=int(room.slack / 2),
+            edge_rounds=0,
+            probation_over=False,
+        )
+        return self.next(observation, warm)
+
+    def _room(self, observation: Observation) -> Room:
+        """What the limits leave for a warm start."""
+        devices_open = observation.open("federated")
+        possible, affordable = budget_plan.rounds_with_devices(observation)
+        rounds_left = observation.rounds - observation.round + 1
+        # Rounds in which the budget could not pay the devices anyway: a warm start takes nothing
+        # from them.
+        slack = (possible if devices_open else rounds_left) - affordable
+        budget = self._settings.warm_share * (observation.budget_left or 0)
+        # The comparison that the warm start has to pass is paid from the same share.
+        budget -= self._comparisons.price(observation)
+        payable = budget / max(observation.price("datacenter"), 1e-9)
         reason = (
             f"the budget fills {affordable:.0f} of the {possible:.0f} rounds in which devices can "
             "work, which leaves no room for a warm start worth its test"
-            if available
-            else "no datacenter is available for a warm start"
         )
-        return EdgeRound(edge, reason)
+        limit = int(min(slack, payable, self._settings.warm_length * affordable))
+        return Room(slack=slack, limit=limit, reason=reason)
 
     def next(self, observation: Observation, state: AdaptiveState) -> EdgeRound | Plan | Compare:
-        """Plan a datacenter round, and compare with the initial model early on."""
+        """Plan a datacenter round, and compare with the model before it early on."""
         settings = self._settings
         devices_open = observation.open("federated")
         test_due = state.before_devices or state.warm_rounds >= settings.warm_test
         if not state.warm_accepted and devices_open and test_due:
-            result = self._comparisons.result(observation, state, "warm", (INITIAL, CURRENT))
+            result = self._comparisons.result(
+                observation, state, "warm", (state.warm_reference, CURRENT)
+            )
             if isinstance(result, Compare):
                 return result
             # Without a clear gain it begins cold: the warm start has to prove its use.
             if isinstance(result, str) or not result.beats(CURRENT, settings.error):
-                outcome = result if isinstance(result, str) else in_words(result, CURRENT, INITIAL)
+                reference = state.warm_reference
+                outcome = (
+                    result if isinstance(result, str) else in_words(result, CURRENT, reference)
+                )
+                begins = "it begins cold" if reference == INITIAL else "back to the one before"
                 cold = dataclasses.replace(state, phase="edge")
-                why = f"after {state.warm_rounds} warm rounds {outcome}: it begins cold"
-                return EdgeRound(cold, why, start=INITIAL)
+                why = f"after {state.warm_rounds} warm rounds {outcome}: {begins}"
+                return EdgeRound(cold, why, start=reference)
             state = dataclasses.replace(state, warm_accepted=True, pending_comparison="")
         flat = evidence.flat_rounds(observation)
         plateau = flat >= settings.plateau and state.warm_rounds >= state.min_warm_rounds

@@ -17,6 +17,7 @@ from tests.server.strategy.observations import (
 
 from isthmus_server.strategy import Stop, load_policy
 from isthmus_server.strategy.answer_checks import checked_answer
+from isthmus_server.strategy.loading import state_in_words
 from isthmus_server.strategy.policies.adaptive.budget_plan import rounds_with_devices
 from isthmus_server.strategy.policies.adaptive.state import AdaptiveState
 from isthmus_server.strategy.policy import Forecast, Plan
@@ -217,3 +218,74 @@ def test_the_state_survives_json():
     )
     assert AdaptiveState.from_json(state.to_json()) == state
     assert dataclasses.asdict(AdaptiveState()) == AdaptiveState().to_json()
+
+
+def datacenter_comes_in(round_of_arrival, budget=400.0):
+    """Overrides with which no datacenter is connected before a round."""
+
+    def changes(round_):
+        ready = round_ >= round_of_arrival
+        names = ["dc"] if ready else []
+        return {"budget": budget, "datacenter_ready": ready, "datacenter_names": names}
+
+    return changes
+
+
+def test_a_datacenter_that_comes_late_begins_the_warm_start_then():
+    """It goes on from what devices have trained, which the warm model has to beat."""
+    asked = []
+
+    def judge(models):
+        asked.append(models)
+        return [-0.1]
+
+    plans = adapt(judge=judge, changes=datacenter_comes_in(4))
+    kept = plans[3]
+    assert initials(plans[:4]) == "ffff"
+    assert "no datacenter is available" in plans[0].reason
+    assert "a datacenter has come" in kept.reason
+    assert kept.keep == {"cold": "current"}
+    late = initials(plans[4:]).index("f")
+    assert late == 13  # of the 46 rounds with devices that are left in the budget, 30 %
+    assert {plan.start for plan in plans[4 : 4 + late]} == {"current"}
+    assert plans[3 + late].keep == {"warm": "current"}
+    assert asked[0] == ("cold", "current")
+    assert set(initials(plans[4 + late : -1])) == {"f"}
+
+
+def test_a_late_warm_start_that_does_not_help_goes_back_to_what_devices_trained():
+    plans = adapt(judge=lambda models: [0.2], changes=datacenter_comes_in(4))
+    assert initials(plans[:12]) == "ffffdddddfff"
+    assert (plans[9].start, plans[9].reset_optimizer) == ("cold", True)
+    assert "back to the one before" in plans[9].reason
+    assert "d" not in initials(plans[9:-1])
+
+
+def test_a_datacenter_that_leaves_before_its_warm_start_is_awaited_again():
+    def changes(round_):
+        ready = round_ == 4 or round_ >= 7
+        names = ["dc"] if ready else []
+        return ROOM_FOR_WARM_START | {"datacenter_ready": ready, "datacenter_names": names}
+
+    plans = adapt(judge=lambda models: [-0.1], changes=changes)
+    assert initials(plans[:9]) == "fffffffdd"
+    # What was kept in round 4 is not the model from which the datacenter goes on in round 8.
+    assert [round_ for round_, plan in enumerate(plans, 1) if "cold" in plan.keep] == [4, 7]
+
+
+def test_a_datacenter_that_comes_too_late_for_a_warm_start_is_told_why():
+    plans = adapt(rounds=50, changes=datacenter_comes_in(20))
+    assert "d" not in initials(plans)
+    assert "a datacenter has come, and the budget fills" in plans[19].reason
+    assert "has come" not in plans[20].reason
+
+
+def test_its_state_is_told_in_words():
+    plans = adapt(judge=lambda models: [-0.1], changes=datacenter_comes_in(4))
+    told = [state_in_words("adaptive", plan.state) for plan in plans[:-1]]
+    missed = "no datacenter was there for a warm start; it begins once one is"
+    assert told[0] == ["rounds with devices so far: 1", missed]
+    assert told[4] == ["a warm start has made 1 of at most 13 rounds"]
+    assert told[30][1] == "devices found the model of the warm start better"
+    assert "=" not in str(told)
+    assert state_in_words("my.module:Policy", {"b": 2, "a": 1}) == ["a=1, b=2"]

@@ -127,3 +127,20 @@ def test_quality_neither_tries_sides_nor_compares_rates():
     plain = load_policy(strategy_of("adaptive")).plan(observation)
     targeted = load_policy(strategy_of("adaptive", target_metric=TARGET)).plan(observation)
     assert plain == targeted
+
+
+@pytest.mark.parametrize(
+    ("objective", "closes", "wins"),
+    [("cost", (0.05, 0.1), "d"), ("cost", (0.001, 0.1), "f"), ("time", (0.1, 0.05), "d")],
+)
+def test_a_datacenter_that_comes_late_is_tried(objective, closes, wins):
+    """Devices that train only because it was not there have not proved to be faster."""
+
+    def changes(round_):
+        return {"datacenter_ready": round_ > 6, "client_price": 1.0, "step_price": 0.005}
+
+    regimes, reasons, _ = run(objective, by_side(*closes), changes=changes)
+    assert regimes[:6] == "ffffff"
+    assert regimes[6:8] == "dd"
+    assert "a trial of the datacenter: it has come after the devices began" in reasons[6]
+    assert regimes[8:12] == 4 * wins
