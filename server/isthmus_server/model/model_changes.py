@@ -112,6 +112,9 @@ class ModelChanges:
         """Restore what `state` returned."""
         self._residual = tensors.get(_RESIDUAL)
         self._of = bytes.fromhex(values.get(_MODEL, ""))
+        # Changes after this state lead to models that were not committed.
+        while self._changes and self._changes[-1].result != self._of:
+            self._changes.pop()
 
 
 def is_state(name: str) -> bool:

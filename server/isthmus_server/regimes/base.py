@@ -200,7 +200,7 @@ class FederatedExtension(Protocol):
         ...
 
     def commit(self, state: Any) -> None:
-        """Make the state of an attempt the current one."""
+        """Make the state of an attempt the current one; `ModelVersions.undo` can take it back."""
         ...
 
     def reset(self) -> None:

@@ -12,9 +12,11 @@ import dataclasses
 from typing import Any
 
 from isthmus.errors import CannotContinue, RoundFailed
+from isthmus_server.regimes.attempt_result import TrainingResult
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.rounds.assignment import resolved_in_turn
 from isthmus_server.rounds.drain import Drain
+from isthmus_server.rounds.measurements.evaluation import Evaluated
 from isthmus_server.rounds.retries import GivenUp, Retries
 from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RunStopped
@@ -33,7 +35,8 @@ class Coordinator:
 
     Guarantees:
       * a round becomes visible with its model, optimizer state, policy state and receipts, or not
-        at all; after a crash at any instant `run` continues from the last committed round;
+        at all; after a crash at any instant, and after an attempt that failed at any of its steps,
+        `run` continues from the last committed round;
       * the same seed and the same participants give the same bytes, with or without interruption;
       * every wait has a limit from the job's `[time]`.
     """
@@ -49,6 +52,8 @@ class Coordinator:
         self._progress = parts.progress
         self._final = False
         """Whether the run will not be continued."""
+        self._uncommitted = False
+        """Whether an attempt has changed the model, or what is committed with it."""
 
     @property
     def state(self) -> RunState:
@@ -155,6 +160,7 @@ class Coordinator:
 
         async def attempt() -> Stop | None:
             nonlocal plan
+            await self._undo()
             # Each attempt begins with the plan as it was decided: what took its place when only
             # the datacenter could change the model need not be needed again.
             ready = await parts.readiness.wait(self.state.round + 1, decided, self._start_hash)
@@ -188,6 +194,21 @@ class Coordinator:
         saved = self.state.models.get(plan.start)
         return None if saved is None else bytes.fromhex(saved.sha256)
 
+    async def _undo(self) -> None:
+        """Return to the last commit, if an attempt has failed after its first change.
+
+        From disk, as a resumed run does: a copy in memory would be as large as the model and the
+        state of its optimizer, in each round, for what hardly ever happens.
+
+        Raises:
+            UserError: a checkpoint of the last commit is damaged.
+        """
+        if not self._uncommitted:
+            return
+        await asyncio.to_thread(self.parts.versions.undo, self.state)
+        self.parts.held.forget()
+        self._uncommitted = False
+
     async def _attempt(self, decision: Decision, plan: Plan) -> None:
         """One attempt at the next round, from invitations to commit."""
         parts = self.parts
@@ -214,10 +235,9 @@ class Coordinator:
         if not (spec.single_datacenter and spec.datacenter_has_model):
             await self._load_start(spec.plan.start, planned)
         results = await parts.trainer.train(spec)
+        self._uncommitted = True
         await parts.merger.merge(spec, results)
-        evaluated, saved = await asyncio.gather(
-            parts.evaluator.evaluate(spec, results), asyncio.to_thread(self._save, spec)
-        )
+        evaluated, saved = await self._evaluate_and_save(spec, results)
         saved["models"] = parts.versions.with_best(saved["models"], self.state, evaluated.metrics)
         saved |= parts.budgets.saved()  # with the charges of the evaluation
         self._progress.state = parts.log.commit(
@@ -229,6 +249,23 @@ class Coordinator:
             averaged=self.model.averaged,
             time=self._progress.attempt_time(),
         )
+        self._uncommitted = False
+
+    async def _evaluate_and_save(
+        self, spec: RoundSpec, results: TrainingResult
+    ) -> tuple[Evaluated, dict[str, Any]]:
+        """Evaluate the next model while its checkpoints are written."""
+        evaluating = asyncio.create_task(self.parts.evaluator.evaluate(spec, results))
+        saving = asyncio.create_task(asyncio.to_thread(self._save, spec))
+        try:
+            evaluated, saved = await asyncio.gather(evaluating, asyncio.shield(saving))
+        except BaseException:
+            # Nothing of an attempt goes on after it. A thread cannot be cancelled, and what it
+            # writes could meet the files of the next attempt.
+            evaluating.cancel()
+            await asyncio.gather(evaluating, saving, return_exceptions=True)
+            raise
+        return evaluated, saved
 
     # -- the model ---------------------------------------------------------------------------------
 
@@ -245,6 +282,7 @@ class Coordinator:
                 raise
         if start != CURRENT:
             model = await asyncio.to_thread(parts.versions.read, start, self.state.models)
+            self._uncommitted = True
             await asyncio.to_thread(self.model.restart, model)
 
     def _save(self, spec: RoundSpec) -> dict[str, Any]:

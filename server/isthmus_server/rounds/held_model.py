@@ -28,6 +28,8 @@ class HeldModel:
         self._progress = progress
         self._roster = roster
         self._datacenter = datacenter
+        self._fetched_after: int | None = None
+        """The committed round whose model was fetched last."""
 
     async def fetch(self) -> None:
         """Bring the model to the server; does nothing if it is there.
@@ -46,3 +48,11 @@ class HeldModel:
             self._model.replace(await self._datacenter.export(name, state.datacenter_step))
         # Not stored: after a crash the server has no model again, and fetches it again.
         self._progress.state = dataclasses.replace(self._progress.state, model_in_datacenter=False)
+        self._fetched_after = state.round
+
+    def forget(self) -> None:
+        """Note that the server has only what is stored, as after a crash."""
+        state = self._progress.state
+        if self._fetched_after == state.round:
+            self._progress.state = dataclasses.replace(state, model_in_datacenter=True)
+            self._fetched_after = None

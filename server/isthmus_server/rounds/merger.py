@@ -48,6 +48,9 @@ class ModelMerger:
     async def merge(self, spec: RoundSpec, results: TrainingResult) -> None:
         """Compute the next model; also sets the norms and other measurements of `results`.
 
+        It takes the place of the model before, in the same memory, before it is committed; see
+        `ModelVersions.undo`.
+
         Raises:
             AttemptFailed: no datacenter could compute the running statistics, if the job asks for
                 them.

@@ -133,8 +133,25 @@ class ModelVersions:
             numbers |= {_EXTENSION + name: value for name, value in more_numbers.items()}
         return self._checkpoints.write_tensors(round_, tensors), numbers
 
+    def undo(self, state: RunState) -> None:
+        """Return to the last commit from whatever an attempt that failed has left.
+
+        A model that only a datacenter has is not restored.
+
+        Raises:
+            UserError: a checkpoint is damaged.
+        """
+        # What the commit does not name is as it was at the start of the run.
+        if CURRENT not in state.models:
+            self._model.restart(self._model.initial())
+        self._model.averaged = 0
+        self._model.load_optimizer_state({}, {})
+        if self._extension is not None:
+            self._extension.reset()
+        self.restore(state)
+
     def restore(self, state: RunState) -> None:
-        """Restore models and optimizer state as of the last commit.
+        """Restore models and optimizer state as of the last commit, in a new run process.
 
         Raises:
             UserError: a checkpoint is damaged.

@@ -90,7 +90,11 @@ class RuleWithState(Protocol):
     """
 
     def commit(self, state: Any) -> None:
-        """Make the state of an attempt the current one."""
+        """Make the state of an attempt the current one.
+
+        A round that fails afterwards is undone by `reset`, and by `import_state` of what was
+        exported with the last committed round.
+        """
         ...
 
     def reset(self) -> None:
