@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from isthmus.job.privacy import PrivacySection
     from isthmus_clients.training.examples_account import ExamplesAccount, RunAccount
     from isthmus_privacy.compression.model_change import ChangeCodec
+    from isthmus_privacy.compression.single_updates import UpdateMessages
     from isthmus_privacy.purpose import RunPurpose
     from isthmus_privacy.secagg.config import RoundConfig
     from isthmus_privacy.slots import Slot
@@ -56,6 +57,8 @@ class ActiveRun:
     """Layout of what stays on the device, which the task's must equal."""
     account: RunAccount | None = None
     """Account of this device's examples, for a job that protects them."""
+    messages: UpdateMessages | None = None
+    """Encodes single updates, for a job with `federated.codec`."""
 
     @classmethod
     def of(cls, work: link_pb2.OpenRun, tasks: Path | None = None) -> ActiveRun:
@@ -70,6 +73,7 @@ class ActiveRun:
             TaskError: with secure aggregation, the task's code is missing here, or it differs from
                 the server's.
             UpdateError: the layout is not valid.
+            UserError: the job's codec is not installed here, or its settings cannot be used.
         """
         job = read_job(work.job)
         if job.federated.app is not None:
@@ -77,7 +81,8 @@ class ActiveRun:
         layout = TensorLayout.from_header(work.layout)
         personal = TensorLayout.from_header(work.personal) if work.personal else _NOTHING
         if not job.federated.secure_aggregation:
-            return cls(work.run_id, job, layout, personal=personal)
+            messages = _messages(job, layout)
+            return cls(work.run_id, job, layout, personal=personal, messages=messages)
         from isthmus_privacy.purpose import RunPurpose
 
         base = Path(work.base) if tasks is None else tasks
@@ -334,32 +339,17 @@ class ActiveRun:
         if self.job.privacy is not None:
             clip_to_norm(self.layout.decode(update), self.job.privacy.clip)
 
-    def check_update_codec(self) -> None:
-        """Refuse a run whose codec is not installed on this device.
-
-        Raises:
-            UserError: it is not, or its settings cannot be used.
-        """
-        if self.job.federated.codec is not None:
-            from isthmus_privacy.compression.single_updates import load_codec
-
-            load_codec(self.job.federated)
-
     def encoded(self, work: link_pb2.TrainLocal, update: Buffer) -> Buffer:
         """What is sent of an update: its bytes, or those of the job's codec.
 
         Raises:
             UpdateError: the codec failed, or more is wanted than an update.
         """
-        if self.job.federated.codec is None:
+        if self.messages is None:
             return update
-        from isthmus_privacy.compression.single_updates import UpdateMessages
-
         if work.gradient_scale:
             raise UpdateError("federated.codec encodes an update, and a gradient is asked for too")
-        messages = UpdateMessages.of(self.job, self.layout)
-        assert messages is not None
-        return bytearray(messages.encode(self.layout.decode(update), work.round))
+        return bytearray(self.messages.encode(self.layout.decode(update), work.round))
 
     def check_group(self, group: str, clients_min: int) -> None:
         """Refuse a sum of a group, unless it is the device's own and large enough.
@@ -406,3 +396,12 @@ class ActiveRun:
                 f"{self.job.name!r} was opened with federated.secure_aggregation, and this request "
                 "would send this device's own figures in plaintext"
             )
+
+
+def _messages(job: Job, layout: TensorLayout) -> UpdateMessages | None:
+    """The messages of a job's codec; None if updates are sent as they are."""
+    if job.federated.codec is None:
+        return None
+    from isthmus_privacy.compression.single_updates import UpdateMessages
+
+    return UpdateMessages.of(job, layout)

@@ -374,7 +374,6 @@ class Agent:
             allowed.check(run.personal)
             if run.job.federated.compression is not None:
                 allowed.check(run.layout)  # of residuals, which are kept between rounds, too
-        run.check_update_codec()
         self._secure.run_opened(work.run_id)
         secure = run.job.federated.secure_aggregation
         with constant_failures(secure, self._log_file, on_data=True):

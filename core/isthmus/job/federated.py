@@ -268,6 +268,12 @@ class FederatedSection(Section):
                 raise ValueError(
                     f"aggregation_settings has no effect on {rule}; name a rule, or remove it"
                 )
+            default = type(self).model_fields["aggregation_max_bytes"].default
+            if self.aggregation_max_bytes != default:
+                raise ValueError(
+                    f"aggregation_max_bytes={self.aggregation_max_bytes} has no effect on {rule}, "
+                    "which keeps no updates; remove it"
+                )
             return self
         if self.secure_aggregation:
             raise ValueError(
@@ -289,6 +295,11 @@ class FederatedSection(Section):
         if self.selection_settings and self.selection in ("uniform", "utility"):
             raise ValueError(
                 f"selection_settings has no effect on selection={self.selection!r}; remove it"
+            )
+        if self.utility != Utility() and self.selection != "utility":
+            raise ValueError(
+                f"utility has no effect on selection={self.selection!r}; set selection = "
+                "'utility', or remove it"
             )
         return self
 

@@ -208,9 +208,11 @@ class RoundedUpdate:
         """See `SingleUpdateCodec.decode`."""
         values = torch.zeros(facts.size)
         try:
-            self._codec(facts.size).apply(values, payload)
+            taken = self._codec(facts.size).apply(values, payload)
         except ValueError as error:
             raise UpdateError(str(error)) from error
+        if taken != len(payload):
+            raise UpdateError(f"{len(payload) - taken} bytes follow its {taken} bytes")
         return values
 
     def _codec(self, size: int) -> ChangeCodec:

@@ -129,7 +129,7 @@ class AttemptSpec:
     selected_ppm: int = 1_000_000
     """Millionths of all enrolled devices that were eligible in it."""
     shortage: str = ""
-    """Why the lottery admitted too few devices, if it did."""
+    """Why the lottery or the job's selection left too few devices, if so."""
 
     def result_layout(self, layout: TensorLayout) -> TensorLayout:
         """The layout of what each device sends, for the layout of the model."""
@@ -192,7 +192,7 @@ class FederatedExtension(Protocol):
     """Replaces the aggregation of a run, and keeps state from round to round."""
 
     def attempt(self, context: FederatedContext, spec: AttemptSpec) -> FederatedAttempt:
-        """An attempt at a round.
+        """An attempt at a round; it has no effect if it is not run.
 
         Raises:
             RoundFailed: the cohort cannot be aggregated.

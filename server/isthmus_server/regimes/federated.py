@@ -42,6 +42,18 @@ class FederatedRegime:
         """Devices that train across rounds; only in buffered mode."""
         self._attempt: FederatedAttempt | None = None
 
+    def check(self, spec: AttemptSpec) -> None:
+        """Refuse an attempt that `train` would refuse before it asks a device.
+
+        Raises:
+            RoundFailed: too few devices, or a cohort that the job's aggregation cannot use.
+        """
+        if self.buffered is not None:
+            return  # devices that are already training count towards the quorum
+        spec.check_quorum()
+        if self.extension is not None:
+            self.extension.attempt(self.context, spec)
+
     async def train(self, spec: AttemptSpec) -> FederatedResult:
         """Run one attempt.
 
@@ -124,11 +136,6 @@ class FederatedRegime:
     def busy(self) -> list[str]:
         """Devices that are training across the end of a round; only in buffered mode."""
         return [] if self.buffered is None else self.buffered.busy
-
-    @property
-    def may_start_below_quorum(self) -> bool:
-        """Whether devices that are already training count towards the quorum."""
-        return self.buffered is not None
 
     async def stop(self) -> None:
         """End the run: notify devices that still train that their updates are not needed."""

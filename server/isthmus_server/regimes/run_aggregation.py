@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from isthmus.job.federated import FederatedSection
 from isthmus.tensors.exchange_set import TensorLayout
+from isthmus_server.regimes.aggregation.loading import load_rule
 from isthmus_server.regimes.aggregation.rule_extension import RuleExtension
 from isthmus_server.regimes.base import FederatedExtension, load_extension
 
@@ -15,6 +16,7 @@ def aggregation_of(federated: FederatedSection, layout: TensorLayout) -> Federat
         UserError: it is not installed, or its settings cannot be used.
     """
     extension = load_extension(federated, layout)
-    if federated.aggregation == "mean":
+    rule = load_rule(federated)
+    if rule is None:
         return extension
-    return RuleExtension(federated, layout)  # the job's schema excludes both
+    return RuleExtension(rule, federated, layout)  # the job's schema excludes both

@@ -48,7 +48,7 @@ class SelectedCohort:
     """Draw in which they were selected by their tickets; 0 without tickets."""
     selected_ppm: int = MILLION
     shortage: str = ""
-    """Why these are fewer than the round needs, if tickets are the reason."""
+    """Why these are fewer than the round needs, if tickets or the selection are the reason."""
     exact: bool = False
     """Whether only the sum of all of them is allowed, or of all in each group."""
     groups: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
@@ -138,7 +138,7 @@ class CohortSelector:
                 raise NoAllowedCohort((), len(allowed), settings.needed)
             return self._usual(round_, allowed, settings.concurrency + settings.cohort)
         if not settings.secure_aggregation:
-            return self._usual(round_, ready, settings.invited)
+            return self._usual(round_, ready, settings.invited, settings.needed)
         unmasked = self._unmaskings.about(self._run_id, round_, model_hash)
         return (
             self._groups_again(round_, unmasked, ready, settings)
@@ -338,14 +338,19 @@ class CohortSelector:
             missing = min(absent, key=len, default=())  # the fewest that would allow a cohort
             raise NoAllowedCohort(missing, len(allowed), settings.needed)
         if self._lottery is None:
-            return self._usual(number, allowed, count)
+            return self._usual(number, allowed, count, settings.needed)
         drawn = self._lottery.select(
             number, allowed, count=count, needed=settings.needed, now=self._clock.utc()
         )
         return self._cohort(drawn.names, drawn.draw, drawn.selected_ppm, drawn.shortage)
 
-    def _usual(self, number: int, ready: Collection[str], count: int) -> SelectedCohort:
-        """The devices of a round by the job's selection; others are a sample by its seed."""
+    def _usual(
+        self, number: int, ready: Collection[str], count: int, needed: int = 0
+    ) -> SelectedCohort:
+        """The devices of a round by the job's selection; others are a sample by its seed.
+
+        `needed`: the quorum, if devices that already train do not count towards it.
+        """
         seed = self._job.seed
         if number <= 0:  # what a measurement says must not depend on who is preferred in training
             return self._cohort(select_devices(ready, count=count, seed=seed, round_=number))
@@ -356,7 +361,15 @@ class CohortSelector:
             records=self._availability.attendance.records,
             seed=seed,
         )
-        return self._cohort(self._selection.select(request))
+        names = self._selection.select(request)
+        shortage = ""
+        if len(names) < needed <= len(request.devices):
+            shortage = (
+                f"federated.selection={self._job.federated.selection!r} selected {len(names)} of "
+                f"{len(request.devices)} available devices and the quorum is {needed}; lower the "
+                "quorum, or have it select more"
+            )
+        return self._cohort(names, shortage=shortage)
 
     def _cohort(
         self,

@@ -71,9 +71,8 @@ class ModelMerger:
         # First: merging works in the memory of the vectors that are measured here.
         results.gradients = measured_gradients(results)
         results.groups = group_sums(results)
-        state = None if results.federated is None else results.federated.extension_state
-        if self._extension is not None and state is not None:
-            self._extension.commit(state)
+        if self._extension is not None and results.federated is not None:
+            self._extension.commit(results.federated.extension_state)
         one_datacenter = results.federated is None and len(results.datacenters) == 1
         models = [r.vector for r in results.datacenters if r.vector is not None]
         datacenter = None

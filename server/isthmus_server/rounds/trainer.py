@@ -70,8 +70,7 @@ class Trainer:
             self._transfer.check()
         gradients = TrainingResult()
         if spec.gradient_sources:
-            if not self._federated.may_start_below_quorum:
-                self._attempt(spec, self._model.blob).check_quorum()
+            self._federated.check(self._attempt(spec, self._model.blob))
             gradients = await self._transfer.gradients(spec)
         try:
             if spec.transfers:

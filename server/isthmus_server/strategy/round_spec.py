@@ -28,7 +28,7 @@ class RoundSpec:
     selected_ppm: int = 1_000_000
     """Millionths of all enrolled devices that were eligible in it."""
     shortage: str = ""
-    """Why the lottery admitted too few devices, if it did."""
+    """Why the lottery or the job's selection left too few devices, if so."""
     federated: FederatedSection
     """The job's section, with the cohort size and quorum of this round."""
     datacenters: Sequence[str]

@@ -51,8 +51,9 @@ class DeviceSelection(Protocol):
     def select(self, request: SelectionRequest) -> Sequence[str]:
         """Names of at most `count` of the devices, in any order, each once.
 
-        Fewer are invited as they are; a round with fewer than its quorum fails. The answer should
-        follow from the request alone, so that a resumed run invites the same devices.
+        Fewer are invited as they are; with fewer than the quorum the attempt fails, and is repeated
+        for as long as the run would wait for devices. The answer should follow from the request
+        alone, so that a resumed run invites the same devices.
         """
         ...
 

@@ -22,7 +22,6 @@ from isthmus_clients.device.agent import Agent
 from isthmus_clients.device.task_host import InProcessHost, states_key
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.training.personal_state import PersonalStates
-from isthmus_privacy.compression.single_updates import UpdateMessages
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_simulation.devices.fleet import FleetRun, VirtualFleet
 from isthmus_simulation.devices.profiles import DeviceProfile
@@ -191,7 +190,7 @@ class VirtualDevice(Agent):
 
     def _update_bytes(self, run: DeviceRun) -> int:
         """Bytes of a single update: at most those of the job's codec, if it has one."""
-        messages = UpdateMessages.of(run.job, run.layout)
+        messages = None if self._active is None else self._active.messages
         return run.layout.nbytes if messages is None else messages.max_bytes
 
     def _open(self, work: link_pb2.OpenRun, package: Buffer | None) -> link_pb2.Reply:

@@ -22,6 +22,7 @@ def test_hours_of_another_form_are_refused():
         ("federated.hours=[{opens='22:00', closes='06:00'}]", "federated.hours.0.devices is miss"),
         ("federated.hours=[{devices='a', opens='25:00', closes='06:00'}]", "hours.0.opens='25:00'"),
         ("federated.utility.exploration=2", "federated.utility.exploration=2"),
+        ("federated.utility.slowness=0", "utility has no effect on selection='uniform'; set sel"),
         ("federated.utility.pace=2", "unknown key federated.utility.pace"),
     ],
 )

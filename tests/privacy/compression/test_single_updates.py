@@ -76,6 +76,7 @@ def test_other_bytes_are_refused(make_job, codec):
         (other, r"it is not an encoded update of this exchange set"),
         (message[:10], r"it is not an encoded update of this exchange set"),
         (message[:-1], r"federated\.codec='[a-z-]+' cannot decode it: .* bytes"),
+        (message + b"\0", r"federated\.codec='[a-z-]+' cannot decode it: .* bytes"),
     ]:
         with pytest.raises(UpdateError, match=sentence):
             codec.decode(memoryview(bytes(wrong)), 1)

@@ -8,7 +8,7 @@ from tests.server.regimes.test_plaintext import PreparedAttempt
 from isthmus.errors import TaskError
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
-from isthmus_privacy.compression.single_updates import UpdateMessages
+from isthmus_privacy.compression.single_updates import RoundedUpdate, UpdateMessages
 from isthmus_server.storage.records import Participants
 
 
@@ -87,13 +87,27 @@ async def test_a_run_with_a_codec_ends_near_one_without(deployment, tmp_path):
     assert losses[0] != losses[1]
 
 
+async def test_a_codec_is_constructed_once_for_a_run(deployment, monkeypatch):
+    await deployment.start()
+    constructed = []
+    construct = RoundedUpdate.__init__
+
+    def counted(codec, federated):
+        constructed.append(codec)
+        construct(codec, federated)
+
+    monkeypatch.setattr(RoundedUpdate, "__init__", counted)
+    await deployment.run("run", "federated.secure_aggregation=false", "federated.codec=rounded")
+    assert len(constructed) == 4  # by three devices and the server, for three rounds
+
+
 async def test_a_device_without_the_codec_refuses_the_run(deployment, monkeypatch):
     await deployment.start()
 
-    def missing(run):
+    def missing(job, layout):
         raise TaskError("federated.codec='rounded' is unknown; installed are none")
 
-    monkeypatch.setattr("isthmus_clients.device.active_run.ActiveRun.check_update_codec", missing)
+    monkeypatch.setattr("isthmus_clients.device.active_run._messages", missing)
     with pytest.raises(Exception, match="is unknown; installed are none"):
         await deployment.run(
             "run",

@@ -1,8 +1,11 @@
 """Which devices are invited: hours, caps on participation, and selection by utility."""
 
+import pytest
+from tests.outside_package import OutsidePackage
 from tests.server.rounds.results import invited_devices
 from tests.server.waiting import wait_until
 
+from isthmus.errors import UserError
 from isthmus.task import Participant
 from isthmus_clients.device.agent import Agent
 from isthmus_server.read.report.report import read_report
@@ -100,6 +103,31 @@ async def test_guided_selection_is_the_same_after_a_crash(deployment):
     await Coordinator(RunParts.of(again, deployment.link)).run()
     assert invited_devices(read_report(again).to_json()) == invited_devices(uninterrupted)
     assert len({tuple(cohort) for cohort in invited_devices(uninterrupted)}) > 1
+
+
+FEW = """
+class Few:
+    def __init__(self, federated): pass
+
+    def select(self, request):
+        return list(request.devices)[:2]
+"""
+
+
+@pytest.mark.parametrize("secure", ["true", "false"])
+async def test_a_selection_of_too_few_devices_is_named(deployment, tmp_path, monkeypatch, secure):
+    await deployment.start()
+    entries = {"isthmus.device_selections/few": "Few"}
+    package = OutsidePackage(tmp_path / "site", f"few_{tmp_path.name}", FEW, entries)
+    overrides = (
+        f"federated.secure_aggregation={secure}",
+        "federated.selection=few",
+        "attempts=1",
+        "time.join_seconds=0.1",
+    )
+    sentence = r"selection='few' selected 2 of 3 available devices and the quorum is 3; lower the"
+    with package.on_path(monkeypatch), pytest.raises(UserError, match=sentence):
+        await deployment.run("run", *overrides)
 
 
 async def test_the_cohort_of_a_plan_replaces_that_of_the_job(deployment, planned):

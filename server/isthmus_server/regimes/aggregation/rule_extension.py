@@ -14,7 +14,6 @@ from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_server.model.update_decoding import UpdateSpool
-from isthmus_server.regimes.aggregation.loading import load_rule
 from isthmus_server.regimes.aggregation.rule import (
     AggregatedRound,
     AggregationRule,
@@ -38,17 +37,18 @@ class RuleExtension:
       * the updates of a rule that needs all of them take at most `aggregation_max_bytes`.
     """
 
-    def __init__(self, federated: FederatedSection, layout: TensorLayout) -> None:
-        """Construct the rule, which checks its settings.
+    def __init__(
+        self, rule: AggregationRule, federated: FederatedSection, layout: TensorLayout
+    ) -> None:
+        """Use a rule that `load_rule` has checked.
 
         Raises:
-            UserError: there is no such rule, its settings cannot be used, or the updates of a
-                cohort would take too much memory.
+            JobError: the updates of a cohort would take too much memory.
         """
         self._shown = f"federated.aggregation={federated.aggregation!r}"
         self._max_bytes = federated.aggregation_max_bytes
         self._layout = layout
-        self._rule = load_rule(federated)
+        self._rule = rule
         try:
             self._check_size(federated.cohort)
         except RoundFailed as error:
@@ -200,8 +200,13 @@ class RuleAggregator:
             raise RoundFailed(f"{self._shown} returned a vector that is not finite")
         if not self._has_state:
             return vector, None
+        if not hasattr(round_, "state"):
+            raise RoundFailed(
+                f"{self._shown} has the methods of a rule with state, and its round has no "
+                "attribute `state` after result()"
+            )
         # The server's step may change the result in place, which the rule's state may share.
-        return vector.clone(), getattr(round_, "state", None)
+        return vector.clone(), round_.state
 
     def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of the rule, whose exceptions fail the round with the rule's name."""

@@ -53,8 +53,7 @@ def check_job(job: Job, tasks: Path, lease: float) -> None:
         from isthmus_privacy.compression.single_updates import load_codec  # loads PyTorch
 
         load_codec(federated)
-    if federated.aggregation != "mean":
-        load_rule(federated)
+    load_rule(federated)
     check_budgets(job)
     if job.task.data is not None:
         path = (tasks / job.task.data).resolve()

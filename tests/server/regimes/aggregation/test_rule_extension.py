@@ -69,6 +69,8 @@ class Unusable:
             raise KeyError("no")
 
     def begin(self, facts):
+        if self.kind == "begin":
+            raise ValueError("they are too few")
         return self
 
     def add(self, update):
@@ -81,6 +83,36 @@ class Unusable:
 
 def nothing(federated):
     return 7
+
+
+class NoReset:
+    needs_all = False
+
+    def __init__(self, federated):
+        pass
+
+    def begin(self, facts):
+        return self
+
+    def commit(self, state):
+        pass
+
+    def export_state(self):
+        return {}, {}
+
+    def import_state(self, tensors, values):
+        pass
+
+
+class NoState(NoReset):
+    def add(self, update):
+        self.vector = update.vector
+
+    def result(self):
+        return self.vector
+
+    def reset(self):
+        pass
 '''
 
 
@@ -92,6 +124,8 @@ def outside(tmp_path, monkeypatch):
         "unusable": "Unusable",
         "nothing": "nothing",
         "krum": "Momentum",
+        "no-reset": "NoReset",
+        "no-state": "NoState",
     }
     entries = {f"{group}/{name}": attribute for name, attribute in names.items()}
     package = OutsidePackage(tmp_path / "site", f"kept_{tmp_path.name}", KEPT, entries)
@@ -181,6 +215,7 @@ async def test_a_rule_that_breaks_its_contract_is_named(outside, prepare, networ
     [
         ("unusable", r"'unusable' cannot be constructed: KeyError: 'kind'"),
         ("nothing", r"'nothing' is not an aggregation rule: it has no begin\(\)"),
+        ("no-reset", r"'no-reset' has commit\(\) and no reset\(\); a rule with state has both"),
         ("krum", r"'krum' is provided by several installed packages \(.*:Krum and .*:Momentum\)"),
         ("momentun", r"'momentun' is unknown; did you mean momentum\? installed are krum, median"),
     ],
@@ -188,6 +223,49 @@ async def test_a_rule_that_breaks_its_contract_is_named(outside, prepare, networ
 def test_a_rule_that_cannot_be_used_is_reported(outside, make_job, name, sentence):
     with pytest.raises(UserError, match=sentence):
         aggregation_of(make_job(f"federated.aggregation={name}").federated, LAYOUT)
+
+
+async def test_a_rule_whose_rounds_keep_no_state_is_named(outside, prepare, network):
+    attempt = await prepare("federated.aggregation=no-state")
+    for name in "abc":
+        await network.join(name, updating())
+    with pytest.raises(
+        AttemptFailed, match=r"'no-state' has the methods of a rule with state, and"
+    ):
+        await attempt.run(*"abc")
+
+
+def test_the_mean_is_no_rule_of_another_package(make_job, tmp_path, monkeypatch):
+    entries = {"isthmus.aggregation_rules/mean": "Momentum"}
+    package = OutsidePackage(tmp_path / "site", f"mean_{tmp_path.name}", KEPT, entries)
+    sentence = r"'mean' is built in, and .*:Momentum of an installed package has the same name"
+    with package.on_path(monkeypatch), pytest.raises(UserError, match=sentence):
+        aggregation_of(make_job().federated, LAYOUT)
+
+
+@pytest.mark.parametrize("rule", ["mean", "norm-bound"])
+def test_a_limit_on_memory_that_has_no_effect_is_refused(make_job, rule):
+    overrides = [f"federated.aggregation={rule}", "federated.aggregation_max_bytes=1000"]
+    if rule == "norm-bound":
+        overrides.append("federated.aggregation_settings.norm=1.0")
+    with pytest.raises(UserError, match=rf"bytes=1000 has no effect on .*aggregation='{rule}'"):
+        aggregation_of(make_job(*overrides).federated, LAYOUT)
+
+
+async def test_a_cohort_that_a_rule_cannot_take_is_refused_before_a_gradient(
+    outside, run_with_datacenter
+):
+    _, coordinator, datacenter = await run_with_datacenter(
+        "federated.secure_aggregation=false",
+        "federated.aggregation=unusable",
+        "federated.aggregation_settings.kind=begin",
+        "strategy.policy=hybrid",
+        "strategy.merge=transfer",
+        "attempts=1",
+    )
+    with pytest.raises(UserError, match=r"'unusable' failed in round 1: ValueError: they are"):
+        await coordinator.run()
+    assert not any(request.HasField("mean_gradient") for request in datacenter.requests)
 
 
 PLAIN = ("federated.secure_aggregation=false", "federated.aggregation=momentum")
