@@ -59,12 +59,8 @@ class TaskHost(Protocol):
         ...
 
     def train(
-        self,
-        request_id: str,
-        work: link_pb2.TrainLocal,
-        payload: Buffer,
-        progress: ReportProgress,
-    ) -> tuple[link_pb2.Trained, Buffer]:
+        self, request_id: str, work: link_pb2.TrainLocal, payload: Buffer, progress: ReportProgress
+    ) -> TrainingResult:
         """Train from the first model in `payload`; returns figures and the encoded update.
 
         A second vector in `payload` is added to the gradient of every step. If `work` has a factor
@@ -252,12 +248,8 @@ class InProcessHost:
         return SharedBuffer(size) if self._shares else bytearray(size)
 
     def train(
-        self,
-        request_id: str,
-        work: link_pb2.TrainLocal,
-        payload: Buffer,
-        progress: ReportProgress,
-    ) -> tuple[link_pb2.Trained, Buffer]:
+        self, request_id: str, work: link_pb2.TrainLocal, payload: Buffer, progress: ReportProgress
+    ) -> TrainingResult:
         """See `TaskHost.train`."""
         assert self.run is not None
 

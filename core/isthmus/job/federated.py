@@ -445,7 +445,7 @@ class FederatedSection(Section):
         return math.ceil(self.cohort * self.over_selection)
 
     def for_cohort(self, cohort: int) -> FederatedSection:
-        """The same with another cohort, and the quorum that goes with it.
+        """This section with another cohort, and the quorum that goes with it.
 
         A quorum that the job sets stays, and grows where secure aggregation needs more.
 
@@ -463,7 +463,7 @@ class FederatedSection(Section):
         return self.model_copy(update={"cohort": cohort, "quorum": quorum})
 
     def for_group(self, invited: int, *, exact: bool = False) -> FederatedSection | None:
-        """The same for one group of which that many devices are invited.
+        """This section for one group of which that many devices are invited.
 
         The quorum is the same part of the cohort, and at least `groups.minimum`. None if the group
         is too small to be summed by itself. With `exact`, all of them are to be summed.

@@ -108,7 +108,7 @@ class AttemptSpec:
     settings: FederatedSection
     """The job's `[federated]`, with the cohort size and quorum of this round."""
     start: torch.Tensor | None = None
-    """The same model as a vector, float32 (N); only extensions need it."""
+    """The start model as a vector, float32 (N); only extensions need it."""
     exact: bool = False
     """The sum must be that of the whole cohort; see `SecureAggregationAttempt`."""
     with_gradient: bool = False
@@ -117,7 +117,7 @@ class AttemptSpec:
     """Factor of the devices' gradients at the start model, which are summed with the updates; 0 for
     the updates alone."""
     position: RoundPosition = FIRST_POSITION
-    """Of the round in the schedules of the learning rate."""
+    """Position of the round in the schedules of the learning rate."""
     changes: Sequence[link_pb2.ModelChange] = ()
     """What leads to the start model from those of earlier rounds; published with it."""
     groups: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
@@ -208,7 +208,7 @@ class FederatedExtension(Protocol):
         ...
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Its current state as tensors and JSON values, to be stored with a checkpoint."""
+        """The current state as tensors and JSON values, to be stored with a checkpoint."""
         ...
 
     def import_state(self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> None:

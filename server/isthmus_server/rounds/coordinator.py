@@ -213,14 +213,14 @@ class Coordinator:
         """One attempt at the next round, from invitations to commit."""
         parts = self.parts
         assigned = resolved_in_turn(
-            parts.job,
-            self.state,
-            self.roster,
-            parts.cohorts,
-            parts.federated.busy,
-            plan,
-            self._start_hash(plan),
-            parts.link.turn,
+            job=parts.job,
+            state=self.state,
+            roster=self.roster,
+            cohorts=parts.cohorts,
+            busy=parts.federated.busy,
+            plan=plan,
+            model_hash=self._start_hash(plan),
+            turn=parts.link.turn,
         )
         async with self.drain.during(assigned) as spec:
             self._progress.begin_attempt()  # the wait for other jobs is not the attempt's

@@ -151,7 +151,7 @@ class ModelVersions:
         self.restore(state)
 
     def restore(self, state: RunState) -> None:
-        """Restore models and optimizer state as of the last commit, in a new run process.
+        """Restore models and optimizer state as of the last commit; what it does not name stays.
 
         Raises:
             UserError: a checkpoint is damaged.

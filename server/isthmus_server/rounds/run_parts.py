@@ -147,12 +147,34 @@ class RunParts:
                 sums=sums,
             )
             federated = FederatedRegime(context)
-            datacenter = DatacenterRegime(link, job, store.run_id, layout, sums)
-            versions = ModelVersions(model, store.checkpoints, job.evaluation, federated.extension)
+            datacenter = DatacenterRegime(
+                link=link, job=job, run_id=store.run_id, layout=layout, sums=sums
+            )
+            versions = ModelVersions(
+                model=model,
+                checkpoints=store.checkpoints,
+                evaluation=job.evaluation,
+                extension=federated.extension,
+            )
             versions.restore(progress.state)
-            availability = DeviceAvailability(job, clock, store.attempts(), budgets.devices)
-            roster = ParticipantRoster(link, job, opening, availability, journal.publish)
-            cohorts = CohortSelector(job, roster, availability, clock, link.enrolments, store)
+            availability = DeviceAvailability(
+                job=job, clock=clock, attempts=store.attempts(), privacy=budgets.devices
+            )
+            roster = ParticipantRoster(
+                link=link,
+                job=job,
+                run=opening,
+                availability=availability,
+                publish=journal.publish,
+            )
+            cohorts = CohortSelector(
+                job=job,
+                roster=roster,
+                availability=availability,
+                clock=clock,
+                enrolments=link.enrolments,
+                store=store,
+            )
             observer = RunObserver(
                 job=job,
                 clock=clock,
@@ -169,13 +191,34 @@ class RunParts:
                 journal.publish(Paused(round=round_, seconds=wait.seconds, reason=wait.reason))
                 await clock.sleep(wait.seconds)
 
-            limits = RunLimits(observer.observe, pause, observer.refused_for_privacy)
-            held = HeldModel(link, model, progress, roster, datacenter)
-            publication = ModelPublication(
-                link, model, store.directory, may_spill=federated.extension is None
+            limits = RunLimits(
+                observe=observer.observe,
+                pause=pause,
+                refused_for_privacy=observer.refused_for_privacy,
             )
-            statistics = RunningStatistics(job, model, datacenter, roster, publication)
-            evaluator = RoundEvaluator(model, cohorts, context, clock, lambda: federated.busy)
+            held = HeldModel(
+                link=link, model=model, progress=progress, roster=roster, datacenter=datacenter
+            )
+            publication = ModelPublication(
+                link=link,
+                model=model,
+                spool=store.directory,
+                may_spill=federated.extension is None,
+            )
+            statistics = RunningStatistics(
+                job=job,
+                model=model,
+                datacenter=datacenter,
+                roster=roster,
+                publication=publication,
+            )
+            evaluator = RoundEvaluator(
+                model=model,
+                cohorts=cohorts,
+                context=context,
+                clock=clock,
+                busy=lambda: federated.busy,
+            )
             evaluator.check_policy(policy)
             parts = cls(
                 store=store,
@@ -191,11 +234,22 @@ class RunParts:
                 roster=roster,
                 cohorts=cohorts,
                 limits=limits,
-                readiness=RoundReadiness(job, roster, cohorts, limits),
+                readiness=RoundReadiness(job=job, roster=roster, cohorts=cohorts, limits=limits),
                 federated=federated,
                 held=held,
-                trainer=Trainer(model, federated, datacenter, publication, statistics),
-                merger=ModelMerger(job.strategy, model, statistics, federated.extension),
+                trainer=Trainer(
+                    model=model,
+                    federated=federated,
+                    datacenter=datacenter,
+                    publication=publication,
+                    statistics=statistics,
+                ),
+                merger=ModelMerger(
+                    strategy=job.strategy,
+                    model=model,
+                    statistics=statistics,
+                    extension=federated.extension,
+                ),
                 comparisons=ComparisonRunner(
                     store=store,
                     context=context,
@@ -208,7 +262,13 @@ class RunParts:
                     publish=journal.publish,
                 ),
                 evaluator=evaluator,
-                log=AttemptLog(store, availability, sums, journal.publish, budgets.devices),
+                log=AttemptLog(
+                    store=store,
+                    availability=availability,
+                    sums=sums,
+                    publish=journal.publish,
+                    privacy=budgets.devices,
+                ),
             )
             opened.pop_all()
             return parts

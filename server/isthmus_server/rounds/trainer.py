@@ -52,7 +52,11 @@ class Trainer:
         self._statistics = statistics
         self._regimes = ConcurrentRegimes(federated)
         self._transfer = GradientTransfer(
-            federated.context.job, model, datacenter, self._regimes, publication
+            job=federated.context.job,
+            model=model,
+            datacenter=datacenter,
+            regimes=self._regimes,
+            publication=publication,
         )
 
     async def train(self, spec: RoundSpec) -> TrainingResult:

@@ -19,7 +19,7 @@ from isthmus.transport.blobs import Buffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
-from isthmus_clients.device.task_host import InProcessHost, states_key
+from isthmus_clients.device.task_host import InProcessHost, TrainingResult, states_key
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.training.personal_state import PersonalStates
 from isthmus_privacy.secagg.config import RoundConfig
@@ -63,12 +63,8 @@ class VirtualHost(InProcessHost):
         return memoryview(self._fleet.memory(room + size))[room:]
 
     def train(
-        self,
-        request_id: str,
-        work: link_pb2.TrainLocal,
-        payload: Buffer,
-        progress: ReportProgress,
-    ) -> tuple[link_pb2.Trained, Buffer]:
+        self, request_id: str, work: link_pb2.TrainLocal, payload: Buffer, progress: ReportProgress
+    ) -> TrainingResult:
         """See `TaskHost.train`; the result may be that of a batch."""
         if self.finished is not None:
             (trained, training), self.finished = self.finished, None

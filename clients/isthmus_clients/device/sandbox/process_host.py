@@ -24,7 +24,7 @@ from isthmus_clients.device.sandbox.confinement import Confinement
 from isthmus_clients.device.sandbox.frames import SharedMemory
 from isthmus_clients.device.sandbox.settings import WorkerSettings
 from isthmus_clients.device.sandbox.task_process import TaskProcess
-from isthmus_clients.device.task_host import states_key
+from isthmus_clients.device.task_host import TrainingResult, states_key
 from isthmus_clients.training.accelerator import may_be_nvidia
 from isthmus_clients.training.personal_state import PersonalState, PersonalStates
 
@@ -173,12 +173,8 @@ class ProcessHost:
         return memoryview(spare if spare is not None and fits else SharedMemory(room + size))[room:]
 
     def train(
-        self,
-        request_id: str,
-        work: link_pb2.TrainLocal,
-        payload: Buffer,
-        progress: ReportProgress,
-    ) -> tuple[link_pb2.Trained, Buffer]:
+        self, request_id: str, work: link_pb2.TrainLocal, payload: Buffer, progress: ReportProgress
+    ) -> TrainingResult:
         """See `TaskHost.train`; the update is in private memory."""
         opened = self._run()
         started = time.monotonic()
