@@ -78,13 +78,12 @@ class SupervisedProcess:
         self._stopping = True
         problem = ""
         if self._program is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._program.pid, signal.SIGTERM)
+            self._program.send_signal(signal.SIGTERM)
             try:
                 async with asyncio.timeout(_TERM_SECONDS):
                     await asyncio.shield(self._program.ended)
             except TimeoutError:
-                os.kill(self._program.pid, signal.SIGKILL)
+                self._program.send_signal(signal.SIGKILL)
                 problem = f"{self.name} did not end within {_TERM_SECONDS:.0f} s of SIGTERM"
         if self._task is not None:
             self._task.cancel()

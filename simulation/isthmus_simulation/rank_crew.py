@@ -10,17 +10,17 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from isthmus.errors import CannotContinue, JobError, TaskError, UserError
 from isthmus.job import Job
+from isthmus.system.channel import Channel
+from isthmus.system.forked_process import ForkedProcess
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_server.storage.run_description import RunDescription
-from isthmus_simulation.devices.channel import Channel
 from isthmus_simulation.devices.messages import PieceRequest
 from isthmus_simulation.devices.stacks.training import DeviceTraining, StackedTraining
 from isthmus_simulation.devices.workers import PieceWorker
@@ -89,7 +89,7 @@ class RankCrew:
         nothing else does, and nobody waits for a rank that has ended.
     """
 
-    def __init__(self, place: RankPlace, trainer: ForkProcess) -> None:
+    def __init__(self, place: RankPlace, trainer: ForkedProcess) -> None:
         """Wait for all ranks; `trainer` is the process that trains for rank 0.
 
         Raises:
@@ -182,9 +182,7 @@ class RankCrew:
         """End the processes of all ranks."""
         for channel in self._channels.values():
             channel.close()
-        self._trainer.join(_STOP_SECONDS)
-        self._trainer.kill()
-        self._trainer.join()
+        self._trainer.end(_STOP_SECONDS)
 
     def _meet(self, place: RankPlace) -> None:
         """Wait until each rank has connected and described itself."""
@@ -193,12 +191,12 @@ class RankCrew:
         with contextlib.ExitStack() as accepted, selectors.DefaultSelector() as selector:
             accepted.enter_context(listener)
             selector.register(listener, selectors.EVENT_READ)
-            selector.register(self._trainer.sentinel, selectors.EVENT_READ)
+            selector.register(self._trainer, selectors.EVENT_READ)
             while missing := set(range(place.ranks)) - set(self._described):
                 ready = [key.fileobj for key, _ in selector.select(until - time.monotonic())]
                 if not ready:
                     raise UserError(f"rank {min(missing)} did not start in {START_SECONDS:g} s")
-                if self._trainer.sentinel in ready:
+                if self._trainer in ready:
                     raise UserError("the process that trains for rank 0 has ended")
                 for found in ready:
                     if found is listener:

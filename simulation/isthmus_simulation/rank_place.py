@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from isthmus.errors import UserError
-from isthmus_simulation.devices.channel import Channel
+from isthmus.system.channel import Channel
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # not in its __all__

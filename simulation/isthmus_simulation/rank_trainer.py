@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import multiprocessing
 import os
 import select
 import signal
 import sys
 import threading
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
 from isthmus.errors import IsthmusError, UserError
-from isthmus.system.process import die_with_parent, keep_freed_memory
+from isthmus.system.channel import Channel
+from isthmus.system.forked_process import ForkedProcess, fork
+from isthmus.system.process import keep_freed_memory
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
-from isthmus_simulation.devices.channel import Channel
 from isthmus_simulation.devices.messages import PieceAnswer, PieceRequest
 from isthmus_simulation.devices.piece_trainer import PieceTrainer
 from isthmus_simulation.devices.stacks.training import StackedTraining
@@ -29,18 +28,14 @@ from isthmus_simulation.rank_description import RankDescription
 from isthmus_simulation.rank_place import RankPlace
 
 
-def fork_trainer(place: RankPlace, about: RankDescription, base: Path) -> ForkProcess:
+def fork_trainer(place: RankPlace, about: RankDescription, base: Path) -> ForkedProcess:
     """Start the process that trains for rank 0, before this one has threads or uses a GPU."""
-    parent = os.getpid()
 
     def train() -> None:
-        die_with_parent(parent)
         with contextlib.suppress(UserError):  # the coordinator says that this process has ended
             train_for(place, about, base)
 
-    process = multiprocessing.get_context("fork").Process(target=train, daemon=True)
-    process.start()
-    return process
+    return fork(train)
 
 
 def train_for(place: RankPlace, about: RankDescription, base: Path) -> NoReturn:

@@ -18,10 +18,10 @@ from click.testing import CliRunner
 from tests.datacenter.launch.manifest import Manifest
 
 from isthmus.errors import JobError, UserError
+from isthmus.system.channel import Channel
 from isthmus_server.read.report.report import read_report
 from isthmus_server.storage.store import Store
 from isthmus_simulation import commands, rank_trainer
-from isthmus_simulation.devices.channel import Channel
 from isthmus_simulation.devices.messages import PieceRequest
 from isthmus_simulation.rank_place import RankPlace
 from isthmus_simulation.run import Simulation

@@ -19,11 +19,11 @@ import torch
 from click.testing import CliRunner
 
 from isthmus.errors import CannotContinue, UserError
+from isthmus.system.channel import Channel
 from isthmus_server.python.saved_model import load_model
 from isthmus_server.read.report.report import read_report
 from isthmus_server.storage.store import Store
 from isthmus_simulation import commands, rank_crew
-from isthmus_simulation.devices.channel import Channel
 from isthmus_simulation.rank_description import RankDescription
 from isthmus_simulation.rank_place import RankPlace
 from isthmus_simulation.run import Simulation

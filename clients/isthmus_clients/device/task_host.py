@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from isthmus.job import read_job
 from isthmus.job.apps import registered
+from isthmus.system.memory_file import MemoryFile
 from isthmus.task import Participant
 from isthmus.transport.blobs import Buffer
-from isthmus.transport.shared_memory import SharedBuffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.device.device_apps import DEVICE_WORK
@@ -118,7 +118,7 @@ class TaskHost(Protocol):
 def train_in(
     run: DeviceRun,
     work: link_pb2.TrainLocal,
-    memory: Buffer | SharedBuffer,
+    memory: Buffer | MemoryFile,
     progress: ReportProgress,
     stopped: Callable[[], bool],
     personal: Buffer | None = None,
@@ -207,11 +207,11 @@ class InProcessHost:
         self._personal: PersonalState | None = None
         self._cancelled: set[str] = set()
         """IDs of requests whose result is no longer needed."""
-        self._sent: tuple[str, bytearray | SharedBuffer] | None = None
+        self._sent: tuple[str, bytearray | MemoryFile] | None = None
         """The last update: the ID of its request and the memory that contains it."""
         self._saved = "", 0
         """The request that has trained the last personal state, and its round."""
-        self._spare: bytearray | SharedBuffer | None = None
+        self._spare: bytearray | MemoryFile | None = None
         """Memory for the next model: allocating it takes longer than filling it."""
 
     def open(self, work: link_pb2.OpenRun) -> int:
@@ -244,8 +244,8 @@ class InProcessHost:
         memory = spare if spare is not None and fits else self._new_memory(room + size)
         return memoryview(memory)[room:]
 
-    def _new_memory(self, size: int) -> bytearray | SharedBuffer:
-        return SharedBuffer(size) if self._shares else bytearray(size)
+    def _new_memory(self, size: int) -> bytearray | MemoryFile:
+        return MemoryFile(size) if self._shares else bytearray(size)
 
     def train(
         self, request_id: str, work: link_pb2.TrainLocal, payload: Buffer, progress: ReportProgress
@@ -258,7 +258,7 @@ class InProcessHost:
             return request_id in self._cancelled
 
         memory = memoryview(payload).obj
-        assert isinstance(memory, (bytearray, SharedBuffer))
+        assert isinstance(memory, (bytearray, MemoryFile))
         state = None if self._personal is None else self._personal.begin(work.round)
         with _random_numbers:
             trained, result = train_in(self.run, work, memory, progress, stopped, state)

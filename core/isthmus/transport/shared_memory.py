@@ -4,7 +4,7 @@ Only processes that one command started do this (`isthmus run`): they trust each
 that is passed this way is copied at most once, and its SHA-256 is not computed again. It needs
 Linux, where `/proc/PID/fd` has the open files of a process, memory included (`memfd_create(2)`).
 
->>> memory = SharedBuffer(5)
+>>> memory = MemoryFile(5)
 >>> memory[:] = b"hello"
 >>> file = offered(memoryview(memory))
 >>> with opened(file, size=5) as blob:
@@ -16,13 +16,13 @@ True
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from isthmus.system.memory_file import MemoryFile
 from isthmus.transport.blobs import Buffer, InFile
 from isthmus.wire import link_pb2
 
@@ -31,33 +31,6 @@ Take = Callable[[BinaryIO], object]
 
 Its bytes do not change before the participant gets the receipt.
 """
-
-
-class SharedBuffer(mmap.mmap):
-    """Zeroed memory of this process that other processes of its user can open as a file."""
-
-    descriptor: int
-
-    def __new__(cls, size: int) -> SharedBuffer:
-        """Allocate `size` bytes, at least 1.
-
-        Raises:
-            OSError: there is no room.
-        """
-        descriptor = os.memfd_create("isthmus")
-        try:
-            os.ftruncate(descriptor, size)
-            buffer = super().__new__(cls, descriptor, size)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        buffer.descriptor = descriptor
-        return buffer
-
-    def __del__(self) -> None:
-        """Close the file; processes that have opened it keep the memory."""
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
 
 
 def machine() -> str:
@@ -94,9 +67,9 @@ def offered(payload: Buffer | InFile) -> link_pb2.OpenFile | None:
     if isinstance(payload, InFile):
         return link_pb2.OpenFile(process=os.getpid(), descriptor=payload.fileno())
     memory = memoryview(payload).obj
-    if not isinstance(memory, SharedBuffer) or len(memory) != len(payload):
+    if not isinstance(memory, MemoryFile) or len(memory) != len(payload):
         return None
-    return link_pb2.OpenFile(process=os.getpid(), descriptor=memory.descriptor)
+    return link_pb2.OpenFile(process=os.getpid(), descriptor=memory.handle)
 
 
 def opened(file: link_pb2.OpenFile, size: int) -> BinaryIO:

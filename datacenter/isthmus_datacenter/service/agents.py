@@ -65,7 +65,7 @@ class LocalAgent:
 
     def ended(self) -> bool:
         """Whether the process has ended."""
-        return self._process.ended()
+        return self._process.wait(0) is not None
 
     def end(self) -> None:
         """Kill the agent and all its ranks."""

@@ -23,7 +23,6 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from isthmus.system.process import die_with_parent
 from isthmus_datacenter.messages import Incarnation, RankFailure
 from isthmus_datacenter.service import rank
 from isthmus_datacenter.service.agent_settings import AgentSettings
@@ -34,15 +33,8 @@ MONITOR_SECONDS = 0.1
 """Interval of the checks whether ranks have ended."""
 
 
-def main(settings: AgentSettings, environment: Mapping[str, str], log: Path) -> None:
-    """Entry point of the process: run until the ranks have failed too often, or it is killed."""
-    # A session of its own, so that the agent is killed with all its ranks.
-    os.setsid()
-    die_with_parent()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def main(settings: AgentSettings, environment: Mapping[str, str]) -> None:
+    """Run in a process of its own until the ranks have failed too often, or it is killed."""
     os.environ.update(environment)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True

@@ -12,7 +12,7 @@ import mmap
 
 import torch
 
-from isthmus.transport.shared_memory import SharedBuffer
+from isthmus.system.memory_file import MemoryFile
 
 LARGE_BYTES = 512 << 20
 """Size from which it is worth the time to release memory and to allocate it again."""
@@ -30,9 +30,7 @@ class MmapBuffer:
     def __init__(self, size: int, *, shared: bool = False) -> None:
         """Allocate `size` bytes; other processes of the user can open `shared` memory."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._map = (
-            SharedBuffer(max(size, 1)) if shared else mmap.mmap(-1, max(size, 1), flags=flags)
-        )
+        self._map = MemoryFile(max(size, 1)) if shared else mmap.mmap(-1, max(size, 1), flags=flags)
         if hasattr(mmap, "MADV_HUGEPAGE") and size >= _MIN_HUGE_PAGE_BYTES:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)[:size]
@@ -51,5 +49,5 @@ class MmapBuffer:
         """
         start += -start % mmap.PAGESIZE
         if len(self.view) - start > LARGE_BYTES // 2:
-            is_shared = isinstance(self._map, SharedBuffer)
+            is_shared = isinstance(self._map, MemoryFile)
             self._map.madvise(mmap.MADV_REMOVE if is_shared else mmap.MADV_DONTNEED, start)

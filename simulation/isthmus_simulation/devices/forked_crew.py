@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import multiprocessing
-import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -14,12 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from isthmus.errors import TaskError, UserError
-from isthmus.system.process import die_with_parent, keep_freed_memory
+from isthmus.system.channel import Channel
+from isthmus.system.forked_process import fork
+from isthmus.system.process import keep_freed_memory
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
-from isthmus_simulation.devices.channel import Channel
 from isthmus_simulation.devices.messages import PieceAnswer, PieceRequest
 from isthmus_simulation.devices.piece_trainer import PieceTrainer, reason_of
 from isthmus_simulation.devices.shared_blocks import SharedBlocks
@@ -76,8 +75,8 @@ class ForkedCrew:
         chosen = itertools.islice(itertools.cycle(makers), self._count)
         self._forks = [_Fork(maker, self._blocks, layout) for maker in chosen]
         try:
-            for fork in self._forks:
-                if error := fork.wait().error:
+            for worker in self._forks:
+                if error := worker.wait().error:
                     raise UserError(error)
         except UserError:
             self.leave()
@@ -95,10 +94,10 @@ class ForkedCrew:
 
     def leave(self) -> None:
         """See `Crew.leave`."""
-        for fork in self._forks:
-            fork.channel.close()
-        for fork in self._forks:
-            fork.end()
+        for worker in self._forks:
+            worker.channel.close()
+        for worker in self._forks:
+            worker.end()
         self._forks = []
         self._blocks = None
 
@@ -113,17 +112,28 @@ class _Fork(PieceWorker):
     def __init__(
         self, make: Callable[[], PieceTrainer], blocks: SharedBlocks, layout: TensorLayout
     ) -> None:
-        own, other = socket.socketpair()
-        super().__init__(Channel(own), layout)
-        context = multiprocessing.get_context("fork")
-        arguments = make, blocks, Channel(other), self.channel, os.getpid()
-        self._process = context.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
+        channel, other = Channel.pair()
+        super().__init__(channel, layout)
+        self._blocks = blocks
+        self._passed = 0
+        """Mappings of the blocks that the process has."""
+
+        def serve() -> None:
+            channel.close()
+            _serve(make, SharedBlocks(blocks.block_bytes), other)
+
+        self._process = fork(serve)
         other.close()
 
     def blocks(self, batch: Sequence[DeviceTraining]) -> Sequence[int]:
         """See `PieceWorker`."""
         return [SharedBlocks.number(training.memory) for training in batch]
+
+    def send(self, request: PieceRequest) -> None:
+        """See `PieceWorker`; the memory of blocks that are new is passed with it."""
+        handles = self._blocks.handles(self._passed)
+        self.channel.send(request.encode(), handles)
+        self._passed += len(handles)
 
     def send_model(self, received: Buffer) -> None:
         """See `PieceWorker`."""
@@ -137,23 +147,15 @@ class _Fork(PieceWorker):
 
     def end(self) -> None:
         """Wait for its end, after the channels of all forks were closed."""
-        self._process.join(_STOP_SECONDS)
-        self._process.kill()
-        self._process.join()
+        self._process.end(_STOP_SECONDS)
 
 
 def _serve(
-    make: Callable[[], PieceTrainer],
-    blocks: SharedBlocks,
-    channel: Channel,
-    other: Channel,
-    parent: int,
+    make: Callable[[], PieceTrainer], blocks: SharedBlocks, connected: socket.socket
 ) -> None:
-    """The loop of a process."""
-    die_with_parent(parent)
+    """The loop of a process; `blocks` are those of the parent, of which it gets the memory."""
     keep_freed_memory()
-    other.close()
-    signal.set_wakeup_fd(-1)
+    channel = Channel(connected)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
@@ -165,7 +167,9 @@ def _serve(
             return
         channel.send(PieceAnswer().encode())
         while True:
-            request = PieceRequest.decode(channel.receive())
+            message, handles = channel.receive_with_handles()
+            blocks.add(handles)
+            request = PieceRequest.decode(message)
             size = request.room + request.received
             memories = [blocks.find(number, size) for number in request.blocks]
             channel.send(trainer.answer(request, memories).encode())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-import os
 import weakref
+from collections.abc import Sequence
 
+from isthmus.system.memory_file import MemoryFile, mapped
 from isthmus.transport.blobs import Buffer
 
 _ALIGNED = 64  # bytes
-_BLOCKS = 64  # of one mapping
+_BLOCKS = 64  # of the first mapping
 
 
 class _Block(ctypes.Array[ctypes.c_ubyte]):
@@ -47,19 +48,17 @@ class SharedBlocks:
         """Allocate nothing yet; `block_bytes` is the size of the largest block."""
         self.block_bytes = block_bytes
         self._stride = -(-block_bytes // _ALIGNED) * _ALIGNED
-        page = mmap.ALLOCATIONGRANULARITY
-        self._mapping_bytes = -(-_BLOCKS * self._stride // page) * page
         self._mappings: list[mmap.mmap] = []
+        """Each of twice as many blocks as the one before, so that a million need few files."""
         self._free: list[int] = []
-        self._file = os.memfd_create("isthmus-simulation")
-        weakref.finalize(self, os.close, self._file)
 
     def new(self, size: int) -> memoryview:
         """A block that nothing refers to, with any contents."""
         if not self._free:
-            first = len(self._mappings) * _BLOCKS
-            os.ftruncate(self._file, (len(self._mappings) + 1) * self._mapping_bytes)
-            self._free.extend(range(first + _BLOCKS - 1, first - 1, -1))  # blocks know this list
+            count = _BLOCKS << len(self._mappings)
+            first = count - _BLOCKS
+            self._mappings.append(MemoryFile(count * self._stride))
+            self._free.extend(range(first + count - 1, first - 1, -1))  # blocks know this list
         number = self._free.pop()
         block = self._mapped(number, size)
         block.number = number
@@ -74,14 +73,21 @@ class SharedBlocks:
         assert isinstance(block, _Block)
         return block.number
 
+    def handles(self, first: int) -> list[int]:
+        """Descriptors of the memory from the mapping with this number on, for a fork."""
+        files = self._mappings[first:]
+        return [each.handle for each in files if isinstance(each, MemoryFile)]
+
+    def add(self, handles: Sequence[int]) -> None:
+        """Map memory that the process of the blocks has passed, in a fork, which has its own."""
+        self._mappings.extend(map(mapped, handles))
+
     def find(self, number: int, size: int) -> memoryview:
-        """The first bytes of a block, in a fork; valid until the block is free."""
+        """The first bytes of a block; in a fork valid until the block is free."""
         return memoryview(self._mapped(number, size)).cast("B")
 
     def _mapped(self, number: int, size: int) -> _Block:
         assert size <= self.block_bytes
-        mapping, place = divmod(number, _BLOCKS)
-        while len(self._mappings) <= mapping:
-            start = len(self._mappings) * self._mapping_bytes
-            self._mappings.append(mmap.mmap(self._file, self._mapping_bytes, offset=start))
+        mapping = ((number + _BLOCKS) // _BLOCKS).bit_length() - 1
+        place = number + _BLOCKS - (_BLOCKS << mapping)
         return _Block.of_size(size).from_buffer(self._mappings[mapping], place * self._stride)

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from isthmus.errors import TaskError
+from isthmus.system.channel import Channel
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
 from isthmus_clients.training.local_run import DeviceRun
-from isthmus_simulation.devices.channel import Channel
 from isthmus_simulation.devices.messages import Kind, Measured, PieceAnswer, PieceRequest
 from isthmus_simulation.devices.stacks.sizes import FIRST_STACK
 from isthmus_simulation.devices.stacks.training import (

@@ -7,9 +7,9 @@ import tempfile
 
 import pytest
 
+from isthmus.system.memory_file import MemoryFile
 from isthmus.transport.blobs import InFile
 from isthmus.transport.shared_memory import (
-    SharedBuffer,
     answer,
     machine,
     offered,
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not HERE, reason="memory is shared on Linux only
 
 
 def test_another_process_reads_the_memory_that_was_offered():
-    memory = SharedBuffer(6)
+    memory = MemoryFile(6)
     memory[:] = b"update"
     file = offered(memoryview(memory))
     code = (
@@ -36,7 +36,7 @@ def test_another_process_reads_the_memory_that_was_offered():
 
 
 def test_a_reader_keeps_the_bytes_when_the_owner_frees_its_memory():
-    memory = SharedBuffer(3)
+    memory = MemoryFile(3)
     memory[:] = b"abc"
     with opened(offered(memoryview(memory)), 3) as file:
         del memory
@@ -48,8 +48,8 @@ def test_a_reader_keeps_the_bytes_when_the_owner_frees_its_memory():
     [
         bytearray(8),
         memoryview(b"readonly"),
-        memoryview(SharedBuffer(8))[1:],
-        memoryview(SharedBuffer(8))[:7],
+        memoryview(MemoryFile(8))[1:],
+        memoryview(MemoryFile(8))[:7],
     ],
     ids=["bytearray", "bytes", "a later part", "a first part"],
 )
@@ -68,7 +68,7 @@ def test_a_blob_in_a_file_is_offered_and_read():
 
 
 def test_files_that_cannot_hold_the_blob_are_not_opened():
-    memory = SharedBuffer(3)
+    memory = MemoryFile(3)
     with pytest.raises(OSError, match="does not have 4 bytes"):
         opened(offered(memoryview(memory)), 4)
     reading, writing = os.pipe()
@@ -95,7 +95,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error():
 
 
 def test_only_a_pull_from_this_machine_is_answered_with_a_file():
-    payload = memoryview(SharedBuffer(4))
+    payload = memoryview(MemoryFile(4))
     pull = link_pb2.Pull(sha256=b"x" * 32, machine=HERE)
     reply = answer(pull, payload, HERE)
     assert reply.chunk.file.process == os.getpid()

@@ -9,9 +9,10 @@ from tests.server.scripted_participant import replying, training_request
 from tests.server.waiting import wait_until
 
 from isthmus.errors import UpdateError
+from isthmus.system.memory_file import MemoryFile
 from isthmus.transport import requests
 from isthmus.transport.blobs import describe, into
-from isthmus.transport.shared_memory import SharedBuffer, machine
+from isthmus.transport.shared_memory import machine
 from isthmus.wire import link_pb2
 
 SIZE = 1 << 20
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(not HERE, reason="memory is shared on Linux only
 
 
 def shared(data):
-    memory = SharedBuffer(len(data))
+    memory = MemoryFile(len(data))
     memory[:] = bytes(data)
     return memoryview(memory)
 

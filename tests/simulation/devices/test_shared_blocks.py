@@ -1,11 +1,11 @@
 """Memory of devices that a process shares with its forks."""
 
-import os
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isthmus.system.channel import Channel
+from isthmus.system.forked_process import fork
 from isthmus_simulation.devices.shared_blocks import SharedBlocks
 
 
@@ -44,23 +44,33 @@ def test_a_slice_keeps_its_block():
     assert SharedBlocks.number(blocks.new(10)) == 1
 
 
-def test_a_fork_writes_to_blocks_that_are_older_or_newer_than_it():
+def test_a_fork_writes_to_blocks_whose_memory_it_is_passed():
     blocks = SharedBlocks(100)
     first = blocks.new(100)
-    asks, says = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(says)
-        while number := os.read(asks, 1):
-            blocks.find(number[0], 100)[:] = number * 100
-        os._exit(0)
-    os.close(asks)
-    others = [blocks.new(100) for _ in range(150)]
-    for block in (first, others[0], others[-1]):
-        os.write(says, bytes([SharedBlocks.number(block)]))
-    os.close(says)
-    assert os.waitpid(child, 0)[1] == 0
-    for block in (first, others[0], others[-1]):
+    channel, theirs = Channel.pair()
+
+    def write():
+        channel.close()
+        other = Channel(theirs)
+        own = SharedBlocks(100)
+        for _ in range(3):
+            number, handles = other.receive_with_handles()
+            own.add(handles)
+            own.find(number[0], 100)[:] = number * 100
+
+    child = fork(write)
+    theirs.close()
+    others = [blocks.new(100) for _ in range(220)]
+    chosen = first, others[0], others[-1]
+    passed = 0
+    for block in chosen:
+        handles = blocks.handles(passed)
+        channel.send(bytes([SharedBlocks.number(block)]), handles)
+        passed += len(handles)
+    assert child.end(None) == 0
+    channel.close()
+    assert passed == 3
+    for block in chosen:
         assert bytes(block) == bytes([SharedBlocks.number(block)]) * 100
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from isthmus.errors import TaskError, UserError
+from isthmus.system.memory_file import MemoryFile
 from isthmus.system.private_files import make_private_directory, remove_directory
 from isthmus.task import Participant
 from isthmus.tensors.exchange_set import TensorLayout
@@ -21,7 +22,6 @@ from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.owner_limits import OwnerLimits
 from isthmus_clients.device.sandbox.confinement import Confinement
-from isthmus_clients.device.sandbox.frames import SharedMemory
 from isthmus_clients.device.sandbox.settings import WorkerSettings
 from isthmus_clients.device.sandbox.task_process import TaskProcess
 from isthmus_clients.device.task_host import TrainingResult, states_key
@@ -134,7 +134,7 @@ class ProcessHost:
         """The request that has trained the last personal state, the state, and its round."""
         self._cancelled: set[str] = set()
         """IDs of requests whose result is no longer needed."""
-        self._spare: SharedMemory | None = None
+        self._spare: MemoryFile | None = None
         """Memory for the next model: allocating it takes longer than filling it."""
 
     @property
@@ -170,7 +170,7 @@ class ProcessHost:
         spare = self._spare
         self._spare = None
         fits = spare is not None and len(spare) == room + size
-        return memoryview(spare if spare is not None and fits else SharedMemory(room + size))[room:]
+        return memoryview(spare if spare is not None and fits else MemoryFile(room + size))[room:]
 
     def train(
         self, request_id: str, work: link_pb2.TrainLocal, payload: Buffer, progress: ReportProgress
@@ -241,7 +241,7 @@ class ProcessHost:
         """See `TaskHost.answer`."""
         opened = self._run()
         started = time.monotonic()
-        out = SharedMemory(opened.run.job.federated.app_max_bytes)
+        out = MemoryFile(opened.run.job.federated.app_max_bytes)
         sent = [_shared(payload)] if payload else []
         request = link_pb2.Request(id=request_id, app=work)
         reply = self._call(opened, request, [*sent, out]).app_replied
@@ -331,7 +331,7 @@ class ProcessHost:
         self,
         opened: _Opened,
         request: link_pb2.Request,
-        memory: list[SharedMemory],
+        memory: list[MemoryFile],
         progress: ReportProgress = lambda progress: None,
     ) -> link_pb2.Reply:
         process = self._process(opened)
@@ -358,7 +358,7 @@ def _private(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size, flags) if size else bytearray())
 
 
-def _copy_of(memory: SharedMemory, layout: TensorLayout) -> memoryview:
+def _copy_of(memory: MemoryFile, layout: TensorLayout) -> memoryview:
     """A private copy of an encoded vector, with this header instead of the task's."""
     copy = _private(layout.nbytes)
     copy[: len(layout.header)] = layout.header
@@ -366,11 +366,11 @@ def _copy_of(memory: SharedMemory, layout: TensorLayout) -> memoryview:
     return copy
 
 
-def _shared(payload: Buffer | bytes) -> SharedMemory:
+def _shared(payload: Buffer | bytes) -> MemoryFile:
     """The shared memory that a payload was received into, or a copy of the payload in such."""
     view = memoryview(payload)
-    if isinstance(view.obj, SharedMemory):
+    if isinstance(view.obj, MemoryFile):
         return view.obj
-    memory = SharedMemory(len(view))
+    memory = MemoryFile(len(view))
     memory[:] = bytes(view)
     return memory

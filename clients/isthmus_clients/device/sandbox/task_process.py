@@ -9,25 +9,30 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
-from isthmus.errors import TaskError, TaskProcessEnded, UpdateError
+from google.protobuf.message import DecodeError
+
+from isthmus.errors import TaskError, TaskProcessEnded
 from isthmus.printable import in_a_line
+from isthmus.system.channel import Channel, TooLarge
+from isthmus.system.forked_process import described
 from isthmus.system.private_files import remove_directory
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
-from isthmus_clients.device.sandbox import frames
 from isthmus_clients.device.sandbox.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
 PROGRAM = ("-m", "isthmus_clients.device.sandbox.worker")
 """What Python runs in the task's process."""
+
+MAX_REPLY_BYTES = 256 << 10
+"""Largest message that the agent reads: a reply has a few figures or one sentence."""
 
 MAX_OUTPUT_BYTES = 1 << 20
 """Output of a task that is logged; more is discarded."""
@@ -68,7 +73,7 @@ class TaskProcess:
         """
         self._scratch = settings.confinement.scratch
         try:
-            self._end, theirs = socket.socketpair()
+            self._channel, theirs = Channel.pair()
         except OSError as error:
             raise _not_started(error) from None
         with theirs:
@@ -86,7 +91,7 @@ class TaskProcess:
                     cwd=self._scratch,
                 )
             except OSError as error:
-                self._end.close()
+                self._channel.close()
                 raise _not_started(error) from None
         self._lock = threading.Lock()
         """Guards the fields below."""
@@ -156,7 +161,8 @@ class TaskProcess:
             with self._using, self._limited(limit):
                 try:
                     with self._sending:
-                        frames.send(self._end, link_pb2.Envelope(request=request), handles)
+                        sent = link_pb2.Envelope(request=request)
+                        self._channel.send(sent.SerializeToString(), handles)
                 except OSError:
                     raise self._lost() from None
                 while True:
@@ -189,7 +195,7 @@ class TaskProcess:
             message = link_pb2.Envelope(cancel=link_pb2.Cancel(id=str(self._count)))
         if self._sending.acquire(blocking=False):
             try:
-                frames.send(self._end, message, wait=False)
+                self._channel.send(message.SerializeToString(), wait=False)
             except OSError:
                 pass  # it does not read: the timer ends it
             finally:
@@ -211,17 +217,19 @@ class TaskProcess:
 
     def _receive(self) -> link_pb2.Envelope:
         try:
-            return frames.receive(self._end, frames.MAX_REPLY_BYTES)
+            # No descriptors: what the process could pass would be open in the agent.
+            return link_pb2.Envelope.FromString(self._channel.receive(MAX_REPLY_BYTES))
+        except TooLarge as error:
+            raise self.misbehaved(str(error)) from None
+        except DecodeError:
+            raise self.misbehaved("a message cannot be read") from None
         except (EOFError, OSError):
             raise self._lost() from None
-        except UpdateError as error:
-            raise self.misbehaved(str(error)) from None
 
     def _lost(self) -> TaskProcessEnded:
         """The error for a process that has ended, or has closed its connection."""
         if self._ended.wait(_END_SECONDS) and self._killed_because is None:
-            code = self._popen.returncode
-            why = f"signal {-code}" if code < 0 else f"exit status {code}"
+            why = described(self._popen.returncode)
         else:
             self.kill("it closed its connection")
             self._ended.wait()
@@ -250,9 +258,9 @@ class TaskProcess:
             self._popen.wait()
             self._ended.set()
         remove_directory(self._scratch)
-        self._end.shutdown(socket.SHUT_RDWR)
+        self._channel.shut_down()
         with self._using:
-            self._end.close()
+            self._channel.close()
 
 
 def _not_started(error: OSError) -> TaskProcessEnded:

@@ -6,10 +6,8 @@ All of this runs with the task in one process, so the agent trusts none of it.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import queue
-import socket
 import sys
 import threading
 import time
@@ -18,10 +16,11 @@ from typing import TYPE_CHECKING
 
 from isthmus.errors import IsthmusError
 from isthmus.job.flower import MAX_BYTES
+from isthmus.system.channel import Channel
+from isthmus.system.memory_file import mapped
 from isthmus.task import user_traceback
 from isthmus.wire import link_pb2
 from isthmus_clients.device.resource_limits import CpuThrottle
-from isthmus_clients.device.sandbox import frames
 from isthmus_clients.device.sandbox.confinement import confine
 from isthmus_clients.device.sandbox.settings import WorkerSettings
 from isthmus_clients.device.task_host import InProcessHost, train_in
@@ -38,8 +37,8 @@ _MAX_REASON = 4000
 class TaskWorker:
     """Executes the agent's requests in the main thread, one at a time."""
 
-    def __init__(self, end: socket.socket, settings: WorkerSettings) -> None:
-        self._end = end
+    def __init__(self, channel: Channel, settings: WorkerSettings) -> None:
+        self._channel = channel
         self._settings = settings
         self._requests: queue.SimpleQueue[tuple[link_pb2.Request, list[int]]] = queue.SimpleQueue()
         self._cancelled = ""
@@ -58,14 +57,15 @@ class TaskWorker:
         except IsthmusError as error:
             self._reply("", _failure(error))
             return
-        frames.send(self._end, link_pb2.Envelope(progress=link_pb2.Progress(note=report)))
+        self._send(link_pb2.Envelope(progress=link_pb2.Progress(note=report)))
         threading.Thread(target=self._read, daemon=True).start()
         while True:
             request, handles = self._requests.get()
             self._woken.clear()
             self._throttle.begin()
             try:
-                reply = self._execute(request, [memoryview(_mapped(handle)) for handle in handles])
+                memory = [memoryview(mapped(handle, filled=True)) for handle in handles]
+                reply = self._execute(request, memory)
             except Exception as error:  # noqa: BLE001 - reported to the agent
                 reply = _failure(error)
             self._throttle.pause()
@@ -74,7 +74,8 @@ class TaskWorker:
     def _read(self) -> None:
         try:
             while True:
-                message, handles = frames.receive_with_handles(self._end)
+                encoded, handles = self._channel.receive_with_handles()
+                message = link_pb2.Envelope.FromString(encoded)
                 if message.HasField("cancel"):
                     self._cancelled = message.cancel.id
                     self._woken.set()
@@ -129,21 +130,17 @@ class TaskWorker:
             nonlocal reported_at
             if time.monotonic() - reported_at >= _PROGRESS_SECONDS:
                 reported_at = time.monotonic()
-                frames.send(self._end, link_pb2.Envelope(progress=progress))
+                self._send(link_pb2.Envelope(progress=progress))
 
         work = request.train_local
         return train_in(run, work, memory, report, stopped, personal)[0]
 
     def _reply(self, request_id: str, reply: link_pb2.Reply) -> None:
         reply.id = request_id
-        frames.send(self._end, link_pb2.Envelope(reply=reply))
+        self._send(link_pb2.Envelope(reply=reply))
 
-
-def _mapped(handle: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(handle, 0, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    finally:
-        os.close(handle)
+    def _send(self, message: link_pb2.Envelope) -> None:
+        self._channel.send(message.SerializeToString())
 
 
 def _failure(error: Exception) -> link_pb2.Reply:

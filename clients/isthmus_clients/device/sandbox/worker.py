@@ -31,11 +31,12 @@ def main(arguments: list[str]) -> int:
             return _end_like(child)
         agent = os.getppid()  # 0: every process outside of the namespace
     die_with_parent(agent)
+    from isthmus.system.channel import Channel
     from isthmus_clients.device.sandbox.settings import WorkerSettings
     from isthmus_clients.device.sandbox.task_worker import TaskWorker
 
     settings = WorkerSettings.model_validate_json(arguments[2])
-    TaskWorker(end, settings).run(separate)
+    TaskWorker(Channel(end), settings).run(separate)
     return 0
 
 

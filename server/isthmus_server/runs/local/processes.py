@@ -7,8 +7,6 @@ process that dies is restarted. When the server dies, for any reason, its proces
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -122,13 +120,12 @@ def _role(arguments: Sequence[str]) -> link_pb2.Role:
 
 
 async def _end(program: Program) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(program.pid, signal.SIGTERM)
+    program.send_signal(signal.SIGTERM)
     try:
         async with asyncio.timeout(_GRACE_SECONDS):
             await asyncio.shield(program.ended)
     except TimeoutError:
-        os.kill(program.pid, signal.SIGKILL)
+        program.send_signal(signal.SIGKILL)
         await program.ended
 
 

@@ -208,12 +208,14 @@ def descendants_of(pid):
 
 FAKE = """
 import os, socket, sys
+from isthmus.system.channel import Channel
+from isthmus.system.memory_file import mapped
 from isthmus.wire import link_pb2
-from isthmus_clients.device.sandbox import frames
 
 end = socket.socket(fileno=int(sys.argv[1]))
+channel = Channel(end)
 def say(**body):
-    frames.send(end, link_pb2.Envelope(**body))
+    channel.send(link_pb2.Envelope(**body).SerializeToString())
 def reply(**outcome):
     say(reply=link_pb2.Reply(id=request.id, **outcome))
 def trained(**figures):
@@ -223,8 +225,8 @@ def scored(*scores):
 
 say(progress=link_pb2.Progress(note="none"))
 while True:
-    message, handles = frames.receive_with_handles(end)
-    request = message.request
+    encoded, handles = channel.receive_with_handles()
+    request = link_pb2.Envelope.FromString(encoded).request
     if request.WhichOneof("work") == "open":
         reply(opened=link_pb2.Opened(examples=20))
     else:
@@ -256,7 +258,7 @@ def fake(tmp_path, monkeypatch):
         ("os.kill(os.getpid(), 9)", "the process of the task ended: signal 9"),
         ("end.close()", "the process of the task ended: it closed its connection"),
         ("end.sendall(bytes([255] * 4))", "the process of the task ended: a message of 4294967295"),
-        ("end.sendall(bytes([3, 0, 0, 0, 9, 9, 9]))", "ended: a message cannot be read"),
+        ("end.sendall(bytes([0, 0, 0, 3, 9, 9, 9]))", "ended: a message cannot be read"),
         ("request.id = 'x'; trained()", "ended: it answered another request"),
         ("scored()", "ended: it answered another kind of request"),
         ("trained(training={'loss': float('nan')})", "reported a loss of nan"),
@@ -301,7 +303,7 @@ def test_scoring_that_hangs_ends_when_it_is_cancelled(fake):
 def test_only_checked_figures_are_passed_on(fake):
     """Nothing else reaches the server, and the update is private and has the agent's header."""
     host = fake(
-        "memory = frames.mmap.mmap(handles[0], 0); memory[:] = bytes([7]) * len(memory)\n"
+        "memory = mapped(handles[0]); memory[:] = bytes([7]) * len(memory)\n"
         "        say(progress=link_pb2.Progress(steps=4, loss=0.5, note='private'))\n"
         "        say(progress=link_pb2.Progress(loss=float('inf')))\n"
         "        trained(examples=9, steps=5, events=['x'], training={'loss': 0.5, 'age': 61.0},"

@@ -61,7 +61,7 @@ from isthmus_server.runs.local.fork_server import ParticipantForkServer
 
 async def main(fork_server):
     # So little room that most requests have to wait for the ones before.
-    fork_server._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    fork_server._server._channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     starts = (fork_server.start([str(number)], Path("log")) for number in range(60))
     programs = await asyncio.wait_for(asyncio.gather(*starts), 100)
     print(sorted(await asyncio.gather(*(program.ended for program in programs))))
