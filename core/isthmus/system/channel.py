@@ -23,6 +23,10 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
 
 MESSAGE_BYTES = 64 << 20
 """Most bytes of a message unless a receiver takes fewer: a job and the layout of a model are the
@@ -35,6 +39,28 @@ _HANDLES = 32
 
 class TooLarge(OSError):
     """A message was announced that is larger than the receiver takes; nothing is allocated."""
+
+
+def framed(message: bytes) -> bytes:
+    """A message with its length, for a sender that has no `Channel`."""
+    return _LENGTH.pack(len(message)) + message
+
+
+async def read_message(stream: asyncio.StreamReader, most: int = MESSAGE_BYTES) -> bytes:
+    """The next message on a stream of an event loop.
+
+    Raises:
+        EOFError: the other process has ended.
+        TooLarge: it has more bytes than `most`.
+    """
+    return await stream.readexactly(_size(await stream.readexactly(_LENGTH.size), most))
+
+
+def _size(length: bytes | bytearray, most: int) -> int:
+    (size,) = _LENGTH.unpack(length)
+    if size > most:
+        raise TooLarge(f"a message of {size} bytes was announced")
+    return int(size)
 
 
 class Channel:
@@ -64,7 +90,7 @@ class Channel:
         With `wait` False it must be short, and `BlockingIOError` says that it was not sent because
         the other process does not read.
         """
-        frame = memoryview(_LENGTH.pack(len(message)) + message)
+        frame = memoryview(framed(message))
         more = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", handles))]
         flags = 0 if wait else socket.MSG_DONTWAIT
         sent = self._socket.sendmsg([frame], more if handles else [], flags)
@@ -138,10 +164,7 @@ class Channel:
         self._socket.close()
 
     def _rest(self, length: bytearray, most: int) -> bytes:
-        (size,) = _LENGTH.unpack(length)
-        if size > most:
-            raise TooLarge(f"a message of {size} bytes was announced")
-        message = bytearray(size)
+        message = bytearray(_size(length, most))
         self.receive_into(message)
         return bytes(message)
 

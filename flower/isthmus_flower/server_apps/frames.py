@@ -1,33 +1,30 @@
 """What the server and the process of a ServerApp send each other.
 
-A frame is a JSON header and encoded records::
+A message of `isthmus.system.channel`, and the encoded records of which it says the sizes::
 
-    8 bytes     length of the header, little-endian
-    header      {"op": "exchange", ..., "sizes": [1024, 88]}
+    message     {"op": "exchange", ..., "sizes": [1024, 88]}
     records     as `isthmus_flower.records.encode` writes them, one after another
 
-Both ends run with the rights of the server, so that the sizes are not limited.
+Both ends run with the rights of the server, so that the sizes of records are not limited.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from isthmus.system.channel import framed
 from isthmus_flower.messages import Error, Message, RecordDict, message
 from isthmus_flower.records import decode, encode
-
-LENGTH = struct.Struct("<Q")
 
 Fields = Mapping[str, Any]
 
 
 def packed(fields: Fields, blobs: Sequence[bytes] = ()) -> bytes:
-    """A frame with these fields and encoded records."""
+    """A message with these fields, and encoded records."""
     header = json.dumps({**fields, "sizes": [len(blob) for blob in blobs]}).encode()
-    return b"".join((LENGTH.pack(len(header)), header, *blobs))
+    return b"".join((framed(header), *blobs))
 
 
 def describe_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[bytes]]:

@@ -16,8 +16,10 @@ from typing import Any
 
 from isthmus.errors import CannotContinue, TaskError
 from isthmus.printable import in_a_line
+from isthmus.system.channel import TooLarge, read_message
+from isthmus.system.forked_process import described
 from isthmus_flower.server.grid import LinkGrid
-from isthmus_flower.server_apps.frames import LENGTH, describe_messages, packed, read_messages
+from isthmus_flower.server_apps.frames import describe_messages, packed, read_messages
 
 PROGRAM = ("-m", "isthmus_flower.server_apps.program")
 
@@ -82,8 +84,9 @@ class ServerAppProcess:
                 await process.wait()
             await output
         if failure is None:
-            how = f"by the signal {-code}" if code < 0 else f"with exit code {code}"
-            raise CannotContinue(f"the process of the ServerApp was ended {how}; see {self._log}")
+            raise CannotContinue(
+                f"the process of the ServerApp ended: {described(code)}; see {self._log}"
+            )
         if failure:
             raise TaskError(failure)
 
@@ -93,13 +96,14 @@ class ServerAppProcess:
         """Answer the app's requests; returns why it failed, "", or None if it just ended."""
         try:
             while True:
-                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                request = json.loads(await reader.readexactly(length))
+                request = json.loads(await read_message(reader))
                 blobs = [await reader.readexactly(size) for size in request["sizes"]]
                 writer.write(await self._answer(request, blobs))
                 await writer.drain()
                 if request["op"] == "end":
                     return str(request["error"])
+        except TooLarge as error:
+            return f"the process of the ServerApp must not say so much at once: {error}"
         except (EOFError, ConnectionError):
             return None
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import IsthmusError
+from isthmus.system.channel import Channel
 from isthmus.system.process import die_with_parent
 
 
@@ -23,8 +24,8 @@ def main() -> None:
     """Run the app to its end, and report how it ended."""
     handle, parent, start = sys.argv[1:]
     die_with_parent(int(parent))
-    with socket.socket(fileno=int(handle)) as end, end.makefile("rwb") as stream:
-        connection = Connection(stream)
+    with socket.socket(fileno=int(handle)) as end:
+        connection = Connection(end)
         try:
             run_app(connection, **json.loads(start))
         except IsthmusError as error:
@@ -37,26 +38,27 @@ def main() -> None:
 class Connection:
     """The process's end of the socket: one call at a time, from any thread of the app."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._channel = Channel(end)
         self._lock = threading.Lock()
 
     def call(self, fields: Any, blobs: Any = ()) -> tuple[dict[str, Any], list[bytes]]:
         """Send a request and return the server's answer: its fields and encoded records."""
-        from isthmus_flower.server_apps.frames import LENGTH, packed
+        from isthmus_flower.server_apps.frames import packed
 
         with self._lock:
-            self._stream.write(packed(fields, blobs))
-            self._stream.flush()
-            (length,) = LENGTH.unpack(self._read(LENGTH.size))
-            answer = json.loads(self._read(length))
-            return answer, [self._read(size) for size in answer["sizes"]]
+            try:
+                self._socket.sendall(packed(fields, blobs))
+                answer = json.loads(self._channel.receive())
+                return answer, [self._read(size) for size in answer["sizes"]]
+            except (EOFError, ConnectionError):
+                raise SystemExit("the server has closed the connection") from None
 
     def _read(self, size: int) -> bytes:
-        data: bytes = self._stream.read(size)
-        if len(data) < size:
-            raise SystemExit("the server has closed the connection")
-        return data
+        data = bytearray(size)
+        self._channel.receive_into(data)
+        return bytes(data)
 
 
 def run_app(
