@@ -90,11 +90,14 @@ class Channel:
         With `wait` False it must be short, and `BlockingIOError` says that it was not sent because
         the other process does not read.
         """
-        frame = memoryview(framed(message))
-        more = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", handles))]
-        flags = 0 if wait else socket.MSG_DONTWAIT
-        sent = self._socket.sendmsg([frame], more if handles else [], flags)
-        self._socket.sendall(frame[sent:])
+        frame = framed(message)
+        if handles or not wait:
+            more = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", handles))]
+            flags = 0 if wait else socket.MSG_DONTWAIT
+            sent = self._socket.sendmsg([frame], more if handles else [], flags)
+            frame = frame[sent:]
+        if frame:
+            self._socket.sendall(frame)
 
     def receive(self, most: int = MESSAGE_BYTES) -> bytes:
         """The next message, without descriptors.

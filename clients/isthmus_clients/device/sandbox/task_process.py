@@ -29,7 +29,8 @@ from isthmus_clients.device.sandbox.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 PROGRAM = ("-m", "isthmus_clients.device.sandbox.worker")
-"""What Python runs in the task's process."""
+"""What Python runs in the task's process: a new program, and not a fork of the agent or of a fork
+server of its, as its memory would have the agent's key and its files would be the agent's."""
 
 MAX_REPLY_BYTES = 256 << 10
 """Largest message that the agent reads: a reply has a few figures or one sentence."""

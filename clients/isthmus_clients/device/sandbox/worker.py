@@ -24,6 +24,8 @@ def main(arguments: list[str]) -> int:
     agent = int(arguments[1])
     separate = enter_namespaces()
     if separate:
+        # Not by `isthmus.system.forked_process`: the child is process 1 of its namespace, and its
+        # parent has no process id there that could be compared.
         child = os.fork()
         if child:
             end.close()
