@@ -40,6 +40,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     import torch
 
     from isthmus_datacenter.messages import Command, ControlSignal
+    from isthmus_datacenter.parallel.parallel_dims import ParallelDims
     from isthmus_datacenter.training.engine import Engine, RankPlacement
     from isthmus_datacenter.training.round import train_round
 
@@ -68,6 +69,10 @@ def check(job: Job, task: Task, base: Path) -> str:
         )
         engine = Engine(opening, placement)
         _check_batch(job, engine.examples)
+        if job.datacenter.layout == "given":
+            engine.optimizer.check_for(
+                ParallelDims.from_section(job.datacenter, job.datacenter.ranks)
+            )
         step = Command(op="train_steps", run_id="check", from_step=0, until_step=1)
         train_round(engine, step, lambda _: None, lambda: ControlSignal.CONTINUE)
     return "one training batch of the datacenter"
@@ -77,6 +82,7 @@ def _check_batch(job: Job, examples: int) -> None:
     """Refuse a batch in which examples would be repeated; streamed data have 0 examples."""
     section = job.datacenter
     replicas = 1 if section.layout == "auto" else section.replicas(section.ranks)
+    section = section.for_replicas(replicas)
     batch = replicas * section.batch_size
     if 0 < examples < batch:
         raise JobError(

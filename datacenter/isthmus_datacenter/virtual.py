@@ -105,6 +105,8 @@ class VirtualRun:
     def __init__(self, open_: link_pb2.OpenRun, name: str, data: Path | None) -> None:
         self.run_id = open_.run_id
         self.job = read_job(open_.job)
+        section = self.job.datacenter.for_replicas(1)
+        self.job = self.job.model_copy(update={"datacenter": section})
         base = Path(open_.base)
         if data is None:
             data = self.job.task.data_in(base)

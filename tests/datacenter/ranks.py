@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.data import Dataset
 
 import isthmus_datacenter.parallel.optimizer
 import isthmus_datacenter.training.engine
+from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.task import Participant, Task, load_task
 from isthmus.task.scoring import build_model, losses
@@ -24,7 +26,6 @@ from isthmus_datacenter.parallel.model_shard import GradientAllReduce, ModelShar
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 from isthmus_datacenter.parallel.tensor_styles import FusedOutputExchange, heads_of_part
-from isthmus_datacenter.training.consensus import ConsensusError
 from isthmus_datacenter.training.data import ExampleOrder
 from isthmus_datacenter.training.engine import Engine, RankPlacement
 from isthmus_datacenter.training.mean_gradient import mean_gradient
@@ -64,6 +65,32 @@ def _train(engine: Engine, command: dict[str, Any]) -> dict[str, object]:
     return train_round(
         engine, Command(**command), lambda report: None, lambda: ControlSignal.CONTINUE
     )
+
+
+class _Listed(Dataset[Any]):
+    """A dataset that lists what is read."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self.indices: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        self.indices.append(index)
+        return self._data[index]
+
+
+def train_and_list(
+    rank: int, open_command: dict[str, Any], command: dict[str, Any], state: str
+) -> list[int]:
+    """Train a run; return the indices of the examples that this rank has read."""
+    engine = build_engine(rank, open_command, state)
+    listed = _Listed(engine.data)
+    engine.batch_source.dataset = listed
+    _train(engine, command)
+    return listed.indices
 
 
 def gradients(rank: int, operations: list[Operation]) -> list[dict[str, object]]:
@@ -321,7 +348,7 @@ def refusals(rank: int, open_commands: list[dict[str, Any]], state: str) -> list
         try:
             build_engine(rank, open_command, state)
             messages.append("")
-        except ConsensusError as error:
+        except UserError as error:
             messages.append(str(error))
     return messages
 

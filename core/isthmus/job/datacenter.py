@@ -39,6 +39,7 @@ _PRIVATE_LAYOUT: tuple[tuple[str, object, str], ...] = (
     ("accumulate", 1, "the examples of a step are already taken in parts"),
     ("compile", False, "torch.compile does not compile per-example gradients"),
     ("checkpoint_activations", False, "per-example gradients cannot recompute activations"),
+    ("global_batch", None, "here the size of a step is random"),
     ("clip_norm", None, "datacenter.privacy.clip already bounds every example's gradient"),
     ("readers", 0, "they read batches of equal size, and here the size of a step is random"),
 )
@@ -79,7 +80,10 @@ class DatacenterSection(Section):
     checkpoint_steps: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints written during a round; 0: only at its end."""
     batch_size: Annotated[int, Field(ge=1)] = 32
-    """Examples in one step on one data-parallel replica."""
+    """Examples in one step on one data-parallel replica; with `global_batch` the most at a time."""
+    global_batch: Annotated[int, Field(ge=1)] | None = None
+    """Examples in one step of all replicas, however many there are: each accumulates its share, in
+    parts of at most batch_size / accumulate. Default: batch_size for each replica."""
     readers: Annotated[int, Field(ge=0, le=64)] = 0
     """Processes on each rank that prefetch its data; with 0 it is read between the steps."""
     optimizer_on_load: Literal["reset", "keep"] = "reset"
@@ -114,7 +118,7 @@ class DatacenterSection(Section):
                 "use zero_stage=2 or another schedule"
             )
         if self.ranks and self.layout == "given":
-            self.replicas(self.ranks)
+            self.for_replicas(self.replicas(self.ranks))
         if self.privacy is not None:
             self._check_privacy(self.privacy)
         return self
@@ -152,6 +156,34 @@ class DatacenterSection(Section):
                 f"datacenter.privacy: delta={privacy.delta:g} is not below 1 / {privacy.examples} "
                 f"examples: it would allow to publish one of them; use {0.1 / privacy.examples:.1g}"
             )
+
+    def for_replicas(self, replicas: int) -> DatacenterSection:
+        """The section with the `batch_size` and `accumulate` that `global_batch` asks for.
+
+        Raises:
+            ValueError: the examples of a step cannot be divided among so many replicas.
+        """
+        if self.global_batch is None:
+            return self
+        own, rest = divmod(self.global_batch, replicas)
+        if rest or not own:
+            raise ValueError(
+                f"global_batch={self.global_batch} cannot be divided among {replicas} replicas "
+                "into equal parts; use another number of ranks"
+            )
+        at_once = self.batch_size // self.accumulate
+        microbatches = self.microbatches or 1
+        parts = [
+            parts
+            for parts in range(-(-own // at_once), own + 1)
+            if own % (parts * microbatches) == 0
+        ]
+        if not parts:
+            raise ValueError(
+                f"the {own} examples of a replica (global_batch={self.global_batch} / {replicas} "
+                f"replicas) cannot be divided into microbatches={microbatches} equal parts"
+            )
+        return self.model_copy(update={"batch_size": own, "accumulate": parts[0]})
 
     def replicas(self, ranks: int) -> int:
         """The data-parallel degree on a number of ranks.

@@ -59,8 +59,8 @@ def apply_zero_stage(
         )
 
 
-def default_units(model: nn.Module, smallest: int) -> list[nn.Module]:
-    """Find the sharding units of a model that have at least `smallest` parameters, in order.
+def default_units(model: nn.Module, smallest: int) -> list[list[nn.Module]]:
+    """Find the sharding units of each container that have at least `smallest` parameters, in order.
 
     A block that shares a parameter with the rest of the model stays with the root, which owns
     both uses of it. Nested containers are not searched: a Sequential is one unit, a ModuleList
@@ -72,8 +72,9 @@ def default_units(model: nn.Module, smallest: int) -> list[nn.Module]:
         for module in model.modules()
         for parameter in module.parameters(recurse=False)
     )
-    units = []
+    groups = []
     for container in _outermost_containers(model):
+        units: list[nn.Module] = []
         for block in container.children():
             own_uses = Counter(
                 id(parameter)
@@ -88,7 +89,8 @@ def default_units(model: nn.Module, smallest: int) -> list[nn.Module]:
                 and not isinstance(block, (nn.ModuleList, nn.ModuleDict))
             ):
                 units.append(block)
-    return units
+        groups.append(units)
+    return groups
 
 
 def units_in_stage(stage: nn.Module, task_units: Sequence[Any]) -> list[nn.Module]:

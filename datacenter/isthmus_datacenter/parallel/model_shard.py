@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -173,6 +173,7 @@ class ModelShard:
         all_reduce: GradientAllReduce | None = None,
         sample_flops: int = 0,
         notes: Sequence[str] = (),
+        all_names: Sequence[str] = (),
     ) -> None:
         """Collect the stages of one rank.
 
@@ -186,6 +187,7 @@ class ModelShard:
                 where there is one replica.
             sample_flops: operations of the whole model's forward pass of the sample; 0 if unknown.
             notes: for the user, on how the model was sharded.
+            all_names: names of all parameters of the whole model, in the same order on all ranks.
         """
         self.dims = dims
         self.stages = dict(stages)
@@ -195,6 +197,8 @@ class ModelShard:
         self.all_reduce = all_reduce
         self.sample_flops = sample_flops
         self.notes = list(notes)
+        self._all_names = all_names
+        self._gradients: WatchedGradients | None = None
 
     def modules(self) -> Iterator[nn.Module]:
         """Iterate over all modules of all stages."""
@@ -262,11 +266,40 @@ class ModelShard:
             gradients[name] = gradient
         return gradients
 
+    def watch_gradients(self) -> None:
+        """Allow that ranks use different parameters in a step, where `fully_shard` sums gradients.
+
+        Without it, a parameter that some rank did not use would leave the others waiting.
+        """
+        # This schedule computes the gradients of parameters outside of autograd.
+        if self.dims.schedule == "zero_bubble" and self.dims.pipeline > 1:
+            return
+        sharded = [
+            (stage, self.names[index])
+            for index, stage in self.stages.items()
+            if isinstance(stage, FSDPModule)
+        ]
+        # Earlier versions of PyTorch cannot reduce the gradients of unused parameters.
+        if sharded and hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            self._gradients = WatchedGradients(sharded)
+
+    def forget_gradients(self) -> None:
+        """Forget which parameters were used; for a step that is not applied."""
+        if self._gradients is not None:
+            self._gradients.used.clear()
+
     def sum_over_replicas(self, gradients: dict[str, torch.Tensor]) -> None:
         """Sum gradients over all replicas, where `fully_shard` does not do it.
 
-        A parameter has a gradient afterwards if it had one on any replica.
+        A parameter has a gradient afterwards if it had one on any replica. One that the step did
+        not use keeps its moments and is not decayed by an optimizer, which a gradient of zero would
+        not do.
         """
+        if self._gradients is not None:
+            parameters = self.parameters()
+            for name in self._gradients.take_unused(self._all_names, self.dims.ranks):
+                if gradients.pop(name, None) is not None:
+                    parameters[name].grad = None
         if self.all_reduce is None:
             return
         trained = {name: each for name, each in self.parameters().items() if each.requires_grad}
@@ -311,6 +344,55 @@ class ModelShard:
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+class WatchedGradients:
+    """Which parameters of `fully_shard` got a gradient, other than zeros in place of none."""
+
+    def __init__(self, stages: Sequence[tuple[nn.Module, Mapping[str, str]]]) -> None:
+        """Watch the stages, each given with the names of its parameters in the model."""
+        self.used: set[str] = set()
+        """Names of the parameters that got a gradient on this rank."""
+        self._watched: dict[str, nn.Parameter] = {}
+        for stage, table in stages:
+            unit_of: dict[str, nn.Module] = {}
+            owned: dict[nn.Module, list[tuple[nn.Module, str, str]]] = {}
+            for path, module in stage.named_modules():
+                is_unit = isinstance(module, FSDPModule)
+                unit_of[path] = module if is_unit else unit_of[path.rpartition(".")[0]]
+                for name, _ in module.named_parameters(recurse=False):
+                    key = table[f"{path}.{name}".lstrip(".")]
+                    owned.setdefault(unit_of[path], []).append((module, name, key))
+            for unit, parameters in owned.items():
+                assert isinstance(unit, FSDPModule)
+                unit.set_reduce_scatter_unused_params(True, recurse=False)
+                unit.register_forward_pre_hook(self._watch(parameters))
+
+    def take_unused(self, all_names: Sequence[str], ranks: int) -> list[str]:
+        """Names of the parameters that no rank has used since the last call.
+
+        All ranks call this together.
+        """
+        uses = torch.tensor([float(name in self.used) for name in all_names])
+        self.used.clear()
+        if ranks > 1:
+            dist.all_reduce(uses)
+        return [name for name, count in zip(all_names, uses.tolist(), strict=True) if not count]
+
+    def _watch(self, parameters: Sequence[tuple[nn.Module, str, str]]) -> Callable[..., None]:
+        """Watch the gathered parameters of a unit, which exist from the first forward pass on."""
+
+        def hook(*_: object) -> None:
+            for module, name, key in parameters:
+                parameter = module._parameters[name]
+                assert parameter is not None
+                if parameter.requires_grad and self._watched.get(key) is not parameter:
+                    self._watched[key] = parameter
+                    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        lambda _, key=key: self.used.add(key)
+                    )
+
+        return hook
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,12 @@ from isthmus.task import user_code
 from isthmus.task.definition import Parameters
 from isthmus.task.optimizers import MakeSchedule, ScheduleState, TaskOptimizers
 from isthmus_datacenter.parallel.model_shard import ModelShard, local
+from isthmus_datacenter.parallel.optimizer_check import (
+    ELEMENTWISE,
+    check_on_shards,
+    refuse_on_shards,
+)
+from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 
 INITIAL_LOSS_SCALE = 65536.0
 _GROWTH_INTERVAL = 2000
@@ -56,6 +62,7 @@ class ShardedOptimizer:
             TaskError: the factory raised, or returned something else.
         """
         self.shard = shard
+        self._factory = factory
         self.clip_norm = clip_norm
         named = [each for each in shard.parameters().items() if each[1].requires_grad]
         # A stage whose parameters are all frozen still needs an optimizer.
@@ -79,6 +86,29 @@ class ShardedOptimizer:
         """Factor of the loss; above 1 only where gradients are fp16."""
         self._fp16 = fp16
         self._steps_without_overflow = 0
+
+    def check(self) -> None:
+        """Refuse an optimizer that computes something else from shards than from whole parameters.
+
+        All ranks call this together. A rank that fails may leave the others waiting: it must end.
+
+        Raises:
+            TaskError: it does.
+        """
+        inner = list(self._optimizers.named.values())
+        check_on_shards(self.shard, inner, self._factory, _split_groups_by_mesh)
+
+    def check_for(self, dims: ParallelDims) -> None:
+        """Refuse optimizers of PyTorch that are known not to work in another layout.
+
+        Raises:
+            TaskError: there is one.
+        """
+        sharded = dims.tensor > 1 or (dims.zero_stage > 0 and dims.data > 1)
+        for each in self._optimizers.named.values():
+            known = getattr(torch.optim, type(each).__name__, None) is type(each)
+            if sharded and known and type(each) not in ELEMENTWISE:
+                raise refuse_on_shards([each], "does not work on shards of the parameters")
 
     @property
     def schedules(self) -> Mapping[str, ScheduleState]:
@@ -121,6 +151,7 @@ class ShardedOptimizer:
     def zero_grad(self) -> None:
         """Delete all gradients."""
         self._optimizers.zero_grad()
+        self.shard.forget_gradients()
 
     def state_of(self, parameter: torch.Tensor) -> Mapping[str, Any]:
         """What the optimizers keep of a parameter."""

@@ -82,7 +82,7 @@ class ParallelDims:
             LayoutError: the section is impossible on so many ranks.
         """
         try:
-            section.replicas(ranks)
+            section = section.for_replicas(section.replicas(ranks))
         except ValueError as error:
             raise LayoutError(str(error)) from None
         dims = cls(

@@ -6,6 +6,7 @@ that this untied, compile and recompute the sharding units, apply `fully_shard`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from isthmus_datacenter.parallel.model_shard import (
     ParameterNames,
     TiedParameters,
 )
+from isthmus_datacenter.parallel.module_calls import CallOrder, SharedCalls, find_units
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.pipeline_stages import split_into_stages
 from isthmus_datacenter.parallel.tensor_plans import default_tensor_plan, resolve_plan
@@ -50,6 +52,7 @@ def parallelize(
     device: torch.device,
     *,
     sample: Callable[[], Any],
+    try_batch: Callable[[nn.Module, int, bool], object] | None = None,
     smallest_unit: int = SMALLEST_UNIT,
     backend: Any = "inductor",
 ) -> ModelShard:
@@ -62,6 +65,8 @@ def parallelize(
         rank: this rank.
         device: where the shard is placed.
         sample: returns inputs of a few examples; called only where outputs must be compared.
+        try_batch: passes a number of examples through the model, in training mode or not; called
+            only where sharding units must be called by every batch. None for units that are.
         smallest_unit: number of parameters below which a block is no sharding unit.
         backend: of `torch.compile`.
 
@@ -75,6 +80,11 @@ def parallelize(
     names = ParameterNames.of(model)
     with user_code("shard_units()"):
         task_units = task.shard_units(model)
+    shares_calls = dims.needs_fully_shard and not dims.uses_all_reduce(device.type)
+    shared_calls = None
+    # A pipeline's stages call all their blocks, as was compared with the whole model.
+    if shares_calls and dims.data > 1 and dims.pipeline == 1 and try_batch is not None:
+        shared_calls = _units_of_every_batch(model, task_units, smallest_unit, try_batch)
     flop_counter = FlopCounterMode(display=False)
     # What outputs are compared with later is computed here, while the model is whole.
     stages, traces = _stages(task, model, dims, sample, flop_counter)
@@ -102,7 +112,7 @@ def parallelize(
             if dims.compile:
                 _complete_embedding_outputs(sharded_modules)
         if task_units is None:
-            units = default_units(stage, smallest_unit)
+            units = [unit for group in default_units(stage, smallest_unit) for unit in group]
         else:
             units = units_in_stage(stage, task_units)
         # A stage without units is one by itself. Units are wrapped before `fully_shard`, whose
@@ -111,7 +121,11 @@ def parallelize(
             wrap_unit(unit, dims, backend)
         if dims.needs_fully_shard and all_reduce is None:
             assert mesh is not None
+            if shared_calls is not None:
+                units = units_in_stage(stage, shared_calls.units)
             apply_zero_stage(stage, units, dims, mesh, is_last_stage=index == dims.stages - 1)
+            if shared_calls is not None:
+                CallOrder(stage, shared_calls)
     return ModelShard(
         dims,
         own_stages,
@@ -120,7 +134,30 @@ def parallelize(
         tied=tied,
         all_reduce=all_reduce,
         sample_flops=int(flop_counter.get_total_flops()),
-        notes=notes,
+        all_names=list(names.parameters.values()),
+        notes=[*notes, *(shared_calls.notes if shared_calls is not None else ())],
+    )
+
+
+# -- units ----------------------------------------------------------------------------------------
+
+
+def _units_of_every_batch(
+    model: nn.Module,
+    task_units: Sequence[Any] | None,
+    smallest_unit: int,
+    try_batch: Callable[[nn.Module, int, bool], object],
+) -> SharedCalls:
+    """The sharding units that all ranks call in one order, whatever their batches."""
+    if task_units is None:
+        groups = default_units(model, smallest_unit)
+    else:
+        groups = [[unit] for unit in units_in_stage(model, task_units)]
+    return find_units(
+        model,
+        groups,
+        functools.partial(try_batch, model),
+        given=task_units is not None,
     )
 
 

@@ -229,13 +229,41 @@ def _device() -> torch.device:
 def _is_lost_peer(error: BaseException | None) -> bool:
     """Whether an error means that another rank is lost, also one raised through user code."""
     while error is not None:
-        text = str(error)
-        if isinstance(error, dist.DistError) or any(
-            mark in text for mark in ("gloo", "Connection closed by peer", "NCCL")
-        ):
+        if isinstance(error, dist.DistError) or _is_raised_by_gloo(error):
             return True
         error = error.__cause__
     return False
+
+
+def _is_raised_by_gloo(error: BaseException) -> bool:
+    """Whether an error came out of PyTorch's own communication, which has no type of its own.
+
+    The text alone does not say it: it may be of the user's code, which reads data of any kind.
+    """
+    # Not of a subclass, as which errors of reader processes are raised again.
+    if type(error) is not RuntimeError or error.__traceback__ is None:
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames[-1].f_code.co_filename.startswith(_COMMUNICATING):
+        return False
+    return any(mark in str(error) for mark in ("gloo", "Connection closed by peer", "NCCL"))
+
+
+_PACKAGE = Path(__file__).parent.parent
+_TORCH = Path(torch.__file__).parent
+_COMMUNICATING = tuple(
+    map(
+        str,
+        (
+            _PACKAGE,
+            _TORCH / "distributed",
+            _TORCH / "autograd",
+            _TORCH / "_ops.py",
+            _TORCH / "utils" / "checkpoint.py",
+        ),
+    )
+)
+"""Files whose calls communicate: a backward pass, and what waits for messages."""
 
 
 def _print_traceback() -> None:

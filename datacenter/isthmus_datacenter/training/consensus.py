@@ -92,7 +92,8 @@ def finite_mean_loss(
     """
     parts = [part for part in map(local, parameters) if part.numel()]
     # The largest magnitude is not finite exactly if an element is not, and takes no memory.
-    norms = torch._foreach_norm(parts, math.inf)
+    # A rank may have no element of a small model.
+    norms = torch._foreach_norm(parts, math.inf) if parts else []
     largest = torch.stack([norm.double() for norm in norms]).amax() if norms else 0.0 * loss_sum
     sums = torch.stack([loss_sum, largest * 0.0]).cpu()  # the second is NaN if one is not finite
     if dist.get_world_size() > 1:

@@ -2,6 +2,7 @@
 
 Every rank has the same data set. An epoch is a permutation drawn from the seed and the epoch's
 number; the stream of all epochs is divided into global batches, and each replica takes its slice.
+`positions` has where a step begins in that stream after the number of replicas has changed.
 
 >>> order = ExampleOrder(examples=5, replicas=2, batch_size=2, seed=7)
 >>> indices = [list(order.indices(0, 5, replica)) for replica in (0, 1)]
@@ -150,7 +151,7 @@ class _ReplicaStream(IterableDataset[Any]):
         own = range(self._replica * order.batch_size, (self._replica + 1) * order.batch_size)
         count = (self._until - self._first) * global_batch
         # All replicas read the stream from the same place, and each drops what the others take.
-        stream = endless(self._dataset, self._first * global_batch)
+        stream = endless(self._dataset, order.position(self._first))
         for position, example in enumerate(itertools.islice(stream, count)):
             if position % global_batch in own:
                 yield example
@@ -168,6 +169,8 @@ class ExampleOrder:
     seed: int
     own: EpochOrder | None = None
     """The task's order; None for a random one."""
+    origin: tuple[int, int] = (0, 0)
+    """A step, and the examples before it, which other numbers of replicas may have used."""
 
     @classmethod
     def of(
@@ -188,6 +191,11 @@ class ExampleOrder:
         size = job.datacenter.batch_size
         if isinstance(dataset, IterableDataset):
             check_no_order(task, "local_data()")
+        if defines(task, "order") and job.datacenter.global_batch is not None:
+            raise TaskError(
+                "order() groups examples into batches of one size, and datacenter.global_batch "
+                "makes that of a replica depend on the number of ranks; remove one of them"
+            )
         if not defines(task, "order"):
             return cls(examples=examples, replicas=replicas, batch_size=size, seed=job.seed)
         own = EpochOrder(task, dataset, examples, size)
@@ -198,6 +206,11 @@ class ExampleOrder:
                 f"datacenter.batch_size={size}; lower it"
             )
         return cls(examples=whole, replicas=replicas, batch_size=size, seed=job.seed, own=own)
+
+    def position(self, step: int) -> int:
+        """Position of a step's first example in the endless stream of epochs."""
+        origin_step, examples_before = self.origin
+        return examples_before + (step - origin_step) * self.replicas * self.batch_size
 
     def indices(self, first: int, until: int, replica: int) -> Sequence[int]:
         """Indices of a replica's examples in steps `first` (included) to `until`."""
@@ -242,8 +255,8 @@ class _ReplicaIndices(Sequence[int]):
             raise IndexError(index)
         size = self._order.batch_size
         step, offset = divmod(index, size)
-        batch = (self._first + step) * self._order.replicas + self._replica
-        return self._order.example(batch * size + offset)
+        position = self._order.position(self._first + step) + self._replica * size
+        return self._order.example(position + offset)
 
 
 @functools.lru_cache(maxsize=2)

@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from isthmus.errors import TaskError, UserError
 from isthmus.job import Job
 from isthmus.task import Participant, Task, load_task, user_code
+from isthmus.task.definition import defines
 from isthmus.task.made_optimizers import made_by
 from isthmus.task.optimizers import ScheduleState, job_schedule
 from isthmus.task.scoring import build_same_model, count_examples, pair_of
+from isthmus.task.scoring.steps import training_step
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.checkpoints import ShardedCheckpoints
 from isthmus_datacenter.checkpointing.model_file import store_shards
@@ -32,10 +36,11 @@ from isthmus_datacenter.training.consensus import fail_together
 from isthmus_datacenter.training.data import BatchSource, ExampleOrder
 from isthmus_datacenter.training.evaluation import Evaluator
 from isthmus_datacenter.training.forward_backward import ForwardBackward
+from isthmus_datacenter.training.positions import DataPositions
 from isthmus_datacenter.training.private.ghost_step import GhostForwardBackward
 from isthmus_datacenter.training.private.refusals import check_numbers
 from isthmus_datacenter.training.private.step import PerExampleForwardBackward
-from isthmus_datacenter.training.rng import seed_all
+from isthmus_datacenter.training.rng import generator_states, restore_generators, seed_all
 from isthmus_datacenter.training.whole_batches import check_layout, check_optimizers
 from isthmus_privacy.dp_sgd.examples import SampledExamples
 from isthmus_privacy.dp_sgd.refusals import check_layers, check_task
@@ -73,6 +78,7 @@ class Engine:
 
         Raises:
             ConsensusError: the task failed on some rank.
+            TaskError: its optimizer failed on shards, maybe on this rank only.
         """
         self.placement = placement
         self.job = Job.model_validate_json(command.job)
@@ -103,6 +109,8 @@ class Engine:
         self.batch_source = self._make_batch_source()
         batch_size = self.job.evaluation.batch_size
         self.evaluator = Evaluator(self.task, batch_size, placement.device)
+        self.positions = DataPositions()
+        """Where the steps of the last command begin in the order of examples."""
         self._step_flops: float | None = None
         self.round = 0
         """The round that is trained, from 1; 0 before the first."""
@@ -111,6 +119,8 @@ class Engine:
         self.figures: dict[str, float] = {}
         """Profile of the last round."""
         self.shard, self.forward_backward, self.optimizer = self._build_initial_state()
+        # Outside of `fail_together`: a rank that fails in it may leave the others in a collective.
+        self.optimizer.check()
         self.step: int | None = 0
         """Step of the state in memory; None if it is that of no step."""
         self.note = "; ".join(filter(None, [self.note, *self.shard.notes]))
@@ -178,6 +188,38 @@ class Engine:
         self._schedules = self.optimizer.schedules
         return self.optimizer.scheduled_rate
 
+    def go_to_step(self, step: int, *, trains: bool) -> None:
+        """Read the data of the steps from one on where the steps before ended.
+
+        All ranks call this together.
+
+        Args:
+            step: the first step.
+            trains: whether the steps are trained, so that later ones begin after them.
+
+        Raises:
+            ConsensusError: the file of the positions cannot be used.
+        """
+        if self.private:  # its examples are drawn independently in each step
+            return
+        order = self.order
+        read: list[DataPositions] = [DataPositions()]
+        directory = self.placement.state
+        with fail_together():
+            if self.placement.rank == 0:
+                before = DataPositions.read(directory)
+                read[0] = before.with_size(
+                    step, replicas=order.replicas, batch_size=order.batch_size
+                )
+                if trains and read[0] != before:
+                    read[0].write(directory)
+        if self.placement.ranks > 1:
+            dist.broadcast_object_list(read, src=0)
+        self.positions = read[0]
+        self.order = dataclasses.replace(order, origin=(step, self.positions.at(step)))
+        if isinstance(self.batch_source, BatchSource):
+            self.batch_source.order = self.order
+
     def invalidate_state(self) -> None:
         """Declare that the parameters are about to be overwritten by those of no step."""
         self.step = None
@@ -221,7 +263,10 @@ class Engine:
                 section, self.placement.ranks, self.layout.size
             )
             self.note = f"layout: {why}"
-        return ParallelDims.from_section(section, self.placement.ranks)
+        dims = ParallelDims.from_section(section, self.placement.ranks)
+        own = self.job.datacenter.for_replicas(dims.data)
+        self.job = self.job.model_copy(update={"datacenter": own})
+        return dims
 
     def _check_statistics(self) -> None:
         """Refuse layouts in which running statistics would be those of a part of the examples."""
@@ -241,8 +286,16 @@ class Engine:
             )
             division.check_datacenter()
             shard = parallelize(
-                self.task, model, self.dims, self.placement.rank, device, sample=self._sample
+                self.task,
+                model,
+                self.dims,
+                self.placement.rank,
+                device,
+                sample=self._sample,
+                try_batch=self._try_batch,
             )
+        if not self.private:  # noise is added to parameters without a gradient, too
+            shard.watch_gradients()
         with fail_together():
             forward_backward = self._make_forward_backward(shard)
             forward_backward.model.train()
@@ -257,9 +310,26 @@ class Engine:
 
     def _sample(self) -> Any:
         """Inputs of a few examples, to compare the sharded model with the whole one."""
-        order = dataclasses.replace(self.order, replicas=1, batch_size=_SAMPLE_EXAMPLES)
+        return pair_of(self.task, self._first_batch(_SAMPLE_EXAMPLES))[0]
+
+    def _first_batch(self, examples: int) -> Any:
+        order = dataclasses.replace(self.order, replicas=1, batch_size=examples, origin=(0, 0))
         source = BatchSource(self.task, self.data, order, 0, torch.device("cpu"), 0)
-        return pair_of(self.task, next(source.batches(0, 1)))[0]
+        return next(source.batches(0, 1))
+
+    def _try_batch(self, model: nn.Module, examples: int, training: bool) -> None:
+        """Pass some examples through a model on the processor, as a step does, without a trace."""
+        device = torch.device("cpu")
+        states = generator_states(device)
+        try:
+            batch = self._first_batch(examples)
+            if training and defines(self.task, "training_step"):
+                training_step(self.task, model, batch)
+                return
+            with torch.no_grad():
+                self.task.forward(model, pair_of(self.task, batch)[0])
+        finally:
+            restore_generators(states, device)
 
     def _make_batch_source(self) -> BatchSource | SampledExamples:
         device = self.placement.device

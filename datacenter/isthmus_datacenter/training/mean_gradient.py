@@ -55,6 +55,7 @@ def mean_gradient(engine: Engine, command: Command, read_signal: ReadSignal) -> 
     load_shards(Path(command.model), engine.layout, engine.shard)
     averager = GradientAverager(engine.shard, engine.job.datacenter.precision == "fp16")
     engine.seed_generators(command.from_step)
+    engine.go_to_step(command.from_step, trains=False)
     batches = engine.batch_source.batches(command.from_step, command.until_step)
     with _recomputing(engine.shard) if command.statistics else contextlib.nullcontext():
         # The task's optimizers say whose parameters each loss is for; none of them steps.

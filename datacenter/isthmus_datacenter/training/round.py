@@ -78,6 +78,8 @@ class _Round:
         self._engine = engine
         self._command = command
         self._profile = RoundProfile(engine.placement.device)
+        if command.until_step > command.from_step:
+            engine.go_to_step(command.from_step, trains=True)
         self._state_step = self._find_state_step()
         """Step whose state the round starts from; None for the initial state."""
         self._lineage = self._compute_lineage()
@@ -159,6 +161,7 @@ class _Round:
         step = self._state_step
         before = "nothing" if step is None else engine.checkpoints.data_name(step)
         where = f"{engine.dims.data} {engine.dims.pipeline} {command.position}"
+        where += f" {engine.order.position(command.from_step)}"
         # All that decides about the states within the round, so that a checkpoint of another
         # attempt is used exactly if it is what this attempt would have computed.
         text = f"{before} {command.model_digest} {where} {engine.job.model_dump_json()}"
@@ -224,15 +227,20 @@ class _Round:
         return figures if self._rate is None else {**figures, "learning_rate": self._rate}
 
     def _notes(self) -> list[str]:
-        """Notes for the user on the state that the round started from."""
+        """Notes for the user on what the round started from."""
         command = self._command
         state_step = self._state_step
+        change = None
+        if command.until_step > command.from_step:
+            change = self._engine.positions.change_at(command.from_step)
+        notes = [] if change is None else [change]
         if command.model is None or self._resets_optimizer or state_step == command.from_step:
-            return []
+            return notes
         kept = "a new one" if state_step is None else f"that of step {state_step}"
         return [
+            *notes,
             f"the optimizer kept at step {command.from_step} is {kept}: this datacenter did not "
-            "train the steps before"
+            "train the steps before",
         ]
 
     # -- steps ----------------------------------------------------------------------------------

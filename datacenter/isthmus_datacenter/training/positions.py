@@ -1,0 +1,130 @@
+"""Where in the order of examples each step of a run begins, whatever number of ranks trained it.
+
+A step has as many examples as the replicas take together. If their number changes, the data go on
+after the last example that was used, so that no example is repeated or left out. What was used is
+kept in a small file, by the steps at which the size of a step changed.
+
+>>> positions = DataPositions([StepSize(step=0, position=0, replicas=2, batch_size=8)])
+>>> positions.at(10)
+160
+>>> positions = positions.with_size(10, replicas=4, batch_size=8)
+>>> positions.at(11)
+192
+>>> positions.with_size(5, replicas=2, batch_size=8).at(11)  # the steps from 5 on are trained anew
+176
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from isthmus.errors import DamagedError, StorageError
+from isthmus.system.sealed_files import read_sealed, write_sealed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSize:
+    """The size of the steps from one on."""
+
+    step: int
+    """The first step of this size."""
+    position: int
+    """Examples of all epochs before this step."""
+    replicas: int
+    batch_size: int
+    """Examples of one replica in a step."""
+
+    @property
+    def examples(self) -> int:
+        """Examples of a step."""
+        return self.replicas * self.batch_size
+
+
+@dataclasses.dataclass(frozen=True)
+class DataPositions:
+    """The sizes of a run's steps, in order."""
+
+    sizes: Sequence[StepSize] = ()
+
+    def at(self, step: int) -> int:
+        """Examples before a step, which is not before the first that is known."""
+        size = self._before(step + 1)
+        assert size is not None
+        return size.position + (step - size.step) * size.examples
+
+    def with_size(self, step: int, *, replicas: int, batch_size: int) -> DataPositions:
+        """The positions if the steps from `step` on have this size; later ones are forgotten.
+
+        Where nothing is known of the steps before, they had the same size.
+        """
+        kept = DataPositions([each for each in self.sizes if each.step < step])
+        before = kept._before(step)
+        if before is not None and (before.replicas, before.batch_size) == (replicas, batch_size):
+            return kept
+        position = step * replicas * batch_size if before is None else kept.at(step)
+        new = StepSize(step=step, position=position, replicas=replicas, batch_size=batch_size)
+        return DataPositions([*kept.sizes, new])
+
+    def change_at(self, step: int) -> str | None:
+        """A sentence about a change of the step's size with this step; None if there is none."""
+        new = next((each for each in self.sizes if each.step == step), None)
+        old = self._before(step)
+        if new is None or old is None:
+            return None
+        examples = f"{new.examples} examples"
+        if new.examples != old.examples:
+            examples += f" in place of {old.examples}"
+        return (
+            f"{_count(new.replicas)} in place of {old.replicas} from step {step} on: the data go "
+            f"on at example {new.position} of the order, and a step has {examples}"
+        )
+
+    def _before(self, step: int) -> StepSize | None:
+        """The size of the step before this one."""
+        return next((each for each in reversed(self.sizes) if each.step < step), None)
+
+    # -- file -----------------------------------------------------------------------------------
+
+    @classmethod
+    def read(cls, directory: Path) -> DataPositions:
+        """Read the positions of the run whose state is in a directory; none if it has none.
+
+        Raises:
+            DamagedError: they are not what was written.
+            StorageError: they cannot be read.
+        """
+        path = directory / _FILE
+        try:
+            rows = read_sealed(path)["sizes"]
+            return cls([StepSize(**row) for row in rows])
+        except FileNotFoundError:
+            return cls()
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+        except (DamagedError, KeyError, TypeError):
+            raise DamagedError(
+                f"{path} is damaged, which has how far the data were used; restore it, or delete "
+                "it if the number of ranks has never changed"
+            ) from None
+
+    def write(self, directory: Path) -> None:
+        """Write them atomically and durably.
+
+        Raises:
+            StorageError: they cannot be written.
+        """
+        path = directory / _FILE
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_sealed(path, {"sizes": [dataclasses.asdict(each) for each in self.sizes]})
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror}") from error
+
+
+_FILE = "positions.json"
+
+
+def _count(replicas: int) -> str:
+    return f"{replicas} replica" if replicas == 1 else f"{replicas} replicas"
