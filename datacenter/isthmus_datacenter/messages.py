@@ -1,7 +1,7 @@
 """Messages between the service and the ranks, each one JSON value in the control store.
 
-`Command` goes to all ranks, `ControlSignal` interrupts the command that runs, `ProgressReport`
-comes back while it runs and `Outcome` ends it. `RankFailure` comes from an agent.
+`Command` goes to all ranks, `ControlSignal` interrupts the command that runs, `ProgressReport` and
+`Activity` come back while it runs and `Outcome` ends it. `RankFailure` comes from an agent.
 """
 
 from __future__ import annotations
@@ -90,6 +90,20 @@ class ProgressReport:
     """Rate of all replicas since the last report."""
     units_per_second: float
     """Rate of all replicas since the last report."""
+    note: str = ""
+    """For the user, in place of figures."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Activity:
+    """What a rank's main thread does."""
+
+    waits: bool
+    """Whether it waits for other ranks."""
+    seconds: float
+    """How long it has been there."""
+    where: str
+    """Line and function, of the user's code if it is in any."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

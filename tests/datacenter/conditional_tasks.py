@@ -1,12 +1,14 @@
 """Models of which a batch uses a part, and models with hardly any parameters."""
 
 import itertools
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from tests.datacenter.tasks import Table, _Small
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 
 class Regression(_Small):
@@ -187,3 +189,27 @@ class Given(Experts):
 
     def shard_units(self, model: Any) -> Any:
         return list(itertools.chain(model.experts, [model.first]))
+
+
+class Looping(Regression):
+    """Reading on rank 1 loops until the file of the setting `release` exists."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(8, 1)
+
+    def rows(self, count: int, seed: int) -> Any:
+        return _Looping(super().rows(count, seed), Path(self.settings["release"]))
+
+
+class _Looping(Dataset[Any]):
+    def __init__(self, rows: Any, release: Path) -> None:
+        self._rows = rows
+        self._release = release
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        while os.environ["RANK"] == "1" and not self._release.exists():
+            pass
+        return self._rows[index]

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from isthmus.errors import TaskError
+from isthmus_datacenter.parallel.module_calls import REDUCES_UNUSED
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 
 BUCKET_BYTES = 1 << 25
@@ -279,8 +280,7 @@ class ModelShard:
             for index, stage in self.stages.items()
             if isinstance(stage, FSDPModule)
         ]
-        # Earlier versions of PyTorch cannot reduce the gradients of unused parameters.
-        if sharded and hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        if sharded and REDUCES_UNUSED:
             self._gradients = WatchedGradients(sharded)
 
     def forget_gradients(self) -> None:

@@ -22,10 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isthmus.errors import TaskError
+
+REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether this PyTorch can reduce gradients that only some ranks have."""
 
 TRY_EXAMPLES = (2, 3)
 """Sizes of the batches that are tried: rows are divided alike by chance in one of them at most."""
@@ -155,6 +159,8 @@ def _find(
             f"{name!r} and the modules beside it are gathered with the rest of the model, because "
             "a batch may not call all of them"
         )
+    if notes and not REDUCES_UNUSED:
+        return _Findings(refusal=f"{notes[0]}, for which ranks need PyTorch 2.13 or newer")
     position = {index: number for number, index in enumerate(kept)}
     training, evaluation = (
         [position[call.index] for call in calls[0] if call.index in position] if calls else None
@@ -165,7 +171,7 @@ def _find(
 
 def name_in(model: nn.Module, module: nn.Module) -> str:
     """The name of a module in a model."""
-    names = {each: name for name, each in model.named_modules()}
+    names: dict[nn.Module, str] = {each: name for name, each in model.named_modules()}
     return names[module]
 
 

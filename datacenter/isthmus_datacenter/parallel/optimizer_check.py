@@ -76,10 +76,13 @@ def check_on_shards(
     trained = {name: each for name, each in shard.parameters().items() if each.requires_grad}
     if not any(isinstance(each, DTensor) for each in trained.values()):
         return
-    values = {name: _values(each, number) for number, (name, each) in enumerate(trained.items())}
+    numbered = list(enumerate(trained.items()))
+    values = {name: _values(each, 2 * number) for number, (name, each) in numbered}
+    # Not in proportion to the parameters, whose norms would then cancel out.
+    whole_gradients = {name: _values(each, 2 * number + 1) for number, (name, each) in numbered}
     whole = {name: nn.Parameter(each.clone()) for name, each in values.items()}
     try:
-        _take_steps(factory, whole, values, lambda optimizer: None)
+        _take_steps(factory, whole, whole_gradients, lambda optimizer: None)
     except Exception as error:
         # It may want parameters of the real sizes.
         if all(type(each) in ELEMENTWISE for each in optimizers):
@@ -87,7 +90,7 @@ def check_on_shards(
         what = "fails on the small parameters by which its work on shards is checked"
         raise refuse_on_shards(optimizers, what) from error
     sharded = {name: nn.Parameter(_like(trained[name], each)) for name, each in values.items()}
-    gradients = {name: _like(trained[name], each) for name, each in values.items()}
+    gradients = {name: _like(trained[name], each) for name, each in whole_gradients.items()}
     try:
         _take_steps(factory, sharded, gradients, split)
     except Exception as error:

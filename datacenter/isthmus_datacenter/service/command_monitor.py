@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 from isthmus_datacenter.messages import (
+    Activity,
     ControlSignal,
     Incarnation,
     Outcome,
@@ -19,6 +21,9 @@ _OUTCOME_SECONDS = 0.1
 """One wait for the outcome of a command, before the ranks' health is checked."""
 _HEARTBEAT_CHECK_SECONDS = 0.5
 """Interval of the checks of heartbeats, progress and signals."""
+
+
+log = logging.getLogger(__name__)
 
 
 class IncarnationLostError(Exception):
@@ -61,6 +66,8 @@ class CommandMonitor:
         self._heartbeats: list[bytes] = [b""] * ranks
         self._heartbeat_at = [time.monotonic()] * ranks
         """When the heartbeat of each rank last changed."""
+        self._named: tuple[int, str] | None = None
+        """The last rank that was named, and the file where it was."""
         self._checked_at = 0.0
         self._sent_signal = ControlSignal.CONTINUE
         self._signalled_at = 0.0
@@ -105,6 +112,45 @@ class CommandMonitor:
                     f"rank {rank} did not answer for {self._lease_seconds:g} s and was ended",
                     ranks_run=True,
                 )
+        self._name_hanging_rank()
+
+    def _name_hanging_rank(self) -> None:
+        """Say which rank keeps all others waiting, and at what line.
+
+        It is not ended: reading an example may take as long, and only its user knows.
+        """
+        activities = [ControlStore.activity_in(each) for each in self._heartbeats]
+        working: list[tuple[int, Activity]] = []
+        for rank, activity in enumerate(activities):
+            # Within the lease, as if it did not answer.
+            if activity is None or activity.seconds < self._lease_seconds / 2:
+                return
+            if not activity.waits:
+                working.append((rank, activity))
+        # Where no rank waits, all may be at work.
+        if not working or len(working) == self._ranks > 1:
+            return
+        rank, activity = working[0]
+        place = (rank, activity.where.rpartition(":")[0])
+        if place == self._named:
+            return
+        self._named = place
+        others = ", and the others wait for it" if self._ranks > 1 else ""
+        note = (
+            f"rank {rank} has been at {activity.where} for {activity.seconds:.0f} s{others}; the "
+            "stack of each rank is in its log"
+        )
+        log.warning("%s", note)
+        self._send_progress(
+            ProgressReport(
+                steps=0,
+                total_steps=0,
+                loss=0.0,
+                examples_per_second=0.0,
+                units_per_second=0.0,
+                note=note,
+            )
+        )
 
     async def _forward_progress(self) -> None:
         report = await self._store.call(ControlStore.progress, self._incarnation, self._number)

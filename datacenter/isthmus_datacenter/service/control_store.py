@@ -26,6 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 )
 
 from isthmus_datacenter.messages import (
+    Activity,
     Command,
     ControlSignal,
     Incarnation,
@@ -169,14 +170,26 @@ class ControlStore:
         """How many ranks wait for commands."""
         return int(self._get(f"ready/{incarnation}") or 0)
 
-    def send_heartbeat(self, incarnation: Incarnation, rank: int, count: int) -> None:
-        """Report that this rank is alive, by a count that differs from the last one."""
-        self._store.set(f"heartbeat/{incarnation}/{rank}", str(count))
+    def send_heartbeat(
+        self, incarnation: Incarnation, rank: int, count: int, activity: Activity | None = None
+    ) -> None:
+        """Report that this rank is alive, by a count that differs from the last one.
+
+        `activity` is what it does; None while no command runs.
+        """
+        values = None if activity is None else dataclasses.asdict(activity)
+        self._store.set(f"heartbeat/{incarnation}/{rank}", json.dumps([count, values]))
 
     def heartbeats(self, incarnation: Incarnation, ranks: int) -> list[bytes]:
-        """The latest count of each rank; all ranks must be ready."""
+        """The latest heartbeat of each rank, for `activity_in`; all ranks must be ready."""
         keys = [f"heartbeat/{incarnation}/{rank}" for rank in range(ranks)]
         return list(self._store.multi_get(keys))
+
+    @staticmethod
+    def activity_in(heartbeat: bytes) -> Activity | None:
+        """What a rank did at a heartbeat; None if no command ran."""
+        _, values = json.loads(heartbeat)
+        return None if values is None else Activity(**values)
 
     # -- commands -------------------------------------------------------------------------------
 

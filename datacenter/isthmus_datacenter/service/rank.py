@@ -34,6 +34,7 @@ from isthmus_datacenter.messages import (
     Outcome,
     ProgressReport,
 )
+from isthmus_datacenter.service.activity import MainThread
 from isthmus_datacenter.service.control_store import HEARTBEAT_SECONDS, ControlStore
 from isthmus_datacenter.training.consensus import ConsensusError
 from isthmus_datacenter.training.engine import Engine, RankPlacement
@@ -118,6 +119,10 @@ class _Rank:
         self.engine: Engine | None = None
         self.run_id: str | None = None
         self.joined = False
+        self._progress = 0
+        """How often the running command has got on."""
+        self._runs = False
+        """Whether a command runs."""
         self._signal = (0, ControlSignal.CONTINUE)
         """A command's number, and the strongest signal received for it."""
 
@@ -147,7 +152,9 @@ class _Rank:
             command = self.control.wait_for_command(self.incarnation, self.number, _WAIT_SECONDS)
             if command is None:
                 continue
+            self._runs = True
             outcome = self._execute(command)
+            self._runs = False
             if outcome.failure is not None or self.rank == 0:
                 self.control.send_outcome(self.incarnation, self.number, outcome)
             if outcome.rank_exits:
@@ -196,6 +203,7 @@ class _Rank:
         return {}
 
     def _read_signal(self) -> ControlSignal:
+        self._progress += 1  # once in each step
         number, control_signal = self._signal
         return control_signal if number == self.number else ControlSignal.CONTINUE
 
@@ -205,13 +213,15 @@ class _Rank:
     def _beat(self) -> None:
         """Send heartbeats and receive signals, whatever the main thread is busy with."""
         control = ControlStore.connect(self.settings.host, self.settings.port)
+        main_thread = MainThread()
         count = 0
         while True:
             count += 1
             # Read once: the heartbeat's signal must be about the command that it was read for.
             number = self.number
             try:
-                control.send_heartbeat(self.incarnation, self.rank, count)
+                activity = main_thread.sample((number, self._progress)) if self._runs else None
+                control.send_heartbeat(self.incarnation, self.rank, count, activity)
                 self._signal = (number, control.signal(self.incarnation, number))
             except dist.DistError:
                 _exit()  # the service has ended

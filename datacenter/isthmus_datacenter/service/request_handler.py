@@ -137,7 +137,11 @@ class RequestHandler:
             layout=open_.layout.decode("latin-1"),
             frozen=fingerprint_of(open_.frozen),
         )
-        values, _ = await self._group.execute(command)
+
+        def send_progress(report: ProgressReport) -> None:
+            progress(link_pb2.Progress(note=report.note))
+
+        values, _ = await self._group.execute(command, send_progress)
         if values["note"]:
             progress(link_pb2.Progress(note=values["note"]))
         self._run = DatacenterRun(open_.run_id, layout, self._unsent(open_.run_id, job, layout))
