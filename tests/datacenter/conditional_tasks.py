@@ -95,6 +95,25 @@ class _Mixture(nn.Module):
                     yield index, rows
 
 
+class Blocks(Regression):
+    """Blocks that every batch calls, with experts in each that a batch may not choose."""
+
+    def model(self) -> nn.Module:
+        return _Blocks(self.settings["by"])
+
+
+class _Blocks(nn.Module):
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Mixture(by), _Mixture(by)])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = inputs
+        for block in self.blocks:
+            outputs = outputs + block(outputs)
+        return outputs.sum(1, keepdim=True)
+
+
 class Towers(Regression):
     """Each example passes through one of two towers of layers, by its first number."""
 

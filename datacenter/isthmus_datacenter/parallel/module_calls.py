@@ -289,11 +289,11 @@ class _Recorder:
             self._random = random.getstate()
 
 
-class _ReadByOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ReadByOperator(TorchDispatchMode):  # type: ignore[no-untyped-call] # of PyTorch
     """Notes operators whose result, or its size, Python can decide by."""
 
     def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call] # of PyTorch
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

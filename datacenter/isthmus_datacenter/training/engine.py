@@ -67,8 +67,9 @@ class Engine:
     """One run on one rank.
 
     Guarantees:
-      * the state at a step depends only on the job, the data, the number of replicas and the models
-        that were sent: not on restarts, and not on attempts that failed;
+      * the state at a step depends only on the job, the data, the numbers of replicas that trained
+        the steps before and the models that were sent: not on restarts, and not on attempts that
+        failed;
       * a failure that only some ranks see is raised there as it is; one that all see is a
         `ConsensusError` on all.
     """

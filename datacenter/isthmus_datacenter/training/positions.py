@@ -4,7 +4,7 @@ A step has as many examples as the replicas take together. If their number chang
 after the last example that was used, so that no example is repeated or left out. What was used is
 kept in a small file, by the steps at which the size of a step changed.
 
->>> positions = DataPositions([StepSize(step=0, position=0, replicas=2, batch_size=8)])
+>>> positions = DataPositions([StepExamples(step=0, position=0, replicas=2, batch_size=8)])
 >>> positions.at(10)
 160
 >>> positions = positions.with_size(10, replicas=4, batch_size=8)
@@ -25,7 +25,7 @@ from isthmus.system.sealed_files import read_sealed, write_sealed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepSize:
+class StepExamples:
     """The size of the steps from one on."""
 
     step: int
@@ -46,7 +46,7 @@ class StepSize:
 class DataPositions:
     """The sizes of a run's steps, in order."""
 
-    sizes: Sequence[StepSize] = ()
+    sizes: Sequence[StepExamples] = ()
 
     def at(self, step: int) -> int:
         """Examples before a step, which is not before the first that is known."""
@@ -64,7 +64,7 @@ class DataPositions:
         if before is not None and (before.replicas, before.batch_size) == (replicas, batch_size):
             return kept
         position = step * replicas * batch_size if before is None else kept.at(step)
-        new = StepSize(step=step, position=position, replicas=replicas, batch_size=batch_size)
+        new = StepExamples(step=step, position=position, replicas=replicas, batch_size=batch_size)
         return DataPositions([*kept.sizes, new])
 
     def change_at(self, step: int) -> str | None:
@@ -81,7 +81,7 @@ class DataPositions:
             f"on at example {new.position} of the order, and a step has {examples}"
         )
 
-    def _before(self, step: int) -> StepSize | None:
+    def _before(self, step: int) -> StepExamples | None:
         """The size of the step before this one."""
         return next((each for each in reversed(self.sizes) if each.step < step), None)
 
@@ -98,7 +98,7 @@ class DataPositions:
         path = directory / _FILE
         try:
             rows = read_sealed(path)["sizes"]
-            return cls([StepSize(**row) for row in rows])
+            return cls([StepExamples(**row) for row in rows])
         except FileNotFoundError:
             return cls()
         except OSError as error:
