@@ -111,7 +111,7 @@ class _Blocks(nn.Module):
         outputs = inputs
         for block in self.blocks:
             outputs = outputs + block(outputs)
-        return outputs.sum(1, keepdim=True)
+        return outputs.mean(1, keepdim=True)
 
 
 class Towers(Regression):

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 from isthmus.errors import IsthmusError, UpdateError
 from isthmus.job.learning_rate import RoundPosition
@@ -41,6 +42,8 @@ class OpenRequest:
     reply: link_pb2.Reply | None = None
     payload: Buffer | None = None
     reported_at: float = 0.0
+    note: Future[None] | None = None
+    """The sending of the last note."""
 
     @classmethod
     def of(cls, request: link_pb2.Request) -> OpenRequest:

@@ -391,6 +391,9 @@ class Uplink:
         if self._jobs.get(job.id) is not job:
             self.worker.acknowledged(job.request, False, "the server dropped the request")
             return
+        if job.note is not None:
+            # The server drops what comes after the reply.
+            await asyncio.wrap_future(job.note)
         reply.id = job.id
         job.payload = payload
         job.reply = reply
@@ -410,4 +413,6 @@ class Uplink:
         stream = self._stream
         loop = self._loop
         if stream is not None and loop is not None:
-            asyncio.run_coroutine_threadsafe(stream.send_quietly(message), loop)
+            sending = asyncio.run_coroutine_threadsafe(stream.send_quietly(message), loop)
+            if progress.note:
+                job.note = sending

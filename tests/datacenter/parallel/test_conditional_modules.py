@@ -22,7 +22,7 @@ CASES = {
     "zero3-clip": (2, "Experts", "list", ADAMW, {"zero_stage": 3, "clip_norm": 0.5}),
     "zero3-recompute": (2, "Experts", "name", ADAMW, {"checkpoint_activations": True}),
     "zero1-blocks": (2, "Blocks", "rows", ADAMW, {"zero_stage": 1, "accumulate": 2}),
-    "zero3-blocks": (2, "Blocks", "unique", MOMENTUM, {"zero_stage": 3}),
+    "zero3-blocks": (2, "Blocks", "unique", ADAMW, {"zero_stage": 3}),
     "zero2-towers": (2, "Towers", "", ADAMW, {"zero_stage": 2}),
     "zero3-four": (4, "Experts", "rows", ADAMW, {"zero_stage": 3, "batch_size": 2}),
     "zero1-four": (4, "Experts", "name", MOMENTUM, {"zero_stage": 1, "batch_size": 2}),

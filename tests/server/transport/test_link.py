@@ -169,6 +169,19 @@ async def test_progress_arrives(network):
     assert (name, progress.steps, progress.loss) == ("a", 1, 0.5)
 
 
+async def test_a_note_right_before_the_reply_arrives(network):
+    link = await network.listen()
+    listener = attached(link)
+
+    async def work(participant, request, model):
+        participant.progress(link_pb2.Progress(note="zero_stage=3 was chosen"))
+        return link_pb2.Reply(trained=link_pb2.Trained()), None
+
+    await network.join("a", work)
+    await link.ask("a", training_request(link))
+    assert [progress.note for _, progress in listener.progress] == ["zero_stage=3 was chosen"]
+
+
 # -- contents ------------------------------------------------------------------------------------
 
 
