@@ -177,7 +177,7 @@ def statistics(
 )
 def report(run_dir: Path | None, as_json: bool, page: Path | None, as_schema: bool) -> None:
     """Print the report of the run in the directory RUN: rounds, problems, final model."""
-    from isthmus_server.read.report.html_report.page import html_page
+    from isthmus_server.read.pages.report_page import html_page
     from isthmus_server.read.report.report import read_report, report_schema, show
 
     if as_schema:

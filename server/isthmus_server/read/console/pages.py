@@ -8,13 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-
-from isthmus import __version__
-from isthmus.printable import in_a_line
 from isthmus.system.clocks import utc
-from isthmus_server.read.report.report import format_metrics
+from isthmus_server.read.pages.templates import templates
 
 PAGE_ROWS = 25
 """Rows of a table on one page."""
@@ -52,23 +47,15 @@ class Pages:
     """Renders templates."""
 
     def __init__(self) -> None:
-        self._environment = Environment(
-            loader=PackageLoader("isthmus_server.read.console"),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            finalize=_in_a_line,
-        )
+        self._environment = templates("isthmus_server.read.console")
         self._environment.filters.update(
             figure=figure,
-            metrics=format_metrics,
             when=_when,
             ago=_ago,
             span=_span,
             quoted=lambda text: quote(text, safe=""),
         )
-        self._environment.globals.update(version=__version__, href=href)
+        self._environment.globals.update(href=href)
 
     def render(self, name: str, **values: Any) -> str:
         """A page from the template with that name."""
@@ -91,10 +78,6 @@ def figure(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
-
-
-def _in_a_line(value: Any) -> Any:
-    return in_a_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _when(timestamp: float | None) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 from isthmus_server.budgets.budget import ADJACENCY, UNIT
 from isthmus_server.read.console.attempt_index import OUTCOMES
 from isthmus_server.read.console.pages import Paging
-from isthmus_server.read.console.shown_run import RATES, REGIMES, ShownRun
+from isthmus_server.read.console.shown_run import REGIMES, ShownRun
+from isthmus_server.read.pages.charts import RATES
 from isthmus_server.read.report.explain import RECENT, explained_attempts
 from isthmus_server.read.report.explanation_page import sections, title_of
 from isthmus_server.storage.records import (

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus_server.read.console.attempt_index import OUTCOMES, AttemptIndex, IndexedAttempt
+from isthmus_server.read.pages.charts import RATES
 from isthmus_server.storage.store import Store
 
 MAX_POINTS = 1000
@@ -18,14 +19,6 @@ MAX_SPANS = 300
 """Pieces of a timeline."""
 
 REGIMES = ("datacenter", "federated", "hybrid")
-
-RATES = {
-    "units_per_second": "scored units per second",
-    "peak_memory_gib": "peak memory in GiB",
-    "mfu": "model FLOPS utilisation",
-    "restarts": "restarts of the ranks",
-}
-"""Figures of datacenters that have a chart."""
 
 
 class ShownRun:

@@ -21,7 +21,7 @@ from isthmus.printable import in_a_line
 from isthmus.task import load_task
 from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus_server.budgets.run_budgets import check_budgets
-from isthmus_server.read.report.html_report.comparison_page import Curve, comparison_page
+from isthmus_server.read.pages.comparison_page import Curve, comparison_page
 from isthmus_server.read.report.report import format_metrics
 from isthmus_server.rounds.measurements.followed_metrics import check_followed_metrics
 from isthmus_server.runs.local.comparison_table import (

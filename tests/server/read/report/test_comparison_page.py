@@ -2,7 +2,7 @@
 
 import re
 
-from isthmus_server.read.report.html_report.comparison_page import Curve, comparison_page
+from isthmus_server.read.pages.comparison_page import Curve, comparison_page
 
 VALUES = [1, 2, 4, "weighted", "projected", *(f"<{number}>" for number in range(9))]
 

@@ -1,6 +1,8 @@
 """The report as a page: everything is in it, nothing is loaded, and no text becomes markup."""
 
 import html.parser
+import subprocess
+import sys
 import time
 
 import pytest
@@ -9,7 +11,7 @@ from tests.server.storage.records import FINAL, failed_attempt, planned_attempt,
 
 from isthmus.errors import UserError
 from isthmus_server.cli import run as commands
-from isthmus_server.read.report.html_report.page import html_page
+from isthmus_server.read.pages.report_page import html_page
 from isthmus_server.read.report.report import Report, read_report
 from isthmus_server.storage.events import ParticipantLeft
 from isthmus_server.storage.records import CommittedState, Receipt
@@ -118,6 +120,15 @@ def test_a_page_has_everything_and_loads_nothing(make_job, tmp_path):
     assert "the disk is full" in file.read_text()
 
 
+def test_a_page_is_written_without_the_console_and_its_server():
+    script = (
+        "import sys; import isthmus_server.read.pages.report_page; "
+        "print([n for n in sys.modules if n.startswith(('isthmus_server.read.console', 'starlette'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    assert done.stdout.decode().strip() == "[]"
+
+
 def test_a_long_run_gives_a_page_of_bounded_size_in_time(make_job, tmp_path):
     store = Store.create(tmp_path / "run", make_job(), tmp_path)
     empty = read_report(store)
@@ -132,5 +143,7 @@ def test_a_long_run_gives_a_page_of_bounded_size_in_time(make_job, tmp_path):
     began = time.process_time()
     page = html_page(report)
     assert time.process_time() - began < 5.0
+    lines = [value for name, value in Page(page).attributes if name == "points"]
+    assert [len(line.split()) for line in lines] == [1000] * 2
     assert len(page) < 3_000_000
     assert "The latest 2,000 attempts; isthmus report --json has all 5,000." in page

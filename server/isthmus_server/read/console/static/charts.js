@@ -3,12 +3,6 @@
 const REGIMES = ["datacenter", "federated", "hybrid"];
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3], [1, 2], [12, 4]];
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const RATES = {
-  units_per_second: "scored units per second",
-  peak_memory_gib: "peak memory in GiB",
-  mfu: "model FLOPS utilisation",
-  restarts: "restarts of the ranks",
-};
 const WHOLE = [1, 2, 5].flatMap((step) => [0, 1, 2, 3, 4, 5, 6].map((power) => step * 10 ** power)).sort((a, b) => a - b);
 const plots = new Map();
 
@@ -92,6 +86,7 @@ function drawQuality(section, runs, select) {
 }
 
 function drawRates(holder, run) {
+  const titles = JSON.parse(holder.dataset.titles);
   const drawings = []; // after all figures are in the grid, which gives them their width
   for (const [name, figures] of Object.entries(run.profile)) {
     for (const [key, values] of Object.entries(figures)) {
@@ -100,7 +95,7 @@ function drawRates(holder, run) {
       if (!box) {
         const frame = document.createElement("figure");
         const caption = document.createElement("figcaption");
-        caption.textContent = `${name}: ${RATES[key] ?? key}`;
+        caption.textContent = `${name}: ${titles[key] ?? key}`;
         box = document.createElement("div");
         box.className = "plot";
         box.dataset.id = id;

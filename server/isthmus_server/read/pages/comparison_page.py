@@ -7,8 +7,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from isthmus_server.read.report.html_report.charts import Line, Point, figure, lines_chart, text
-from isthmus_server.read.report.html_report.page import document
+from markupsafe import Markup
+
+from isthmus_server.read.pages.charts import Line, Point, lines_chart
+from isthmus_server.read.pages.report_page import page
+from isthmus_server.read.pages.templates import digits
 
 _COLOURS = 8
 
@@ -44,21 +47,21 @@ def comparison_page(name: str, curves: Sequence[Curve], now: float | None = None
     metrics = dict.fromkeys(
         metric for curve in curves for row in curve.rounds.values() for metric in row
     )
-    legend = "".join(
-        f'<li><span class="key {_kind(number)}"></span>{text(members[0].variant)}</li>'
-        for number, members in variants.items()
-    )
     seeds = max((len(members) for members in variants.values()), default=0)
-    mean = f"Lines are means of {seeds} seeds." if seeds > 1 else "One seed."
     ends = dict.fromkeys(metric for curve in curves for metric in curve.end)
-    by_round = "".join(_against_rounds(metric, variants) for metric in metrics)
-    by_key = "".join(_against_key(metric, variants) for metric in ends)
-    sections = [
-        ("Runs", f'<p>{mean}</p><ul class="legend">{legend}</ul>'),
-        ("Rounds", by_round and f'<div class="charts">{by_round}</div>'),
-        ("Delivered models", by_key and f'<div class="charts">{by_key}</div>'),
-    ]
-    return document(f"{text(name)}: comparison", sections, now)
+    by_round = [_against_rounds(metric, variants) for metric in metrics]
+    by_key = [_against_key(metric, variants) for metric in ends]
+    return page(
+        "comparison",
+        f"{name}: comparison",
+        now,
+        seeds=f"Lines are means of {seeds} seeds." if seeds > 1 else "One seed.",
+        variants=[(_kind(number), members[0].variant) for number, members in variants.items()],
+        sections=[
+            ("Rounds", [each for each in by_round if each]),
+            ("Delivered models", [each for each in by_key if each]),
+        ],
+    )
 
 
 def _kind(number: int) -> str:
@@ -67,7 +70,7 @@ def _kind(number: int) -> str:
     return f"series{number % _COLOURS}{again}"
 
 
-def _against_rounds(metric: str, variants: Mapping[int, Sequence[Curve]]) -> str:
+def _against_rounds(metric: str, variants: Mapping[int, Sequence[Curve]]) -> Markup:
     """The mean over seeds in each round in which all seeds were measured."""
     lines = []
     for number, members in variants.items():
@@ -79,21 +82,21 @@ def _against_rounds(metric: str, variants: Mapping[int, Sequence[Curve]]) -> str
         points = []
         for round_ in sorted(common):
             mean = statistics.mean(each.rounds[round_][metric] for each in members)
-            label = f"{variant}, round {round_}: {figure(mean)}"
+            label = f"{variant}, round {round_}: {digits(mean)}"
             points.append(Point(round_, mean, kind, label))
         lines.append(Line(points, kind))
     return lines_chart(lines, title=metric, x_label="rounds")
 
 
-def _against_key(metric: str, variants: Mapping[int, Sequence[Curve]]) -> str:
+def _against_key(metric: str, variants: Mapping[int, Sequence[Curve]]) -> Markup:
     """The value of each delivered model against the key that is varied, if it is a number."""
     changes = [members[0].changes for members in variants.values()]
     keys = dict.fromkeys(key for each in changes for key in each)
     if len(keys) != 1 or len(variants) < 2:
-        return ""
+        return Markup()
     (key,) = keys
     if not all(type(each[key]) in (int, float) for each in changes):
-        return ""
+        return Markup()
     means = []
     marks = []
     for number, members in sorted(variants.items(), key=lambda one: one[1][0].changes[key]):
@@ -104,8 +107,8 @@ def _against_key(metric: str, variants: Mapping[int, Sequence[Curve]]) -> str:
         if not ends:
             continue
         mean = statistics.mean(end for _, end in ends)
-        means.append(Point(x, mean, kind, f"{variant}: {figure(mean)}, the mean"))
+        means.append(Point(x, mean, kind, f"{variant}: {digits(mean)}, the mean"))
         for seed, end in ends:
-            mark = Point(x, end, kind, f"{variant}, seed {seed}: {figure(end)}")
+            mark = Point(x, end, kind, f"{variant}, seed {seed}: {digits(end)}")
             marks.append(Line([mark], kind))
     return lines_chart([Line(means), *marks], title=metric, x_label=key)

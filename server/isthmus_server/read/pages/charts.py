@@ -1,19 +1,31 @@
-"""Charts as SVG: no script, no fonts, no requests; colours come from the page's style sheet."""
+"""Charts as SVG: no script, no fonts, no requests; colours come from the page's style sheet.
+
+Places are computed here, and drawn by the macros of `templates/charts.html`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from isthmus.printable import in_a_line
+from markupsafe import Markup
+
+from isthmus_server.read.pages.templates import digits, templates
 
 _T = TypeVar("_T")
 
 MAX_MARKS = 1000
 """Points or bars of one chart; of more, evenly spaced ones are drawn."""
+
+RATES = {
+    "units_per_second": "scored units per second",
+    "peak_memory_gib": "peak memory in GiB",
+    "mfu": "model FLOPS utilisation",
+    "restarts": "restarts of the ranks",
+}
+"""Figures of datacenters that have a chart, and its title."""
 
 _WIDTH = 460.0
 _HEIGHT = 230.0
@@ -24,11 +36,6 @@ _BOTTOM = 36.0
 _TICKS = 5
 _STRIP_WIDTH = 940.0
 _STRIP_HEIGHT = 54.0
-
-
-def text(value: object) -> str:
-    """Text for an element or an attribute; text of other machines becomes one line."""
-    return html.escape(in_a_line(str(value)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +58,6 @@ class Span:
     last: int
     kind: str
     label: str
-
-
-def figure(value: float) -> str:
-    """A figure with at most four digits.
-
-    >>> figure(1234567.0), figure(0.25), figure(float("nan"))
-    ('1.235e+06', '0.25', 'nan')
-    """
-    return f"{value:.4g}"
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -92,14 +90,14 @@ class Line:
 
 def line_chart(
     points: Sequence[Point], *, title: str, x_label: str, limit: float | None = None
-) -> str:
+) -> Markup:
     """A chart of one line; see `lines_chart`."""
     return lines_chart([Line(points)], title=title, x_label=x_label, limit=limit)
 
 
 def lines_chart(
     lines: Sequence[Line], *, title: str, x_label: str, limit: float | None = None
-) -> str:
+) -> Markup:
     """Lines with the same axes.
 
     Args:
@@ -113,7 +111,7 @@ def lines_chart(
     drawn = [dataclasses.replace(line, points=_drawable(line.points)) for line in lines]
     points = [point for line in drawn for point in line.points]
     if not points:
-        return ""
+        return Markup()
     heights = [point.y for point in points] + ([] if limit is None else [limit])
     x_low = min(point.x for point in points)
     x_high = max(point.x for point in points)
@@ -130,44 +128,39 @@ def lines_chart(
         room = _HEIGHT - _TOP - _BOTTOM
         return _TOP + room * ((y_high - y) / (y_high - y_low) if y_high > y_low else 0.5)
 
-    bottom = _HEIGHT - _BOTTOM
-    parts = [
-        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{down(y):.1f}" '
-        f'y2="{down(y):.1f}"/><text class="tick" text-anchor="end" x="{_LEFT - 6}" '
-        f'y="{down(y) + 4:.1f}">{figure(y)}</text>'
-        for y in y_ticks
-    ]
-    parts += [
-        f'<text class="tick" text-anchor="middle" x="{across(x):.1f}" y="{bottom + 15}">'
-        f"{figure(x)}</text>"
-        for x in x_ticks
-    ]
-    parts.append(
-        f'<text class="tick" text-anchor="middle" x="{(_LEFT + _WIDTH - _RIGHT) / 2}" '
-        f'y="{_HEIGHT - 4}">{text(x_label)}</text>'
-    )
-    if limit is not None:
-        parts.append(
-            f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{down(limit):.1f}" '
-            f'y2="{down(limit):.1f}"><title>limit {figure(limit)}</title></line>'
-        )
-    radius = 3 if len(points) <= 100 else 1.5
-    for line in drawn:
-        path = " ".join(f"{across(point.x):.1f},{down(point.y):.1f}" for point in line.points)
-        parts.append(f'<polyline class="{text(line.kind)}" points="{path}"/>')
-        parts += [
-            f'<circle class="{text(point.kind)}" cx="{across(point.x):.1f}" '
-            f'cy="{down(point.y):.1f}" r="{radius}"><title>{text(point.label)}</title></circle>'
-            for point in line.points
-        ]
     first = points[0]
     last = points[-1]
-    spoken = f"{title} against {x_label}: from {figure(first.y)} to {figure(last.y)}"
+    spoken = f"{title} against {x_label}: from {digits(first.y)} to {digits(last.y)}"
     if len(drawn) > 1:
         spoken = f"{title} against {x_label}: {len(drawn)} lines"
-    return (
-        f"<figure><figcaption>{text(title)} against {text(x_label)}</figcaption>"
-        f"{_svg(_WIDTH, _HEIGHT, spoken, parts)}</figure>"
+    marks = [
+        {
+            "kind": line.kind,
+            # Numbers alone; as text they would be cut off, as sentences of other machines are.
+            "path": Markup(" ").join(f"{across(p.x):.1f},{down(p.y):.1f}" for p in line.points),
+            "marks": [
+                (f"{across(each.x):.1f}", f"{down(each.y):.1f}", each.kind, each.label)
+                for each in line.points
+            ],
+        }
+        for line in drawn
+    ]
+    return _drawn(
+        "lines",
+        title=title,
+        x_label=x_label,
+        spoken=spoken,
+        width=f"{_WIDTH:g}",
+        height=f"{_HEIGHT:g}",
+        left=_LEFT,
+        right=_WIDTH - _RIGHT,
+        bottom=_HEIGHT - _BOTTOM,
+        label_y=_HEIGHT - 4,
+        y_ticks=[(f"{down(y):.1f}", digits(y)) for y in y_ticks],
+        x_ticks=[(f"{across(x):.1f}", digits(x)) for x in x_ticks],
+        limit=None if limit is None else (f"{down(limit):.1f}", digits(limit)),
+        lines=marks,
+        radius=3 if len(points) <= 100 else 1.5,
     )
 
 
@@ -175,36 +168,40 @@ def _drawable(points: Sequence[Point]) -> Sequence[Point]:
     return thinned([each for each in points if math.isfinite(each.x) and math.isfinite(each.y)])
 
 
-def timeline(spans: Sequence[Span], rounds: int) -> str:
+def timeline(spans: Sequence[Span], rounds: int) -> Markup:
     """Rounds from left to right, coloured by their kind; `rounds` are those of the whole width."""
     width = _STRIP_WIDTH / max(rounds, 1)
-    parts = [
-        f'<rect class="{text(span.kind)}" x="{(span.first - 1) * width:.2f}" y="0" '
-        f'width="{max((span.last - span.first + 1) * width, 1.0):.2f}" height="34">'
-        f"<title>{text(span.label)}</title></rect>"
+    marks = [
+        {
+            "kind": span.kind,
+            "x": f"{(span.first - 1) * width:.2f}",
+            "y": "0",
+            "width": f"{max((span.last - span.first + 1) * width, 1.0):.2f}",
+            "height": "34",
+            "label": span.label,
+        }
         for span in thinned(spans)
     ]
-    for tick in ticks(1.0, float(max(rounds, 1))):
-        if tick == int(tick):
-            x = min((tick - 0.5) * width, _STRIP_WIDTH - 12)
-            parts.append(
-                f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="49">{tick:.0f}</text>'
-            )
+    places = [
+        ("middle", f"{min((tick - 0.5) * width, _STRIP_WIDTH - 12):.1f}", 49, f"{tick:.0f}")
+        for tick in ticks(1.0, float(max(rounds, 1)))
+        if tick == int(tick)
+    ]
     kinds = ", ".join(dict.fromkeys(span.kind for span in spans))
     spoken = f"Timeline of {rounds} rounds: {kinds}"
-    return _svg(_STRIP_WIDTH, _STRIP_HEIGHT, spoken, parts)
+    return _strip(_STRIP_HEIGHT, spoken, marks, places)
 
 
-def stacked_bars(bars: Sequence[tuple[int, Mapping[str, int]]], *, title: str) -> str:
+def stacked_bars(bars: Sequence[tuple[int, Mapping[str, int]]], *, title: str) -> Markup:
     """Counts by kind for each round: pairs of a round and its counts; empty without bars."""
     bars = thinned(bars)
     highest = max((sum(counts.values()) for _, counts in bars), default=0)
     if not highest:
-        return ""
+        return Markup()
     bottom = _STRIP_HEIGHT * 2 - 16
     room = _STRIP_HEIGHT * 2 - 22
     width = _STRIP_WIDTH / len(bars)
-    parts = []
+    marks = []
     for place, (round_, counts) in enumerate(bars):
         top = bottom
         label = f"round {round_}: " + ", ".join(f"{n} {kind}" for kind, n in counts.items() if n)
@@ -212,33 +209,33 @@ def stacked_bars(bars: Sequence[tuple[int, Mapping[str, int]]], *, title: str) -
             height = room * count / highest
             top -= height
             if count:
-                parts.append(
-                    f'<rect class="{text(kind)}" x="{place * width:.2f}" y="{top:.2f}" '
-                    f'width="{max(width - 0.5, 0.5):.2f}" height="{height:.2f}">'
-                    f"<title>{text(label)}</title></rect>"
+                marks.append(
+                    {
+                        "kind": kind,
+                        "x": f"{place * width:.2f}",
+                        "y": f"{top:.2f}",
+                        "width": f"{max(width - 0.5, 0.5):.2f}",
+                        "height": f"{height:.2f}",
+                        "label": label,
+                    }
                 )
-    first = bars[0][0]
-    last = bars[-1][0]
-    for anchor, x, round_ in (("start", 0.0, first), ("end", _STRIP_WIDTH, last)):
-        parts.append(
-            f'<text class="tick" text-anchor="{anchor}" x="{x}" y="{bottom + 13}">'
-            f"round {round_}</text>"
-        )
+    ends = (("start", 0.0, bars[0][0]), ("end", _STRIP_WIDTH, bars[-1][0]))
+    places = [(anchor, x, bottom + 13, f"round {round_}") for anchor, x, round_ in ends]
     spoken = f"{title}: up to {highest} in a round"
-    return _svg(_STRIP_WIDTH, _STRIP_HEIGHT * 2, spoken, parts)
+    return _strip(_STRIP_HEIGHT * 2, spoken, marks, places)
 
 
-def gauge(spent: float, limit: float, what: str) -> str:
+def gauge(spent: float, limit: float, what: str) -> Markup:
     """A bar that shows how much of a limit is spent."""
     share = min(max(spent / limit, 0.0), 1.0) if limit > 0 else 1.0
-    kind = "failed" if share >= 0.9 else "spent"
-    parts = [
-        f'<rect class="grid" x="0" y="0" width="{_WIDTH}" height="14"/>',
-        f'<rect class="{kind}" x="0" y="0" width="{_WIDTH * share:.1f}" height="14"/>',
-    ]
-    words = f"{what}: {figure(spent)} of {figure(limit)}"
-    drawn = _svg(_WIDTH, 14.0, words, parts)
-    return f"<figure><figcaption>{text(words)}</figcaption>{drawn}</figure>"
+    return _drawn(
+        "gauge",
+        words=f"{what}: {digits(spent)} of {digits(limit)}",
+        width=f"{_WIDTH:g}",
+        full=_WIDTH,
+        filled=f"{_WIDTH * share:.1f}",
+        kind="failed" if share >= 0.9 else "spent",
+    )
 
 
 def thinned(marks: Sequence[_T]) -> Sequence[_T]:
@@ -249,8 +246,23 @@ def thinned(marks: Sequence[_T]) -> Sequence[_T]:
     return list(marks[::-1][::step])[::-1]
 
 
-def _svg(width: float, height: float, spoken: str, parts: Sequence[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{text(spoken)}">'
-        f"{''.join(parts)}</svg>"
+def _strip(
+    height: float,
+    spoken: str,
+    marks: Sequence[Mapping[str, str]],
+    places: Sequence[tuple[str, str | float, float, str]],
+) -> Markup:
+    return _drawn(
+        "strip",
+        width=f"{_STRIP_WIDTH:g}",
+        height=f"{height:g}",
+        spoken=spoken,
+        marks=marks,
+        ticks=places,
     )
+
+
+def _drawn(macro: str, **chart: Any) -> Markup:
+    """What a macro of `charts.html` draws; it escapes all text."""
+    module: Any = templates().get_template("charts.html").module
+    return Markup(getattr(module, macro)(chart))  # noqa: S704 - the macro has escaped it
