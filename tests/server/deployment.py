@@ -50,6 +50,7 @@ class FaultyDevice:
         )
         self.identity, self.welcomed = self.agent.identity, self.agent.welcomed
         self.wanted = self.agent.models.wanted
+        self.held = self.agent.models.held
 
     async def work(self, request, model, progress):
         training = request.train_local

@@ -113,6 +113,8 @@ class LoopbackNetwork:
             options |= {"identity": worker.identity, "on_welcome": worker.welcomed}
         if hasattr(worker, "wanted"):
             options["wanted"] = worker.wanted
+        if hasattr(worker, "held"):
+            options["held"] = worker.held
         address = f"127.0.0.1:{port or self.port}"
         uplink = Uplink(address, name, role, worker, longest_pause=0.05, **options)
         task = asyncio.create_task(uplink.run())

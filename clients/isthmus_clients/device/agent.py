@@ -15,6 +15,7 @@ from isthmus.identity.membership import Membership
 from isthmus.job import Job, read_job
 from isthmus.task import Participant
 from isthmus.transport.blobs import Buffer, describe
+from isthmus.transport.requests import model_of
 from isthmus.transport.uplink import Uplink
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
@@ -111,7 +112,7 @@ class Agent:
         self.host = host or InProcessHost(
             participant, data, tasks, threads, pause, device, states, shares=shares
         )
-        self.models = ReceivedModels()
+        self.models = ReceivedModels(shares=shares)
         self._working = asyncio.Lock()
         self._cancelled: dict[int, link_pb2.Request] = {}
         """Requests that the server has cancelled, by identity: a lying server may repeat ids."""
@@ -141,6 +142,7 @@ class Agent:
             membership=membership,
             shares=self._shares,
             wanted=self.models.wanted,
+            held=self.models.held,
         )
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
@@ -170,7 +172,8 @@ class Agent:
         if active is not None and kind == "train_local":
             room = active.room_for(request)
         # The owner's limits are for the update, too, which is as large as the whole model.
-        self._check(request, request.train_local.model.size or size, room)
+        model = model_of(request)
+        self._check(request, size if model is None else model.size, room)
         run = self._run(getattr(request, kind).run_id, app=kind == "app")
         model_size = self.models.change_size(run, request, size)
         run.check_size(request, model_size)
@@ -229,9 +232,17 @@ class Agent:
                 model = await self.models.whole(self.host, run, request, model)
                 return await self._throttled(self._train, request, model, progress)
         if kind in ("score", "evaluate"):
-            model = self._received(request, model)
             measure = self._score if kind == "score" else self._evaluate
+            run = self._run(getattr(request, kind).run_id)
+            if kind == "evaluate" and model is None and run.job.statistics.collect:
+                # Counts of data need no model: none was sent, and none is read.
+                self._check(request, 0)
+                async with self._working:
+                    model = self.host.buffer(run.layout.nbytes)
+                    return await self._throttled(measure, request, model), None
+            model = self._received(request, model)
             async with self._working:
+                model = await self.models.whole(self.host, run, request, model)
                 return await self._throttled(measure, request, model), None
         if kind == "app":
             self._run(request.app.run_id, app=True)

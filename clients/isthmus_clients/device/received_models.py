@@ -1,4 +1,4 @@
-"""The last model that a device received, to which the change of a later one can be added."""
+"""The last model that a device received: it is not sent again, and later ones as their change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from isthmus.errors import UpdateError
 from isthmus.transport.blobs import Buffer
-from isthmus.transport.requests import model_of
+from isthmus.transport.requests import changes_of, first_model_of, model_of
 from isthmus.wire import link_pb2
 
 if TYPE_CHECKING:
@@ -20,17 +20,25 @@ MAX_CHANGES = 16
 
 
 class ReceivedModels:
-    """Keeps a copy of the last model of a run whose job has `federated.download_bits`.
+    """Keeps a copy of the last model of a run.
 
     Guarantees:
+      * a model that is here is not asked for again, whatever it is for: training, another attempt,
+        an evaluation, a comparison;
       * a change is asked for only if the model before it is here;
       * a model that changes lead to is used only if it has the SHA-256 that the server announced.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares: bool = False) -> None:
+        """`shares`: models come as open files, which cost no more than the copy of one.
+
+        Then a copy is kept only in jobs with `federated.download_bits`.
+        """
+        self._shares = shares
         self._run_id = ""
         self._sha256 = b""
         self._model: bytearray | None = None
+        self._takes_changes = False
         self._is_linked = False
         """Whether a link asks what is wanted; devices that are simulated get whole models."""
 
@@ -40,6 +48,14 @@ class ReceivedModels:
         change = self._change(request)
         return model_of(request) if change is None else change.blob
 
+    def held(self, request: link_pb2.Request) -> Buffer | None:
+        """The beginning of the blob of a request that is here already; None for nothing of it."""
+        first = first_model_of(request)
+        if self._model is None or not first or first != self._sha256:
+            return None
+        work = getattr(request, request.WhichOneof("work") or "")
+        return self._model if work.run_id == self._run_id else None
+
     def change_size(self, run: ActiveRun, request: link_pb2.Request, size: int) -> int:
         """The size of the model that a blob of `size` bytes leads to.
 
@@ -47,7 +63,8 @@ class ReceivedModels:
             UpdateError: these are not changes of the run's models.
         """
         change = self._change(request)
-        if change is None or size != change.blob.size:
+        model = model_of(request)
+        if change is None or model is None or size != change.blob.size:
             return size
         each = run.change_codec.nbytes
         if not 0 < size <= MAX_CHANGES * each:
@@ -55,21 +72,22 @@ class ReceivedModels:
                 f"a change of the model in {size} bytes was announced; one round's has at most "
                 f"{each}"
             )
-        return request.train_local.model.size
+        return model.size
 
     async def whole(
         self, host: TaskHost, run: ActiveRun, request: link_pb2.Request, received: Buffer
     ) -> Buffer:
-        """The model of a request, of which changes may have been received, in the host's memory.
+        """The models of a request, of which changes may have been received, in the host's memory.
 
         Raises:
             UpdateError: the changes lead to another model than the announced one, or the model
                 before them is no longer here.
         """
         change = self._change(request)
-        model = request.train_local.model
+        model = model_of(request)
+        assert model is not None
         if len(received) >= run.layout.nbytes:
-            await asyncio.to_thread(self._keep, run, model, received)
+            await asyncio.to_thread(self._keep, run, request, received)
             return received
         kept = self._model
         self._model = None
@@ -101,25 +119,42 @@ class ReceivedModels:
         self._model = kept
         self._sha256 = model.sha256
 
-    def _keep(self, run: ActiveRun, model: link_pb2.Blob, received: Buffer) -> None:
-        """Keep a copy of a model that was received whole, if changes of it can follow."""
-        if not self._is_linked or run.job.federated.download_bits is None:
+    def _keep(self, run: ActiveRun, request: link_pb2.Request, received: Buffer) -> None:
+        """Keep a copy of the first model that was received for a request."""
+        takes_changes = run.job.federated.download_bits is not None
+        if not self._is_linked or (self._shares and not takes_changes):
             return
-        if len(received) > run.layout.nbytes:  # a gradient follows the model
+        first = first_model_of(request)
+        if not first or (self.held(request) is not None):
             return
-        if self._model is None or len(self._model) != len(received):
-            self._model = bytearray(len(received))
-        self._model[:] = received
+        model = memoryview(received)[: run.layout.nbytes]
+        # The link has checked the whole blob, of which this may be a part.
+        if len(model) < len(received) and hashlib.sha256(model).digest() != first:
+            return
+        kept = self._model
+        self._model = None  # while it is being overwritten
+        if kept is None or len(kept) != len(model):
+            kept = None  # before the new one is allocated
+            try:
+                kept = bytearray(len(model))
+            except MemoryError:
+                return  # of the owner's limit; the next request gets the whole model again
+        kept[:] = model
         self._run_id = run.run_id
-        self._sha256 = model.sha256
+        self._sha256 = first
+        self._takes_changes = takes_changes
+        self._model = kept
 
     def _change(self, request: link_pb2.Request) -> link_pb2.ModelChange | None:
         """The change in a request that begins at the model that is here."""
-        work = request.train_local
-        if self._model is None or not request.HasField("train_local"):
+        offers = changes_of(request)
+        model = model_of(request)
+        if self._model is None or not self._takes_changes or not offers or model is None:
             return None
-        if work.run_id != self._run_id or work.with_gradient:
+        if self._sha256 == model.sha256:
+            return None  # it is here
+        if getattr(request, request.WhichOneof("work") or "").run_id != self._run_id:
             return None
         # One of a model's size could not be told from a model, whose SHA-256 the link checks.
-        changes = (each for each in work.changes if each.blob.size < work.model.size)
+        changes = (each for each in offers if each.blob.size < model.size)
         return next((change for change in changes if change.base == self._sha256), None)

@@ -139,8 +139,8 @@ class Broadcast:
         self._chunk_bytes = max(least, chunk_size(len(payload)))
         self._made: dict[int, bytes] = {}
 
-    def messages(self, offset: int) -> Iterator[bytes]:
-        """The blob from `offset` on as serialised envelopes.
+    def messages(self, offset: int) -> Iterator[tuple[bytes, int]]:
+        """The blob from `offset` on as serialised envelopes, each with the bytes of the blob in it.
 
         Raises:
             OSError: its file cannot be read.
@@ -153,7 +153,7 @@ class Broadcast:
                 if len(self._made) >= self._KEPT:
                     del self._made[next(iter(self._made))]
                 self._made[offset] = message
-            yield message
+            yield message, end - offset
             offset = end
 
     def fill(self, buffer: Buffer) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from isthmus.errors import IsthmusError, UpdateError
 from isthmus.job.learning_rate import RoundPosition
-from isthmus.transport.blobs import Assembly, Buffer, chunks
+from isthmus.transport.blobs import Assembly, Buffer, Piece, chunks, into
 from isthmus.transport.shared_memory import answer, opened, read_into
 from isthmus.transport.stream import Stream, to_the_end
 from isthmus.transport.worker import Worker
@@ -52,11 +52,23 @@ class OpenRequest:
         request.id = uuid.uuid4().hex
         return cls(request, id_)
 
+    def take(self, held: Buffer) -> None:
+        """Begin the blob with what is here of it, unless that is something else after all."""
+        assert self.assembly is not None
+        assert self.buffer is not None
+        blob = self.assembly.blob
+        try:
+            self.assembly.add(Piece(blob.sha256, 0, memoryview(held)))
+        except UpdateError:
+            self.assembly = Assembly(blob, into(self.buffer))
+
     def pull(self, machine: str) -> link_pb2.Envelope:
         """Ask for the rest of the blob, or for a file with it that `machine` can open."""
         assert self.assembly is not None
         sha256 = self.assembly.blob.sha256
         offset = self.assembly.offset
+        if offset == self.assembly.blob.size:
+            machine = ""
         return link_pb2.Envelope(pull=link_pb2.Pull(sha256=sha256, offset=offset, machine=machine))
 
     async def read(self, stream: Stream, file: link_pb2.OpenFile) -> bool:
@@ -212,6 +224,34 @@ def model_of(request: link_pb2.Request) -> link_pb2.Blob | None:
     if kind == "train_steps" and request.train_steps.HasField("model"):
         return request.train_steps.model
     return None
+
+
+def changes_of(request: link_pb2.Request) -> Sequence[link_pb2.ModelChange]:
+    """What a request offers in place of its model, to those that have an earlier one."""
+    kind = request.WhichOneof("work")
+    if kind == "train_local" and not request.train_local.with_gradient:
+        return request.train_local.changes
+    return request.evaluate.changes if kind == "evaluate" else ()
+
+
+def first_model_of(request: link_pb2.Request) -> bytes:
+    """SHA-256 of the model that the blob of a request is, or begins with; empty if unknown."""
+    kind = request.WhichOneof("work")
+    if kind == "score":
+        return request.score.first_model
+    if kind == "train_local" and request.train_local.with_gradient:
+        return request.train_local.first_model
+    if kind in ("train_local", "evaluate", "mean_gradient", "train_steps"):
+        blob = model_of(request)
+        return b"" if blob is None else blob.sha256
+    return b""
+
+
+def blobs_of(request: link_pb2.Request) -> list[link_pb2.Blob]:
+    """All blobs of which a worker may fetch some for a request."""
+    model = model_of(request)
+    blobs = [] if model is None else [model]
+    return [*blobs, *(change.blob for change in changes_of(request))]
 
 
 def blob_of(reply: link_pb2.Reply) -> link_pb2.Blob:

@@ -29,7 +29,7 @@ from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.renewal import CertificateRenewal
 from isthmus.transport.requests import OpenRequest, RequestLimits, failure, model_of, send_result
 from isthmus.transport.shared_memory import machine
-from isthmus.transport.stream import GONE, Stream
+from isthmus.transport.stream import GONE, Stream, to_the_end
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
 
@@ -95,6 +95,7 @@ class Uplink:
         now: Callable[[], float] = time.time,
         shares: bool = False,
         wanted: Callable[[link_pb2.Request], link_pb2.Blob | None] = model_of,
+        held: Callable[[link_pb2.Request], Buffer | None] = lambda request: None,
     ) -> None:
         """Set up the connection; `run` opens it.
 
@@ -111,6 +112,7 @@ class Uplink:
             now: returns the time in Unix seconds.
             shares: blobs may pass as open files, with a server that started this process.
             wanted: returns the blob that the worker needs for a request.
+            held: returns the beginning of that blob, as far as the worker has it already.
 
         Raises:
             UserError: the server is on another machine and there is no membership, or the
@@ -127,6 +129,7 @@ class Uplink:
         self.on_welcome = on_welcome
         self.longest_pause = longest_pause
         self._wanted = wanted
+        self._held = held
         self._instance = uuid.uuid4().hex
         self._machine = machine() if shares else ""
         self._jobs: dict[str, OpenRequest] = {}
@@ -323,6 +326,8 @@ class Uplink:
                     return
                 if job.buffer is not None:
                     job.assembly = Assembly(blob, into(job.buffer))
+                    if (held := self._held(request)) is not None:
+                        await to_the_end(asyncio.to_thread(job.take, held))
         if job.reply is not None:
             await stream.send(link_pb2.Envelope(reply=job.reply))
         elif job.task is None:
@@ -331,6 +336,9 @@ class Uplink:
             else:
                 job.wanted_on = stream
                 await stream.send(job.pull(self._machine))
+                # Without anything left to pull, this has told the server that the blob is here.
+                if job.assembly.complete:
+                    self._start(job)
 
     def _chunk(self, stream: Stream, chunk: link_pb2.Chunk | Piece) -> None:
         for job in self._jobs.values():

@@ -212,7 +212,7 @@ class RoundPosition(_message.Message):
     def __init__(self, start: _Optional[int] = ..., steps: _Optional[int] = ..., cohort: _Optional[int] = ...) -> None: ...
 
 class TrainLocal(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep", "gradient_scale", "group", "position", "summed_round", "summed_attempt", "changes")
+    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep", "gradient_scale", "group", "position", "summed_round", "summed_attempt", "changes", "first_model")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +226,7 @@ class TrainLocal(_message.Message):
     SUMMED_ROUND_FIELD_NUMBER: _ClassVar[int]
     SUMMED_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_MODEL_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
@@ -239,7 +240,8 @@ class TrainLocal(_message.Message):
     summed_round: int
     summed_attempt: int
     changes: _containers.RepeatedCompositeFieldContainer[ModelChange]
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ..., gradient_scale: _Optional[float] = ..., group: _Optional[str] = ..., position: _Optional[_Union[RoundPosition, _Mapping]] = ..., summed_round: _Optional[int] = ..., summed_attempt: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[ModelChange, _Mapping]]] = ...) -> None: ...
+    first_model: bytes
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ..., gradient_scale: _Optional[float] = ..., group: _Optional[str] = ..., position: _Optional[_Union[RoundPosition, _Mapping]] = ..., summed_round: _Optional[int] = ..., summed_attempt: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[ModelChange, _Mapping]]] = ..., first_model: _Optional[bytes] = ...) -> None: ...
 
 class ModelChange(_message.Message):
     __slots__ = ("base", "blob")
@@ -276,20 +278,22 @@ class BufferedStart(_message.Message):
     def __init__(self, round: _Optional[int] = ..., model: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., position: _Optional[_Union[RoundPosition, _Mapping]] = ...) -> None: ...
 
 class Score(_message.Message):
-    __slots__ = ("run_id", "comparison", "attempt", "models", "candidates", "secure")
+    __slots__ = ("run_id", "comparison", "attempt", "models", "candidates", "secure", "first_model")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     COMPARISON_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     SECURE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_MODEL_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     comparison: int
     attempt: int
     models: Blob
     candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
     secure: bytes
-    def __init__(self, run_id: _Optional[str] = ..., comparison: _Optional[int] = ..., attempt: _Optional[int] = ..., models: _Optional[_Union[Blob, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., secure: _Optional[bytes] = ...) -> None: ...
+    first_model: bytes
+    def __init__(self, run_id: _Optional[str] = ..., comparison: _Optional[int] = ..., attempt: _Optional[int] = ..., models: _Optional[_Union[Blob, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., secure: _Optional[bytes] = ..., first_model: _Optional[bytes] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("of",)
@@ -298,20 +302,22 @@ class Candidate(_message.Message):
     def __init__(self, of: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Evaluate(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "model", "secure", "group")
+    __slots__ = ("run_id", "round", "attempt", "model", "secure", "group", "changes")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SECURE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
     model: Blob
     secure: bytes
     group: str
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., group: _Optional[str] = ...) -> None: ...
+    changes: _containers.RepeatedCompositeFieldContainer[ModelChange]
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., group: _Optional[str] = ..., changes: _Optional[_Iterable[_Union[ModelChange, _Mapping]]] = ...) -> None: ...
 
 class MeanGradient(_message.Message):
     __slots__ = ("run_id", "round", "attempt", "from_step", "until_step", "model", "statistics")

@@ -21,7 +21,7 @@ from isthmus.job import Job, read_job
 from isthmus.task import check_installed
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, describe
-from isthmus.transport.requests import fingerprint_of
+from isthmus.transport.requests import fingerprint_of, first_model_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_datacenter.checkpointing.unsent import UnsentUpdates
@@ -85,6 +85,11 @@ class RequestHandler:
             )
         return self._files.create_model(request.id, size)
 
+    def held_model(self, request: link_pb2.Request) -> Buffer | None:
+        """The model of a request, if it came with an earlier one."""
+        first = first_model_of(request)
+        return self._files.held_model(first) if first else None
+
     async def handle(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
@@ -125,6 +130,7 @@ class RequestHandler:
         elif data is None:
             data = job.task.data_in(base)
         self._run = None
+        self._files.forget_model()
         # Before the first command, whose silence is measured by it.
         self._group.lease_seconds = job.time.lease_seconds
         (self._state / open_.run_id).mkdir(exist_ok=True)
@@ -174,6 +180,15 @@ class RequestHandler:
         about = (train.round, train.attempt)
         committed = (train.summed_round, train.summed_attempt)
         digest = train.model.sha256.hex()
+        if model is None:
+            self._files.forget_model()  # the ranks go on from their own
+        else:
+            await asyncio.to_thread(
+                self._files.keep_model,
+                request_id,
+                train.model.sha256,
+                changed=unsent is not None,
+            )
         if unsent is not None and model is not None:
             # What was not sent earlier is brought into the received model, so that the states of
             # the round follow from it, too.
@@ -230,6 +245,7 @@ class RequestHandler:
                 f"until_step={gradient.until_step} is not after from_step={gradient.from_step}"
             )
         check_model(model, run.layout)
+        self._files.keep_model(request_id, gradient.model.sha256, changed=False)
         started = time.monotonic()
         command = Command(
             op="mean_gradient",
@@ -265,6 +281,7 @@ class RequestHandler:
     async def _close(self, close: link_pb2.CloseRun) -> link_pb2.Reply:
         if self._run is not None and self._run.run_id == close.run_id:
             self._run = None
+            self._files.forget_model()
             await self._group.execute(Command(op="close", run_id=close.run_id))
         if close.finished and _names_a_run(close.run_id):
             # Its checkpoints take most of the state directory; another run may be open by now.

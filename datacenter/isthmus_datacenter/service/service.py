@@ -106,7 +106,14 @@ class DatacenterService:
             AdmissionRefused: the server does not admit this participant.
             UserError: the server is on another machine, and this one has not joined it.
         """
-        uplink = Uplink(address, self.name, link_pb2.DATACENTER, self, membership=membership)
+        uplink = Uplink(
+            address,
+            self.name,
+            link_pb2.DATACENTER,
+            self,
+            membership=membership,
+            held=self._handler.held_model,
+        )
         # Before the connection, so that the ranks are warm when the first request comes.
         self.start()
         link = asyncio.create_task(uplink.run())

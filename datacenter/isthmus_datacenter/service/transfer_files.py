@@ -25,6 +25,8 @@ class TransferFiles:
         self._results: dict[str, Path] = {}
         """Results that the server has not acknowledged yet, by the id of the request."""
         self._directory = directory
+        self._held: tuple[bytes, Path] | None = None
+        """SHA-256 and file of the last model that came, which is not sent again."""
         # What an earlier service has left belongs to requests that are sent anew.
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
@@ -50,6 +52,40 @@ class TransferFiles:
     def model_path(self, request_id: str) -> Path:
         """The file that `create_model` made."""
         return self._models[request_id]
+
+    def keep_model(self, request_id: str, sha256: bytes, *, changed: bool) -> None:
+        """Keep a request's model, after the link has checked it, when the request has ended.
+
+        Args:
+            request_id: of the request.
+            sha256: of the model.
+            changed: the request changes the model in its file.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if self._held is not None and self._held[0] == sha256:
+            return
+        self.forget_model()
+        path = self._directory / f"held-{uuid.uuid4().hex}"
+        if changed:
+            shutil.copyfile(self._models[request_id], path)
+        else:
+            path.hardlink_to(self._models[request_id])
+        self._held = sha256, path
+
+    def held_model(self, sha256: bytes) -> Buffer | None:
+        """The model with this SHA-256, if it was kept."""
+        if self._held is None or self._held[0] != sha256:
+            return None
+        path = self._held[1]
+        return _map_file(path, path.stat().st_size)
+
+    def forget_model(self) -> None:
+        """Delete the model that was kept."""
+        if self._held is not None:
+            _delete(self._held[1])
+            self._held = None
 
     def create_result(self, request_id: str, layout: TensorLayout) -> Path:
         """Create a file of the result's size with its header; the ranks write the rest.

@@ -85,7 +85,8 @@ class ModelChanges:
 
     def note(self, base: bytes, result: bytes, payload: bytearray) -> None:
         """Keep a change; the residual now belongs to the model that it leads to."""
-        self._changes.append(_Change(base, result, payload))
+        if base != result:  # a step can change nothing
+            self._changes.append(_Change(base, result, payload))
         self._of = result
 
     def offers(self, model: bytes) -> list[OfferedChange]:

@@ -45,4 +45,11 @@ class SummedEvaluation:
     """Price of all attempts."""
     device_bytes: int
     """Bytes to and from devices."""
+    bytes_down: int = 0
+    """Those to devices."""
     seconds: float
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes from devices."""
+        return self.device_bytes - self.bytes_down

@@ -13,6 +13,7 @@ from isthmus_server.observability.sinks import EventSink
 from isthmus_server.storage.events import (
     Event,
     JobEnded,
+    ModelsCompared,
     ParticipantDeclined,
     ParticipantJoined,
     ParticipantLeft,
@@ -25,7 +26,12 @@ from isthmus_server.storage.events import (
     RunFinished,
     WaitingForParticipants,
 )
-from isthmus_server.storage.records import AttemptRecord, EndedAttempt, RoundRecord
+from isthmus_server.storage.records import (
+    AttemptRecord,
+    ComparisonRecord,
+    EndedAttempt,
+    RoundRecord,
+)
 
 ROUND_SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 """Upper ends of the buckets of `isthmus_round_seconds`."""
@@ -87,6 +93,8 @@ class RunFigures(EventSink):
         self._ready: set[str] = set()
         self._declined: set[str] = set()
         self._earlier: Callable[[], Iterable[EndedAttempt]] | None = earlier
+        self._compared: set[tuple[int, int]] = set()
+        """Comparisons of which the round is not committed yet, by number and attempt."""
         self._newest = (0, 0)
         """Round and attempt of the newest attempt that was counted."""
         self._clock = clock
@@ -135,12 +143,22 @@ class RunFigures(EventSink):
             case RoundPlanned():
                 self.invited = event.invited
                 self.waiting = False
+            case ModelsCompared():
+                self._count_comparison(event.record)
             case RoundCommitted() | RoundAttemptFailed():
                 self.invited = 0
                 self._count(event.record)
             case RunFinished() | RunFailed() | JobEnded():
                 self.invited = 0
                 self.waiting = False
+
+    def _count_comparison(self, record: ComparisonRecord) -> None:
+        number = (record.number, record.attempt)
+        if number in self._compared or record.round <= self.last_round:
+            return
+        self._compared.add(number)
+        self.bytes_up += record.bytes_up
+        self.bytes_down += record.bytes_down
 
     def _count(self, record: EndedAttempt) -> None:
         if (number := (record.round, record.attempt)) <= self._newest:
@@ -162,6 +180,12 @@ class RunFigures(EventSink):
         self.receipts.update(receipt.outcome for receipt in record.receipts)
         self.bytes_up += record.cost.bytes_up
         self.bytes_down += record.cost.bytes_down
+        # Those for the round may have been counted when they ended: a run can stop after one.
+        for each in getattr(record, "comparisons", ()):
+            if (each.number, each.attempt) in self._compared:
+                self._compared.remove((each.number, each.attempt))
+                self.bytes_up -= each.bytes_up
+                self.bytes_down -= each.bytes_down
         self.spent += record.cost.price
         if record.epsilon is not None:
             self.epsilon = max(self.epsilon or 0.0, record.epsilon)

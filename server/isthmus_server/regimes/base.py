@@ -120,6 +120,8 @@ class AttemptSpec:
     """Position of the round in the schedules of the learning rate."""
     changes: Sequence[link_pb2.ModelChange] = ()
     """What leads to the start model from those of earlier rounds; published with it."""
+    first_model: bytes = b""
+    """SHA-256 of the model that the blob begins with, if it also contains a gradient."""
     groups: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     """Devices of each group, `REST` included, where the cohort is summed by group; else empty."""
     group_weights: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -50,13 +50,14 @@ class LocalTraining:
     """The round in which it was invited."""
     examples: int
     request: link_pb2.Request
-    model_bytes: int
     task: asyncio.Task[None] | None = None
     reply: link_pb2.Reply | None = None
     lost: ParticipantLost | None = None
     """Why there will be no reply."""
     seconds: float = 0.0
     """Time until the reply, as the server measures it."""
+    bytes_out: int = 0
+    """Bytes of blobs sent to it for the training, if its update is summed later."""
 
 
 class BufferedDevices:
@@ -107,7 +108,7 @@ class BufferedDevices:
     ) -> LocalTraining:
         """Have a device train, for the first buffer that its update reaches."""
         request = link_pb2.Request(id=self.context.link.new_id(), train_local=work)
-        training = LocalTraining(name, round_, examples, request, work.model.size)
+        training = LocalTraining(name, round_, examples, request)
         training.task = asyncio.create_task(self._wait(training))
         self.training[name] = training
         return training
@@ -248,7 +249,7 @@ class BufferAttempt:
 
         purpose = BufferedPurpose(context.purpose, tuple(starts))
         config = training_config(context, spec, buffer, purpose.hash)
-        self._secure = secure_attempt(context, config, buffer, self._summed, first_request)
+        self._secure = secure_attempt(context, config, self._summed, first_request)
         try:
             result = await self._secure.run(deadline)
         except AttemptFailed as error:
@@ -292,6 +293,7 @@ class BufferAttempt:
             staleness=self._spec.round - training.round,
             seconds=training.seconds,
             started=True,
+            bytes_out=receipt.bytes_out + training.bytes_out,
         )
 
     def _cancel_devices_without_model(self) -> None:
@@ -319,6 +321,7 @@ class BufferAttempt:
                 keep=spec.settings.secure_aggregation,
                 with_gradient=spec.with_gradient,
                 position=position_message(spec.position),
+                first_model=spec.first_model,
             )
             self._started.append(self._devices.start(name, self._idle[name], spec.round, work))
 
@@ -340,6 +343,9 @@ class BufferAttempt:
                 late=_LATE,
             ) as reply:
                 await self._add(training, reply.trained)
+            if name in self._devices.trained:
+                # The receipt is written by the sum that has its update, perhaps in a later round.
+                _, training.bytes_out = self._receipts.take_bytes(name)
         except CallFailed:
             return
         except asyncio.CancelledError:
@@ -375,7 +381,6 @@ class BufferAttempt:
             "accepted",
             **accepted_fields(trained),
             staleness=staleness,
-            bytes_out=training.model_bytes,
         )
         if "loss" in trained.training:
             self._losses.append((trained.training["loss"], trained.examples))

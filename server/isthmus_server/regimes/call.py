@@ -13,6 +13,7 @@ the memory of its result, and the book has a receipt of every failure.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from isthmus.errors import (
     UpdateError,
 )
 from isthmus.printable import in_a_line
+from isthmus.transport.requests import blob_of, blobs_of
 from isthmus.wire import link_pb2
 from isthmus_server.regimes.reasons import anonymous
 from isthmus_server.storage.records import Receipt, Status
@@ -66,7 +68,10 @@ class CallFailed(Exception):
 
 
 class ReceiptBook:
-    """The receipts of one attempt: one for each invited participant."""
+    """The receipts of one attempt: one for each invited participant.
+
+    Each has the bytes of blobs that moved in the participant's calls, whatever became of them.
+    """
 
     def __init__(self, names: Iterable[str], regime: Literal["datacenter", "federated"]) -> None:
         self.names = tuple(names)
@@ -75,6 +80,8 @@ class ReceiptBook:
         self.accepted = 0
         """Number of accepted participants."""
         self._details: dict[str, dict[str, Any]] = {}
+        self._moved: dict[str, tuple[int, int]] = {}
+        """Bytes of blobs from and to participants that were called."""
         self._blamed: set[str] = set()
         self.task_failures: set[str] = set()
         """How the tasks of participants failed, without the participants' names."""
@@ -88,7 +95,7 @@ class ReceiptBook:
     @property
     def recorded(self) -> list[Receipt]:
         """The receipts so far."""
-        return list(self._receipts.values())
+        return [self._with_bytes(receipt) for receipt in self._receipts.values()]
 
     def is_accepted(self, name: str) -> bool:
         """Whether the participant has an accepted receipt."""
@@ -135,7 +142,22 @@ class ReceiptBook:
         for name in self.names:
             if name not in self._receipts:
                 self.record(name, "dropped", reason)
-        return [self._receipts[name] for name in self.names]
+        return [self._with_bytes(self._receipts[name]) for name in self.names]
+
+    def add_bytes(self, name: str, received: int, sent: int) -> None:
+        """Count bytes of blobs from and to a participant."""
+        earlier_in, earlier_out = self._moved.get(name, (0, 0))
+        self._moved[name] = earlier_in + received, earlier_out + sent
+
+    def take_bytes(self, name: str) -> tuple[int, int]:
+        """The bytes of a participant, which its receipt here then lacks."""
+        return self._moved.pop(name, (0, 0))
+
+    def _with_bytes(self, receipt: Receipt) -> Receipt:
+        moved = self._moved.get(receipt.participant)
+        if moved is None:
+            return receipt
+        return dataclasses.replace(receipt, bytes_in=moved[0], bytes_out=moved[1])
 
 
 @asynccontextmanager
@@ -171,6 +193,7 @@ async def call(
     accepted = False
     reason = late
     failure: CallFailed | None = None
+    peer = link.peers.get(name)  # another process of the name may follow it before the call ends
     try:
         async with asyncio.timeout(seconds) as limit:
             if reply is None:
@@ -225,6 +248,9 @@ async def call(
                     receipts.task_failures.add(anonymous(failure.reason, name))
                 if not was_lost and failure.code not in PRIVACY_REFUSALS:
                     receipts.blame(name)
+        if receipts is not None and peer is not None:
+            results = [] if reply is None else [blob_of(reply)]
+            receipts.add_bytes(name, peer.received.take(results), peer.sent.take(blobs_of(request)))
         if reply is not None:
             # An update that was complete when the call was cancelled stays in the sum.
             used = accepted or (receipts is not None and receipts.is_accepted(name))

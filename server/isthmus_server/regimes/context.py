@@ -75,11 +75,6 @@ class FederatedContext:
             frozen=fingerprint_of(opening.frozen),
         )
 
-    def sent_bytes(self, name: str, model: link_pb2.Blob) -> int:
-        """Bytes that a device has received for a model: of the model itself, or of its change."""
-        peer = self.link.peers.get(name)
-        return model.size if peer is None else peer.last_size or model.size
-
     def weighted_sum(self, declared_weight: int, size: int) -> WeightedSum:
         """An empty sum that reuses the memory of the previous one, since fresh pages cost time."""
         if self._sum is None or len(self._sum.view) != SUM_BYTES * size:

@@ -65,7 +65,7 @@ class DatacenterRegime:
         )
         request = link_pb2.Request(train_steps=work)
         self._sums.tell(name, request)
-        return await self._result(name, request, "model" if spec.hand_back else None, model)
+        return await self._result(name, request, "model" if spec.hand_back else None)
 
     async def mean_gradient(
         self, name: str, spec: RoundSpec, model: link_pb2.Blob
@@ -85,7 +85,7 @@ class DatacenterRegime:
             until_step=spec.gradient_step + spec.gradient_steps,
             model=model,
         )
-        return await self._result(name, link_pb2.Request(mean_gradient=work), "gradient", model)
+        return await self._result(name, link_pb2.Request(mean_gradient=work), "gradient")
 
     async def statistics(
         self, name: str, spec: RoundSpec, model: link_pb2.Blob
@@ -107,7 +107,7 @@ class DatacenterRegime:
             statistics=True,
         )
         request = link_pb2.Request(mean_gradient=work)
-        return await self._result(name, request, "running statistics", model)
+        return await self._result(name, request, "running statistics")
 
     async def export(self, name: str, step: int) -> torch.Tensor:
         """The datacenter's model at a step, float32 (N).
@@ -135,7 +135,6 @@ class DatacenterRegime:
         name: str,
         request: link_pb2.Request,
         vector_kind: str | None,
-        model: link_pb2.Blob | None,
     ) -> DatacenterResult:
         """Send work; `vector_kind` names the vector that the reply must come with, if any."""
         receipts = ReceiptBook([name], "datacenter")
@@ -161,8 +160,6 @@ class DatacenterRegime:
                     examples=trained.examples,
                     steps=trained.steps,
                     seconds=trained.seconds,
-                    bytes_in=trained.result.size,
-                    bytes_out=model.size if model is not None else 0,
                 )
         except CallFailed as failed:
             raise _attempt_failed(name, failed, receipts) from failed

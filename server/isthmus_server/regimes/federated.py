@@ -121,6 +121,7 @@ class FederatedRegime:
                 group=group,
                 position=position_message(spec.position),
                 changes=spec.changes,
+                first_model=spec.first_model,
             )
             return link_pb2.Request(train_local=work)
 
@@ -128,9 +129,7 @@ class FederatedRegime:
             self.context.purpose, spec.with_gradient, spec.gradient_scale, group, spec.position
         )
         config = training_config(self.context, spec, spec.model, purpose.hash)
-        return secure_attempt(
-            self.context, config, spec.model, spec.cohort, first_request, exact=spec.exact
-        )
+        return secure_attempt(self.context, config, spec.cohort, first_request, exact=spec.exact)
 
     @property
     def busy(self) -> list[str]:

@@ -123,6 +123,7 @@ class PlaintextAttempt:
             gradient_scale=spec.gradient_scale,
             position=position_message(spec.position),
             changes=spec.changes,
+            first_model=spec.first_model,
         )
         request = link_pb2.Request(train_local=work)
         link = self._context.link
@@ -143,8 +144,7 @@ class PlaintextAttempt:
     def _accept(self, name: str, trained: link_pb2.Trained) -> None:
         if self._receipts.accepted >= self._spec.settings.cohort:
             raise UpdateError(ENOUGH)
-        sent = self._context.sent_bytes(name, self._spec.model)
-        self._receipts.record(name, "accepted", **accepted_fields(trained), bytes_out=sent)
+        self._receipts.record(name, "accepted", **accepted_fields(trained))
         if "loss" in trained.training:
             self._losses[name] = (trained.training["loss"], trained.examples)
 
@@ -256,7 +256,6 @@ def accepted_fields(trained: link_pb2.Trained) -> dict[str, Any]:
         "steps": trained.steps,
         "seconds": trained.seconds,
         "loss": trained.training.get("loss"),
-        "bytes_in": trained.result.size,
     }
 
 

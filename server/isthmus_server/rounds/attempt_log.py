@@ -104,13 +104,8 @@ class AttemptLog:
         receipts = results.receipts
         devices = sum(receipt.regime == "federated" for receipt in receipts)
         price = self._price(devices, spec.priced_steps)
-        cost = Cost.of(receipts, price, state.comparisons)
-        if (on_devices := evaluated.on_devices) is not None:
-            cost = dataclasses.replace(
-                cost,
-                price=cost.price + on_devices.price,
-                device_bytes=cost.device_bytes + on_devices.device_bytes,
-            )
+        on_devices = evaluated.on_devices
+        cost = Cost.of(receipts, price, state.comparisons, on_devices)
         record = RoundRecord(
             **_common(spec.plan, spec.round, spec.attempt, receipts, time),
             epsilon=self._epsilon,

@@ -1,14 +1,14 @@
 """Federated model comparison: devices score several models on their own data, for a policy.
 
 The models travel in one blob, each vector once however many candidates average it. A device
-returns the few numbers of `isthmus.task.paired_scores`; they are summed securely where the job's
-updates are. Each attempt is logged before devices are asked, and its outcome afterwards: a
-comparison that is in the log is not repeated after a crash, and one that a crash interrupted asks
-the same devices again.
+returns the few numbers of `isthmus.task.paired_scores`, which are summed by `DeviceQuestions`. Each
+attempt is logged before devices are asked, and its outcome afterwards: a comparison that is in the
+log is not repeated after a crash, and one that a crash interrupted asks the same devices again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -20,19 +20,14 @@ from isthmus.job.federated import FederatedSection
 from isthmus.task import paired_scores
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import ComparisonPurpose
-from isthmus_privacy.secagg.config import RoundConfig
-from isthmus_privacy.slots import SCORING_SLOTS
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
-from isthmus_server.regimes.secure_sums.round_configs import margins
-from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.rounds.clock import Clock
-from isthmus_server.rounds.cohort_selection import CohortSelector, SelectedCohort
+from isthmus_server.rounds.cohort_selection import CohortSelector
 from isthmus_server.rounds.drain import Drain
 from isthmus_server.rounds.held_model import HeldModel
-from isthmus_server.rounds.measurements.noisy_sum import NoisySum
-from isthmus_server.rounds.measurements.plaintext import PlaintextAnswers
-from isthmus_server.rounds.measurements.quorum import check_budgets_left, check_quorum
+from isthmus_server.rounds.measurements.questions import Answers, DeviceQuestions, Question
+from isthmus_server.rounds.model_publication import ModelPublication, Offer
 from isthmus_server.rounds.model_versions import ModelVersions
 from isthmus_server.rounds.retries import GivenUp, Retries
 from isthmus_server.rounds.roster import ParticipantRoster
@@ -41,22 +36,7 @@ from isthmus_server.storage.events import Event, ModelsCompared
 from isthmus_server.storage.records import ComparisonRecord, Receipt
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
-from isthmus_server.strategy.policy import Compare, Comparison
-from isthmus_server.transport.bundle import published
-
-_WHAT = "a comparison"
-
-
-@dataclasses.dataclass(frozen=True)
-class PairedScores:
-    """The mean of the devices' score vectors, and the receipts of all invited devices."""
-
-    mean: Sequence[float]
-    devices: int
-    """Number of devices in the mean."""
-    receipts: Sequence[Receipt]
-    deviation: float = 0.0
-    """Standard deviation of the noise of an element of the mean."""
+from isthmus_server.strategy.policy import CURRENT, SERVED, Compare, Comparison
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +66,7 @@ class ComparisonRunner:
         cohorts: CohortSelector,
         versions: ModelVersions,
         held: HeldModel,
+        publication: ModelPublication,
         publish: Callable[[Event], None],
     ) -> None:
         """Prepare.
@@ -99,6 +80,7 @@ class ComparisonRunner:
             cohorts: selects those that are asked.
             versions: of the model.
             held: the current model, as far as only a datacenter has it.
+            publication: offers models to devices.
             publish: receives an event for each attempt.
         """
         self._store = store
@@ -110,6 +92,8 @@ class ComparisonRunner:
         self._cohorts = cohorts
         self._versions = versions
         self._held = held
+        self._publication = publication
+        self._questions = DeviceQuestions(context, cohorts)
         self._publish = publish
 
     async def answer(self, question: Compare, drain: Drain) -> None:
@@ -135,7 +119,10 @@ class ComparisonRunner:
                     begun = self._begin(question)
                     await self._held.fetch()
                     scores = await self._scores(begun.state, question, begun.number, begun.attempt)
-                    result = _comparison(question, scores, self._price(question, scores.receipts))
+                    price = self._price(question, scores.receipts)
+                    # Noise is in proportion to the vectors, and centred ones are shorter.
+                    centred = self._context.privacy is not None
+                    result = _comparison(question, scores, price, centred=centred)
                     record = self._record(question, begun, scores.receipts, result=result)
                     self._store.end_comparison(record)
             self._note(record)
@@ -206,48 +193,78 @@ class ComparisonRunner:
 
     async def _scores(
         self, state: RunState, question: Compare, number: int, attempt: int
-    ) -> PairedScores:
+    ) -> Answers:
         """Have a cohort score the models; every attempt selects the same devices if it can.
 
         Raises:
             AttemptFailed: too few devices.
         """
-        context = self._context
         settings = comparison_settings(question, self._job.federated)
-        names = sorted({part for model in question.models for part in model.split("+")})
+        parts = {part for model in question.models for part in model.split("+")}
+        # First the model that most devices hold: they fetch the rest only.
+        names = sorted(parts, key=lambda name: (name != CURRENT, name != SERVED, name))
         candidates = [
             link_pb2.Candidate(of=[names.index(part) for part in model.split("+")])
             for model in question.models
         ]
         vectors = (self._versions.read(name, state.models) for name in names)
-        async with published(
-            context.link, context.layout, context.spool, vectors, len(names)
-        ) as blob:
+        first = await asyncio.to_thread(self._versions.sha256, names[0], state.models)
+        async with self._publication.bundle(vectors, len(names), first) as offer:
+            asked = self._question(settings, number, attempt, candidates, offer)
+            return await self._questions.ask(asked)
+
+    def _question(
+        self,
+        settings: FederatedSection,
+        number: int,
+        attempt: int,
+        candidates: Sequence[link_pb2.Candidate],
+        offer: Offer,
+    ) -> Question:
+        """An attempt at a comparison of the offered models."""
+        context = self._context
+        models = offer.blob
+
+        def request(secure: bytes, group: str) -> link_pb2.Request:
             work = link_pb2.Score(
                 run_id=context.run_id,
                 comparison=number,
                 attempt=attempt,
-                models=blob,
+                models=models,
                 candidates=candidates,
+                secure=secure,
+                first_model=offer.first_model,
             )
-            check_budgets_left(settings, self._cohorts, _WHAT)
-            # Only now: whom a sum may contain depends on the digest of what it is about.
-            cohort = self._cohorts.select_for_comparison(number, settings, blob.sha256)
-            check_quorum(cohort, settings, _WHAT)
-            self._cohorts.note_asked(cohort.examples, cohort.draw)
-            charged: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            noisy = None
-            if context.privacy is not None:
-                norm = paired_scores.centred_norm(len(candidates))
-                noisy = NoisySum(context.privacy, "comparison", norm)
-                # Charged before a device is asked, as rounds are: after a crash no charge is
-                # missing.
-                charged = noisy.charged(number, attempt, cohort.examples)
-            with charged:
-                if settings.secure_aggregation:
-                    return await _secure_scores(context, work, cohort, settings, noisy)
-                devices = list(cohort.examples)
-                return await _plaintext_scores(context, work, devices, settings, noisy)
+            return link_pb2.Request(score=work)
+
+        def read(reply: link_pb2.Reply) -> torch.Tensor:
+            scores = list(reply.scored.scores)
+            if len(scores) != len(candidates):
+                raise UpdateError(f"it scored {len(scores)} models of {len(candidates)}")
+            if not all(0 <= score <= 1 for score in scores):
+                raise UpdateError(f"its scores {scores} are not all from 0 to 1")
+            vector = paired_scores.score_vector(scores)
+            return vector if context.privacy is None else paired_scores.centred(vector)
+
+        means = tuple(tuple(mean.of) for mean in candidates)
+        return Question(
+            kind="comparison",
+            number=number,
+            attempt=attempt,
+            settings=settings,
+            # Whom a sum may contain depends on the digest of what it is about.
+            select=lambda: self._cohorts.select_for_comparison(number, settings, models.sha256),
+            request=request,
+            outcome="scored",
+            read=read,
+            verb="score the models",
+            run_id=paired_scores.comparisons_run_id(context.run_id),
+            about=models.sha256,
+            purpose=lambda group: ComparisonPurpose(context.purpose, means).hash,
+            size=paired_scores.vector_size(len(candidates)),
+            whole=False,
+            norm=paired_scores.centred_norm(len(candidates)),
+        )
 
     def _price(self, question: Compare, receipts: Sequence[Receipt]) -> float:
         reached = sum(receipt.started for receipt in receipts)
@@ -269,10 +286,11 @@ def comparison_settings(question: Compare, federated: FederatedSection) -> Feder
     return settings.model_copy(update={"quorum": max(2, settings.needed)})
 
 
-def _comparison(question: Compare, scores: PairedScores, price: float) -> Comparison:
-    """The result of a comparison, as the policy observes it."""
+def _comparison(question: Compare, scores: Answers, price: float, *, centred: bool) -> Comparison:
+    """The result of a comparison, as the policy observes it; `centred`: of centred vectors."""
+    mean = paired_scores.restored(scores.total) if centred else scores.total
     means, differences, errors = paired_scores.comparison(
-        scores.mean, devices=scores.devices, noise=scores.deviation
+        mean.tolist(), devices=scores.devices, noise=scores.deviation
     )
     return Comparison(
         models=question.models,
@@ -282,88 +300,3 @@ def _comparison(question: Compare, scores: PairedScores, price: float) -> Compar
         standard_error=dict(zip(question.models, errors, strict=True)),
         price=price,
     )
-
-
-async def _secure_scores(
-    context: FederatedContext,
-    work: link_pb2.Score,
-    selected: SelectedCohort,
-    settings: FederatedSection,
-    noisy: NoisySum | None,
-) -> PairedScores:
-    def first_request(config: bytes) -> link_pb2.Request:
-        request = link_pb2.Request(score=work)
-        request.score.secure = config
-        return request
-
-    candidates = tuple(tuple(mean.of) for mean in work.candidates)
-    purpose = ComparisonPurpose(context.purpose, candidates)
-    config = RoundConfig(
-        run_id=paired_scores.comparisons_run_id(context.run_id),
-        round=work.comparison,
-        attempt=work.attempt,
-        model_hash=work.models.sha256,
-        purpose=purpose.hash,
-        size=paired_scores.vector_size(len(work.candidates)),
-        slots=SCORING_SLOTS,
-        **margins(context, settings),
-        clip=1.0,
-        draw=selected.draw,
-        selected_ppm=selected.selected_ppm,
-    )
-    if noisy is not None:
-        config = noisy.config(config)
-    attempt = secure_attempt(
-        context, config, work.models, selected.examples, first_request, exact=selected.exact
-    )
-    result = await attempt.run()
-    # Every usable vector has a weight of 1.
-    devices = int(result.training["examples"])
-    return _released(result.pseudo_gradient, devices, result.receipts, noisy, config)
-
-
-def _released(
-    mean: torch.Tensor,
-    devices: int,
-    receipts: Sequence[Receipt],
-    noisy: NoisySum | None,
-    config: RoundConfig | None = None,
-) -> PairedScores:
-    """The mean of score vectors, with noise of centred ones, float (3k - 2)."""
-    if noisy is None:
-        return PairedScores(mean.tolist(), devices, receipts)
-    deviation = noisy.release(mean, devices, config)
-    return PairedScores(paired_scores.restored(mean).tolist(), devices, receipts, deviation)
-
-
-async def _plaintext_scores(
-    context: FederatedContext,
-    work: link_pb2.Score,
-    cohort: Sequence[str],
-    settings: FederatedSection,
-    noisy: NoisySum | None,
-) -> PairedScores:
-    """A comparison in which the server sees the scores of each device."""
-
-    def read(reply: link_pb2.Reply) -> torch.Tensor:
-        scores = list(reply.scored.scores)
-        if len(scores) != len(work.candidates):
-            raise UpdateError(f"it scored {len(scores)} models of {len(work.candidates)}")
-        if not all(0 <= score <= 1 for score in scores):
-            raise UpdateError(f"its scores {scores} are not all from 0 to 1")
-        return paired_scores.score_vector(scores)
-
-    answers = PlaintextAnswers(
-        context,
-        lambda: link_pb2.Request(score=work),
-        read,
-        outcome="scored",
-        verb="score the models",
-    )
-    vectors, receipts = await answers.of(
-        cohort, needed=settings.needed, sent_bytes=work.models.size
-    )
-    if noisy is not None:
-        # Centred vectors are shorter, and the noise is in proportion to the longest.
-        vectors = [paired_scores.centred(vector) for vector in vectors]
-    return _released(torch.stack(vectors).mean(0), len(vectors), receipts, noisy)

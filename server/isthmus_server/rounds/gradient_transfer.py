@@ -59,7 +59,7 @@ class GradientTransfer:
         async def mean_gradient(name: str) -> DatacenterResult:
             return await self._datacenter.mean_gradient(name, spec, self._model.blob)
 
-        async with self._publication.published(summing=False):
+        async with self._publication.current(summing=False, devices=False):
             result = await self._regimes.run(spec.gradient_sources, mean_gradient)
         parts = vectors_by_name(result.datacenters)
         merged = list(parts.values())

@@ -68,6 +68,13 @@ class ModelVersions:
         self._checkpoints.read_model(saved[name], payload)
         return self._model.layout.decode(payload)
 
+    def sha256(self, name: str, saved: Mapping[str, Saved]) -> bytes:
+        """SHA-256 of a version as an encoded model; empty if it is not known."""
+        if name in (CURRENT, SERVED):
+            model = self._model
+            return model.blob.sha256 if name == CURRENT else bytes.fromhex(model.served_sha256)
+        return bytes.fromhex(saved[name].sha256) if name in saved else b""
+
     def write(
         self, round_: int, plan: Plan, saved: Mapping[str, Saved], *, only_in_datacenter: bool
     ) -> dict[str, Saved]:

@@ -217,6 +217,7 @@ class RunParts:
                 cohorts=cohorts,
                 context=context,
                 clock=clock,
+                publication=publication,
                 busy=lambda: federated.busy,
             )
             evaluator.check_policy(policy)
@@ -259,6 +260,7 @@ class RunParts:
                     cohorts=cohorts,
                     versions=versions,
                     held=held,
+                    publication=publication,
                     publish=journal.publish,
                 ),
                 evaluator=evaluator,

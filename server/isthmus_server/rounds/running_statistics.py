@@ -50,8 +50,8 @@ class RunningStatistics:
         name = self._source()
         model = self._model
         # Nothing is summed while the datacenter computes, so the model can stay in memory.
-        async with self._publication.published(summing=False) as blob:
-            result = await self._datacenter.statistics(name, spec, blob)
+        async with self._publication.current(summing=False, devices=False) as offer:
+            result = await self._datacenter.statistics(name, spec, offer.blob)
         assert result.vector is not None
         # Parameters come first in the vector, and buffers after them; only these are replaced.
         trained = model.layout.trained_size

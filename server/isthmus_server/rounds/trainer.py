@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from isthmus.wire import link_pb2
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.regimes import gradient_measurement
 from isthmus_server.regimes.attempt_result import TrainingResult, with_earlier
@@ -17,10 +16,9 @@ from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.rounds.concurrent_regimes import ConcurrentRegimes
 from isthmus_server.rounds.gradient_transfer import GradientTransfer
-from isthmus_server.rounds.model_publication import ModelPublication
+from isthmus_server.rounds.model_publication import ModelPublication, Offer
 from isthmus_server.rounds.running_statistics import RunningStatistics
 from isthmus_server.strategy.round_spec import RoundSpec
-from isthmus_server.transport.bundle import offered, published
 
 
 class Trainer:
@@ -43,8 +41,6 @@ class Trainer:
             publication: of the model.
             statistics: refuses attempts whose running statistics nobody could compute.
         """
-        self._link = federated.context.link
-        self._spool = federated.context.spool
         self._model = model
         self._federated = federated
         self._datacenter = datacenter
@@ -74,7 +70,7 @@ class Trainer:
             self._transfer.check()
         gradients = TrainingResult()
         if spec.gradient_sources:
-            self._federated.check(self._attempt(spec, self._model.blob))
+            self._federated.check(self._attempt(spec, Offer(self._model.blob)))
             gradients = await self._transfer.gradients(spec)
         try:
             if spec.transfers:
@@ -108,16 +104,12 @@ class Trainer:
             return await self._datacenter.train(name, spec, model)
 
         with_devices = spec.plan.regime != "datacenter"
-        async with self._publication.published(summing=with_devices) as blob:
+        offering = self._publication.current(summing=with_devices, devices=with_devices)
+        async with offering as offer:
             devices = None
-            # Devices that hold an earlier model can fetch what has changed since, which is smaller.
-            changes = self._model.offered_changes if with_devices else []
-            with offered(self._link, [(each.message.blob, each.payload) for each in changes]):
-                if with_devices:
-                    attempt = self._attempt(spec, blob, gradients)
-                    messages = [each.message for each in changes]
-                    devices = self._federated.train(dataclasses.replace(attempt, changes=messages))
-                return await self._regimes.run(spec.datacenters, train_datacenter, devices)
+            if with_devices:
+                devices = self._federated.train(self._attempt(spec, offer, gradients))
+            return await self._regimes.run(spec.datacenters, train_datacenter, devices)
 
     async def _train_with_transfer(
         self, spec: RoundSpec, gradients: TrainingResult
@@ -125,12 +117,13 @@ class Trainer:
         """Devices train, and add the datacenters' weighted gradient to each local step's."""
         gradient = self._transfer.weighted(spec, gradients)
         vectors = (self._model.vector, gradient)
-        async with published(self._link, self._model.layout, self._spool, vectors, 2) as blob:
-            result = await self._federated.train(self._attempt(spec, blob, gradients))
+        first = self._model.blob.sha256
+        async with self._publication.bundle(vectors, 2, first) as offer:
+            result = await self._federated.train(self._attempt(spec, offer, gradients))
         return TrainingResult(federated=result, gradient=gradient)
 
     def _attempt(
-        self, spec: RoundSpec, blob: link_pb2.Blob, gradients: TrainingResult | None = None
+        self, spec: RoundSpec, offer: Offer, gradients: TrainingResult | None = None
     ) -> AttemptSpec:
         scale = 0.0
         if spec.plan.measure_gradients and gradients is not None:
@@ -140,7 +133,9 @@ class Trainer:
         return AttemptSpec(
             round=spec.round,
             attempt=spec.attempt,
-            model=blob,
+            model=offer.blob,
+            first_model=offer.first_model,
+            changes=offer.changes,
             cohort=spec.cohort,
             settings=spec.federated,
             exact=spec.exact,

@@ -178,6 +178,16 @@ class ComparisonRecord(Record):
     policy_state: Mapping[str, Any]
     """The policy's state after the attempt."""
 
+    @property
+    def bytes_down(self) -> int:
+        """Bytes of blobs sent to devices."""
+        return sum(receipt.bytes_out for receipt in self.receipts)
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes of blobs received from devices."""
+        return sum(receipt.bytes_in for receipt in self.receipts)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost(Record):
@@ -186,11 +196,11 @@ class Cost(Record):
     price: float
     """In the job's unit of price."""
     bytes_up: int
-    """Bytes of blobs received from participants in the attempt itself."""
+    """Bytes of blobs received from participants."""
     bytes_down: int
     """Bytes of blobs sent to them."""
     device_bytes: int
-    """Bytes to and from devices, these included."""
+    """Bytes to and from devices."""
     device_seconds: float
     datacenter_seconds: float
 
@@ -200,16 +210,22 @@ class Cost(Record):
         receipts: Sequence[Receipt],
         price: float,
         comparisons: Sequence[ComparisonRecord] = (),
+        evaluation: SummedEvaluation | None = None,
     ) -> Cost:
-        """Add up receipts and comparisons; `price` is that of the attempt without comparisons."""
+        """Add up receipts, comparisons and an evaluation; `price` is that of the attempt alone."""
         devices = [receipt for receipt in receipts if receipt.regime == "federated"]
         ranks = [receipt for receipt in receipts if receipt.regime == "datacenter"]
+        measured: list[ComparisonRecord | SummedEvaluation] = [*comparisons]
+        if evaluation is not None:
+            measured.append(evaluation)
         moved = sum(receipt.bytes_in + receipt.bytes_out for receipt in devices)
+        up = sum(receipt.bytes_in for receipt in receipts)
+        down = sum(receipt.bytes_out for receipt in receipts)
         return cls(
-            price=price + sum(comparison.price for comparison in comparisons),
-            bytes_up=sum(receipt.bytes_in for receipt in receipts),
-            bytes_down=sum(receipt.bytes_out for receipt in receipts),
-            device_bytes=moved + sum(comparison.device_bytes for comparison in comparisons),
+            price=price + sum(each.price for each in measured),
+            bytes_up=up + sum(each.bytes_up for each in measured),
+            bytes_down=down + sum(each.bytes_down for each in measured),
+            device_bytes=moved + sum(each.device_bytes for each in measured),
             device_seconds=sum((receipt.seconds for receipt in devices), 0.0),
             datacenter_seconds=sum((receipt.seconds for receipt in ranks), 0.0),
         )

@@ -83,29 +83,32 @@ class BlobStore:
 
     async def _transfer(self, peer: Peer, stream: Stream, pull: link_pb2.Pull) -> None:
         broadcast = self.get(pull.sha256)
-        last = peer.last_blob
-        peer.last_blob = b""
+        offered = peer.offered_file
+        peer.last_blob = peer.offered_file = b""
         file = None if broadcast is None else answer(pull, broadcast.payload, self._machine)
         if broadcast is not None and file is not None:
-            await stream.send(file)
-            if last != pull.sha256:  # else the participant has read it, and asks again
-                peer.bytes_out += len(broadcast.payload)
+            # It asks again when it has read the file; one that cannot read it asks for the bytes.
+            if offered == pull.sha256:
+                peer.sent.add(pull.sha256, len(broadcast.payload))
+            else:
+                peer.offered_file = pull.sha256
             peer.last_blob = pull.sha256
-            peer.last_size = len(broadcast.payload)
+            await stream.send(file)
             return
         try:
-            for message in () if broadcast is None else broadcast.messages(pull.offset):
+            # None for a participant that has the whole blob already, and only says so.
+            for message, size in () if broadcast is None else broadcast.messages(pull.offset):
                 if broadcast not in self._broadcasts.get(pull.sha256, ()):
                     broadcast = None  # retracted: the memory may already hold another model
                     break
+                # Before it is sent: the reply may be here before this task goes on.
+                peer.sent.add(pull.sha256, size)
                 await stream.send(message)
-                peer.bytes_out += len(message)
         except OSError:
             log.exception("a blob cannot be sent to %s", peer.name)
             broadcast = None
         if broadcast is not None:
             peer.last_blob = pull.sha256
-            peer.last_size = len(broadcast.payload)
             return
         absent = link_pb2.Chunk(sha256=pull.sha256, offset=pull.offset, absent=True)
         await stream.send(link_pb2.Envelope(chunk=absent))

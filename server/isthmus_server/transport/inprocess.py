@@ -112,8 +112,7 @@ class InProcessLink(Link):
                     broadcast.fill(buffer)
                 peer = self.peers[name]
                 peer.last_blob = blob.sha256
-                peer.last_size = blob.size
-                peer.bytes_out += blob.size
+                peer.sent.add(blob.sha256, blob.size)
             reply, payload = await worker.work(request, buffer, lambda progress: None)
         except IsthmusError as error:
             reply = failure(str(error))
@@ -147,7 +146,7 @@ class InProcessLink(Link):
         payload = next(results, None)
         if payload is None:
             raise UpdateError(f"{name} does not hold the blob it named")
-        peer.bytes_in += len(payload)
+        peer.received.add(blob.sha256, len(payload))
         write(0, memoryview(payload))
 
     def acknowledge(self, name: str, request_id: str, accepted: bool, reason: str = "") -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from typing import BinaryIO
 
 from isthmus.errors import ParticipantLost, UpdateError
@@ -85,6 +86,29 @@ class Fetch:
             pass
 
 
+class BlobBytes:
+    """Bytes of blobs that have moved in one direction and were not charged to a request yet."""
+
+    _KEPT = 16
+    """Blobs whose bytes are kept; those of requests that nobody waits for are forgotten."""
+
+    def __init__(self) -> None:
+        self._of: Counter[bytes] = Counter()
+        self.total = 0
+        """Bytes of all blobs."""
+
+    def add(self, sha256: bytes, count: int) -> None:
+        """Count bytes of a blob."""
+        self.total += count
+        self._of[sha256] += count
+        if len(self._of) > self._KEPT:
+            del self._of[next(iter(self._of))]
+
+    def take(self, blobs: Iterable[link_pb2.Blob]) -> int:
+        """Bytes of these blobs since they were taken last."""
+        return sum(self._of.pop(blob.sha256, 0) for blob in blobs)
+
+
 class Peer:
     """One process of a participant, across its streams."""
 
@@ -115,11 +139,11 @@ class Peer:
         self.transfers: dict[bytes, asyncio.Task[None]] = {}
         """Blobs that are being sent to it on its present stream, by SHA-256."""
         self.last_blob = b""
-        """SHA-256 of the blob whose transmission to it was completed last."""
-        self.last_size = 0
-        """Size of that blob; of the one before while another one is being sent."""
-        self.bytes_in = 0
-        self.bytes_out = 0
+        """SHA-256 of the blob that it asked for last and has completely."""
+        self.offered_file = b""
+        """SHA-256 of the blob that it was last offered as a file, until it has read it."""
+        self.sent = BlobBytes()
+        self.received = BlobBytes()
 
     def send_and_keep(self, message: link_pb2.Envelope) -> None:
         """Send a receipt or cancellation now, and again on every stream that is opened later.
@@ -165,12 +189,12 @@ class Peer:
             return
         if isinstance(chunk, link_pb2.Chunk) and chunk.HasField("file"):
             if await fetch.open(chunk.file):
-                self.bytes_in += fetch.assembly.blob.size
+                self.received.add(chunk.sha256, fetch.assembly.blob.size)
             elif self.stream is not None:
                 pull = link_pb2.Pull(sha256=chunk.sha256)
                 await self.stream.send_quietly(link_pb2.Envelope(pull=pull))
             return
-        self.bytes_in += len(chunk.data)
+        self.received.add(bytes(chunk.sha256), len(chunk.data))
         if not chunk.absent:
             await fetch.add(chunk)
             return

@@ -93,7 +93,7 @@ async def test_only_a_change_of_the_model_that_is_here_is_wanted(device):
 @pytest.mark.parametrize("size", [16 * CODEC.nbytes + 1, 17 * CODEC.nbytes])
 async def test_changes_of_a_larger_size_are_refused_before_memory_is_allocated(device, size):
     agent, first = device
-    asked = request(first, (describe(first).sha256, bytes(size)))
+    asked = request(changed(first)[0], (describe(first).sha256, bytes(size)))
     asked.train_local.model.size = 1 << 40
     with pytest.raises(UpdateError, match=f"a change of the model in {size} bytes was announced"):
         agent.buffer(asked, size)

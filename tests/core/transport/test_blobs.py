@@ -67,8 +67,10 @@ def test_a_broadcast_sends_each_receiver_the_rest_from_its_offset(size, offsets)
         for source in (payload, InFile(file, size)):
             broadcast = Broadcast(blob.sha256, source)
             for offset in (0, *offsets):
-                pieces = [piece_of(message) for message in broadcast.messages(offset)]
+                pieces = [piece_of(message) for message, _ in broadcast.messages(offset)]
                 assert b"".join(piece.data for piece in pieces) == payload[offset:]
+                sizes = [size for _, size in broadcast.messages(offset)]
+                assert sizes == [len(piece.data) for piece in pieces]
                 ends = [piece.offset + len(piece.data) for piece in pieces]
                 assert [piece.offset for piece in pieces] == [offset, *ends][: len(pieces)]
                 assert all(len(piece.data) <= BROADCAST_BYTES for piece in pieces)
@@ -80,8 +82,8 @@ def test_a_broadcast_sends_each_receiver_the_rest_from_its_offset(size, offsets)
 def test_receivers_at_the_same_offset_share_a_message():
     broadcast = Broadcast(bytes(32), bytes(30 * CHUNK_BYTES))
     one, other = broadcast.messages(0), broadcast.messages(0)
-    for message in one:
-        assert next(other) is message
+    for message, _ in one:
+        assert next(other)[0] is message
 
 
 def test_a_blob_with_a_truncated_file_is_an_error(tmp_path):

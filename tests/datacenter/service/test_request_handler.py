@@ -13,6 +13,7 @@ from tests.datacenter.conftest import DatacenterDriver, random_model
 
 from isthmus.errors import IsthmusError, UpdateError, UserError
 from isthmus.task.scoring import build_model, evaluate
+from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_datacenter.service.service import DatacenterService
 
@@ -46,6 +47,29 @@ def test_a_run_trains_exports_and_evaluates_from_step_0(
     assert blob is None
     assert not trained.HasField("result")
     assert not trained.evaluation
+    assert not list((warm_datacenter.service.state / "exchange").iterdir())
+
+
+def test_a_model_that_came_is_kept_until_the_ranks_have_another(
+    warm_datacenter: Any, make_setup: Any
+) -> None:
+    setup = make_setup("Table")
+    warm_datacenter.open("kept", setup)
+    model = random_model(setup.layout, 3)
+    gradient = link_pb2.MeanGradient(
+        run_id="kept", until_step=STEPS, model=describe(model), round=1, attempt=1
+    )
+    warm_datacenter.ask(model, mean_gradient=gradient)
+    handler = warm_datacenter.service._handler
+    train = link_pb2.TrainSteps(run_id="kept", until_step=STEPS, model=describe(model))
+    again = link_pb2.Request(train_steps=train)
+    assert bytes(handler.held_model(again)) == model
+    trained = warm_datacenter.train("kept", 0, STEPS, model, hand_back=True)[1]
+    assert bytes(handler.held_model(again)) == model
+    train.model.CopyFrom(describe(trained))
+    assert handler.held_model(link_pb2.Request(train_steps=train)) is None
+    warm_datacenter.train("kept", STEPS, 2 * STEPS)
+    assert handler.held_model(again) is None
     assert not list((warm_datacenter.service.state / "exchange").iterdir())
 
 

@@ -139,13 +139,13 @@ async def test_a_run_killed_around_an_evaluation_resumes_to_the_same_metrics(
     store = deployment.create_run("killed", *SETTINGS, *settings)
     coordinator = Coordinator(RunParts.of(store, deployment.link))
     evaluator, commit = coordinator.parts.evaluator, store.commit
-    evaluate = evaluator._summation.attempt
+    ask = evaluator._questions.ask
 
-    async def die(size, round_, attempt, blob):
-        sums = await evaluate(size, round_, attempt, blob)
-        if round_ == 2:
+    async def die(question):
+        answers = await ask(question)
+        if question.number == 2:
             raise Killed
-        return sums
+        return answers
 
     def die_at_commit(record, state):
         if record.round == 2:
@@ -153,7 +153,7 @@ async def test_a_run_killed_around_an_evaluation_resumes_to_the_same_metrics(
         commit(record, state)
 
     if when == "evaluating":
-        evaluator._summation.attempt = die
+        evaluator._questions.ask = die
     else:
         store.commit = die_at_commit
     with pytest.raises(Killed):

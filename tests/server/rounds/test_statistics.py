@@ -60,6 +60,8 @@ async def test_the_statistics_are_those_of_all_devices_and_of_none_alone(
         network.dial(deployment.device(name), name, port)
     await wait_until(lambda: set(NAMES) <= deployment.link.peers.keys())
     directory, statistics = await collected(deployment, "run")
+    # Data are counted without a model, so that none is sent.
+    assert [peer.sent.total for peer in deployment.link.peers.values()] == [0] * 4
     vector, each = vectors(tmp_path)
     total = sum(each)
     assert statistics == {

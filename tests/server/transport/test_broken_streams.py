@@ -108,7 +108,7 @@ async def test_an_interrupted_result_transfer_resumes_at_its_chunk(network):
     back = bytearray(len(payload))
     fetching = asyncio.create_task(link.fetch("a", reply.trained.result, into(back)))
     await proxy.stalled.wait()
-    await wait_until(lambda: link.peers["a"].bytes_in >= 2 * CHUNK_BYTES)
+    await wait_until(lambda: link.peers["a"].received.total >= 2 * CHUNK_BYTES)
     proxy.cut()
     await fetching
     assert back == payload

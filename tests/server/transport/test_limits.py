@@ -197,7 +197,7 @@ async def test_chunks_and_replies_that_were_not_requested_are_ignored(network):
         await send(progress=link_pb2.Progress(id="r999"))
         await send(reply=link_pb2.Reply(id="r999"))
         assert (await receive("receipt")).id == "r999"
-        assert link.peers["raw"].bytes_in == 0
+        assert link.peers["raw"].received.total == 0
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ async def exchanged(network, port=None, *, link_shares=True, device_shares=True)
     assert seen == [bytes(model)]
     assert (whole or [bytes(pieces)]) == [bytes(update)]
     peer = link.peers["a"]
-    assert peer.bytes_in == SIZE
-    assert peer.bytes_out >= SIZE
+    assert peer.received.total == SIZE
+    assert peer.sent.total == SIZE
     (carried,) = proxy.carried
     return carried["up"], carried["down"], bool(whole)
 

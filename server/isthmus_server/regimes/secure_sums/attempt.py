@@ -72,7 +72,6 @@ class SecureAggregationAttempt:
         self,
         context: FederatedContext,
         config: RoundConfig,
-        model: link_pb2.Blob,
         cohort: Collection[str],
         first_request: FirstRequest,
         *,
@@ -83,7 +82,6 @@ class SecureAggregationAttempt:
         Args:
             context: of the run.
             config: the round's configuration.
-            model: the published model.
             cohort: names of the invited devices.
             first_request: makes the request in which a device computes its vector.
             exact: the sum must be that of the whole cohort, because its devices may have unmasked
@@ -91,7 +89,6 @@ class SecureAggregationAttempt:
                 any of them signs.
         """
         self._context = context
-        self._model = model
         self._config = config
         self._first_request = first_request
         self._session = ServerSession(config, context.directory, invited=cohort)
@@ -402,8 +399,6 @@ class SecureAggregationAttempt:
             status,
             reason,
             sent=True,
-            bytes_in=self._config.payload_bytes,
-            bytes_out=self._context.sent_bytes(name, self._model),
         )
 
 

@@ -25,7 +25,6 @@ from isthmus_server.regimes.secure_sums.attempt import (
 from isthmus_server.regimes.secure_sums.round_configs import BeforeUnmasking
 
 if TYPE_CHECKING:
-    from isthmus.wire import link_pb2
     from isthmus_server.regimes.context import FederatedContext
 
 
@@ -39,14 +38,13 @@ class UnmaskedAttempt(SecureAggregationAttempt):
         self,
         context: FederatedContext,
         config: RoundConfig,
-        model: link_pb2.Blob,
         cohort: Collection[str],
         first_request: FirstRequest,
         *,
         exact: bool = False,
     ) -> None:
         """Prepare; see `SecureAggregationAttempt`."""
-        super().__init__(context, config, model, cohort, first_request, exact=exact)
+        super().__init__(context, config, cohort, first_request, exact=exact)
         self._total = config.new_vector()
         self._vector = bytearray(config.payload_bytes)
         """Memory of the vector that is being added."""
@@ -94,7 +92,6 @@ class UnmaskedAttempt(SecureAggregationAttempt):
 def secure_attempt(
     context: FederatedContext,
     config: RoundConfig,
-    model: link_pb2.Blob,
     cohort: Collection[str],
     first_request: FirstRequest,
     *,
@@ -102,4 +99,4 @@ def secure_attempt(
 ) -> SecureAggregationAttempt:
     """The attempt for the participants of a link; for the arguments see its class."""
     kind = UnmaskedAttempt if context.link.enrolments.simulated else SecureAggregationAttempt
-    return kind(context, config, model, cohort, first_request, exact=exact)
+    return kind(context, config, cohort, first_request, exact=exact)

@@ -11,13 +11,25 @@ model's counts are in another one only together.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from isthmus.errors import CannotContinue, JobError, RoundFailed
-from isthmus.task.measurements.bounded_means import BoundedMeans, evaluation_vector
+import torch
+
+from isthmus.errors import CannotContinue, JobError, RoundFailed, UpdateError
+from isthmus.job.measurements import evaluations_run_id
+from isthmus.task.measurements.bounded_means import (
+    BoundedMeans,
+    evaluation_vector,
+    measured_norm,
+    numbers_of,
+)
 from isthmus.task.measurements.evaluation import EvaluationVector, check_evaluates_on_devices
+from isthmus.task.measurements.metrics import LARGEST
 from isthmus.task.measurements.statistics import StatisticsVector
+from isthmus.wire import link_pb2
+from isthmus_privacy.purpose import EvaluationPurpose, evaluated_model, statistics_of
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.model.summed_evaluation import TRIES, GroupEvaluation, SummedEvaluation
 from isthmus_server.regimes.attempt_result import TrainingResult
@@ -30,12 +42,12 @@ from isthmus_server.rounds.measurements.followed_metrics import (
     followed_metrics,
     known_metrics,
 )
-from isthmus_server.rounds.measurements.summing import DeviceSummation, DeviceSums
+from isthmus_server.rounds.measurements.questions import Answers, DeviceQuestions, Question
+from isthmus_server.rounds.model_publication import ModelPublication, Offer
 from isthmus_server.rounds.retries import GivenUp, Retries
 from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.policy import Policy
 from isthmus_server.strategy.round_spec import RoundSpec, evaluates
-from isthmus_server.transport.bundle import published
 
 CLIPPED_SHARE = 0.01
 """Part of the clipped values with which a metric may still decide about a run."""
@@ -59,6 +71,7 @@ class RoundEvaluator:
         cohorts: CohortSelector,
         context: FederatedContext,
         clock: Clock,
+        publication: ModelPublication,
         busy: Callable[[], Sequence[str]] = list,
     ) -> None:
         """Read the task's declaration of what devices measure.
@@ -68,6 +81,7 @@ class RoundEvaluator:
             cohorts: selects the devices.
             context: of the run's federated rounds.
             clock: measures durations.
+            publication: offers the served model to devices.
             busy: devices that train across rounds, which are not asked.
 
         Raises:
@@ -77,7 +91,10 @@ class RoundEvaluator:
         self._job = context.job
         self._model = model
         self._context = context
-        self._summation = DeviceSummation(context, cohorts, busy)
+        self._cohorts = cohorts
+        self._busy = busy
+        self._publication = publication
+        self._questions = DeviceQuestions(context, cohorts)
         self._clock = clock
         self._vector: EvaluationVector | None = None
         self._followed: dict[str, str] = {}
@@ -163,10 +180,11 @@ class RoundEvaluator:
             error=None if failure is None else str(failure),
             price=reached * self._job.prices.client_evaluation,
             device_bytes=sum(receipt.bytes_in + receipt.bytes_out for receipt in receipts),
+            bytes_down=sum(receipt.bytes_out for receipt in receipts),
             seconds=self._clock.now() - started,
         )
 
-    def _check_counted(self, sums: DeviceSums | None, failure: RoundFailed | None) -> None:
+    def _check_counted(self, sums: Answers | None, failure: RoundFailed | None) -> None:
         """End a run of which devices cannot evaluate the first model because of their task.
 
         Raises:
@@ -177,7 +195,7 @@ class RoundEvaluator:
             raise CannotContinue(f"devices cannot evaluate the model: {failure}")
         self._evaluated = self._evaluated or sums is not None
 
-    async def statistics(self, vector: StatisticsVector, first: int) -> DeviceSums:
+    async def statistics(self, vector: StatisticsVector, first: int) -> Answers:
         """Sum the counts of the devices' data, in up to `attempts` attempts.
 
         Args:
@@ -197,18 +215,16 @@ class RoundEvaluator:
 
     async def _tried(
         self, size: int, round_: int, first: int
-    ) -> tuple[DeviceSums | None, list[Sequence[Receipt]], RoundFailed | None]:
+    ) -> tuple[Answers | None, list[Sequence[Receipt]], RoundFailed | None]:
         """The sums, the receipts of each attempt, and the last failure."""
         retries = Retries(self._job, self._clock)
         tried: list[Sequence[Receipt]] = []
         failure: RoundFailed | None = None
-        context = self._context
-        served = iter([self._model.served_vector])
-        async with published(context.link, context.layout, context.spool, served, 1) as blob:
+        async with self._offered() as offer:
 
-            async def attempt() -> DeviceSums:
+            async def attempt() -> Answers:
                 number = first + retries.failed  # numbers of attempts only grow
-                return await self._summation.attempt(size, round_, number, blob)
+                return await self._questions.ask(self._question(size, round_, number, offer))
 
             def note_failure(failed: RoundFailed, last: bool) -> None:
                 nonlocal failure
@@ -221,8 +237,67 @@ class RoundEvaluator:
                 return None, tried, failure
             return sums, [*tried, sums.receipts], failure
 
+    def _offered(self) -> contextlib.AbstractAsyncContextManager[Offer]:
+        """What devices need of the model: nothing to count their data."""
+        if self._job.statistics.collect:
+            return contextlib.nullcontext(Offer(link_pb2.Blob()))
+        return self._publication.served()
 
-def _figures(vector: EvaluationVector, sums: DeviceSums) -> dict[str, float]:
+    def _question(self, size: int, round_: int, attempt: int, offer: Offer) -> Question:
+        """An attempt at an evaluation of the offered model, or at statistics without one."""
+        job = self._job
+        context = self._context
+        measured = job.statistics if job.statistics.collect else job.evaluation
+        settings = measured.on_devices(job.federated)
+        # Counts are whole numbers, which are added as they are; with noise devices send means.
+        whole = context.privacy is None
+        about = evaluated_model(offer.blob.sha256)
+        if job.statistics.collect and settings.secure_aggregation:
+            about = statistics_of(context.purpose.task)
+
+        def request(secure: bytes, group: str) -> link_pb2.Request:
+            work = link_pb2.Evaluate(
+                run_id=context.run_id,
+                round=round_,
+                attempt=attempt,
+                model=offer.blob,
+                secure=secure,
+                group=group,
+                changes=offer.changes,
+            )
+            return link_pb2.Request(evaluate=work)
+
+        def read(reply: link_pb2.Reply) -> torch.Tensor:
+            counts = list(reply.counted.counts)
+            if len(counts) != size:
+                raise UpdateError(f"it sent {len(counts)} counts where the task has {size}")
+            if not all(abs(count) <= LARGEST for count in counts):
+                raise UpdateError(f"one of its counts is above {LARGEST}")
+            vector = torch.tensor(counts, dtype=torch.int64)
+            return vector if whole else numbers_of(vector)
+
+        return Question(
+            kind="evaluation",
+            number=round_,
+            attempt=attempt,
+            settings=settings,
+            select=lambda: self._cohorts.select_for_evaluation(
+                round_, settings, about, self._busy()
+            ),
+            request=request,
+            outcome="counted",
+            read=read,
+            verb="evaluate the model",
+            run_id=evaluations_run_id(context.run_id),
+            about=about,
+            purpose=lambda group: EvaluationPurpose(context.purpose, group).hash,
+            size=size,
+            whole=whole,
+            norm=measured_norm(size),
+        )
+
+
+def _figures(vector: EvaluationVector, sums: Answers) -> dict[str, float]:
     if isinstance(vector, BoundedMeans):
         return vector.figures_of_mean(sums.total, sums.deviation)
     return vector.figures(sums.total)

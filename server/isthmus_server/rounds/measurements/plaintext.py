@@ -45,23 +45,20 @@ class PlaintextAnswers(Generic[Answer]):
         self._answers: dict[str, Answer] = {}
 
     async def of(
-        self, cohort: Collection[str], *, needed: int, sent_bytes: int
+        self, cohort: Collection[str], *, needed: int
     ) -> tuple[list[Answer], list[Receipt]]:
         """The answers of all devices that gave one within the round's time, and all receipts.
 
         Args:
             cohort: names of the devices.
             needed: least number of answers.
-            sent_bytes: size of what each device fetches.
 
         Raises:
             AttemptFailed: fewer devices answered.
         """
         receipts = ReceiptBook(cohort, "federated")
         seconds = self._context.job.time.round_seconds
-        tasks = [
-            asyncio.create_task(self._ask(name, receipts, sent_bytes)) for name in receipts.names
-        ]
+        tasks = [asyncio.create_task(self._ask(name, receipts)) for name in receipts.names]
         try:
             await asyncio.wait(tasks, timeout=seconds)
         finally:
@@ -89,10 +86,10 @@ class PlaintextAnswers(Generic[Answer]):
         answers = [self._answers[name] for name in receipts.names if name in self._answers]
         return answers, all_receipts
 
-    async def _ask(self, name: str, receipts: ReceiptBook, sent_bytes: int) -> None:
+    async def _ask(self, name: str, receipts: ReceiptBook) -> None:
         link = self._context.link
         request = self._request()
         with contextlib.suppress(CallFailed):
             async with call(link, name, request, self._outcome, receipts) as reply:
                 self._answers[name] = self._read(reply)
-                receipts.record(name, "accepted", sent=True, bytes_out=sent_bytes)
+                receipts.record(name, "accepted", sent=True)

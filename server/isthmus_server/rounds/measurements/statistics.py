@@ -12,7 +12,7 @@ from typing import Any
 
 from isthmus.task.measurements.statistics import StatisticsVector
 from isthmus_server.rounds.drain import Drain
-from isthmus_server.rounds.measurements.summing import DeviceSums
+from isthmus_server.rounds.measurements.questions import Answers
 from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.checkpoints import replacing
 
@@ -74,7 +74,7 @@ class StatisticsRun:
             await parts.federated.stop()
             await self.roster.stop(True)
 
-    def _described(self, vector: StatisticsVector, sums: DeviceSums) -> dict[str, Any]:
+    def _described(self, vector: StatisticsVector, sums: Answers) -> dict[str, Any]:
         """The contents of the file."""
         minimum = self.parts.job.statistics.minimum
         described: dict[str, Any] = {

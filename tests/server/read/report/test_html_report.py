@@ -123,7 +123,8 @@ def test_a_page_has_everything_and_loads_nothing(make_job, tmp_path):
 def test_a_page_is_written_without_the_console_and_its_server():
     script = (
         "import sys; import isthmus_server.read.pages.report_page; "
-        "print([n for n in sys.modules if n.startswith(('isthmus_server.read.console', 'starlette'))])"
+        "others = 'isthmus_server.read.console', 'starlette'; "
+        "print([name for name in sys.modules if name.startswith(others)])"
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
     assert done.stdout.decode().strip() == "[]"
