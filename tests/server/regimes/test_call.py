@@ -22,6 +22,7 @@ class ScriptedLink:
 
     def __init__(self, answer):
         self.answer = answer
+        self.peers = {}
         self.requested = []
         self.acknowledged = []
         """Name, request id, whether the reply was used, and the reason if not."""
