@@ -81,7 +81,7 @@ SECURE = ("federated.download_bits=8",)
 
 POINTS = {
     "statistics": (RunningStatistics, "recompute"),
-    "publication": (ModelPublication, "published"),
+    "publication": (ModelPublication, "current"),
     "evaluation": (RoundEvaluator, "evaluate"),
     "model file": (Checkpoints, "write_model"),
     "optimizer file": (ModelVersions, "write_optimizer"),
