@@ -15,6 +15,7 @@ from isthmus.task.measurements.evaluation import EvaluationVector, check_evaluat
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.division import divide
 from isthmus.tensors.sending_rates import check_compression
+from isthmus.tensors.structure import Structure
 from isthmus_privacy.compression.single_updates import load_codec
 from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.model.optimizers import check_round_length, make_optimizer
@@ -64,11 +65,13 @@ def check(job: Job, task: Task, base: Path) -> str:
         left_out = vector.left_out
     check_followed_metrics(job, task, policy, vector)
     batch = job.evaluation.batch_size
+    structure = Structure.of(model)
     metrics = HeldOut(task).measure(
         lambda data, count: evaluate(
             task, model, data, range(min(count, batch)), batch, torch.device("cpu")
         ).result()
     )
+    structure.check(model)
     for key, name in followed_metrics(job, policy).items():
         if name not in {*metrics, *on_devices}:
             raise JobError(unknown_metric(name, key, [*metrics, *on_devices]))

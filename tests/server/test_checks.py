@@ -360,3 +360,29 @@ def test_a_schedule_needs_the_length_of_a_federated_round(check_job):
     with pytest.raises(UserError, match=sentence):
         check_job(FEDERATED, methods=methods)
     check_job(FEDERATED, "learning_rate.federated_round_steps=7", methods=methods)
+
+
+LATE = """
+    def model(self):
+        class Late(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body, self.head = nn.Linear(4, 3), None
+            def forward(self, inputs):
+                hidden = self.body(inputs)
+                if self.head is None:
+                    self.head = nn.Linear(3, 3)
+                return self.head(hidden)
+        return Late()
+
+    def eval_data(self):
+        return {held_out}
+"""
+
+
+@pytest.mark.parametrize("side", [FEDERATED, "strategy.policy=datacenter"])
+@pytest.mark.parametrize("held_out", ["rows(20, seed=1)", "None"])
+def test_a_layer_that_forward_makes_is_refused(check_job, side, held_out):
+    ranks = "datacenter.ranks=0" if side == FEDERATED else "datacenter.ranks=1"
+    with pytest.raises(UserError, match="^running the model added the parameter 'head.weight'"):
+        check_job(side, ranks, "datacenter.batch_size=4", methods=LATE.format(held_out=held_out))

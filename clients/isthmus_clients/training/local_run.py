@@ -26,6 +26,7 @@ from isthmus.task.scoring import Averages, build_same_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import explain_change, fingerprint
 from isthmus.tensors.finite import is_finite
+from isthmus.tensors.structure import Structure
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import fingerprint_of, position_of
 from isthmus.transport.worker import ReportProgress
@@ -114,6 +115,7 @@ class DeviceRun:
         self._buffers = InitialBuffers(self.model)
         # After the comparison with the server's model: from here on a change is the training's.
         self._frozen = fingerprint(self.model)
+        self._structure = Structure.of(self.model)
         self._low_rank = LowRank(self.task, self.job.exchange.low_rank, division, participant)
         self._validation: Dataset[Any] | None = None
         """Loaded when the model is evaluated for the first time."""
@@ -212,6 +214,9 @@ class DeviceRun:
         steps, averages = self._steps(
             work.round, position, start, added, progress, stopped, self.job.federated
         )
+        # Before the vector is read from it: a missing tensor could not be, and another one in its
+        # place was not trained.
+        self._structure.check(self.model)
         self._subtract_end(start)
         if (factor := self.job.federated.normalization(steps)) != 1:
             # Running statistics are no sums over steps.
@@ -285,6 +290,7 @@ class DeviceRun:
                     for name in optimizers.named:
                         with optimizers.alone(name), factors.alone():
                             self._gradient.add_share(piece, piece.examples / total, name)
+        self._structure.check(self.model)
         gradients = {name: each.grad for name, each in self.model.named_parameters()}
         for name, part in self.layout.parts(out):
             gradient = gradients.get(name)
@@ -375,9 +381,11 @@ class DeviceRun:
         size = self.job.evaluation.batch_size
         models = pieces(self.layout, payload)
         self._load(self.layout.decode(models[0]), personal)
-        return score_each(
+        scores = score_each(
             self.task, self.model, self.layout, self.dataset, size, models, candidates
         )
+        self._structure.check(self.model)
+        return scores
 
     def evaluate(self, round_: int, payload: Buffer, personal: Buffer | None = None) -> list[int]:
         """Count how the encoded model in `payload` does on this device's validation data.
@@ -399,7 +407,9 @@ class DeviceRun:
         self._load(start, personal)
         self._fine_tune(round_, start)
         vector = evaluation_vector(self.job, self.task)
-        return vector.measure(self.model, self._validation, self.job.evaluation.batch_size).tolist()
+        counts = vector.measure(self.model, self._validation, self.job.evaluation.batch_size)
+        self._structure.check(self.model)
+        return counts.tolist()
 
     def _fine_tune(self, round_: int, start: torch.Tensor) -> None:
         """Train the loaded model for a few steps, with the rates of a schedule's first step."""
@@ -413,6 +423,7 @@ class DeviceRun:
         first = RoundPosition(0, 1, settings.cohort)
         try:
             self._steps(round_, first, start, {}, lambda _: None, lambda: False, settings)
+            self._structure.check(self.model)
         finally:
             self._schedules = schedules
 

@@ -82,21 +82,25 @@ class TensorLayout:
             statistics: whether running statistics of normalisation layers are exchanged.
 
         Raises:
-            TaskError: nothing to train, a parameter that is not of a real floating type or has no
-                values yet, or a layer that normalises by its batch in evaluation too.
+            TaskError: nothing to train, a parameter that is not of a real floating type, has no
+                values yet or shares memory with another, or a layer that normalises by its batch
+                in evaluation too.
         """
         from torch.nn.parameter import is_lazy
 
+        from isthmus.tensors.overlap import explain_overlap
         from isthmus.tensors.running_statistics import find_statistics
 
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if is_lazy(tensor):
+                raise TaskError(
+                    f"{name!r} has no shape before the first forward pass; give its layer explicit "
+                    "sizes, or have model() run the model once"
+                )
         buffers = find_statistics(model) if statistics else {}
         shapes: dict[str, tuple[int, ...]] = {}
+        trained: dict[str, torch.Tensor] = dict(buffers)
         for name, parameter in model.named_parameters():
-            if is_lazy(parameter):
-                raise TaskError(
-                    f"parameter {name!r} has no shape before the first forward pass; give "
-                    "its layer explicit sizes, or have model() run the model once"
-                )
             if parameter.is_meta:
                 raise TaskError(
                     f"parameter {name!r} is on the device 'meta', which stores no values; have "
@@ -110,8 +114,17 @@ class TensorLayout:
                     "parameters can be trained here"
                 )
             shapes[name] = tuple(parameter.shape)
+            trained[name] = parameter
         if not shapes:
             raise TaskError("the model has nothing to train: no parameter has requires_grad")
+        known = {id(tensor) for tensor in trained.values()}
+        others = {
+            name: tensor
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+            if id(tensor) not in known
+        }
+        if overlap := explain_overlap(trained, others):
+            raise TaskError(overlap)
         shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
         return cls.from_shapes(shapes, buffers)
 

@@ -59,9 +59,14 @@ def explain_change(model: nn.Module, before: Mapping[str, Sequence[float]]) -> s
     for name, values in fingerprint(model).items():
         if name not in before:
             return newly_frozen(name)
-        if torch.tensor(values).ne(torch.tensor(before[name])).any():
+        if not same_values(torch.tensor(values), torch.tensor(before[name])):
             return changed_frozen(name)
     return None
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape are equal; nan, as in place of a value, equals itself."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def changed_frozen(name: str) -> str:
@@ -90,4 +95,5 @@ def newly_frozen(name: str) -> str:
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
     flat = parameter.reshape(-1)
     indices = torch.linspace(0, max(len(flat) - 1, 0), min(_VALUES, len(flat))).long()
-    return flat[indices].float()
+    values = flat[indices.to(flat.device)]
+    return (torch.view_as_real(values) if values.is_complex() else values).float()

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from isthmus.errors import TaskError
+from isthmus.tensors.structure import Structure, added
 from isthmus_datacenter.parallel.module_calls import REDUCES_UNUSED
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 
@@ -197,6 +198,7 @@ class ModelShard:
         self.tied = tied or TiedParameters()
         self.all_reduce = all_reduce
         self.sample_flops = sample_flops
+        self._structures = {index: Structure.of(stage) for index, stage in self.stages.items()}
         self.notes = list(notes)
         self._all_names = all_names
         self._gradients: WatchedGradients | None = None
@@ -207,10 +209,16 @@ class ModelShard:
             yield from stage.modules()
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Current parameters of this rank: shards, unless a forward pass gathered them."""
+        """Current parameters of this rank: shards, unless a forward pass gathered them.
+
+        Raises:
+            TaskError: a forward pass has added one.
+        """
         parameters: dict[str, nn.Parameter] = {}
         for index, stage in self.stages.items():
             for name, parameter in stage.named_parameters():
+                if name not in self.names[index]:
+                    raise TaskError(added(name))
                 parameters.setdefault(self.names[index][name], parameter)
         return parameters
 
@@ -225,6 +233,15 @@ class ModelShard:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this rank."""
         return {**self.buffers(), **self.parameters()}
+
+    def check_structure(self) -> None:
+        """Refuse parameters that running the model has added, removed or replaced.
+
+        Raises:
+            TaskError: see `Structure.explain_change`.
+        """
+        for index, stage in self.stages.items():
+            self._structures[index].check(stage)
 
     def frozen_samples(self) -> dict[str, torch.Tensor]:
         """Some values of this rank's part of each frozen parameter."""

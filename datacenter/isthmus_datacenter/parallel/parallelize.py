@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
+from isthmus.tensors.structure import Structure
 from isthmus_datacenter.parallel.equivalence_check import (
     StageTrace,
     check_sharded,
@@ -175,8 +176,10 @@ def _stages(
     if dims.pipeline == 1 and dims.tensor == 1:
         return [model], []
     inputs = sample()
+    structure = Structure.of(model)
     with user_code("the model's forward pass on two examples"), flop_counter:
         output = run_in_eval_mode(_CalledByTask(task, model), inputs)
+    structure.check(model)
     if dims.pipeline == 1:
         return [model], [((inputs,), output)]
     return split_into_stages(task, model, dims, inputs, output)

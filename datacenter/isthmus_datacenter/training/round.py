@@ -17,7 +17,7 @@ import torch
 from isthmus.errors import StorageError, TaskError
 from isthmus.task.definition import defines
 from isthmus.task.scoring import Averages
-from isthmus.tensors.fingerprint import changed_frozen, newly_frozen
+from isthmus.tensors.fingerprint import changed_frozen, newly_frozen, same_values
 from isthmus_datacenter.checkpointing.checkpoints import MidRoundCheckpoint, RankProgress
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
 from isthmus_datacenter.messages import Command, ControlSignal, ReadSignal
@@ -119,6 +119,7 @@ class _Round:
         if command.evaluate:
             with profile.host_time("evaluation"):
                 evaluation = engine.evaluator.run(engine.forward_backward, engine.coordinates.data)
+                engine.shard.check_structure()
         if command.result is not None:
             with profile.host_time("exchange"):
                 store_shards(Path(command.result), engine.layout, engine.shard)
@@ -310,12 +311,13 @@ class _Round:
             if self._lineage is not None and step + 1 < until:
                 checkpoint = MidRoundCheckpoint(self._lineage, step + 1)
                 self._save_mid_round(checkpoint, loss_sum, units, signal)
+        engine.shard.check_structure()
         # Only a sample of each: comparing all would cost a copy of the model. What training
         # changes, such as weight decay, changes all elements.
         for name, values in engine.shard.frozen_samples().items():
             if name not in frozen:
                 raise TaskError(newly_frozen(name))
-            if not torch.equal(values, frozen[name]):
+            if not same_values(values, frozen[name]):
                 raise TaskError(changed_frozen(name))
         mean = None
         if until > first:

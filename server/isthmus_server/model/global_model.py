@@ -26,6 +26,7 @@ from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.division import divide
 from isthmus.tensors.finite import is_finite
 from isthmus.tensors.sending_rates import check_compression
+from isthmus.tensors.structure import Structure
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_server.model.mmap_buffer import MmapBuffer
@@ -75,6 +76,7 @@ class GlobalModel:
         self.layout = division.exchanged
         self.personal = division.personal
         """What stays on each device; here it has its initial values."""
+        self._structure = Structure.of(self.module)
         self._shared = shared
         self._buffer = MmapBuffer(self.layout.nbytes, shared=shared)
         self.spilled: io.BufferedReader | io.BufferedRandom | None = None
@@ -226,14 +228,20 @@ class GlobalModel:
         """Loss and metrics of the served model on the central held-out data.
 
         Those on `Task.public_eval` have the prefix `public_`.
+
+        Raises:
+            TaskError: the task's code raised, or it changed what the model consists of, which then
+                is not what was trained.
         """
         self._refresh_module()
         device = torch.device("cpu")
-        return self._held_out.measure(
+        figures = self._held_out.measure(
             lambda data, count: evaluate(
                 self.task, self.module, data, range(count), batch_size, device
             ).result()
         )
+        self._structure.check(self.module)
+        return figures
 
     # -- optimizer state, as tensors and plain numbers ---------------------------------------------
 

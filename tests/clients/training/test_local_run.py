@@ -352,6 +352,66 @@ def test_a_frozen_parameter_that_training_changes_is_named(open_run):
         train(run)
 
 
+def test_a_frozen_parameter_without_a_value_yet_trains_as_if_it_had_one(open_run):
+    def update(value):
+        padded = f"""
+        def model(self):
+            model = nn.Linear(4, 3)
+            model.pad = nn.Parameter(torch.full((4,), {value}), requires_grad=False)
+            return model
+        """
+        return train(open_run("federated.local_steps=2", methods=padded))[0]
+
+    assert torch.equal(update("torch.nan"), update("0.0"))
+
+
+LATE = """
+        def model(self):
+            class Late(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.body, self.head = nn.Linear(4, 3), None
+                def forward(self, inputs):
+                    hidden = self.body(inputs)
+                    if self.head is None{when}:
+                        self.head = nn.Linear(3, 3)
+                    return hidden if self.head is None else self.head(hidden)
+            return Late()
+"""
+
+
+PRIVATE = (
+    "federated.privacy.epsilon=1e9",
+    "federated.privacy.delta=1e-3",
+    "federated.privacy.clip=1.0",
+    "federated.privacy.noise=1.0",
+    "federated.batch_size=20",
+)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("federated.proximal=0.1", "federated.secure_aggregation=false"),
+        ("federated.accumulate=2",),
+        PRIVATE,
+    ],
+)
+def test_a_layer_that_forward_makes_is_refused(open_run, settings):
+    run = open_run("federated.local_steps=2", *settings, methods=LATE.format(when=""))
+    for _ in range(2):
+        with pytest.raises(TaskError, match="^running the model added the parameter 'head.weight'"):
+            train(run)
+
+
+def test_a_layer_that_is_made_when_a_model_is_scored_is_refused(open_run):
+    run = open_run(methods=LATE.format(when=" and not self.training"))
+    payload = run.layout.encode(build_start(run))
+    with pytest.raises(TaskError, match="^running the model added the parameter 'head.weight'"):
+        run.score(payload, [[0]])
+
+
 @pytest.mark.parametrize(("at_first", "done"), [(True, "froze"), (False, "unfroze")])
 def test_an_optimizer_that_changes_what_is_frozen_is_refused_when_it_does(open_run, at_first, done):
     changing = f"""
