@@ -384,5 +384,5 @@ LATE = """
 @pytest.mark.parametrize("held_out", ["rows(20, seed=1)", "None"])
 def test_a_layer_that_forward_makes_is_refused(check_job, side, held_out):
     ranks = "datacenter.ranks=0" if side == FEDERATED else "datacenter.ranks=1"
-    with pytest.raises(UserError, match="^running the model added the parameter 'head.weight'"):
+    with pytest.raises(UserError, match=r"^running the model added the parameter 'head.weight'"):
         check_job(side, ranks, "datacenter.batch_size=4", methods=LATE.format(held_out=held_out))

@@ -206,6 +206,9 @@ class Agent:
                 return await self._work(request, model, progress)
         finally:
             self._cancelled.pop(id(request), None)
+            # Also in runs with secure aggregation: they are about files, and not about data.
+            for note in self.host.take_notes():
+                progress(link_pb2.Progress(note=note))
 
     def _is_secure(self, request: link_pb2.Request) -> bool:
         """Whether the details of a failure are withheld from the server."""

@@ -110,6 +110,10 @@ class TaskHost(Protocol):
         """
         ...
 
+    def take_notes(self) -> list[str]:
+        """What the owner and the operator should know of this run's files, each once."""
+        ...
+
     def close(self, run_id: str | None = None) -> None:
         """Close a run, None all of them; does not block, and may be called during another call."""
         ...
@@ -300,6 +304,11 @@ class InProcessHost:
             # A server that has not accepted an update may still be reading it.
             self._spare = self._sent[1] if accepted or not self._shares else None
             self._sent = None
+
+    def take_notes(self) -> list[str]:
+        """See `TaskHost.take_notes`."""
+        personal = self._personal
+        return [] if personal is None else personal.take_notes()
 
     def close(self, run_id: str | None = None) -> None:
         """See `TaskHost.close`."""

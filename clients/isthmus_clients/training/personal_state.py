@@ -7,15 +7,17 @@ its round, the round that it was trained from, and its SHA-256, and is a valid s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
-from isthmus.errors import AdmissionRefused, DamagedError, TaskError
+from isthmus.errors import AdmissionRefused, TaskError
 from isthmus.system.private_files import make_private_directory, write_private_file
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
@@ -112,26 +114,27 @@ class PersonalState:
         self._folder = folder
         self._base = 0
         """Round of the state that the current training began from."""
+        self._notes: list[str] = []
 
     def begin(self, round_: int) -> bytearray:
         """What training in a round starts from, encoded; zeros for the initial values.
 
         Attempts at the same round start from the same state. After `isthmus runs rollback` to a
-        round before all stored ones, it is the oldest of them.
-
-        Raises:
-            DamagedError: the file is not what was written.
+        round before all stored ones, it is the oldest of them. In place of a damaged state the one
+        before it is used, see `take_notes`.
         """
         stored = self._stored()
         # A state of this round is that of an earlier attempt: this one begins where that began.
         own = next((each for each in stored if each.round == round_), None)
-        base = self._before(round_) if own is None else None
-        if own is not None and own.base:
-            base = next((each for each in stored if each.round == own.base), None)
-            if base is None:
-                raise self._damaged(own.path.with_name(f"{own.base}-*"), "missing")
+        if own is None:
+            candidates = self._before(round_)
+        else:
+            candidates = [each for each in stored if each.round == own.base]
+            if own.base and not candidates:
+                self._note(f"the one of round {own.base} is missing", None)
+        base, state = self._first_whole(candidates)
         self._base = 0 if base is None else base.round
-        return self._read(base)
+        return state
 
     def save(self, round_: int, state: Buffer) -> None:
         """Store the state that training in a round ended with.
@@ -156,40 +159,59 @@ class PersonalState:
     def newest(self, until: int | None = None) -> bytearray:
         """The last state, of a round up to `until`, encoded; zeros for the initial values.
 
-        Raises:
-            DamagedError: the file is not what was written.
+        In place of a damaged state it is the one before it, see `take_notes`.
         """
-        if until is not None:
-            return self._read(self._before(until + 1))
-        return self._read(max(self._stored(), default=None))
+        stored = sorted(self._stored(), reverse=True)
+        return self._first_whole(stored if until is None else self._before(until + 1))[1]
 
-    def _before(self, round_: int) -> _Stored | None:
-        stored = self._stored()
+    def take_notes(self) -> list[str]:
+        """What happened to states since the last call, for the owner and the operator."""
+        notes = self._notes
+        self._notes = []
+        return notes
+
+    def _before(self, round_: int) -> list[_Stored]:
+        """The states that a round may start from, the one to be used first."""
+        stored = sorted(self._stored(), reverse=True)
         earlier = [each for each in stored if each.round < round_]
-        if earlier:
-            return max(earlier)
-        oldest = min(stored, default=None)
-        return oldest if oldest is not None and oldest.base else None
+        if earlier or not stored:
+            return earlier
+        return [stored[-1]] if stored[-1].base else []
 
     def _stored(self) -> list[_Stored]:
         return [_Stored.of(path) for path in self._folder.glob(f"*-*-*{_SUFFIX}")]
 
-    def _read(self, stored: _Stored | None) -> bytearray:
-        """The bytes of a state; zeros, which no state has, for the initial values."""
-        state = bytearray(self.layout.nbytes)
-        if stored is None:
-            return state
-        with stored.path.open("rb") as file:
-            whole = file.readinto(state) == len(state) and not file.read(1)
-        if not whole or not stored.path.stem.endswith(hashlib.sha256(state).hexdigest()):
-            raise self._damaged(stored.path, "damaged")
-        return state
+    def _first_whole(self, candidates: Iterable[_Stored]) -> tuple[_Stored | None, bytearray]:
+        """The first undamaged state; None and zeros, which no state has, for the initial values."""
+        for stored in candidates:
+            state = self._read(stored)
+            if state is not None:
+                return stored, state
+            # It would be in the way of each later round, and nothing of it can be used.
+            with contextlib.suppress(OSError):
+                stored.path.unlink()
+            self._note(f"the one of round {stored.round} was damaged and is removed", stored.path)
+        return None, bytearray(self.layout.nbytes)
 
-    def _damaged(self, path: Path, how: str) -> DamagedError:
-        return DamagedError(
-            f"{path}, a personal state of this device, is {how}; remove {self._folder} to begin "
-            "with the model's initial values"
+    def _read(self, stored: _Stored) -> bytearray | None:
+        """The bytes of a state; None if they are not what was written."""
+        state = bytearray(self.layout.nbytes)
+        try:
+            with stored.path.open("rb") as file:
+                whole = file.readinto(state) == len(state) and not file.read(1)
+        except OSError:  # as of a damaged sector
+            return None
+        digest = hashlib.sha256(state).hexdigest()
+        return state if whole and stored.path.stem.endswith(digest) else None
+
+    def _note(self, what: str, path: Path | None) -> None:
+        """Tell the owner in the log, and the operator without the path."""
+        note = (
+            f"a personal state of this device cannot be used: {what}; it continues with the "
+            "state before it, or with the initial values if there is none"
         )
+        self._notes.append(note)
+        log.warning("%s%s", note, "" if path is None else f" ({path})")
 
 
 def is_initial(state: Buffer) -> bool:

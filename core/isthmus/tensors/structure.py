@@ -147,7 +147,7 @@ def _difference(before: _Parameter, now: nn.Parameter) -> str | None:
 
 
 def _state_buffers(model: nn.Module) -> Iterator[str]:
-    """Names of the buffers of a model's state, as `state_dict` has them, and those without value."""
+    """Names of the buffers of a model's state, those that are None included."""
     for path, module in model.named_modules():
         caches = getattr(module, "_non_persistent_buffers_set", ())
         for name, _ in module._buffers.items():  # noqa: PERF102 - a scripted module has no more

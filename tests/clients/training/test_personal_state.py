@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from isthmus.errors import AdmissionRefused, DamagedError, TaskError
+from isthmus.errors import AdmissionRefused, TaskError
 from isthmus.task import Participant, load_task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.division import divide
@@ -78,13 +78,58 @@ def test_files_are_private_small_in_number_and_readable_by_others_tools(tmp_path
     assert load_file(files[1])["head"].tolist() == [4.0] * 3
 
 
-def test_a_damaged_state_is_not_used(tmp_path):
+def file_of(folder, round_):
+    (file,) = folder.rglob(f"{round_}-*.safetensors")
+    return file
+
+
+def flip(file, position=-1):
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip,
+        lambda file: flip(file, 0),
+        lambda file: file.write_bytes(file.read_bytes()[:-1]),
+        lambda file: file.write_bytes(b""),
+        lambda file: file.write_bytes(file.read_bytes() + b"x"),
+    ],
+)
+def test_a_damaged_state_costs_this_state_only(tmp_path, caplog, damage):
     states = open_states(tmp_path)
-    train(states, 1)
-    (file,) = tmp_path.rglob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
-    with pytest.raises(DamagedError, match="is damaged; remove"):
-        states.begin(2)
+    assert [train(states, round_) for round_ in (1, 2, 3)] == [None, 1, 2]
+    damage(file_of(tmp_path, 3))
+    assert (value(states.newest()), value(states.newest())) == (2, 2)
+    (note,) = states.take_notes()
+    assert note.startswith("a personal state of this device cannot be used: the one of round 3 was")
+    assert str(tmp_path) not in note
+    assert str(tmp_path) in caplog.text
+    assert [train(states, 4), train(states, 4), train(states, 5)] == [2, 2, 3]
+    assert states.take_notes() == []
+
+
+def test_without_any_undamaged_state_training_begins_anew(tmp_path):
+    states = open_states(tmp_path)
+    for round_ in (1, 2):
+        train(states, round_)
+        flip(file_of(tmp_path, round_))
+    assert [train(states, 3), train(states, 4)] == [None, 1]
+    assert len(states.take_notes()) == 2
+
+
+@pytest.mark.parametrize("damage", [flip, lambda file: file.unlink()])
+def test_a_repeated_attempt_without_its_start_begins_anew(tmp_path, damage):
+    states = open_states(tmp_path)
+    for round_ in (1, 2):
+        train(states, round_)
+    damage(file_of(tmp_path, 1))
+    assert [train(states, 2), train(states, 3)] == [None, 1]
+    (note,) = states.take_notes()
+    assert "the one of round 1" in note
 
 
 def test_the_owner_limits_their_size(tmp_path):

@@ -42,7 +42,7 @@ OVERLAPPING = {
 
 @pytest.mark.parametrize("case", OVERLAPPING)
 def test_two_tensors_with_common_elements_are_refused(case):
-    with pytest.raises(TaskError, match="^'a' and 'b' share memory without being one parameter"):
+    with pytest.raises(TaskError, match=r"^'a' and 'b' share memory without being one parameter"):
         TensorLayout.of(OVERLAPPING[case]())
 
 

@@ -272,6 +272,12 @@ class ProcessHost:
             _, personal, number = self._saved
             personal.drop(number)
 
+    def take_notes(self) -> list[str]:
+        """See `TaskHost.take_notes`."""
+        opened = self._opened
+        personal = None if opened is None else opened.personal
+        return [] if personal is None else personal.take_notes()
+
     def close(self, run_id: str | None = None) -> None:
         """See `TaskHost.close`: ends the processes."""
         with self._lock:
