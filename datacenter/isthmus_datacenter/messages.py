@@ -11,6 +11,8 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from isthmus.system.process import signal_name
+
 
 @dataclasses.dataclass(frozen=True)
 class Incarnation:
@@ -131,6 +133,6 @@ class RankFailure:
 
     def __str__(self) -> str:
         if self.exit_code < 0:
-            return f"rank {self.rank} died (signal {-self.exit_code})"
+            return f"rank {self.rank} was ended by {signal_name(-self.exit_code)}"
         reason = f": {self.last_line}" if self.last_line else ""
         return f"rank {self.rank} ended (exit code {self.exit_code}){reason}"

@@ -26,11 +26,17 @@ def step_indices(seed: bytes, order: EpochOrder, settings: FederatedSection) -> 
     for _ in epochs:
         if steps_left == 0:
             return
-        indices = order.epoch(generator).tolist()
+        wanted = order.length if steps_left is None else steps_left * settings.batch_size
+        # In the last epoch only what is used of it: nothing is drawn after it.
+        if wanted < order.length:
+            indices = order.first(generator, wanted)
+        else:
+            indices = order.epoch(generator)
         for start in range(0, len(indices), settings.batch_size):
             if steps_left == 0:
                 return
-            yield indices[start : start + settings.batch_size]
+            # Each batch by itself: a list of numbers takes several times the tensor's memory.
+            yield indices[start : start + settings.batch_size].tolist()
             steps_left = None if steps_left is None else steps_left - 1
 
 

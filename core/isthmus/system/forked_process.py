@@ -7,7 +7,7 @@ and a negative one is the signal that killed it.
 >>> process.wait()
 3
 >>> described(process.end()), described(-9)
-('exit status 3', 'signal 9')
+('exit status 3', 'signal 9 (SIGKILL)')
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from isthmus.system.process import die_with_parent
+from isthmus.system.process import die_with_parent, signal_name
 
 
 class ForkedProcess:
@@ -115,4 +115,4 @@ def is_readable(what: ForkedProcess | int, seconds: float | None) -> bool:
 
 def described(code: int) -> str:
     """How a process has ended, in words."""
-    return f"signal {-code}" if code < 0 else f"exit status {code}"
+    return signal_name(-code) if code < 0 else f"exit status {code}"

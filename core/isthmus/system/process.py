@@ -1,4 +1,4 @@
-"""Process settings of Linux and glibc: death with the parent, protected and freed memory."""
+"""Processes of Linux and glibc: death with the parent, signals, protected and freed memory."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ def die_with_parent(parent: int | None = None) -> None:
         raise OSError(error, os.strerror(error))
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def signal_name(number: int) -> str:
+    """A signal in words, such as `signal 11 (SIGSEGV)`."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def protect_memory() -> None:

@@ -38,7 +38,7 @@ def server(request):
         (7, 7, "exit status 7"),
         ("a sentence", 1, "exit status 1"),
         (None, 0, "exit status 0"),
-        ("term", -15, "signal 15"),
+        ("term", -15, "signal 15 (SIGTERM)"),
     ],
 )
 def test_how_a_program_ends_is_reported(server, what, code, words, tmp_path):

@@ -14,7 +14,7 @@ from isthmus.errors import IsthmusError, UserError
 from isthmus.wire import link_pb2
 
 REASONS = {
-    "kill": "rank 0 died (signal 9)",
+    "kill": "rank 0 was ended by signal 9 (SIGKILL)",
     "stop": "rank 1 did not answer for 5 s and was ended",
 }
 

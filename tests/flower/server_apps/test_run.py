@@ -202,7 +202,7 @@ async def test_a_process_that_is_killed_is_no_mistake_of_the_user(project, monke
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     monkeypatch.setattr(process, "PROGRAM", ("-c", code))
     run, _ = await project()
-    with pytest.raises(CannotContinue, match=r"ended: signal 9; see .*app\.log"):
+    with pytest.raises(CannotContinue, match=r"ended: signal 9 \(SIGKILL\); see .*app\.log"):
         await run.run()
 
 

@@ -10,6 +10,7 @@ import torch
 from isthmus.errors import TaskError
 from isthmus.task.definition import Task, defines
 from isthmus.task.loading import user_code
+from isthmus.task.scoring.permutation import first_of_permutation
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -48,6 +49,20 @@ class EpochOrder:
             if chosen is not None:
                 return self._checked(chosen)
         return self._counted(torch.randperm(self._examples, generator=generator))
+
+    def first(self, generator: torch.Generator, count: int) -> torch.Tensor:
+        """The first `count` indices of the next epoch, or all; the generator is used up then.
+
+        Without an order of the task this takes time and memory for `count` indices only.
+
+        Raises:
+            TaskError: see `epoch`.
+        """
+        if not self._own:
+            first = first_of_permutation(self._examples, count, generator)
+            if first is not None:
+                return first
+        return self.epoch(generator)[:count]
 
     def _checked(self, chosen: Sequence[int]) -> torch.Tensor:
         with user_code("the indices of order()"):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from isthmus.errors import UserError
 from isthmus.job import Job
+from isthmus.system.process import signal_name
 from isthmus.wire import link_pb2
 from isthmus_server.runs.local.fork_server import ParticipantForkServer, Program
 
@@ -112,7 +113,10 @@ class LocalProcesses:
                 raise
             if code == 1:  # an error of the user, which would occur again
                 break
-        self._on_failure(name, _role(arguments), f"its process ended: {_last_line(log)}")
+        why = f"its process ended: {_last_line(log)}"
+        if code < 0:  # its log ends with something else
+            why = f"its process was ended by {signal_name(-code)}; see {log}"
+        self._on_failure(name, _role(arguments), why)
 
 
 def _role(arguments: Sequence[str]) -> link_pb2.Role:

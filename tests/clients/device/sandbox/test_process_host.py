@@ -255,7 +255,7 @@ def fake(tmp_path, monkeypatch):
     ("statement", "reason"),
     [
         ("os._exit(3)", "the process of the task ended: exit status 3"),
-        ("os.kill(os.getpid(), 9)", "the process of the task ended: signal 9"),
+        ("os.kill(os.getpid(), 9)", r"the process of the task ended: signal 9 \(SIGKILL\)"),
         ("end.close()", "the process of the task ended: it closed its connection"),
         ("end.sendall(bytes([255] * 4))", "the process of the task ended: a message of 4294967295"),
         ("end.sendall(bytes([0, 0, 0, 3, 9, 9, 9]))", "ended: a message cannot be read"),
