@@ -23,7 +23,7 @@ from isthmus_server.storage.events import RunStopped
 from isthmus_server.storage.records import FinalModel, PlannedAttempt
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.strategy.decision import Decision, decide
-from isthmus_server.strategy.policy import CURRENT, SERVED, Compare, Plan, Stop
+from isthmus_server.strategy.policy import BEST, CURRENT, SERVED, Compare, Plan, Stop
 from isthmus_server.strategy.round_spec import RoundSpec
 
 SAVE_ELAPSED_SECONDS = 30.0
@@ -307,6 +307,11 @@ class Coordinator:
         except RoundFailed as error:
             raise CannotContinue(f"the final model could not be fetched: {error}") from None
         last = await asyncio.to_thread(parts.versions.load_delivered, self.state)
+        keep = parts.job.evaluation.keep_best
+        wanted = parts.job.evaluation.deliver == "best"
+        chosen = wanted and BEST in self.state.models
+        if wanted and not chosen and keep is not None:
+            reason += f"; no round had a value of {keep.name}, so the last model is delivered"
         path = self.store.write_final(self.model.served_payload)
         final = FinalModel(
             metrics=(last.metrics if last else {})
@@ -314,7 +319,7 @@ class Coordinator:
             model_sha256=self.model.served_sha256,
             model_path=str(path),
             round=last.round if last else 0,
-            best=parts.job.evaluation.deliver == "best",
+            best=chosen,
         )
         parts.journal.finish(reason, spent=self.state.spent, final=final)
         return final

@@ -191,11 +191,14 @@ def _without_improvement(observation: Observation) -> str:
     metric = observation.keep_best
     patience = observation.patience
     best = None if metric is None else best_round(observation.history, metric)
-    if metric is None or patience is None or best is None:
+    if metric is None or patience is None:
         return ""
-    evaluated = sum(past.round > best.round for past in observation.history if past.metrics)
+    since = 0 if best is None else best.round
+    evaluated = sum(past.round > since for past in observation.history if past.metrics)
     if evaluated < patience:
         return ""
+    if best is None:
+        return f"none of {evaluated} evaluated rounds had a value of {metric.name}"
     return (
         f"{evaluated} evaluated rounds in a row did not improve {metric.name}, which was best in "
         f"round {best.round} ({best.metrics[metric.name]:.4g})"

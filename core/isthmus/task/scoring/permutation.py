@@ -12,7 +12,7 @@ import functools
 import torch
 
 _NARROW = (2**32 - 1) // 20
-"""Below so many elements `torch.randperm` draws 32 random bits for each, and 64 otherwise."""
+"""Below so many elements `torch.randperm` draws 32 random bits for each."""
 _PART = 8
 """A beginning of at most this part of a permutation is worth it: its steps are in Python."""
 
@@ -22,7 +22,8 @@ def first_of_permutation(
 ) -> torch.Tensor | None:
     """The first `count` elements of `torch.randperm(examples, generator=generator)`, int64.
 
-    The generator is in another state afterwards than `torch.randperm` leaves it in. None, and
+    From 214,748,364 examples on they are those of another permutation, drawn from 64 bits each: the
+    whole one would take gigabytes. The generator is in another state afterwards than `torch.randperm` leaves it in. None, and
     nothing is drawn, if the whole permutation is not slower, or this PyTorch draws in another way.
     """
     if count * _PART > examples or not _is_known():

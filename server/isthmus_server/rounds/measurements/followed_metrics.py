@@ -6,12 +6,14 @@ class shows it; `isthmus job check` also computes the metrics on central data, b
 
 from __future__ import annotations
 
+import math
+
 from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus.task import Task
 from isthmus.task.definition import PUBLIC, defines
 from isthmus.task.measurements.evaluation import EvaluationVector
-from isthmus.task.measurements.metrics import DEVICES
+from isthmus.task.measurements.metrics import CLIPPED, DEVICES, FEWEST, SPREAD
 from isthmus_server.strategy.observation import unknown_metric
 from isthmus_server.strategy.policies.adaptive import Adaptive
 from isthmus_server.strategy.policy import Policy
@@ -58,8 +60,10 @@ def check_followed_metrics(
         if known is not None:
             if name not in known:
                 raise JobError(unknown_metric(name, key, known))
+            _check_always_there(name, key, job, vector)
         elif name.startswith(DEVICES):
             _check_device_metric(name, key, vector)
+            _check_always_there(name, key, job, vector)
         elif not defines(task, "eval_data") and not name.startswith(PUBLIC):
             raise JobError(
                 f"{key}={name!r} is a metric on eval_data(), which {name_of_task} does not have; "
@@ -79,3 +83,29 @@ def _check_device_metric(name: str, key: str, vector: EvaluationVector | None) -
         )
     if name not in vector.figure_names:
         raise JobError(unknown_metric(name, key, vector.figure_names))
+
+
+def _check_always_there(name: str, key: str, job: Job, vector: EvaluationVector | None) -> None:
+    """Refuse a figure that no round has with so few devices, or only rounds that clipped values.
+
+    Raises:
+        JobError: with the key to change.
+    """
+    if vector is None:
+        return
+    for metric in vector.metrics:
+        if name == f"{DEVICES}{metric}{CLIPPED}":
+            raise JobError(
+                f"{key}={name!r} is only there in rounds in which values were clipped; name "
+                f"{DEVICES}{metric}, and widen its bounds"
+            )
+        for suffix, share in SPREAD.items():
+            if name != f"{DEVICES}{metric}_{suffix}" or name not in vector.figure_names:
+                continue
+            needed = math.ceil(FEWEST / min(share, 1 - share) - 1e-9)
+            asked = job.evaluation.devices
+            if asked < needed:
+                raise JobError(
+                    f"{key}={name!r} needs {needed} devices that evaluate, {FEWEST} of them beyond "
+                    f"it, and evaluation.devices={asked}; raise it, or name {DEVICES}{metric}"
+                )
