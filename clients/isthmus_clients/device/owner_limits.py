@@ -136,7 +136,7 @@ def parse(text: str, origin: str) -> OwnerLimits:
         UserError: a key is unknown or its value invalid.
     """
     try:
-        return OwnerLimits.model_validate(tomllib.loads(text))
+        return OwnerLimits.model_validate(tomllib.loads(text.removeprefix("\ufeff")))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{origin} is not valid TOML: {error}") from None
     except ValidationError as error:

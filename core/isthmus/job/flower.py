@@ -150,7 +150,7 @@ def flattened(table: Mapping[str, Any], where: str, prefix: str = "") -> Iterato
 def _project_config(path: Path, app: str) -> Mapping[str, Any]:
     """`[tool.flwr.app.config]` of a project, empty if there is none or it is of another app."""
     try:
-        project = tomllib.loads(path.read_text(encoding="utf-8"))
+        project = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

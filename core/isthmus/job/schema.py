@@ -47,7 +47,8 @@ def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
         JobError: one sentence naming the file, the key, the value and what is allowed.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        # Some editors begin a file with a byte-order mark.
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise JobError(f"there is no job file {path}") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -19,6 +19,12 @@ def test_the_smallest_job_has_a_name_and_a_task():
     assert (job.name, job.task.source, job.rounds) == ("digits", "task.py:Digits", 10)
 
 
+def test_a_job_file_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text(SMALLEST, encoding="utf-8-sig")
+    assert load_job(path) == parse_job(SMALLEST)
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [

@@ -110,6 +110,14 @@ def test_evaluation_restores_the_mode_of_the_model():
             "metrics() must return one value per example for 'accuracy'",
         ),
         (
+            "def metrics(self, output, target):\n    return {'accuracy': [1.0, 2.0, 3.0]}",
+            "metrics() must return one value per example for 'accuracy', not a list of 3",
+        ),
+        (
+            "def loss(self, output, target):\n    return output.detach().numpy()",
+            "loss() must return one value per example as a tensor, which has a gradient, and not nd",
+        ),
+        (
             "def metrics(self, output, target):\n    return None",
             "metrics() must return a dictionary of tensors, not NoneType",
         ),

@@ -1,5 +1,6 @@
 """Values with masks, and losses of a batch as a whole."""
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -113,3 +114,14 @@ def test_optimizers_by_name_train_their_own_parameters_alone():
     ):
         with pytest.raises(TaskError, match=sentence):
             TaskOptimizers(bad, parameters)
+
+
+def test_numpy_arrays_count_as_tensors():
+    """Also with a mask, and of other kinds of numbers."""
+    mask = numpy.array([True, False, True])
+    for dtype in ("float32", "float64", "int64", "bool"):
+        values = numpy.array([1, 5, 0]).astype(dtype)
+        units = unit_values((values, mask), "metrics()")
+        assert (float(units.total64()), float(units.count())) == (1.0, 2.0)
+    assert unit_values(numpy.array(["a"]), "metrics()") is None
+    assert unit_values(numpy.float32(1), "metrics()") is None

@@ -188,14 +188,16 @@ def test_the_server_is_imported_only_when_a_run_is_made():
         ("trained = train()", False),
         ("train()", False),
         ("for i in range(3): print(i)", False),
-        ("x.y = 3", True),
+        ("torch.y = 3", True),
+        ("x.y = 3", False),
         ("", True),
     ],
 )
 def test_what_of_a_script_is_copied(tmp_path, monkeypatch, statement, kept):
-    """Definitions and constants, and nothing that computes."""
+    """Definitions and constants that can be executed, and nothing that computes."""
     file = tmp_path / "script.py"
-    file.write_text(textwrap.dedent(f"{statement}\n{TASK}"))
+    imports = "import torch\nfrom pathlib import Path\nfrom torch import nn"
+    file.write_text(f"{imports}\n{statement}\n{TASK}")
     module = type(sys)("__main__")
     module.__file__ = str(file)
     monkeypatch.setitem(sys.modules, "__main__", module)

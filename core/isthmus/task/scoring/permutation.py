@@ -23,8 +23,9 @@ def first_of_permutation(
     """The first `count` elements of `torch.randperm(examples, generator=generator)`, int64.
 
     From 214,748,364 examples on they are those of another permutation, drawn from 64 bits each: the
-    whole one would take gigabytes. The generator is in another state afterwards than `torch.randperm` leaves it in. None, and
-    nothing is drawn, if the whole permutation is not slower, or this PyTorch draws in another way.
+    whole one would take gigabytes. The generator is in another state afterwards than
+    `torch.randperm` leaves it in. None, and nothing is drawn, if the whole permutation is not
+    slower, or this PyTorch draws in another way.
     """
     if count * _PART > examples or not _is_known():
         return None

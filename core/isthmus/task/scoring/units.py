@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,8 +107,10 @@ def unit_values(returned: Any, single: str) -> UnitValues | None:
         returned: by the task.
         single: the method for error messages, such as ``loss()``.
 
+    NumPy arrays become tensors that share their memory.
+
     Returns:
-        None if it is a single number or something else.
+        None if it is a single number or something else, see `described`.
 
     Raises:
         TaskError: the weights do not fit the values.
@@ -115,6 +119,8 @@ def unit_values(returned: Any, single: str) -> UnitValues | None:
     weights = None
     if isinstance(returned, (tuple, list)) and len(returned) == 2:
         values, weights = returned
+    values = _as_tensor(values)
+    weights = _as_tensor(weights)
     if not isinstance(values, torch.Tensor) or values.ndim == 0:
         return None
     if weights is not None and (
@@ -126,6 +132,23 @@ def unit_values(returned: Any, single: str) -> UnitValues | None:
             "give one element for each value"
         )
     return UnitValues(values, weights)
+
+
+def _as_tensor(value: Any) -> Any:
+    """A NumPy array of numbers as a tensor; everything else as it is."""
+    arrays = sys.modules.get("numpy")  # only if it was imported
+    if arrays is not None and isinstance(value, arrays.ndarray) and value.dtype.kind in "biuf":
+        return torch.as_tensor(value)
+    return value
+
+
+def described(value: Any) -> str:
+    """What a task returned in place of one value per scored unit, for a sentence."""
+    if isinstance(value, numbers.Number) or getattr(value, "ndim", None) == 0:
+        return "a single number"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}; return a tensor"
+    return f"{type(value).__name__}; return a tensor"
 
 
 class Averages:
@@ -205,6 +228,12 @@ def losses_of(task: Task, output: Any, target: Any) -> UnitValues:
         )
     with user_code("loss()"):
         returned = task.loss(output, target)
+    first = returned[0] if isinstance(returned, (list, tuple)) and returned else returned
+    if not isinstance(first, (torch.Tensor, numbers.Number)):
+        raise TaskError(
+            "loss() must return one value per example as a tensor, which has a gradient, and not "
+            f"{type(first).__name__}"
+        )
     values = unit_values(returned, "loss()")
     if values is None:
         raise TaskError(_ONE_VALUE)
@@ -233,7 +262,8 @@ def figures_of(task: Task, output: Any, target: Any) -> dict[str, UnitValues]:
         values = unit_values(returned, f"metrics()[{name!r}]")
         if values is None:
             raise TaskError(
-                f"metrics() must return one value per example for {name!r}, not a single number"
+                f"metrics() must return one value per example for {name!r}, not "
+                f"{described(returned)}"
             )
         checked[name] = values
     return checked

@@ -56,7 +56,7 @@ class Projects:
         """
         path = state / FILE
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
+            table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             return cls({})
         except (OSError, UnicodeDecodeError) as error:
