@@ -28,9 +28,12 @@ WITHHELD = "the device could not do this; its own log says why"
 class DetailsWithheld(IsthmusError):
     """A failure whose details are only in the device's own log."""
 
-    def __init__(self, log_file: Path | None = None) -> None:
-        """`log_file` is named only to a server that started this device itself."""
-        super().__init__(WITHHELD if log_file is None else f"{WITHHELD}: {log_file}")
+    def __init__(self, log_file: Path | None = None, error: Exception | None = None) -> None:
+        """The error and the log are named only to a server that started this device itself.
+
+        The same person has both then, see `isthmus run`.
+        """
+        super().__init__(WITHHELD if log_file is None else f"{_told(error)}; see {log_file}")
 
 
 def attempted(what: str, work: Callable[[], _Result]) -> _Result | None:
@@ -62,7 +65,7 @@ def constant_failures(
 
     Args:
         withheld: whether the run has secure aggregation; otherwise errors pass unchanged.
-        log_file: see `DetailsWithheld`.
+        log_file: of a device that the server has started, where the error is told too.
         on_data: the block reads the device's data or runs the task, so that every error counts.
 
     Raises:
@@ -76,7 +79,14 @@ def constant_failures(
         if not withheld or (isinstance(error, IsthmusError) and not on_data):
             raise
         _log_failure("this device could not execute a request", error)
-        raise DetailsWithheld(log_file) from None
+        raise DetailsWithheld(log_file, error) from None
+
+
+def _told(error: Exception | None) -> str:
+    """An error in a sentence, which is not withheld."""
+    if error is None:
+        return WITHHELD
+    return str(error) if isinstance(error, IsthmusError) else f"{type(error).__name__}: {error}"
 
 
 def _log_failure(what: str, error: Exception) -> None:

@@ -24,12 +24,16 @@ KINDS = ("tabular", "image", "language", "flower")
 )
 def new(folder: Path, kind: str) -> None:
     """Write a project in the new folder NAME: a task, a job that runs, and what to change next."""
-    name = folder.name
+    # A task is installed by the name of its folder, as a package of Python, which has no hyphens.
+    name = folder.name.replace("-", "_")
     if not name.isidentifier() or keyword.iskeyword(name):
         raise UserError(
-            f"{name!r} cannot be the name of a project, which its task is installed by on devices; "
-            "use letters, digits and _, and begin with a letter"
+            f"{folder.name!r} cannot be the name of a project, which its task is installed by on "
+            "devices; use letters, digits, _ and -, and begin with a letter"
         )
+    if name != folder.name:
+        click.echo(f"the project is named {name}: a package of Python has no hyphen in its name")
+        folder = folder.with_name(name)
     try:
         folder.mkdir(parents=True)
     except FileExistsError:

@@ -64,11 +64,22 @@ def test_simulated_devices_share_a_file_of_the_user(tmp_path, kind, shape, setti
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("a-b", "'a-b' cannot be the name of a project"), ("class", "cannot be")],
+    [
+        ("a b", "'a b' cannot be the name of a project"),
+        ("class", "cannot be"),
+        ("1-a", "cannot be"),
+    ],
 )
 def test_a_name_that_no_task_can_have_is_refused(tmp_path, name, said):
     done = CliRunner().invoke(new, [f"{tmp_path}/{name}"])
     assert said in str(done.exception)
+
+
+def test_a_hyphen_becomes_an_underscore(tmp_path):
+    done = CliRunner().invoke(new, [f"{tmp_path}/my-model"], catch_exceptions=False)
+    assert done.output.startswith("the project is named my_model: ")
+    assert done.output.endswith(f"next: isthmus run {tmp_path}/my_model/job.toml\n")
+    assert 'name = "my_model"' in (tmp_path / "my_model/job.toml").read_text()
 
 
 def test_nothing_is_overwritten(tmp_path):

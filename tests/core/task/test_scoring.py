@@ -115,7 +115,7 @@ def test_evaluation_restores_the_mode_of_the_model():
         ),
         (
             "def loss(self, output, target):\n    return output.detach().numpy()",
-            "loss() must return one value per example as a tensor, which has a gradient, and not nd",
+            "loss() must return one value per example as a tensor, which has a gradient, and not",
         ),
         (
             "def metrics(self, output, target):\n    return None",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from types import TracebackType
 
@@ -33,6 +34,10 @@ from isthmus_server.storage.records import ComparisonRecord, FinalModel, RoundRe
 _LINE_SECONDS = 10.0
 """Between two lines about the work of one participant, where there is no terminal."""
 
+_LONG_REASON = 80
+"""Characters of a reason that are repeated in each round."""
+_NUMBER = re.compile(r"[-+]?\d[\d.,e%]*")
+
 _STYLES = {"datacenter": "blue", "federated": "green", "hybrid": "magenta"}
 
 
@@ -58,6 +63,8 @@ class ProgressView:
         """The last progress line of each datacenter at work, by name."""
         self._printed: dict[str, float] = {}
         """When a progress line was last printed, by name; "" for that of waiting."""
+        self._told: set[str] = set()
+        """Long reasons that were printed, without their numbers."""
 
     def __enter__(self) -> ProgressView:
         if self.console.is_terminal:
@@ -124,14 +131,13 @@ class ProgressView:
                 )
 
     def _show_round(self, record: RoundRecord) -> None:
-        participants = record.participants
         regime = record.regime
         metrics = _safe(format_metrics(record.metrics))
         self._print(
             f"round {record.round:>3}  [{_STYLES[regime]}]{regime:<10}[/]  "
-            f"{participants.accepted}/{participants.invited}  "
+            f"{_took_part(record)}  "
             f"{metrics:<32} cost {record.cost.price:<6g} {_privacy(record)}"
-            f"{record.seconds:6.2f} s  [dim]{_safe(record.reason)}[/dim]"
+            f"{record.seconds:6.2f} s  [dim]{_safe(self._reason(record.reason))}[/dim]"
         )
         for who, reason in told_receipts(record.receipts):
             self._print(f"           [yellow]{_safe(who)}:[/yellow] {_safe(reason)}")
@@ -142,6 +148,14 @@ class ProgressView:
             self._print(f"           [yellow]{_safe(sentence)}[/yellow]")
         if record.unusable:
             self._print(f"           [yellow]{record.unusable}[/yellow]")
+
+    def _reason(self, reason: str) -> str:
+        """A reason, of which a long one is shortened when only its numbers are new."""
+        kind = _NUMBER.sub("", reason)
+        if len(reason) <= _LONG_REASON or kind not in self._told:
+            self._told.add(kind)
+            return reason
+        return f"{reason[: _LONG_REASON - 3].rstrip()}..."
 
     def _show_comparison(self, record: ComparisonRecord) -> None:
         result = record.result
@@ -207,6 +221,18 @@ def waiting_for(event: WaitingForParticipants) -> str:
         more = f" and {len(event.missing) - 8} more" if len(event.missing) > 8 else ""
         line += f"; missing: {', '.join(map(in_a_line, event.missing[:8]))}{more}"
     return line
+
+
+def _took_part(record: RoundRecord) -> str:
+    """The accepted and the invited participants; devices + datacenters if both took part."""
+    total = record.participants
+    of_devices = [each for each in record.receipts if each.regime == "federated"]
+    devices = sum(each.status == "accepted" for each in of_devices)
+    if record.regime != "hybrid" or len(record.receipts) != total.invited:
+        return f"{total.accepted}/{total.invited}"
+    invited = len(of_devices)
+    others = f"{total.accepted - devices}/{total.invited - invited}"
+    return f"{devices}/{invited}+{others}"
 
 
 def _which(final: FinalModel) -> str:

@@ -159,3 +159,29 @@ def test_no_event_of_a_server_forges_lines_or_controls_the_terminal(text):
 )
 def test_a_wait_names_only_what_is_needed(event, line):
     assert waiting_for(event) == line
+
+
+LONG = (
+    "the gradients of both sides agree by {} within {} of each other, "
+    + "as far as it is known " * 4
+)
+
+
+def test_a_long_reason_is_told_once_and_then_shortened(shown):
+    shown.view(RoundCommitted(record=round_record(1, reason=LONG.format(0.25, "3 %"))))
+    shown.view(RoundCommitted(record=round_record(1, reason=LONG.format(0.5, "4 %"))))
+    shown.view(RoundCommitted(record=round_record(1, reason="a short one")))
+    first, second, third = (line for line in shown() if line.startswith("round"))
+    assert first.endswith(LONG.format(0.25, "3 %").strip())
+    assert second.endswith(f" {LONG.format(0.5, '4 %')[:77].strip()}...")
+    assert third.endswith("a short one")
+
+
+def test_devices_and_datacenters_of_a_hybrid_round_are_counted_apart(shown):
+    def receipt(name, regime, status="accepted"):
+        return Receipt(participant=name, regime=regime, status=status)
+
+    receipts = [receipt(name, "federated") for name in "abc"]
+    receipts += [receipt("d", "federated", "dropped"), receipt("dc", "datacenter")]
+    shown.view(RoundCommitted(record=round_record(1, receipts, regime="hybrid")))
+    assert " 3/4+1/1 " in shown()[0]
