@@ -1,11 +1,15 @@
 """The commands of the server that start, compare and report runs."""
 
+import contextlib
+
 import pytest
 from click.testing import CliRunner
+from tests.server.storage.records import failed_attempt, planned_attempt
 
 from isthmus.errors import UserError
 from isthmus_server.cli import compare as comparison_commands
 from isthmus_server.cli import run as commands
+from isthmus_server.read.report.report import read_report
 from isthmus_server.runs.local.processes import participant_commands
 from isthmus_server.storage.store import Store
 
@@ -149,6 +153,15 @@ def test_the_report_of_a_run_that_just_began(make_job, tmp_path):
     assert '"rounds": []' in result.output
     with pytest.raises(UserError, match="contains no run"):
         invoke(commands.report, tmp_path)
+
+
+def test_the_report_of_a_run_that_was_stopped(make_job, tmp_path):
+    with contextlib.closing(Store.create(tmp_path / "run", make_job(), tmp_path)) as store:
+        with store.locked():
+            store.plan(planned_attempt(1))
+            store.fail(failed_attempt(1))
+            assert read_report(store).status == "running"
+        assert read_report(store).status == "stopped"
 
 
 def test_local_participants_run_the_documented_commands(make_job, tmp_path):

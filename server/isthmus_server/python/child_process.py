@@ -19,7 +19,7 @@ _LAST_LINES = 20
 class RunProcess:
     """A process of the command, and its output.
 
-    If this process ends first, the run ends with the next line that it prints; it can be resumed.
+    If this process ends first, the run goes on without output.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """`running`, `paused`, `finished`, `failed` or `cancelled`."""
+        """`running`, `stopped`, `finished`, `failed` or `cancelled`, see `Report.status`."""
         return self.report().status
 
     @property

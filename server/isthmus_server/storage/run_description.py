@@ -15,7 +15,7 @@ from typing import Any
 
 from isthmus.errors import DamagedError, JobError, UserError
 from isthmus.job import Job, read_job
-from isthmus.system.file_lock import file_lock
+from isthmus.system.file_lock import file_lock, is_locked
 from isthmus_server.storage.checkpoints import replacing
 from isthmus_server.storage.schema import FORMAT, SCHEMA, log_format, read_log
 from isthmus_server.storage.sealed_database import SealedDatabase, database_error
@@ -226,6 +226,11 @@ def logged_description(log: SealedDatabase) -> RunDescription:
 def alone_in(directory: Path) -> contextlib.AbstractContextManager[None]:
     """Hold the lock of the process that runs a run directory, inside the block."""
     return file_lock(directory / "lock", f"another process runs {directory} already")
+
+
+def is_worked_on(directory: Path) -> bool:
+    """Whether a process runs, restores or removes the run in a directory now."""
+    return is_locked(directory / "lock")
 
 
 @contextlib.contextmanager

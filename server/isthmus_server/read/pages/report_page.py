@@ -43,7 +43,8 @@ def html_page(report: Report, now: float | None = None) -> str:
     )
     cost = sum(record.cost.price for record in attempts)
     budget = report.job["budget"]
-    planned = report.job["rounds"] if report.status == "running" else len(report.rounds)
+    goes_on = report.status in ("running", "stopped")
+    planned = report.job["rounds"] if goes_on else len(report.rounds)
     return page(
         "report",
         f"{report.run_id}: {report.status}",

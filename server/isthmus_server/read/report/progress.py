@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from types import TracebackType
@@ -30,6 +31,8 @@ from isthmus_server.storage.events import (
     WaitingForParticipants,
 )
 from isthmus_server.storage.records import ComparisonRecord, FinalModel, RoundRecord
+
+log = logging.getLogger(__name__)
 
 _LINE_SECONDS = 10.0
 """Between two lines about the work of one participant, where there is no terminal."""
@@ -195,7 +198,10 @@ class ProgressView:
             self._print(f"[dim]{_safe(line)}[/dim]")
 
     def _print(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        try:
+            self.console.print(text, highlight=False, soft_wrap=True)
+        except SystemExit:  # of rich, after a BrokenPipeError; it prints nothing from then on
+            log.warning("nobody reads the output any more; the run goes on without it")
 
     def _set_status(self, text: str) -> None:
         self._status = text

@@ -28,6 +28,7 @@ from isthmus_server.storage.records import (
     RoundRecord,
     adapter,
 )
+from isthmus_server.storage.run_description import is_worked_on
 from isthmus_server.storage.store import Store
 
 _TOLD = 8
@@ -67,7 +68,8 @@ class Report(Record):
     job: Mapping[str, Any]
     """The validated job."""
     status: str
-    """`running`, `finished`, `failed` or `cancelled`."""
+    """`running`, `stopped`, `finished`, `failed` or `cancelled`. A stopped run has tried rounds and
+    has not ended, and no process works on it: it can be continued."""
     reason: str
     """Why the run has ended; empty while it runs."""
     rounds: Sequence[RoundRecord]
@@ -89,6 +91,8 @@ def read_report(store: Store) -> Report:
     """Read the report of a run from its log."""
     status, reason, final = store.status()
     attempts = list(store.attempts())
+    if status == "running" and attempts and not is_worked_on(store.directory):
+        status = "stopped"
     return Report(
         run_id=store.run_id,
         job=store.job.model_dump(mode="json"),

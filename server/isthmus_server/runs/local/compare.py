@@ -155,7 +155,8 @@ class JobComparison:
         fails is among the results with the reason, and the others go on.
 
         Raises:
-            UserError: the directory has other runs.
+            UserError: the directory has other runs; or the first two runs failed in the same way,
+                as all others would.
         """
         torch.set_num_threads(1)
         results: list[list[Mapping[str, Any]]] = [[] for _ in self.variants]
@@ -168,6 +169,7 @@ class JobComparison:
                     for number in group:
                         results[number].append(await self._result(number, seed))
                         console.print(Text(self._progress(number, seed, results)), soft_wrap=True)
+                        self._check_first(results)
         console.print(Text(self._title(), style="italic"), soft_wrap=True)
         console.print(comparison_table(self.variants, results), crop=False)
         for number, runs in enumerate(results):
@@ -258,6 +260,24 @@ class JobComparison:
         else:
             end = f"{what}: {format_metrics(metrics_of(result))}"
         return in_a_line(f"run {done} of {len(self.variants) * len(self.seeds)}: {end}")
+
+    def _check_first(self, results: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Refuse to go on when the first two runs failed in the same way.
+
+        Raises:
+            UserError: they did, as when the task has a mistake.
+        """
+        done = [run for runs in results for run in runs]
+        planned = len(self.variants) * len(self.seeds)
+        if len(done) != 2 or planned == 2 or not all("failed" in run for run in done):
+            return
+        first, second = (str(run["failed"]) for run in done)
+        own = re.escape(str(self.directory.absolute())) + r"/[^/\s]+"  # of the run
+        if re.sub(own, "", first) == re.sub(own, "", second):
+            raise UserError(
+                f"the first 2 of {planned} runs failed in the same way, so the others were not "
+                f"tried: {first}"
+            )
 
     def _what_ended_early(self, number: int, runs: Sequence[Mapping[str, Any]]) -> str:
         """A sentence if a policy's runs ended by `rounds` with budget for more; "" otherwise."""
