@@ -70,7 +70,7 @@ def _extent(name: str, tensor: torch.Tensor) -> _Extent | None:
     except (RuntimeError, NotImplementedError):  # a subclass that wraps other tensors
         return None
     size = tensor.element_size()
-    start = tensor.storage_offset() * size
+    start = int(tensor.storage_offset()) * size
     last = sum(
         (count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -82,7 +82,7 @@ def _repeats_elements(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or _is_nested(tensor):
         return False
     offsets = _element_offsets(tensor)
-    return offsets.unique().numel() < offsets.numel()
+    return len(set(offsets.tolist())) < offsets.numel()
 
 
 def _is_nested(tensor: torch.Tensor) -> bool:

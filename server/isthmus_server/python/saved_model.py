@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from isthmus.errors import UserError
+from isthmus.job import Job, read_job
 from isthmus.task import Task, load_task
 from isthmus_server.storage.damage_checks import FINAL_MODEL
+from isthmus_server.storage.run_description import FILE
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.policy import BEST, SERVED
 
@@ -17,6 +22,8 @@ if TYPE_CHECKING:
 
 DELIVERED = "delivered"
 LAST = "last"
+REPORT = "report.json"
+"""Of a folder that `isthmus fetch` has written."""
 
 
 class HasDirectory(Protocol):
@@ -27,26 +34,72 @@ class HasDirectory(Protocol):
         """The run directory."""
 
 
-def load_model(run: HasDirectory | Path | str, round: str | int = DELIVERED) -> nn.Module:  # noqa: A002 - as users call it
+def load_model(
+    run: HasDirectory | Path | str,
+    round: str | int = DELIVERED,  # noqa: A002 - as users call it
+    task: type[Task] | None = None,
+) -> nn.Module:
     """The task's model with the weights of a run, on the CPU and in evaluation mode.
 
     Args:
-        run: the run, or its directory.
+        run: the run, its directory, or the folder that `isthmus fetch` has written.
         round: `delivered`, the model that a finished run has written; `last`, that of the last
             committed round; `best` by `evaluation.keep_best`; or the number of such a round.
+        task: the task, in place of the job's `task.source`. For a fetched model that is relative
+            to the current folder.
 
     Raises:
         UserError: the run has no such model, or its task cannot be loaded.
     """
+    directory = Path(run) if isinstance(run, Path | str) else run.directory
+    if (directory / REPORT).is_file() and not (directory / FILE).exists():
+        return _fetched_model(directory, round, task)
+    with contextlib.closing(Store.open(directory)) as store:
+        made = task_of(store) if task is None else task(store.job.task.settings)
+        return _loaded(made, store.job, lambda size: _payload(store, round, size))
+
+
+def _fetched_model(folder: Path, round_: str | int, task: type[Task] | None) -> nn.Module:
+    """The model of a folder of `isthmus fetch`, which has a report and the delivered model only."""
+    try:
+        report = json.loads((folder / REPORT).read_bytes())
+        job = read_job(json.dumps(report["job"]))
+        final = report["final"]
+        digest = final["model_sha256"]
+        delivered = (DELIVERED, final["round"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder / REPORT} is not the report of a finished job: {error}") from None
+    if round_ not in delivered:
+        raise UserError(
+            f"{folder} was fetched and has no model of round {round_!r}; it has {DELIVERED}"
+        )
+    path = folder / FINAL_MODEL
+    if not path.is_file():
+        raise UserError(f"{folder} has a report and no {FINAL_MODEL}; fetch the job again")
+
+    def payload(size: int) -> bytearray:
+        with path.open("rb") as file:
+            found = bytearray(file.read(size + 1))
+        if hashlib.sha256(found).hexdigest() != digest:
+            raise UserError(f"{path} is not the model of {folder / REPORT}; fetch the job again")
+        return found
+
+    if task is None:
+        table = job.task
+        made = load_task(table.source, table.settings, base=Path(), data=table.data_in(Path()))
+    else:
+        made = task(job.task.settings)
+    return _loaded(made, job, payload)
+
+
+def _loaded(task: Task, job: Job, read: Callable[[int], bytearray]) -> nn.Module:
+    """The task's model with the weights of an encoded model, which `read` reads by its size."""
     from isthmus.task.scoring import build_model
     from isthmus.tensors.division import divide
 
-    directory = Path(run) if isinstance(run, Path | str) else run.directory
-    with contextlib.closing(Store.open(directory)) as store:
-        module = build_model(task_of(store), store.job.seed)
-        layout = divide(module, store.job.exchange).exchanged
-        payload = _payload(store, round, layout.nbytes)
-    layout.scatter(layout.decode(payload), module)
+    module = build_model(task, job.seed)
+    layout = divide(module, job.exchange).exchanged
+    layout.scatter(layout.decode(read(layout.nbytes)), module)
     return module.eval()
 
 

@@ -13,7 +13,6 @@ from types import ModuleType
 
 from isthmus.errors import UserError
 from isthmus.task import Task
-from isthmus_server.python.copied_code import copied_code
 
 FILE = "task.py"
 """Name of the new file."""
@@ -41,6 +40,8 @@ def source_of(task: type[Task], folder: Path) -> str:
         raise UserError(f"the source of the task {name} is not known; save it in a file")
     if task.__module__ != "__main__":
         return f"{task.__module__}:{name}" if "." in task.__module__ else f"{file}:{name}"
+    from isthmus_server.python.copied_code import copied_code  # loads PyTorch
+
     sources = _cells(module) if file is None else [Path(file).read_text(encoding="utf-8")]
     text = copied_code(sources, vars(module), name, executed=file is not None)
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ import isthmus
 from isthmus_server.python import child_process
 from isthmus_server.python.child_process import IN_RUN
 from isthmus_server.python.task_source import source_of
+from isthmus_server.read.export.results import open_result
 
 JOB = {
     "rounds": 3,
@@ -114,6 +117,28 @@ def test_a_run_is_followed_stopped_and_resumed(job):
     torch.testing.assert_close(torch.stack(losses), torch.tensor(expected))
     with pytest.raises(isthmus.UserError, match="no model of round 2; it has delivered, last, be"):
         run.model(2)
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_fetched_model_is_loaded_like_that_of_its_run(job):
+    run = isthmus.run(job, run_dir="run", quiet=True, rounds=2)
+    folder = Path("fetched")
+    folder.mkdir()
+    for what, name in (("report", "report.json"), ("model", "model.safetensors")):
+        with contextlib.closing(open_result(Path("run"), what)) as result:
+            (folder / name).write_bytes(result.file.read())
+    expected = isthmus.load_model(run).state_dict()
+    torch.testing.assert_close(isthmus.load_model(folder).state_dict(), expected)
+    names = {}
+    exec(TASK, names)
+    model = isthmus.load_model(folder, task=names["Table"])
+    torch.testing.assert_close(model.state_dict(), expected)
+    with pytest.raises(isthmus.UserError, match="was fetched and has no model of round 'last'"):
+        isthmus.load_model(folder, "last")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(isthmus.UserError, match=r"is not the model of .*report\.json; fetch"):
+        isthmus.load_model(folder)
 
 
 def held_out_rows():

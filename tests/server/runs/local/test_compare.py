@@ -137,6 +137,27 @@ def test_a_comparison_of_which_all_runs_fail_has_a_table_and_a_page(compare, tmp
     assert (tmp_path / "sweep" / "comparison.html").exists()
 
 
+def test_a_mistake_of_the_task_ends_a_comparison_with_one_sentence(compare, tmp_path):
+    def failure(name):
+        log = tmp_path / "sweep" / name / "logs" / "client-0.log"
+        return TaskError(f"local_data() failed at task.py:3: OSError: no file; see {log}")
+
+    runs = Runs(failure("rounds=1-1"), failure("rounds=2-1"))
+    with pytest.raises(UserError, match=r"^the first 2 of 3 runs failed in the same way, so the "):
+        compare([{"rounds": 1}, {"rounds": 2}, {"rounds": 3}], runs)
+    assert len(runs.trained) == 2
+
+
+def test_other_failures_do_not_end_a_comparison(compare):
+    runs = Runs(TaskError("one"), TaskError("another"), {"accuracy": 0.5})
+    found, _ = compare([{"rounds": 1}, {"rounds": 2}, {"rounds": 3}], runs)
+    assert [variant["runs"][0].get("failed") for variant in found["variants"]] == [
+        "one",
+        "another",
+        None,
+    ]
+
+
 def test_the_same_comparison_repeats_a_failed_run(compare):
     compare([{"rounds": 2}], Runs(TaskError("no")))
     runs = Runs()
