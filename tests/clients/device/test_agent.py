@@ -13,6 +13,8 @@ from isthmus.transport.blobs import describe
 from isthmus.transport.shared_memory import offered, opened
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
+from isthmus_clients.device.task_host import InProcessHost
+from isthmus_clients.training.personal_state import PersonalStates
 
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 
@@ -220,3 +222,34 @@ async def test_cancelled_work_stops_while_the_link_stays_alive(agent, opening):
     with pytest.raises(TaskError, match="no longer wants the update of this round"):
         await working
     agent.acknowledged(train(), False, "too late: the request has ended")
+
+
+async def test_a_damaged_personal_state_is_told_to_the_server(write_task, make_job, tmp_path):
+    write_task("pass")
+    exchanged = TensorLayout.from_shapes({"weight": (3, 4)})
+    opening = link_pb2.OpenRun(
+        run_id="run",
+        job=make_job(
+            "exchange.personal=['bias']", "federated.secure_aggregation=false"
+        ).model_dump_json(),
+        base=str(tmp_path),
+        layout=exchanged.header,
+        personal=TensorLayout.from_shapes({"bias": (3,)}).header,
+    )
+    states = PersonalStates(tmp_path / "states")
+    who = Participant(name="a", regime="federated")
+    agent = Agent(who, None, host=InProcessHost(who, None, None, 1, states=states))
+    await agent.work(link_pb2.Request(id="open", open=opening), None, ignore)
+    notes = []
+    for round_ in (1, 2, 3):
+        request = train()
+        request.train_local.round = round_
+        model = agent.buffer(request, exchanged.nbytes)
+        model[:] = exchanged.encode(torch.zeros(exchanged.size))
+        reply, _ = await agent.work(request, model, lambda each: notes.append(each.note))
+        assert reply.trained.steps
+        if round_ == 1:
+            (file,) = (tmp_path / "states").rglob("1-*.safetensors")
+            file.write_bytes(file.read_bytes()[:-1])
+    (note,) = filter(None, notes)
+    assert "the one of round 1 was damaged" in note
