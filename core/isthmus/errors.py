@@ -105,6 +105,10 @@ class UpdateError(UserError):
 class RoundFailed(IsthmusError):
     """An attempt at a round that ended without a result; the round is tried again."""
 
+    def may_be_accepted(self, regime: str) -> bool:
+        """Whether a participant of a regime may have accepted what the attempt asked it for."""
+        return True
+
 
 class AggregationAborted(RoundFailed):
     """Secure aggregation that can no longer compute a sum; the round needs a new attempt."""

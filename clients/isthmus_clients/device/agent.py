@@ -33,6 +33,9 @@ from isthmus_privacy.purpose import check_gradient_scale
 if TYPE_CHECKING:
     from isthmus_clients.device.owner_limits import LimitsGuard
 
+OWNER_REFUSES = "owner-refuses"
+"""Code of a refusal by the owner's limits: the server learns from it that no work was begun."""
+
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
@@ -187,9 +190,13 @@ class Agent:
         masked = kind in ("train_local", "score", "evaluate") and bool(
             getattr(request, kind).secure
         )
-        if not masked and not (kind == "train_local" and request.train_local.keep):
-            self._guard.check_plain()
-        self._guard.check_work(size, room)
+        try:
+            if not masked and not (kind == "train_local" and request.train_local.keep):
+                self._guard.check_plain()
+            self._guard.check_work(size, room)
+        except AdmissionRefused as refused:
+            refused.code = OWNER_REFUSES
+            raise
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from isthmus.errors import UpdateError
+from isthmus.errors import PeerMisbehaved, UpdateError
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import position_of
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
+from isthmus_clients.device.seen_clocks import SeenClocks
 from isthmus_clients.device.task_host import TaskHost, TrainingResult, train_silently
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class SecureSessions:
         self._residuals_directory = residuals
         self._residuals: Residuals | None = None
         self._welcome: link_pb2.Welcome | None = None
+        self._clocks = SeenClocks()
         self._credentials: Credentials | None = None
         self._current: SecureParticipation | None = None
         self._kept: tuple[link_pb2.Request, ActiveRun, TrainingResult | None] | None = None
@@ -86,6 +88,7 @@ class SecureSessions:
     def welcomed(self, welcome: link_pb2.Welcome) -> None:
         """Take the enrolment of this device's identity from the server's welcome."""
         self._welcome = welcome
+        self._clocks.welcomed(welcome.clock)
 
     def keeps(self, request: link_pb2.Request) -> bool:
         """Whether the update of this request is kept, and its memory with it."""
@@ -253,17 +256,22 @@ class SecureSessions:
 
         torch.set_num_threads(self._threads)
         self._current = None
-        return SecureParticipation(
-            about,
-            config,
-            blob.sha256,
-            purpose,
-            slots,
-            self._enrolled(),
-            selected=selected,
-            start=start,
-            whole=whole,
-        )
+        try:
+            return SecureParticipation(
+                about,
+                config,
+                blob.sha256,
+                purpose,
+                slots,
+                self._enrolled(),
+                selected=selected,
+                start=start,
+                whole=whole,
+            )
+        except PeerMisbehaved as refused:
+            if refused.code == "draw-not-now":
+                refused.args = (f"{refused}; {self._clocks.doubt()}",)
+            raise
 
     def _join_with_update(
         self,

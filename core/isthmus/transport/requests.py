@@ -147,7 +147,9 @@ class RequestLimits:
         try:
             buffer = worker.buffer(job.request, size)
         except IsthmusError as error:
-            raise UpdateError(str(error)) from None
+            refused = UpdateError(str(error))
+            refused.code = error.code
+            raise refused from None
         except (OSError, MemoryError) as error:
             raise UpdateError(f"no room for its model: {error!r}") from None
         if buffer is not None:

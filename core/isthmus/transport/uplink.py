@@ -322,7 +322,7 @@ class Uplink:
                 try:
                     job.buffer = self._limits.allocate(job, blob.size, self.worker, self._jobs)
                 except UpdateError as error:
-                    await self._answer(job, failure(str(error)), None)
+                    await self._answer(job, failure(str(error), error.code), None)
                     return
                 if job.buffer is not None:
                     job.assembly = Assembly(blob, into(job.buffer))

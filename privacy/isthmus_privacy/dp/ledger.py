@@ -1,8 +1,10 @@
 """The ledger: everything that a population was ever asked for, before it was asked.
 
 A file of JSON lines, each with the hash of the line before it. A charge is on disk before anybody
-is asked for what it is about, and nothing takes it back: a crash, or a failed attempt whose sum may
-have been opened, has spent it. Epsilon is computed from the charges whenever it is wanted.
+is asked for what it is about. One line alone takes it back: that it was *released*, because it is
+certain that nobody who was asked has accepted. A crash before that line, or a failed attempt that
+somebody may have accepted, has spent it. Epsilon is computed from the charges whenever it is
+wanted.
 
 >>> import tempfile
 >>> from isthmus_privacy.dp.accounting import ZeroConcentrated
@@ -30,7 +32,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from isthmus.errors import CannotContinue, UserError
 from isthmus.system.chained_log import (
@@ -57,7 +59,8 @@ HEAD_FILE = "privacy.head"
 MAX_LINE = 1 << 20
 """Bytes of a line: a charge of the largest cohort has a quarter of them."""
 
-Outcome = Literal["committed", "failed"]
+Outcome = Literal["committed", "failed", "released"]
+"""How what a charge is about has ended; only `released` gives it back."""
 
 
 class LedgerDamaged(UserError):
@@ -131,7 +134,12 @@ class LedgerEntry:
     number: int
     charge: Charge
     outcome: Outcome | None = None
-    """None while it is open, and after a crash. Whatever it is, the charge is spent."""
+    """None while it is open, and after a crash: the charge is spent then."""
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether somebody may have accepted what was charged."""
+        return self.outcome != "released"
 
 
 class Ledger:
@@ -155,6 +163,8 @@ class Ledger:
         self.entries: dict[int, LedgerEntry] = {}
         self._spent: dict[str, dict[str, Composition]] = {}
         """By population and device; the device "" is everybody."""
+        self._outdated: set[str] = set()
+        """Populations of which a charge was released since these sums were made."""
         try:
             self._log.read(self._take)
         except LineTooLong:
@@ -255,7 +265,11 @@ class Ledger:
         return self.head.number
 
     def settle(self, number: int, outcome: Outcome) -> None:
-        """Note how what a charge is about has ended; it is spent in any case."""
+        """Note how what a charge is about has ended; unless it was released, it is spent.
+
+        Raises:
+            OSError: it cannot be written, so the charge is spent.
+        """
         assert self.entries[number].outcome is None
         self._append({"settles": number, "outcome": outcome})
 
@@ -291,7 +305,7 @@ class Ledger:
 
     def _largest(self, population: str, plus: Charge | None = None) -> list[Composition]:
         """What the devices were asked for, without what another one was asked for too."""
-        spent = dict(self._spent.get(population, {}))
+        spent = dict(self._spent_of(population))
         if plus is not None:
             for name in plus.devices or ("",):
                 spent[name] = spent.get(name, Composition()).plus(plus.event)
@@ -304,12 +318,24 @@ class Ledger:
 
     def spent_by(self, population: str, device: str) -> Composition:
         """Everything that one device of a population was asked for."""
-        spent = self._spent.get(population, {})
+        spent = self._spent_of(population)
         return _joined(spent.get("", Composition()), spent.get(device, Composition()))
 
     def of_run(self, run: str) -> list[LedgerEntry]:
-        """The charges of one run, in order."""
+        """The charges of one run, in order, those that were released included."""
         return [entry for entry in self.entries.values() if entry.charge.run == run]
+
+    def _spent_of(self, population: str) -> dict[str, Composition]:
+        """What each device of a population was asked for."""
+        if population in self._outdated:
+            # Added up anew, and only when it is wanted: floats that were subtracted from a sum
+            # would not leave what was there before.
+            self._outdated.discard(population)
+            self._spent.pop(population, None)
+            for entry in self.entries.values():
+                if entry.charge.population == population and entry.is_spent:
+                    self._add(entry.charge)
+        return self._spent.get(population, {})
 
     # -- lines ---------------------------------------------------------------------------------
 
@@ -330,8 +356,12 @@ class Ledger:
             else:
                 entry = self.entries[table["settles"]]
                 outcome = table["outcome"]
-                if outcome not in ("committed", "failed"):
+                if outcome not in get_args(Outcome):
                     raise ValueError(f"the outcome {outcome!r} is not known")
+                if entry.outcome is not None:
+                    raise ValueError(f"the charge {entry.number} has ended before")
+                if outcome == "released":
+                    self._outdated.add(entry.charge.population)
                 self.entries[entry.number] = dataclasses.replace(entry, outcome=outcome)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise LedgerDamaged(
@@ -346,6 +376,10 @@ class Ledger:
         devices = tuple(map(sys.intern, table["devices"]))
         charge = Charge(**{**table, "event": event, "devices": devices})
         self.entries[number] = LedgerEntry(number, charge)
+        self._add(charge)
+
+    def _add(self, charge: Charge) -> None:
+        event = charge.event
         spent = self._spent.setdefault(charge.population, {})
         nothing = Composition()
         sums = dict[int, tuple[Composition, Composition]]()

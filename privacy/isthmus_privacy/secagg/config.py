@@ -19,6 +19,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+from isthmus.system.clocks import utc
 from isthmus_privacy.compression.round_vector import FIGURE_BITS, RoundVector
 from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.crypto import refusal
@@ -377,8 +378,8 @@ class ClientRequirements:
         if abs(config.draw - now) > DRAW_SECONDS:
             refusal.refuse(
                 "draw-not-now",
-                f"the draw is of {config.draw}, more than a day from this device's time "
-                f"{now:.0f} (Unix seconds); check its clock",
+                f"the draw is of {utc(config.draw)}, more than a day from the clock of this "
+                f"device, which is at {utc(now)}",
             )
         # Not clients_max, which a server could set high without inviting that many.
         allowed = largest_share(self.selection_slack, config.clients_min, population)

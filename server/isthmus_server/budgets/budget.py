@@ -1,7 +1,7 @@
 """The privacy budget of a run: whom it may still ask, and the charges for what it asks.
 
-A charge is in the ledgers before any device is asked, those of attempts that fail included; see
-`run_ledgers`.
+A charge is in the ledgers before any device is asked, those of attempts that fail included. It is
+given back if it is certain that no device has accepted what it was asked for; see `run_ledgers`.
 """
 
 from __future__ import annotations
@@ -83,11 +83,7 @@ class PrivacyBudget:
             bound = dataclasses.replace(bound, bound=clip)
         self._bound = self._moved = bound
         """The clipping bound of the next round, and that after the running one."""
-        for entry in ledgers.of_run():
-            if entry.charge.unit == UNIT and entry.charge.what == ROUND:
-                self._count(entry.charge.devices)
-            elif entry.charge.unit == UNIT:
-                self._measured.update(entry.charge.devices)
+        self._recount()
         self._noise = None
         if privacy.mechanism != "distributed":
             self._noise = ServerNoise(self.plan, directory, used=self._charged > 0)
@@ -149,7 +145,7 @@ class PrivacyBudget:
                 f"job of the population {self.privacy.population!r} was charged"
             )
         charge = self._charge(ROUND, self._event, spec.round, spec.attempt, devices)
-        with self._ledgers.charged(charge):
+        with self._given_back(), self._ledgers.charged(charge, "federated"):
             self._count(devices)
             self._moved = self._bound
             yield
@@ -180,7 +176,7 @@ class PrivacyBudget:
                 f"another job of the population {self.privacy.population!r} was charged"
             )
         charge = self._charge(what, self.plan.measuring_event, number, attempt, names)
-        with self._ledgers.charged(charge):
+        with self._given_back(), self._ledgers.charged(charge, "federated"):
             self._measured.update(names)
             yield
 
@@ -206,6 +202,28 @@ class PrivacyBudget:
             what=what,
             devices=devices,
         )
+
+    @contextlib.contextmanager
+    def _given_back(self) -> Iterator[None]:
+        """Count anew after a charge that may have been released, as after a restart."""
+        try:
+            yield
+        except RoundFailed:
+            self._recount()
+            raise
+
+    def _recount(self) -> None:
+        """Count what the ledger says that devices of this run may have accepted."""
+        self._charged = 0
+        self._last.clear()
+        self._measured.clear()
+        for entry in self._ledgers.of_run():
+            if not entry.is_spent or entry.charge.unit != UNIT:
+                continue
+            if entry.charge.what == ROUND:
+                self._count(entry.charge.devices)
+            else:
+                self._measured.update(entry.charge.devices)
 
     def _count(self, devices: Collection[str]) -> None:
         for name in devices:

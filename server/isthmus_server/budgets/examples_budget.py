@@ -23,7 +23,8 @@ class ExamplesBudget:
 
     Guarantees:
       * no datacenter is asked for steps with which epsilon would exceed the budget;
-      * a crash at any instant leaves every charge of steps that were asked for.
+      * a crash at any instant leaves every charge of steps that were asked for; what no datacenter
+        can have accepted is given back.
     """
 
     def __init__(self, plan: SampledNoisePlan, ledgers: RunLedgers) -> None:
@@ -54,7 +55,8 @@ class ExamplesBudget:
         steps = spec.steps * len(spec.datacenters)
         if refusal := self.refusal(steps):
             raise RoundFailed(refusal)
-        return self._ledgers.charged(self._charge(spec.round, spec.attempt, steps))
+        charge = self._charge(spec.round, spec.attempt, steps)
+        return self._ledgers.charged(charge, "datacenter")
 
     def _charge(self, round_: int, attempt: int, steps: int) -> Charge:
         return Charge(

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
+from isthmus.errors import RoundFailed
 from isthmus_privacy.dp.accounting import Composition
 from isthmus_privacy.dp.ledger import Charge, Ledger, LedgerDamaged, LedgerEntry, Outcome
 
@@ -80,8 +82,11 @@ class RunLedgers:
         return [ledger.spent_by(self.population, device) for ledger in self._all]
 
     @contextlib.contextmanager
-    def charged(self, charge: Charge) -> Iterator[None]:
+    def charged(self, charge: Charge, regime: Literal["datacenter", "federated"]) -> Iterator[None]:
         """Write a charge before the block, and note how the block ended.
+
+        It is released if the block raises a `RoundFailed` that says that no participant of `regime`
+        can have accepted.
 
         Raises:
             OSError: the charge cannot be stored.
@@ -91,7 +96,11 @@ class RunLedgers:
         try:
             yield
             outcome = "committed"
+        except RoundFailed as failure:
+            if not failure.may_be_accepted(regime):
+                outcome = "released"
+            raise
         finally:
             for ledger, number in charged:
-                with contextlib.suppress(OSError):  # it is spent, whatever is noted
+                with contextlib.suppress(OSError):  # unless this is noted, it is spent
                     ledger.settle(number, outcome)

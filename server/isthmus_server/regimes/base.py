@@ -53,6 +53,15 @@ class AttemptFailed(RoundFailed):
         self.excused = excused
         self.task_failures = frozenset(task_failures)
 
+    def may_be_accepted(self, regime: str) -> bool:
+        """Whether a participant of a regime may have accepted what the attempt asked it for.
+
+        Only those with a receipt were asked. Of them, it is certain that none has accepted if each
+        was not connected, or has refused before it began to work.
+        """
+        asked = [receipt for receipt in self.receipts if receipt.regime == regime]
+        return any(receipt.started or receipt.status == "accepted" for receipt in asked)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FederatedResult:

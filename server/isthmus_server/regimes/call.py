@@ -40,8 +40,16 @@ TOO_LATE = "the round is over"
 SERVER_FAILED = "the server could not use it: it failed itself"
 """Reason for refusing a reply that is not at fault, after an error such as a full disk."""
 
+ANSWER_SECONDS = 2.0
+"""Time for the others to answer, when the first devices of an attempt have refused all work and the
+quorum cannot be reached any more: if all refuse it is certain that nobody has accepted, and then
+nothing is charged."""
+
 PRIVACY_REFUSALS = frozenset({"unmasked-for-model", "survivors-differ-by-few"})
 """Codes with which a device refuses a sum because of one that it has helped to unmask."""
+
+CLOCK_REFUSALS = frozenset({"draw-not-now", "draw-before-last"})
+"""Codes with which a device refuses a draw: a clock is wrong, or was, here or on the device."""
 
 
 class CallFailed(Exception):
@@ -109,6 +117,11 @@ class ReceiptBook:
         """Fields for the participant's receipt, known before its outcome is."""
         self._details.setdefault(name, {}).update(details)
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether all so far were not connected, or have refused before they began to work."""
+        return not any(each.started for each in self._receipts.values())
+
     def was_reached(self, name: str) -> bool:
         """Whether the participant has replied to an earlier call of this attempt."""
         return name in self._details
@@ -127,6 +140,10 @@ class ReceiptBook:
             reason=reason,
             **{**self._details.get(name, {}), "late": late, **details},
         )
+
+    def amend(self, name: str, reason: str) -> None:
+        """Replace the reason of a participant that has a receipt."""
+        self._receipts[name] = dataclasses.replace(self._receipts[name], reason=reason)
 
     def blame(self, name: str) -> None:
         """Note that the participant failed at its work, or was too slow."""
@@ -241,12 +258,13 @@ async def call(
                     sent=sent,
                     late=failure.timed_out,
                 )
-                # Repeating helps against lost devices, and against refusals for privacy with other
-                # devices: these attempts do not count towards the job's `attempts`.
+                # Repeating helps against lost devices, against refusals for privacy with other
+                # devices, and against a wrong clock once it is set: these attempts do not count
+                # towards the job's `attempts`.
                 was_lost = isinstance(failure.__cause__, ParticipantLost)
                 if failure.code == TaskError.code:
                     receipts.task_failures.add(anonymous(failure.reason, name))
-                if not was_lost and failure.code not in PRIVACY_REFUSALS:
+                if not was_lost and failure.code not in PRIVACY_REFUSALS | CLOCK_REFUSALS:
                     receipts.blame(name)
         if receipts is not None and peer is not None:
             results = [] if reply is None else [blob_of(reply)]

@@ -20,7 +20,7 @@ from isthmus.wire import link_pb2
 from isthmus_server.model.fixed_point_sum import TILE
 from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 from isthmus_server.regimes.base import Aggregator, AttemptFailed, AttemptSpec, FederatedResult
-from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
+from isthmus_server.regimes.call import ANSWER_SECONDS, CallFailed, ReceiptBook, call
 from isthmus_server.regimes.reasons import UNREACHABLE, summarize_failures
 from isthmus_server.regimes.received_update import decoded_update
 from isthmus_server.storage.records import Receipt
@@ -83,6 +83,7 @@ class PlaintextAttempt:
         settings = self._spec.settings
         seconds = self._context.job.time.round_seconds
         tasks = [asyncio.create_task(self._train(name)) for name in self._spec.cohort]
+        unreachable = False
         try:
             async with asyncio.timeout(seconds) as limit:
                 # It ends early in both ways: with all that are wanted, and without hope for the
@@ -92,8 +93,14 @@ class PlaintextAttempt:
                     if self._receipts.accepted >= settings.cohort:
                         return ENOUGH
                     outstanding = len(self._spec.cohort) - len(self._receipts)
-                    if self._receipts.accepted + outstanding < settings.needed:
+                    if self._receipts.accepted + outstanding >= settings.needed:
+                        continue
+                    if not self._receipts.is_refused:
                         return UNREACHABLE
+                    if not unreachable:
+                        unreachable = True
+                        now = asyncio.get_running_loop().time()
+                        limit.reschedule(min(limit.when() or now, now + ANSWER_SECONDS))
         except TimeoutError:
             if not limit.expired():
                 raise  # of another origin, such as a network file system
@@ -102,6 +109,8 @@ class PlaintextAttempt:
             for pending in tasks:
                 pending.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        if unreachable:
+            return UNREACHABLE
         for name in self._spec.cohort:
             if name not in self._receipts:
                 self._receipts.blame(name)

@@ -239,7 +239,9 @@ class CohortSelector:
 
     def is_outdated(self, names: Collection[str], draw: int) -> bool:
         """Whether devices would refuse a draw, because other jobs have asked them in later ones."""
-        return self._lottery is not None and draw > 0 and self._lottery.is_outdated(names, draw)
+        if self._lottery is None or not draw:
+            return False
+        return self._lottery.is_outdated(names, draw, self._clock.utc())
 
     def seconds_until_quorum(self) -> float | None:
         """Seconds until a quorum of the ready devices is available; None if it never is."""

@@ -43,28 +43,23 @@ class TicketLottery:
     """Selects by tickets; all attempts at a round have the same draw if they can.
 
     Guarantees:
-      * a draw is never before an earlier one, which devices would refuse.
+      * a draw is never before one that the devices have accepted, as they would refuse it;
+      * a draw that all devices have refused changes nothing for the next one.
     """
 
     def __init__(self, enrolments: Enrolments) -> None:
-        """`enrolments` has the lottery numbers, and the last draw of all runs of this server."""
+        """`enrolments` has the lottery numbers, and the draws of all runs of this server."""
         self._enrolments = enrolments
         self._kept: tuple[int, int] | None = None
         """Round and draw of the last selection."""
 
-    def keep(self, round_: int, draw: int) -> None:
-        """Have the next selection for a round use a draw that its devices have seen."""
-        if draw:
-            self._kept = round_, draw
-            self._enrolments.last_draw = max(self._enrolments.last_draw, draw)
-
     def note_asked(self, names: Collection[str], draw: int) -> None:
         """Note that devices get to see a draw now."""
-        self._enrolments.draws.update(dict.fromkeys(names, draw))
+        self._enrolments.draws.ask(names, draw)
 
-    def is_outdated(self, names: Collection[str], draw: int) -> bool:
+    def is_outdated(self, names: Collection[str], draw: int, now: float) -> bool:
         """Whether a device was asked in a later draw meanwhile, by another job: it would refuse."""
-        return any(self._enrolments.draws.get(name, 0) > draw for name in names)
+        return self._enrolments.draws.latest(names, now) > draw
 
     def select(
         self, round_: int, available: Collection[str], *, count: int, needed: int, now: float
@@ -78,21 +73,23 @@ class TicketLottery:
             needed: minimum number of devices in the sum.
             now: Unix seconds.
         """
+        latest = self._enrolments.draws.latest(available, now)
         if self._kept is not None and self._kept[0] == round_:
             # Attempts at a round have one draw, so that they select alike. It is given up before
-            # devices refuse it: when it is old, or when another run has shown them a later one.
+            # devices refuse it: when it is of another time, also because this clock was wrong then,
+            # or when another run has shown them a later one.
             kept = self._kept[1]
-            if now - kept < _KEPT_SECONDS and kept >= self._enrolments.last_draw:
+            if abs(now - kept) < _KEPT_SECONDS and kept >= latest:
                 selection = self._draw(kept, available, count, needed)
                 if not selection.shortage:
                     return selection
         # Draws are seconds, and devices accept those of the near future: their clocks differ as
         # well.
-        first = max(int(now), self._enrolments.last_draw)
+        first = max(int(now), latest)
         for draw in range(first, first + _DRAWS_TRIED):
             selection = self._draw(draw, available, count, needed)
             if not selection.shortage:
-                self.keep(round_, draw)
+                self._kept = round_, draw
                 break
         return selection
 
@@ -118,14 +115,15 @@ class TicketLottery:
 
         Returns None if devices would accept neither. The arguments are those of `select`.
         """
-        last = self._enrolments.last_draw
-        first = max(int(now), last)
-        earlier = [draw] if draw >= last and now - draw < _KEPT_SECONDS else []
+        draws = self._enrolments.draws
+        latest = draws.latest(names, now)
+        first = max(int(now), latest)
+        earlier = [draw] if draw >= latest and abs(now - draw) < _KEPT_SECONDS else []
         later = range(first, first + _DRAWS_TRIED)
-        for candidate in (*earlier, *later) if last else (*later, *earlier):
+        for candidate in (*earlier, *later) if draws.is_known(names) else (*later, *earlier):
             again = self.restate(names, candidate, needed)
             if again is not None:
-                self.keep(number, candidate)
+                self._kept = number, candidate
                 return again
         return None
 

@@ -26,7 +26,7 @@ LEASE_SECONDS = 10.0
 _REVOCATION_SECONDS = 0.2
 """Interval of checks for revocations that another process wrote."""
 
-_RENEWAL_SECONDS = 60.0
+_RENEWAL_SECONDS = 10.0
 """Interval of checks of the server's own certificate. It is short in order to notice that the clock
 was set."""
 

@@ -15,6 +15,7 @@ from isthmus.errors import AdmissionRefused
 from isthmus.identity.tls import Subject
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg.identity import Authority, Enrolment
+from isthmus_server.transport.device_draws import DeviceDraws
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +46,8 @@ class Enrolments:
         """Identity keys that are no longer accepted; grows while the server runs."""
         self.current: dict[str, Enrolment] = {}
         """The last enrolment of each participant, by name."""
-        self.last_draw = 0
-        """Latest draw of the lottery on this server; a device refuses one before its last."""
-        self.draws: dict[str, int] = {}
-        """The last draw in which each device was asked, by any job of this server."""
+        self.draws = DeviceDraws()
+        """The draws in which devices were asked, by any job of this server."""
 
     @property
     def authority(self) -> bytes:

@@ -71,6 +71,27 @@ def test_epsilon_is_that_of_the_device_that_was_asked_most(path):
     assert ledger.epsilon("devices", DELTA) == twice
 
 
+def test_a_charge_that_nobody_accepted_is_released_and_others_stay(path):
+    with Ledger.open(path) as ledger:
+        first = ledger.reserve(charge("ab"))
+        released = ledger.reserve(charge("bc", round=2))
+        before = ledger.spent_by("devices", "b")
+        ledger.settle(released, "released")
+        assert ledger.spent_by("devices", "c") == Composition()
+        ledger.settle(ledger.reserve(charge("a", round=3)), "committed")
+        with pytest.raises(AssertionError):
+            ledger.settle(released, "failed")
+    again = Ledger.read(path)
+    alone = written(path.with_name("other"), charge("ab"), charge("a", round=3))
+    other = Ledger.read(path.with_name("other"), alone)
+    for device in "abcd":  # the very bits, and not sums from which something was subtracted
+        assert again.spent_by("devices", device) == other.spent_by("devices", device)
+    assert again.epsilon("devices", DELTA) == other.epsilon("devices", DELTA)
+    assert before != again.spent_by("devices", "b")
+    assert [each.is_spent for each in again.of_run("run")] == [True, False, True]
+    assert again.entries[first].outcome is None
+
+
 def test_the_file_is_private_and_has_the_same_charges_again(path):
     head = written(path, charge("a"), charge("b", round=2))
     assert path.stat().st_mode & 0o777 == 0o600

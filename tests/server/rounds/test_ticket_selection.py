@@ -9,9 +9,11 @@ import pytest
 from isthmus_privacy.secagg.identity import Authority
 from isthmus_privacy.secagg.lottery import MILLION, is_selected, largest_share, ticket
 from isthmus_server.rounds.ticket_selection import TicketLottery
+from isthmus_server.transport.device_draws import DeviceDraws
 from isthmus_server.transport.enrolment import Enrolments
 
 NOW = 1_800_000_000.0
+DAY = 86_400
 NAMES = [f"phone-{number:03}" for number in range(200)]
 
 
@@ -30,6 +32,20 @@ class LargeFleet(Enrolments):
 
 def select(lottery, round_=1, available=NAMES, now=NOW, count=10, needed=8):
     return lottery.select(round_, available, count=count, needed=needed, now=now)
+
+
+def accepted(lottery, fleet, selection):
+    """The devices of a selection are asked, and accept its draw."""
+    lottery.note_asked(selection.names, selection.draw)
+    for name in selection.names:
+        fleet.draws.accept(name, selection.draw)
+    return selection
+
+
+def refused(lottery, fleet, selection):
+    lottery.note_asked(selection.names, selection.draw)
+    for name in selection.names:
+        fleet.draws.refuse(name, selection.draw)
 
 
 def test_the_lowest_tickets_are_selected_and_the_share_is_the_smallest():
@@ -51,14 +67,48 @@ def test_the_lowest_tickets_are_selected_and_the_share_is_the_smallest():
 
 
 def test_all_attempts_at_a_round_have_one_draw_and_rounds_have_new_ones():
-    lottery = TicketLottery(LargeFleet(200))
-    first = select(lottery)
+    fleet = LargeFleet(200)
+    lottery = TicketLottery(fleet)
+    first = accepted(lottery, fleet, select(lottery))
     assert select(lottery, now=NOW + 100) == first
     fewer = select(lottery, available=first.names[1:] + NAMES[:5], now=NOW + 100)
     assert fewer.draw == first.draw
-    assert select(lottery, round_=2, now=NOW + 100).draw == NOW + 100
-    assert select(lottery, round_=3, now=NOW - 50).draw == NOW + 100  # the clock was set back
+    accepted(lottery, fleet, select(lottery, round_=2, now=NOW + 100))
+    for back in (50, 3 * DAY):  # the clock was set back
+        assert select(lottery, round_=3, now=NOW - back).draw == NOW + 100
     assert select(lottery, round_=3, now=NOW + 80_000).draw == NOW + 80_000  # too old by then
+
+
+@pytest.mark.parametrize("ahead", [3 * DAY, 365 * DAY])
+def test_a_draw_that_nobody_accepted_changes_no_later_one(ahead):
+    fleet = LargeFleet(10)
+    lottery = TicketLottery(fleet)
+    accepted(lottery, fleet, select(lottery, round_=1))
+    wrong = select(lottery, round_=2, now=NOW + ahead)
+    assert wrong.draw == NOW + ahead
+    refused(lottery, fleet, wrong)
+    again = select(lottery, round_=2, now=NOW + 10)
+    assert again.draw == NOW + 10
+    assert lottery.repeat(2, wrong.names, wrong.draw, 8, now=NOW + 10).draw == NOW + 10
+
+
+def test_a_draw_without_an_answer_counts_unless_no_right_clock_accepts_it():
+    fleet = LargeFleet(200)
+    lottery = TicketLottery(fleet)
+    lottery.note_asked(NAMES, int(NOW + 3 * DAY))
+    lottery.note_asked(NAMES, int(NOW + 500))
+    lottery.note_asked(NAMES, int(NOW + 100))
+    assert select(lottery, now=NOW + 200).draw == NOW + 500
+    assert lottery.is_outdated(NAMES, int(NOW + 499), NOW)
+    assert not lottery.is_outdated(NAMES, int(NOW + 500), NOW)
+
+
+def test_a_few_devices_with_wrong_clocks_do_not_move_the_draw_of_all():
+    fleet = LargeFleet(200)
+    lottery = TicketLottery(fleet)
+    accepted(lottery, fleet, select(lottery, now=NOW + 3 * DAY, available=NAMES[:20]))
+    accepted(lottery, fleet, select(lottery, round_=2, available=NAMES[20:], count=60))
+    assert select(lottery, round_=3, now=NOW + 10).draw == NOW + 10
 
 
 def test_a_repeated_attempt_states_its_draw_and_share_again():
@@ -76,10 +126,10 @@ def test_survivors_are_drawn_anew_after_a_restart_of_the_server():
     """Their devices may have seen later draws of other runs, of which the new process has none."""
     fleet = LargeFleet(10)
     before = TicketLottery(fleet)
-    first = select(before, available=NAMES[:8])
+    first = accepted(before, fleet, select(before, available=NAMES[:8]))
     again = before.repeat(1, first.names, first.draw, 8, now=NOW + 60)
     assert again.draw == first.draw
-    fleet.last_draw = 0
+    fleet.draws = DeviceDraws()
     again = TicketLottery(fleet).repeat(1, first.names, first.draw, 8, now=NOW + 60)
     assert (again.names, again.draw) == (first.names, NOW + 60)
 
@@ -103,7 +153,8 @@ def test_a_tenth_of_the_fleet_is_enough():
         selection = select(lottery, round_)
         assert not selection.shortage
         assert selection.selected_ppm <= largest_share(10, 8, 2000) < MILLION
-    assert fleet.last_draw < NOW + 600
+        accepted(lottery, fleet, selection)
+        assert selection.draw < NOW + 600
 
 
 def test_devices_without_an_enrolment_are_not_selected():

@@ -31,11 +31,18 @@ from isthmus_privacy.secagg.server import RingSum, ServerSession
 from isthmus_privacy.slots import UNUSABLE
 from isthmus_server.model.update_decoding import UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
-from isthmus_server.regimes.call import PRIVACY_REFUSALS, CallFailed, ReceiptBook, call
+from isthmus_server.regimes.call import (
+    ANSWER_SECONDS,
+    PRIVACY_REFUSALS,
+    CallFailed,
+    ReceiptBook,
+    call,
+)
 from isthmus_server.regimes.plaintext import UPLOADS_AT_ONCE
 from isthmus_server.regimes.reasons import UNREACHABLE, anonymous, group_reasons, summarize_failures
 from isthmus_server.regimes.secure_sums.local_logs import LocalLogs
 from isthmus_server.regimes.secure_sums.round_configs import AttemptUnmaskings, BeforeUnmasking
+from isthmus_server.regimes.secure_sums.stated_draw import StatedDraw
 from isthmus_server.regimes.secure_sums.step_limits import StepLimits
 from isthmus_server.storage.records import Receipt, Status
 
@@ -94,6 +101,7 @@ class SecureAggregationAttempt:
         self._session = ServerSession(config, context.directory, invited=cohort)
         self._receipts = ReceiptBook(sorted(cohort), "federated")
         self._unmaskings = AttemptUnmaskings(context.unmaskings, config)
+        self._draw = StatedDraw(config.draw, context.link.enrolments)
         self._exact = exact
         self._needed = len(cohort) if exact else config.clients_min
         self._limits: StepLimits
@@ -133,8 +141,9 @@ class SecureAggregationAttempt:
             excused = self._receipts.excused
             causes = summarize_failures(self._receipts.recorded)
             causes = f" ({causes})" if causes else ""
+            suspect = self._draw.suspicion(len(self._receipts.names))
             raise AttemptFailed(
-                f"secure aggregation stopped: {error}{causes}",
+                f"{suspect}secure aggregation stopped: {error}{causes}",
                 self._all_receipts(()),
                 excused=excused,
             ) from error
@@ -237,7 +246,8 @@ class SecureAggregationAttempt:
         """Run a step on all devices; one that fails gets a receipt and leaves the protocol.
 
         Ends when all are done, when the messages of `wanted` devices have arrived, when the quorum
-        cannot be reached any more, or at the deadline (loop time).
+        cannot be reached any more, or at the deadline (loop time). While nobody has accepted, those
+        who have not answered get a moment to refuse as well.
         """
 
         async def guarded(name: str) -> None:
@@ -248,6 +258,7 @@ class SecureAggregationAttempt:
             except CallFailed as failed:
                 if failed.code in PRIVACY_REFUSALS:
                     self._unmaskings.note_refusal(name)
+                self._draw.note_failure(name, failed)
 
         # Sorted, so that two runs ask in the same order.
         names_by_task = {
@@ -268,8 +279,12 @@ class SecureAggregationAttempt:
                 if wanted is not None and self._received >= wanted:
                     reason = ENOUGH
                     break
-                if self._received + len(pending) < self._needed:
+                if self._received + len(pending) < self._needed and reason != UNREACHABLE:
                     reason = UNREACHABLE
+                    now = asyncio.get_running_loop().time()
+                    deadline = min(deadline, now + ANSWER_SECONDS)
+                    left = deadline - now
+                if reason == UNREACHABLE and not (pending and left > 0 and self._is_refused):
                     break
                 if left <= 0:
                     for task in pending:
@@ -285,6 +300,11 @@ class SecureAggregationAttempt:
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
                 raise result
+
+    @property
+    def _is_refused(self) -> bool:
+        """Whether nobody is known to have accepted, so that the answers of all are worth a wait."""
+        return self._received == 0 and self._receipts.is_refused
 
     @property
     def _received(self) -> int:
@@ -340,6 +360,7 @@ class SecureAggregationAttempt:
             _check_sender(name, keys.name)
             if self._session.received >= self._config.clients_max:
                 raise UpdateError(ENOUGH)
+            self._draw.note_accepted(name)
             self._session.receive_keys(keys)
             self._receipts.remember(name, seconds=seconds)
 
@@ -391,6 +412,7 @@ class SecureAggregationAttempt:
             earlier = self._receipts.get(name)
             reason = f"its update is in; later: {earlier.reason}" if earlier else ""
             self._record_summed(name, "accepted", reason)
+        self._draw.explain(self._receipts)
         return self._receipts.complete(_TOO_LATE_FOR_SUM)
 
     def _record_summed(self, name: str, status: Status, reason: str) -> None:

@@ -155,7 +155,10 @@ class RoundEvaluator:
     async def _on_devices(self, vector: EvaluationVector, spec: RoundSpec) -> SummedEvaluation:
         """Evaluate on devices, in up to `attempts` attempts; a round is not lost if they fail."""
         started = self._clock.now()
-        sums, tried, failure = await self._tried(vector.size, spec.round, spec.attempt * TRIES)
+        first = spec.attempt * TRIES
+        sums, tried, failure = await self._tried(
+            vector.size, spec.round, lambda last, failed: first + failed
+        )
         self._check_counted(sums, failure)
         clipped = {} if sums is None else vector.clipped(sums.total)
         for name in self._followed.values():
@@ -195,17 +198,24 @@ class RoundEvaluator:
             raise CannotContinue(f"devices cannot evaluate the model: {failure}")
         self._evaluated = self._evaluated or sums is not None
 
-    async def statistics(self, vector: StatisticsVector, first: int) -> Answers:
+    async def statistics(self, vector: StatisticsVector) -> Answers:
         """Sum the counts of the devices' data, in up to `attempts` attempts.
+
+        Attempts are not stored, and have to follow those before an interruption: their numbers are
+        times. One at a time when the clock was wrong is refused by the devices, and does not count.
 
         Args:
             vector: what devices count.
-            first: number of the first attempt, above that of all before it.
 
         Raises:
             CannotContinue: too few devices could be summed in any attempt.
         """
-        sums, _, failure = await self._tried(vector.size, 1, first)
+
+        def number(last: int | None, failed: int) -> int:
+            now = int(self._clock.utc())
+            return now if last is None else max(now, last + 1)
+
+        sums, _, failure = await self._tried(vector.size, 1, number)
         if sums is None:
             raise CannotContinue(
                 f"the devices' data could not be counted: {failure}; a device takes part in "
@@ -214,21 +224,30 @@ class RoundEvaluator:
         return sums
 
     async def _tried(
-        self, size: int, round_: int, first: int
+        self, size: int, round_: int, number: Callable[[int | None, int], int]
     ) -> tuple[Answers | None, list[Sequence[Receipt]], RoundFailed | None]:
-        """The sums, the receipts of each attempt, and the last failure."""
+        """The sums, the receipts of each attempt, and the last failure.
+
+        `number` is that of the next attempt, by the last one that a device may have accepted and
+        by how many have failed.
+        """
+        last: int | None = None
         retries = Retries(self._job, self._clock)
         tried: list[Sequence[Receipt]] = []
         failure: RoundFailed | None = None
+        trying = 0
         async with self._offered() as offer:
 
             async def attempt() -> Answers:
-                number = first + retries.failed  # numbers of attempts only grow
-                return await self._questions.ask(self._question(size, round_, number, offer))
+                nonlocal trying
+                trying = number(last, retries.failed)
+                return await self._questions.ask(self._question(size, round_, trying, offer))
 
-            def note_failure(failed: RoundFailed, last: bool) -> None:
-                nonlocal failure
+            def note_failure(failed: RoundFailed, _last: bool) -> None:
+                nonlocal failure, last
                 failure = failed
+                if failed.may_be_accepted("federated"):
+                    last = trying
                 tried.append(failed.receipts if isinstance(failed, AttemptFailed) else ())
 
             try:

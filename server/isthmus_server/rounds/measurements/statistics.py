@@ -62,10 +62,8 @@ class StatisticsRun:
                 await self.roster.require("federated")
                 settings = parts.job.statistics.on_devices(parts.job.federated)
                 await self.roster.gather_cohort(settings.cohort)
-                # Attempts are not stored, and have to follow those before an interruption.
-                first = int(parts.clock.utc())
                 with self.drain.held():
-                    sums = await parts.evaluator.statistics(vector, first)
+                    sums = await parts.evaluator.statistics(vector)
                 path = self.store.directory / STATISTICS
                 with replacing(path) as file:
                     file.write(json.dumps(self._described(vector, sums), indent=1).encode() + b"\n")

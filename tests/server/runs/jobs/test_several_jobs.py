@@ -155,8 +155,8 @@ async def test_a_job_that_has_waited_asks_in_a_draw_that_its_devices_still_accep
     async with other.turn(NAMES):
         await wait_until(lambda: fleet.shared.turns.waits_for(job.parts.link.account))
         asked = len(draws)
-        later = enrolments.last_draw = enrolments.last_draw + 100
-        enrolments.draws = dict.fromkeys(NAMES, later)
+        later = draws[-1] + 100
+        enrolments.draws.ask(NAMES, later)
     await running
     assert 0 < asked < len(draws) == 9
     assert max(draws[:asked]) < later <= min(draws[asked:])

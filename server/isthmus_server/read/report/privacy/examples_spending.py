@@ -45,7 +45,8 @@ class SpentOnExamples(Record):
         if ledger is None and path.exists():
             known = last_known(store.directory, store.run_state().ledger_head)
             ledger = Ledger.read(path, known)
-        charges = [] if ledger is None else [each.charge for each in ledger.entries.values()]
+        entries = [] if ledger is None else ledger.entries.values()
+        charges = [each.charge for each in entries if each.is_spent]
         events = [each.event for each in charges if each.unit == EXAMPLE]
         spent = 0.0 if ledger is None else ledger.epsilon(privacy.population, privacy.delta)
         devices = store.job.privacy

@@ -86,6 +86,8 @@ class Spending:
         for entry in self.entries:
             charge = entry.charge
             outcome = entry.outcome or "not ended, or cut short by a crash"
+            if not entry.is_spent:
+                outcome = "released, as nobody can have accepted"
             who = f"{len(charge.devices)} devices, {charge.mechanism} noise"
             if isinstance(charge.event, SampledGaussian):
                 who = f"{charge.event.steps} steps of a datacenter, {charge.mechanism}"
@@ -125,7 +127,8 @@ def read_spending(run_dir: Path) -> Spending:
         ledger = Ledger.read(path, last_known(run_dir, state.ledger_head))
         examples = SpentOnExamples.of(store, ledger)
     entries = list(ledger.entries.values())
-    asked = Counter(name for entry in entries for name in entry.charge.devices)
+    spent = [entry.charge for entry in entries if entry.is_spent]
+    asked = Counter(name for charge in spent for name in charge.devices)
     return Spending(
         path=path,
         lines_read=ledger.head.number,
