@@ -25,6 +25,8 @@ from isthmus_server.read.report.explain import explain
 from isthmus_server.read.report.report import read_report
 from isthmus_server.runs.jobs.queue import JobQueue
 from isthmus_server.storage import audit
+from isthmus_server.storage.run_place import FILE as PLACE
+from isthmus_server.storage.run_place import record_place
 from isthmus_server.storage.store import Store
 
 
@@ -80,6 +82,8 @@ def _read_copy(
     copy = scratch / original.name
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(original, copy, symlinks=True)
+    if (copy / PLACE).exists():  # or it would be refused as a copy
+        record_place(copy)
     if file is not None:
         (copy / file.relative_to(original)).write_bytes(changed)
     return read(copy)

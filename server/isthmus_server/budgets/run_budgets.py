@@ -138,7 +138,7 @@ def _check_logged(store: Store, own: Ledger) -> None:
     """
     charged: dict[tuple[int, int], set[str]] = {}
     trained: set[tuple[int, int]] = set()
-    for entry in own.of_run(store.run_id):
+    for entry in own.entries.values():  # also those of the run that this one was branched from
         about = (entry.charge.round, entry.charge.attempt)
         if entry.charge.unit == EXAMPLE:
             trained.add(about)

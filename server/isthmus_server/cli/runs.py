@@ -1,4 +1,4 @@
-"""``isthmus runs``: list, check, repair, copy and delete the directories of runs."""
+"""``isthmus runs``: list, check, repair, copy, branch and delete the directories of runs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def export(run_dir: Path, target: Path) -> None:
 
     refuse_existing(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    rounds = copy_run(run_dir, target)
+    rounds = copy_run(run_dir, target, with_key=False)
     write_manifest(target, "run")
     click.echo(f"{run_dir} as of round {rounds} is in {target}")
 
@@ -110,7 +110,7 @@ def import_(source: Path, run_dir: Path) -> None:
     """Check an exported COPY, and make the new directory RUN of it, to report on or export.
 
     A run that had not ended is cancelled in RUN: it goes on where it came from, and devices must
-    not be asked twice for a round.
+    not be asked twice for a round. `isthmus runs branch` makes a new run of it.
     """
     from isthmus_server.runs.operations.manifest import (
         checked_manifest,
@@ -118,6 +118,8 @@ def import_(source: Path, run_dir: Path) -> None:
         refuse_existing,
     )
     from isthmus_server.runs.operations.run_copies import close_run
+    from isthmus_server.storage.run_place import FILE as PLACE
+    from isthmus_server.storage.run_place import record_copy
 
     manifest = checked_manifest(source, "run")
     refuse_existing(run_dir)
@@ -126,6 +128,8 @@ def import_(source: Path, run_dir: Path) -> None:
     try:
         copy_listed(manifest, source, draft)
         (draft / "logs").mkdir(exist_ok=True)
+        if not (draft / PLACE).exists():  # of a version that did not mark copies
+            record_copy(draft, str(source))
         closed = close_run(draft, "imported from a copy; it goes on where it came from")
         if run_dir.exists():
             run_dir.rmdir()
@@ -134,6 +138,35 @@ def import_(source: Path, run_dir: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     click.echo(f"{run_dir} is as it was exported" + (", and cancelled" if closed else ""))
+
+
+@runs.command()
+@click.argument("source", metavar="RUN", type=_DIRECTORY)
+@click.argument("target", metavar="NEW", type=_DIRECTORY)
+def branch(source: Path, target: Path) -> None:
+    """Make the new run NEW, which begins with the last committed model of RUN.
+
+    RUN may be cancelled, or a copy, which nothing continues. NEW has an id and a noise key of its
+    own, and the privacy ledger of RUN. `isthmus run --resume` continues it. On a server, submit the
+    job again instead.
+    """
+    from isthmus_server.runs.operations.manifest import refuse_existing
+    from isthmus_server.runs.operations.run_copies import branch_run
+    from isthmus_server.storage.run_description import resume_command
+
+    refuse_existing(target)
+    draft = target.with_name(f".{target.name}.part")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        run_id, round_ = branch_run(source, draft)
+        if target.exists():
+            target.rmdir()
+        draft.rename(target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    click.echo(f"{target} is the new run {run_id}, after round {round_} of {source}")
+    click.echo(f"continue it with  {resume_command(target)}")
 
 
 @runs.command()

@@ -145,6 +145,7 @@ def roll_back(directory: Path) -> RolledBack:
     refuse_unprintable(directory)
     with alone_in(directory), contextlib.closing(Store.open_by_log(directory)) as store:
         store.log.check_rows()
+        store.refuse_to_continue()
         try:
             return _Rollback(store).carry_out()
         except (sqlite3.Error, OSError) as error:

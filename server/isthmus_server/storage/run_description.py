@@ -17,6 +17,8 @@ from isthmus.errors import DamagedError, JobError, UserError
 from isthmus.job import Job, read_job
 from isthmus.system.file_lock import file_lock, is_locked
 from isthmus_server.storage.checkpoints import replacing
+from isthmus_server.storage.run_place import FILE as PLACE
+from isthmus_server.storage.run_place import record_place
 from isthmus_server.storage.schema import FORMAT, SCHEMA, log_format, read_log
 from isthmus_server.storage.sealed_database import SealedDatabase, database_error
 
@@ -144,6 +146,7 @@ def begin_log(directory: Path, description: RunDescription) -> None:
             row = (description.run_id, description.to_text())
             log.connection.execute("INSERT INTO run VALUES (?, ?, 'running', '', NULL)", row)
             log.write_head()
+        record_place(directory)
         # Last: with this file there is a run, and its log is complete by now.
         description.write(directory)
 
@@ -180,7 +183,7 @@ def remove_refused_run(directory: Path) -> None:
         try:
             (directory / _SIMULATED).unlink(missing_ok=True)  # or the next run would have it
             (directory / FILE).unlink()  # without it there is no run, whatever else is left
-            for name in _LOG:
+            for name in (PLACE, *_LOG):
                 (directory / name).unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"the run directory {directory} cannot be used: {error}") from error
@@ -194,7 +197,7 @@ def _was_refused(directory: Path) -> bool:
     try:
         # Anything unknown may be the user's, or of a run that did begin.
         names = {path.name for path in directory.iterdir()}
-        if names - {FILE, _SIMULATED, "lock", *_LOG, *_FOLDERS}:
+        if names - {FILE, _SIMULATED, PLACE, "lock", *_LOG, *_FOLDERS}:
             return False
         if any(any((directory / name).iterdir()) for name in _FOLDERS if name in names):
             return False

@@ -3,6 +3,7 @@
 A run directory holds::
 
     job.json                the validated job, and the directory its relative paths start from
+    place.json              which directory this is, to notice that it was copied
     run.sqlite              the round log (WAL)
     run.head                the newest commit of the log, to notice when it is lost
     checkpoints/            model-, served- and optimizer-<round>.safetensors
@@ -56,6 +57,7 @@ from isthmus_server.storage.run_description import (
     refuse_unprintable,
     unusable,
 )
+from isthmus_server.storage.run_place import branch_command, refuse_copy
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.schema import SCHEMA, read_log
 from isthmus_server.storage.sealed_database import SealedDatabase
@@ -80,7 +82,7 @@ class Store:
     """
 
     def __init__(self, directory: Path, description: RunDescription, log: SealedDatabase) -> None:
-        """Use `create`, `open` or `open_to_continue`."""
+        """Use `create`, `open`, `open_to_write` or `open_to_continue`."""
         self.directory = directory
         self.description = description
         self.job = description.job
@@ -147,7 +149,38 @@ class Store:
 
     @classmethod
     def open_to_continue(cls, directory: Path) -> Store:
-        """Check an existing run, and open it for writing.
+        """Check an existing run, and open it for writing; all that continues a run begins here.
+
+        Raises:
+            UserError: there is no run, it is damaged, its log cannot be used, or nothing may
+                continue it; see `refuse_to_continue`.
+        """
+        store = cls.open_to_write(directory)
+        try:
+            store.refuse_to_continue()
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def refuse_to_continue(self) -> None:
+        """Refuse a run that nothing may continue: a cancelled one, and a copy of another directory.
+
+        Raises:
+            UserError: it is one of these.
+        """
+        status, reason, _ = self.status()
+        if status == "cancelled":
+            raise UserError(
+                f"{self.directory} is cancelled ({reason}), and nothing continues it; make a new "
+                f"run of it with `{branch_command(self.directory)}`"
+            )
+        with errors_named(self.directory):
+            refuse_copy(self.directory, private=self.job.privacy is not None)
+
+    @classmethod
+    def open_to_write(cls, directory: Path) -> Store:
+        """Check an existing run, and open it for writing, to end it or to mark it.
 
         Raises:
             UserError: there is no run, it is damaged, or its log cannot be used.
@@ -271,6 +304,30 @@ class Store:
             "UPDATE run SET status=?, reason=?, final=?",
             (status, reason, None if final is None else json.dumps(final.to_json())),
         )
+        self.log.write_head()
+
+    def become(self, description: RunDescription, last: tuple[int, CommittedState] | None) -> None:
+        """Make this log that of a new run, which begins after the last commit.
+
+        Args:
+            description: of the new run.
+            last: the round of the commit, and its state; None if there is none. No datacenter holds
+                a model of the new run.
+        """
+        round_, state = last or (0, None)
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.execute("DELETE FROM attempts WHERE round>?", (round_,))
+        if state is not None:
+            state = dataclasses.replace(state, holder=None)
+            self._db.execute(
+                "UPDATE attempts SET run_state=? WHERE round=? AND state='committed'",
+                (json.dumps(state.to_json()), round_),
+            )
+        self._db.execute(
+            "UPDATE run SET run_id=?, about=?, status='running', reason='', final=NULL",
+            (description.run_id, description.to_text()),
+        )
+        self._db.execute("COMMIT")
         self.log.write_head()
 
     def reopen(self) -> None:

@@ -22,6 +22,7 @@ from isthmus_server.read.report.privacy.spending import read_spending
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
+from isthmus_server.runs.operations.run_copies import branch_run
 from isthmus_server.storage.events import RoundCommitted, RoundPlanned
 from isthmus_server.storage.recovery import verify
 from isthmus_server.storage.store import Store
@@ -196,6 +197,29 @@ async def test_an_older_copy_of_a_run_is_not_continued(deployment, tmp_path):
     refused = pytest.raises(LedgerDamaged, match="the run's directory is an older copy")
     with contextlib.closing(Store.open(copy)) as older, refused:
         Coordinator(RunParts.of(older, deployment.link, populations=populations))
+
+
+async def test_a_branch_of_a_run_has_its_charges_and_noise_of_its_own(deployment, tmp_path):
+    await deployment.start()
+    correlated = (*DISTRIBUTED, "privacy.mechanism=correlated", "privacy.noise=20", "rounds=3")
+    store = deployment.create_run("run", *correlated)
+    again = await deployment.run_until_killed(
+        Coordinator(RunParts.of(store, deployment.link)), RoundCommitted, 1
+    )
+    key = (store.directory / "privacy.key").read_bytes()
+    before = charges(again)
+    branch_run(again.directory, tmp_path / "branch")
+    assert not (tmp_path / "branch/privacy.key").exists()
+    with contextlib.closing(Store.open_to_continue(tmp_path / "branch")) as branch:
+        await Coordinator(RunParts.of(branch, deployment.link)).run()
+        assert branch.last_round() == 3
+        entries = charges(branch)
+    assert (tmp_path / "branch/privacy.key").read_bytes() != key
+    assert entries[:1] == before
+    assert [entry.charge.run for entry in entries] == [store.run_id, *[branch.run_id] * 2]
+    whole = Ledger.read(tmp_path / "branch" / LEDGER_FILE)
+    own = Ledger.read(store.directory / LEDGER_FILE)
+    assert whole.epsilon("devices", 0.01) > own.epsilon("devices", 0.01)
 
 
 async def test_an_older_ledger_of_the_population_is_not_continued(deployment, tmp_path):

@@ -161,7 +161,7 @@ def test_a_round_that_its_participants_cannot_repeat_is_not_dropped(new_run):
     for round_ in (1, 2):
         commit_round(finished, round_, datacenter_step=9)
         commit_round(secure, round_)
-    finished.finish("cancelled", "an operator cancelled it", None)
+    finished.finish("finished", "", None)
     plan_round(secure, 3)
     for store, why in (
         (finished, "the datacenter has deleted its checkpoints since"),

@@ -193,7 +193,7 @@ def open_run(entry: QueuedJob, directory: Path, tasks: Path) -> Store:
     """
     if not (directory / "job.json").exists():
         return Store.create(directory, entry.job, tasks, entry.run_id)
-    store = Store.open_to_continue(directory)
+    store = Store.open_to_write(directory)
     refused = ""
     if store.run_id != entry.run_id:
         refused = (
@@ -205,9 +205,13 @@ def open_run(entry: QueuedJob, directory: Path, tasks: Path) -> Store:
             f"{directory} was cancelled, which the queue of jobs has lost: jobs.sqlite is an "
             "older copy; submit the job again"
         )
-    if refused:
+    try:
+        if refused:
+            raise UserError(refused)
+        store.refuse_to_continue()
+    except BaseException:
         store.close()
-        raise UserError(refused)
+        raise
     return store
 
 
@@ -220,7 +224,7 @@ def cancel_resting(directory: Path) -> None:
         return
     with (
         contextlib.suppress(IsthmusError, OSError, sqlite3.Error),
-        contextlib.closing(Store.open_to_continue(directory)) as store,
+        contextlib.closing(Store.open_to_write(directory)) as store,
         store.locked(),
     ):
         store.finish("cancelled", CANCELLED, None)

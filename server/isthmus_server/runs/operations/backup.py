@@ -85,7 +85,7 @@ def _copy(state: Path, draft: Path) -> None:
         make_private_directory(draft / "runs")
     for run in listed:
         if (run / "job.json").exists():  # one that has begun
-            copy_run(run, draft / "runs" / run.name)
+            copy_run(run, draft / "runs" / run.name, with_key=True)
     if (state / PRIVACY).is_dir():
         make_private_directory(draft / PRIVACY)
         for ledger in sorted((state / PRIVACY).glob("*.ledger")):

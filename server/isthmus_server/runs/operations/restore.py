@@ -31,6 +31,7 @@ from isthmus_server.runs.operations.manifest import (
 )
 from isthmus_server.runs.operations.run_copies import close_run
 from isthmus_server.storage import audit
+from isthmus_server.storage.run_place import record_place
 from isthmus_server.storage.store import Store
 
 
@@ -78,6 +79,7 @@ def restore(
         restoring = _Restoring(draft, manifest, lost)
         if nothing_ran_since:
             restoring.refuse_if_it_ran()
+            restoring.keep_runs()
         else:
             restoring.take_over()
             restoring.close()
@@ -119,6 +121,11 @@ class _Restoring:
                 f"{self.lost} is newer than the backup: {'; '.join(found)}; restore without "
                 "--nothing-ran-since"
             )
+
+    def keep_runs(self) -> None:
+        """Have the runs continued here: nobody continues them where they came from."""
+        for path in _runs_in(self.draft):
+            record_place(path)
 
     def take_over(self) -> None:
         """Use what the lost directory has that continues the backup."""
@@ -177,8 +184,7 @@ class _Restoring:
             f"restored from a backup of {self._when}: what its participants were asked since then "
             "is not known; submit the job again"
         )
-        runs = self.draft / "runs"
-        for path in sorted(runs.iterdir()) if runs.is_dir() else []:
+        for path in _runs_in(self.draft):
             if close_run(path, reason):
                 self.closed.append(path.name)
         if (self.draft / JOBS).exists():
@@ -198,6 +204,11 @@ class _Restoring:
                 for known in registry.participants():
                     if known.revoked is None and known.identity.hex() in identities:
                         registry.revoke(known.name)
+
+
+def _runs_in(state: Path) -> list[Path]:
+    runs = state / "runs"
+    return sorted(runs.iterdir()) if runs.is_dir() else []
 
 
 def _last_round(run: Path) -> int:

@@ -1,18 +1,22 @@
-"""Copy a run as of one commit, also while a server runs it, and end a copy that is older."""
+"""Copy a run as of one commit, also while a server runs it; end a copy, or branch from it."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 from pathlib import Path
 
 from isthmus.errors import DamagedError, UserError
 from isthmus.system.private_files import make_private_directory, write_private_file
 from isthmus_privacy.dp.ledger import HEAD_FILE, LEDGER_FILE, Ledger, LedgerHead
+from isthmus_server.budgets.server_noise import KEY_FILE
 from isthmus_server.runs.operations.databases import copy_database
 from isthmus_server.runs.operations.manifest import copy_private
 from isthmus_server.storage.damage_checks import FINAL_MODEL
 from isthmus_server.storage.run_description import FILE as DESCRIPTION
+from isthmus_server.storage.run_description import new_run_id
+from isthmus_server.storage.run_place import record_copy, record_place
 from isthmus_server.storage.schema import SCHEMA
 from isthmus_server.storage.store import Store
 
@@ -21,10 +25,16 @@ _NOT_COPIED = {"checkpoints", "datacenter", "devices", "lock", "logs", "run.head
 """Copied in another way, or of no use elsewhere."""
 
 
-def copy_run(source: Path, target: Path) -> int:
+def copy_run(source: Path, target: Path, *, with_key: bool) -> int:
     """Copy a run, with the checkpoints of its last commit; returns the last committed round.
 
     Not the output of its processes, nor what devices and ranks on this machine keep.
+
+    Args:
+        source: directory of the run.
+        target: the new directory, which is marked as a copy.
+        with_key: also the key of its noise, with which the copy can be continued where the run is
+            lost. Who has it can subtract the noise.
 
     Raises:
         UserError: there is no run, it is damaged, or it commits faster than it can be copied.
@@ -32,7 +42,9 @@ def copy_run(source: Path, target: Path) -> int:
     for _ in range(_TRIES):
         make_private_directory(target)
         try:
-            return _copy(source, target)
+            last = _copy(source, target, set() if with_key else {KEY_FILE})
+            record_copy(target, str(source.resolve()))
+            return last
         except _Changed:  # a commit has replaced the checkpoints meanwhile
             shutil.rmtree(target)
         except BaseException:
@@ -45,7 +57,7 @@ class _Changed(Exception):
     """The run has gone on, so the copy is begun anew."""
 
 
-def _copy(source: Path, target: Path) -> int:
+def _copy(source: Path, target: Path, left_out: set[str]) -> int:
     with contextlib.closing(Store.open(source)) as store:
         before = store.last_round()
     copy_private(source / DESCRIPTION, target / DESCRIPTION)
@@ -70,7 +82,8 @@ def _copy(source: Path, target: Path) -> int:
         finished, _, final = copy.status()
     for path in source.iterdir():
         name = path.name
-        if name in _NOT_COPIED | {DESCRIPTION, LEDGER_FILE, HEAD_FILE} or name.startswith(
+        copied = {DESCRIPTION, LEDGER_FILE, HEAD_FILE}
+        if name in _NOT_COPIED | copied | left_out or name.startswith(
             ("run.sqlite-", "dropped-", ".")
         ):
             continue
@@ -117,8 +130,40 @@ def close_run(directory: Path, reason: str) -> bool:
     Raises:
         UserError: it is damaged.
     """
-    with contextlib.closing(Store.open_to_continue(directory)) as store, store.locked():
+    with contextlib.closing(Store.open_to_write(directory)) as store, store.locked():
+        # The key of its noise, which another run has used since, or will.
+        (directory / KEY_FILE).unlink(missing_ok=True)
         if store.status()[0] in ("finished", "cancelled"):
             return False
         store.finish("cancelled", reason, None)
         return True
+
+
+def branch_run(source: Path, target: Path) -> tuple[str, int]:
+    """Make a new run that begins with the last committed model of another one.
+
+    It has the log, the model and the privacy ledger of the other one, and an id of its own: devices
+    and datacenters have not seen it, and the key of its noise is made when it is first used. What
+    was asked for after that commit is left out of its log, and stays charged in its ledger.
+
+    Returns its id, and the round after which it begins.
+
+    Raises:
+        UserError: the run has finished, it is damaged, or only a datacenter has its model.
+    """
+    round_ = copy_run(source, target, with_key=False)
+    with contextlib.closing(Store.open_to_write(target)) as store, store.locked():
+        if store.status()[0] == "finished":
+            raise UserError(f"{source} has finished: there is nothing to continue")
+        commits = store.newest_commits()
+        if commits and commits[0][1].model_in_datacenter:
+            raise UserError(
+                f"the model of the last round of {source} is in the datacenter "
+                f"{commits[0][1].holder!r} only, where no other run can have it; go back to an "
+                "earlier round of the original with `isthmus runs rollback`"
+            )
+        description = dataclasses.replace(store.description, run_id=new_run_id(store.job))
+        store.become(description, commits[0] if commits else None)
+        description.write(target)
+        record_place(target)
+    return description.run_id, round_

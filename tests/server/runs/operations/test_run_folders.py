@@ -4,20 +4,22 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import time
 
 import pytest
 from click.testing import CliRunner
 from tests.server.storage.conftest import new_run  # noqa: F401 - a fixture
-from tests.server.storage.rounds import commit_round
+from tests.server.storage.rounds import commit_round, plan_round
 
 from isthmus.errors import DamagedError, UserError
 from isthmus.system.sealed_files import write_sealed_bytes
 from isthmus_server.cli.runs import runs
+from isthmus_server.runs.local.session import LocalRun
 from isthmus_server.runs.operations.retention import ListedRun, RetentionPolicy, to_prune
 from isthmus_server.storage import audit
 from isthmus_server.storage.records import FinalModel
-from isthmus_server.storage.recovery import verify
+from isthmus_server.storage.recovery import roll_back, verify
 from isthmus_server.storage.store import Store
 
 
@@ -92,6 +94,64 @@ def test_a_run_that_goes_on_elsewhere_is_cancelled_where_it_is_imported(new_run,
     with contextlib.closing(Store.open(tmp_path / "again")) as copy:
         assert copy.status()[0] == "cancelled"
         assert copy.last_round() == 1
+    for again in (Store.open_to_continue, LocalRun.resumed, roll_back):
+        with pytest.raises(
+            UserError, match=r"is cancelled \(imported from .* nothing continues it"
+        ):
+            again(tmp_path / "again")
+
+
+def test_a_copy_is_recognised_and_a_moved_run_is_not_taken_for_one(ended, tmp_path):
+    run = ended("one", "failed")
+    copied = pytest.raises(UserError, match=r"is a copy of the run in .*/one, and nothing contin")
+    for copy in (tmp_path / "copy", tmp_path / "another"):
+        shutil.copytree(run, copy)
+        for again in (Store.open_to_continue, roll_back):
+            with copied:
+                again(copy)
+    with contextlib.closing(Store.open(copy)) as store:  # reports read it
+        assert store.last_round() == 3
+    moved = run.rename(tmp_path / "moved")
+    Store.open_to_continue(moved).close()
+    copy.rename(moved.with_name("copy-of-moved"))
+    with copied:
+        Store.open_to_continue(moved.with_name("copy-of-moved"))
+    shutil.copytree(moved, copy)
+    shutil.rmtree(moved)
+    copy.rename(moved)  # put back from a copy of the files
+    Store.open_to_continue(moved).close()
+    Store.open_to_continue(moved).close()
+
+
+def test_an_exported_run_that_has_finished_is_a_copy_too(ended, tmp_path):
+    command("export", ended("one"), tmp_path / "copy")
+    command("import", tmp_path / "copy", tmp_path / "again")
+    for directory in ("copy", "again"):
+        with pytest.raises(UserError, match="is a copy of the run in"):
+            Store.open_to_continue(tmp_path / directory)
+    with pytest.raises(UserError, match="has finished: there is nothing to continue"):
+        command("branch", tmp_path / "again", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_branch_is_another_run_after_the_same_round(new_run, tmp_path):  # noqa: F811
+    store = new_run("one")
+    commit_round(store, 1)
+    commit_round(store, 2)
+    plan_round(store, 3)
+    command("export", store.directory, tmp_path / "copy")
+    command("import", tmp_path / "copy", tmp_path / "again")
+    said = command("branch", tmp_path / "again", tmp_path / "new")
+    assert f"continue it with  isthmus run --resume --run-dir {tmp_path / 'new'}\n" in said
+    with contextlib.closing(Store.open_to_continue(tmp_path / "new")) as branch:
+        assert branch.run_id != store.run_id
+        assert branch.run_id in said
+        assert (branch.job, branch.base) == (store.job, store.base)
+        assert branch.status() == ("running", "", None)
+        state = branch.run_state()
+        assert (state.round, state.attempts, state.cut_short) == (2, 0, None)
+        assert state.models == store.run_state().models
+    assert [finding for finding in verify(tmp_path / "new") if finding.damage] == []
 
 
 def test_pruning_keeps_what_can_go_on_and_records_what_it_deletes(ended, tmp_path):

@@ -85,7 +85,7 @@ class Spending:
             )
         for entry in self.entries:
             charge = entry.charge
-            outcome = entry.outcome or "not ended, or cut short by a crash"
+            outcome: str = entry.outcome or "not ended, or cut short by a crash"
             if not entry.is_spent:
                 outcome = "released, as nobody can have accepted"
             who = f"{len(charge.devices)} devices, {charge.mechanism} noise"
