@@ -176,6 +176,14 @@ async def send_result(
     await stream.send(link_pb2.Envelope(chunk=absent))
 
 
+def is_step_of_a_sum(request: link_pb2.Request) -> bool:
+    """Whether the work is of use only if the participant also takes the steps that follow it."""
+    kind = request.WhichOneof("work")
+    if kind == "train_local" and request.train_local.keep:
+        return True
+    return kind in ("train_local", "score", "evaluate") and bool(getattr(request, kind).secure)
+
+
 def failure(reason: str, code: str = "") -> link_pb2.Reply:
     """A reply that the work could not be done.
 

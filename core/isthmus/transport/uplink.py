@@ -27,7 +27,14 @@ from isthmus.transport.backoff import Backoff
 from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, into
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.renewal import CertificateRenewal
-from isthmus.transport.requests import OpenRequest, RequestLimits, failure, model_of, send_result
+from isthmus.transport.requests import (
+    OpenRequest,
+    RequestLimits,
+    failure,
+    is_step_of_a_sum,
+    model_of,
+    send_result,
+)
 from isthmus.transport.shared_memory import machine
 from isthmus.transport.stream import GONE, Stream, to_the_end
 from isthmus.transport.worker import Worker
@@ -188,11 +195,15 @@ class Uplink:
     async def leave(self, grace_seconds: float) -> None:
         """Begin no more requests, give the running ones that long to end, then end `run`.
 
-        A request that has not ended by then is given up. The server is told, so that it does not
-        wait for the lease.
+        A request that has not ended by then is given up, and at once one whose result is for a sum
+        that needs this participant afterwards: the others would wait for it, and then lose their
+        sum. The server is told, so that it does not wait for the lease.
         """
         self._leaving = True
         log.info("%s leaves as soon as its requests have ended", self.name)
+        for job in [job for job in self._jobs.values() if is_step_of_a_sum(job.request)]:
+            del self._jobs[job.id]
+            self._drop(job, False, f"{self.name} leaves, and is not in the sum")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_seconds):
                 while any(job.task is not None for job in self._jobs.values()):

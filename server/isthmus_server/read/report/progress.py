@@ -218,14 +218,19 @@ class ProgressView:
 
 def waiting_for(event: WaitingForParticipants) -> str:
     """What a run waits for, and who is missing, as far as that is known."""
-    wanted = {"device": event.clients, "datacenter": event.datacenters}
+    too_few = event.ready < event.clients
+    wanted = {"device": event.clients if too_few else 0, "datacenter": event.datacenters}
     counts = [f"{n} {noun}{'s' * (n > 1)}" for noun, n in wanted.items() if n]
-    line = f"waiting for {' and '.join(counts) or 'participants'}"
-    if event.clients:
+    names = ", ".join(map(in_a_line, event.missing[:8]))
+    names += f" and {len(event.missing) - 8} more" if len(event.missing) > 8 else ""
+    # With enough devices it waits for certain ones, which took part before for example.
+    line = f"waiting for {' and '.join(counts) or names or 'more participants'}"
+    if too_few:
         line += f"; ready: {event.ready} of {event.clients} devices"
-    if event.missing:
-        more = f" and {len(event.missing) - 8} more" if len(event.missing) > 8 else ""
-        line += f"; missing: {', '.join(map(in_a_line, event.missing[:8]))}{more}"
+    elif event.clients:
+        line += f"; ready: {event.ready} device{'s' * (event.ready > 1)}"
+    if counts and names:
+        line += f"; missing: {names}"
     return line
 
 

@@ -40,6 +40,7 @@ from isthmus_server.regimes.call import (
 )
 from isthmus_server.regimes.plaintext import UPLOADS_AT_ONCE
 from isthmus_server.regimes.reasons import UNREACHABLE, anonymous, group_reasons, summarize_failures
+from isthmus_server.regimes.secure_sums.departures import Departures
 from isthmus_server.regimes.secure_sums.local_logs import LocalLogs
 from isthmus_server.regimes.secure_sums.round_configs import AttemptUnmaskings, BeforeUnmasking
 from isthmus_server.regimes.secure_sums.stated_draw import StatedDraw
@@ -171,14 +172,21 @@ class SecureAggregationAttempt:
         """
         session = self._session
         await self._step(
-            "training", self._receipts.names, self._train, trained_by, self._config.clients_max
+            "training",
+            self._receipts.names,
+            self._train,
+            trained_by,
+            self._config.clients_max,
+            until_masked=True,
         )
         self._check_complete()
         roster = session.finish_advertise_keys()
         self._limits = StepLimits.of(
             self._context.job.time, self._config, clients=len(roster.entries)
         )
-        await self._short_step("sharing keys", {"roster": roster.to_bytes()}, self._take_shares)
+        await self._short_step(
+            "sharing keys", {"roster": roster.to_bytes()}, self._take_shares, until_masked=True
+        )
         self._check_complete()
         session.finish_share_keys()
         # Not the end of the round alone: the slower the training was, the less would be left for
@@ -242,12 +250,15 @@ class SecureAggregationAttempt:
         part: Callable[[str], Awaitable[None]],
         deadline: float,
         wanted: int | None = None,
+        *,
+        until_masked: bool = False,
     ) -> None:
         """Run a step on all devices; one that fails gets a receipt and leaves the protocol.
 
         Ends when all are done, when the messages of `wanted` devices have arrived, when the quorum
         cannot be reached any more, or at the deadline (loop time). While nobody has accepted, those
-        who have not answered get a moment to refuse as well.
+        who have not answered get a moment to refuse as well. `until_masked`: a device that leaves
+        the server after it has done this step cannot be in the sum.
         """
 
         async def guarded(name: str) -> None:
@@ -268,18 +279,22 @@ class SecureAggregationAttempt:
         }
         pending: set[asyncio.Task[None]] = set(names_by_task)
         reason = f"it did not finish {what} in time"
+        departures = Departures(self._context.link.listeners)
+        gone: Collection[str] = ()
         try:
             while pending:
                 left = deadline - asyncio.get_running_loop().time()
-                _, pending = await asyncio.wait(
-                    pending, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
-                )
+                pending = await departures.or_finished(pending, max(0.0, left))
                 # Only in training. Later, a device that is left out has to be recovered by the
                 # others, which costs more than to wait for it.
                 if wanted is not None and self._received >= wanted:
                     reason = ENOUGH
                     break
-                if self._received + len(pending) < self._needed and reason != UNREACHABLE:
+                if until_masked:
+                    at_work = {names_by_task[task] for task in pending}
+                    gone = departures.names & (self._participating - at_work)
+                reachable = self._received - len(gone) + len(pending)
+                if reachable < self._needed and reason != UNREACHABLE:
                     reason = UNREACHABLE
                     now = asyncio.get_running_loop().time()
                     deadline = min(deadline, now + ANSWER_SECONDS)
@@ -292,7 +307,10 @@ class SecureAggregationAttempt:
                     break
             for task in pending:
                 self._receipts.record(names_by_task[task], "dropped", reason)
+            for name in gone:
+                self._receipts.record(name, "dropped", f"lost: it left after {what}", late=False)
         finally:
+            departures.end()
             # All have ended before the next step begins, which must not get a message of this one.
             for task in names_by_task:
                 task.cancel()
@@ -323,8 +341,18 @@ class SecureAggregationAttempt:
                 "part only together: they have unmasked a sum of the same model or round"
             )
 
+    @property
+    def _participating(self) -> set[str]:
+        """Devices that are still in the protocol: those without a receipt."""
+        return {name for name in self._receipts.names if name not in self._receipts}
+
     async def _short_step(
-        self, what: str, message: dict[str, bytes], take: Callable[[str, bytes], None]
+        self,
+        what: str,
+        message: dict[str, bytes],
+        take: Callable[[str, bytes], None],
+        *,
+        until_masked: bool = False,
     ) -> None:
         """A step without training or vectors, on all remaining devices."""
 
@@ -333,7 +361,7 @@ class SecureAggregationAttempt:
                 take(name, reply.secure_stepped.message)
 
         deadline = asyncio.get_running_loop().time() + self._limits.step_seconds
-        await self._step(what, self._session.missing, part, deadline)
+        await self._step(what, self._session.missing, part, deadline, until_masked=until_masked)
 
     def _call_step(
         self, name: str, message: dict[str, bytes]

@@ -155,6 +155,18 @@ def test_no_event_of_a_server_forges_lines_or_controls_the_terminal(text):
             WaitingForParticipants(clients=4, datacenters=1, ready=1, missing=("a",)),
             "waiting for 4 devices and 1 datacenter; ready: 1 of 4 devices; missing: a",
         ),
+        (
+            WaitingForParticipants(clients=4, datacenters=0, ready=5, missing=("phone-1",)),
+            "waiting for phone-1; ready: 5 devices",
+        ),
+        (
+            WaitingForParticipants(clients=1, datacenters=1, ready=1, missing=("dc",)),
+            "waiting for 1 datacenter; ready: 1 device; missing: dc",
+        ),
+        (
+            WaitingForParticipants(clients=4, datacenters=0, ready=5),
+            "waiting for more participants; ready: 5 devices",
+        ),
     ],
 )
 def test_a_wait_names_only_what_is_needed(event, line):
