@@ -106,9 +106,10 @@ class OwnerLimits(Section):
     """CPU limit in percent of one core; see `isthmus_clients.device.resource_limits`."""
     memory_mb: Annotated[int, Field(ge=128)] | None = None
     """Memory limit of the process; see `isthmus_clients.device.resource_limits`."""
-    open_runs: Annotated[int, Field(ge=1)] = 1
+    open_runs: Annotated[int, Field(ge=1)] | None = None
     """Runs whose task and data stay in memory at a time, for servers with several jobs at once; a
-    run above it is opened again for its next round. Each has a process, up to `memory_mb`."""
+    run above it is opened again for its next round. Each has a process, up to `memory_mb`. None is
+    as many as memory allows, see `isthmus_clients.device.sandbox.process_host.MOST_OPEN`."""
     personal_mb: Annotated[int, Field(ge=0)] = 0
     """Disk space for what jobs keep on this device between rounds (`exchange.personal`), of all
     runs; the run that was used longest ago is forgotten first. 0 refuses such jobs: a lying server

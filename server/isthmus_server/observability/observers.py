@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -117,6 +118,8 @@ class Observers:
         self._trackers = trackers or {}
         self.followers: list[Callable[[str, str, EventStream], AbstractContextManager[None]]] = []
         """Follow each run while it is watched: its id, its label, and its events."""
+        self._ending: dict[str, asyncio.Task[None]] = {}
+        """By label: what still handles the events of a run that has ended."""
 
     @classmethod
     def of_options(
@@ -190,15 +193,35 @@ class Observers:
             finally:
                 measuring.cancel()
 
+    def _end_later(self, label: str, ending: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(ending)
+        self._ending[label] = task
+
+        def forget(ended: asyncio.Task[None]) -> None:
+            if self._ending.get(label) is ended:
+                del self._ending[label]
+
+        task.add_done_callback(forget)
+
+    async def ended(self) -> None:
+        """Wait until those that watched runs which have ended have handled their events."""
+        await asyncio.gather(*self._ending.values())
+
     @asynccontextmanager
-    async def watching(self, store: Store, events: EventStream, label: str) -> AsyncIterator[None]:
+    async def watching(
+        self, store: Store, events: EventStream, label: str, *, waits: bool = True
+    ) -> AsyncIterator[None]:
         """Watch one run during the block.
 
         Args:
             store: the run, which stays the caller's.
             events: its events.
             label: the job's name in logs and metrics.
+            waits: at the end of the block, until those that watch have handled all events. Without
+                it they do so while other runs go on; see `ended`.
         """
+        if (before := self._ending.get(label)) is not None:
+            await before  # of the same run, before it was paused: they would write to one place
         sinks: list[EventSink] = []
         if self._lines is not None:
             sinks.append(JsonEventSink(self._lines, label))
@@ -219,7 +242,8 @@ class Observers:
         async with AsyncExitStack() as stack:
             for follow in self.followers:
                 stack.enter_context(follow(store.run_id, label, events))
-            threads = await stack.enter_async_context(sinks_of(events, sinks))
+            later = None if waits else partial(self._end_later, label)
+            threads = await stack.enter_async_context(sinks_of(events, sinks, later))
             if figures is None or self.metrics is None:
                 yield
                 return

@@ -9,8 +9,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from isthmus.printable import in_a_line
 from isthmus_server.storage.events import (
@@ -22,6 +23,9 @@ from isthmus_server.storage.events import (
 
 CAPACITY = 1000
 """Events that wait for a sink at most."""
+
+_SILENT_SECONDS = 2.0
+"""Time for sinks to end before somebody is told what is waited for."""
 
 _REPEATED = (ParticipantProgress, WaitingForParticipants)
 """Events that a later one replaces: the first to be dropped."""
@@ -94,6 +98,11 @@ class SinkThread:
             self._waiting.append(event)
             self._changed.notify()
 
+    @property
+    def close_seconds(self) -> float:
+        """See `EventSink.close_seconds`."""
+        return self._sink.close_seconds
+
     def close(self) -> None:
         """Let the sink handle what is queued and end, for at most its `close_seconds`."""
         seconds = self._sink.close_seconds
@@ -151,9 +160,14 @@ def _printable(error: BaseException) -> str:
 
 @asynccontextmanager
 async def sinks_of(
-    events: EventStream, sinks: Sequence[EventSink]
+    events: EventStream,
+    sinks: Sequence[EventSink],
+    later: Callable[[Coroutine[Any, Any, None]], None] | None = None,
 ) -> AsyncIterator[tuple[SinkThread, ...]]:
-    """Pass the events of a run to sinks during the block; waits for them at its end."""
+    """Pass the events of a run to sinks during the block; waits for them at its end.
+
+    `later` is given that wait, if the block is not to have it.
+    """
     threads = tuple(SinkThread(sink) for sink in sinks)
     leave = [events.subscribe(thread) for thread in threads]
     try:
@@ -161,5 +175,23 @@ async def sinks_of(
     finally:
         for unsubscribe in leave:
             unsubscribe()
-        # In threads, because the loop also serves other runs.
-        await asyncio.gather(*(asyncio.to_thread(thread.close) for thread in threads))
+        if later is None:
+            await _end_of(threads)
+        else:
+            later(_end_of(threads))
+
+
+async def _end_of(threads: Sequence[SinkThread]) -> None:
+    """Wait until sinks have handled what is queued, each for at most its `close_seconds`."""
+    # In threads, because the loop also serves other runs.
+    closing = {asyncio.create_task(asyncio.to_thread(each.close)): each for each in threads}
+    if not closing:
+        return
+    _, slow = await asyncio.wait(closing, timeout=_SILENT_SECONDS)
+    for task in slow:
+        log.warning(
+            "a run has ended, and its sink %r has not: it gets up to %g s to handle what is left",
+            closing[task].name,
+            closing[task].close_seconds,
+        )
+    await asyncio.gather(*closing)

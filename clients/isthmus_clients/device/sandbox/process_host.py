@@ -22,6 +22,7 @@ from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.owner_limits import OwnerLimits
 from isthmus_clients.device.sandbox.confinement import Confinement
+from isthmus_clients.device.sandbox.memory_room import available_memory, memory_of_group
 from isthmus_clients.device.sandbox.settings import WorkerSettings
 from isthmus_clients.device.sandbox.task_process import TaskProcess
 from isthmus_clients.device.task_host import TrainingResult, states_key
@@ -32,6 +33,10 @@ log = logging.getLogger(__name__)
 
 _OPEN_SECONDS = 1800.0
 """Longest time in which a task may build its model and open its data."""
+MOST_OPEN = 8
+"""Most runs that stay in memory if the owner has set no number. Less if the memory that this
+machine has available is below twice that of the largest, or all together exceed the owner's
+`memory_mb`."""
 _OUTCOMES = {
     "train_local": "trained",
     "score": "scored",
@@ -128,7 +133,11 @@ class ProcessHost:
         self._opened: _Opened | None = None
         self._kept: dict[str, _Opened] = {}
         """Other runs that stay in memory, by identity, the one used longest ago first."""
-        self._max_kept = limits.open_runs - 1
+        self._max_open = limits.open_runs
+        # A process that is kept also keeps memory of an accelerator, of which nothing is known.
+        if self._max_open is None and device != "cpu":
+            self._max_open = 1
+        self._memory_limit = math.inf if limits.memory_mb is None else limits.memory_mb << 20
         self._states = PersonalStates(self._state / "personal", limits.personal_mb)
         self._saved: tuple[str, PersonalState, int] | None = None
         """The request that has trained the last personal state, the state, and its round."""
@@ -298,11 +307,28 @@ class ProcessHost:
             found = self._kept.pop(run_id, None)
             if opened is not None:
                 self._kept[opened.work.run_id] = opened
-            excess = max(0, len(self._kept) - self._max_kept)
-            closed = [self._kept.pop(each) for each in list(self._kept)[:excess]]
+            excess = len(self._kept) - self._most_kept()
+            closed = [self._kept.pop(each) for each in list(self._kept)[: max(0, excess)]]
         for run in closed:
             _end(run)
         return found
+
+    def _most_kept(self) -> int:
+        """How many of the kept runs may stay in memory besides the one that is opened now."""
+        if self._max_open is not None:
+            return self._max_open - 1
+        # The latest first: those that are used next, as jobs take turns.
+        runs = reversed(self._kept.values())
+        sizes = [memory_of_group(run.process.pid) if run.process else 0 for run in runs]
+        # The run that is opened may become as large as the largest, and its round needs as much.
+        available = available_memory() - 2 * max(sizes, default=0)
+        kept = 0
+        for number in range(1, min(len(sizes), MOST_OPEN - 1) + 1):
+            ended = sum(sizes[number:])
+            in_all = sum(sizes[:number]) + max(sizes)
+            if available + ended >= 0 and in_all <= self._memory_limit:
+                kept = number
+        return kept
 
     def _run(self) -> _Opened:
         opened = self._opened

@@ -132,6 +132,7 @@ class JobRunner:
                 assert job.task is not None
                 job.task.cancel()
             await self._ended()
+            await self.observers.ended()
 
     async def _ended(self) -> None:
         tasks = [job.task for job in self._running.values() if job.task is not None]

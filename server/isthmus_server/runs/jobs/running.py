@@ -109,7 +109,7 @@ class RunningJob:
             torch.set_num_threads(1)
             events = EventStream()
             with store.locked():
-                async with observers.watching(store, events, self.entry.id):
+                async with observers.watching(store, events, self.entry.id, waits=False):
                     events.subscribe(self._note_waiting)
                     if isinstance(self.link, JobLink):
                         check_memory(store.job, tasks)

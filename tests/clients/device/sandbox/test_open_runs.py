@@ -1,5 +1,9 @@
 """Runs that a device keeps in memory at a time, for jobs that take turns on it."""
 
+import math
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from tests import forked_tasks
@@ -8,6 +12,8 @@ from tests.clients.device.sandbox.test_process_host import Device, opening, trai
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.device.owner_limits import OwnerLimits
+from isthmus_clients.device.sandbox import process_host
+from isthmus_clients.device.sandbox.memory_room import available_memory, memory_of_group
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +48,62 @@ def test_runs_that_their_owner_lets_open_keep_their_processes(tmp_path):
         host.close()
         for process in processes.values():
             process.wait()
+
+
+@pytest.mark.parametrize(
+    ("limits", "available", "kept"),
+    [
+        (OwnerLimits(), 1 << 40, True),
+        (OwnerLimits(), 1 << 20, False),
+        (OwnerLimits(memory_mb=128), 1 << 40, False),
+        (OwnerLimits(open_runs=1), 1 << 40, False),
+    ],
+)
+def test_without_a_number_runs_stay_open_as_far_as_memory_allows(
+    tmp_path, monkeypatch, limits, available, kept
+):
+    monkeypatch.setattr(process_host, "available_memory", lambda: available)
+    # So that they start below the limit of 128 MB, which the kernel would apply as well.
+    monkeypatch.setattr(process_host, "memory_of_group", lambda pid: 100 << 20)
+    unlimited = limits.model_copy(update={"memory_mb": None})
+    device = Device(tmp_path, limits=unlimited)
+    device.host._memory_limit = math.inf if limits.memory_mb is None else limits.memory_mb << 20
+    processes = []
+    try:
+        for name in "ab":
+            device.host.open(opening(run_id=name))
+            processes.append(device.host.process)
+        device.host.open(opening(run_id="a"))
+        assert (device.host.process is processes[0]) == kept
+        processes.append(device.host.process)
+    finally:
+        device.host.close()
+        for process in processes:
+            process.wait()
+
+
+def test_the_memory_of_a_group_and_what_is_available_are_those_of_the_kernel(tmp_path):
+    used = memory_of_group(os.getpgrp())
+    (resident,) = (
+        int(line.split()[1]) << 10
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmRSS:")
+    )
+    assert used > 0.9 * resident
+    assert memory_of_group(-5) == 0
+    group = tmp_path / "cgroup/isthmus/device"
+    group.mkdir(parents=True)
+    proc = tmp_path / "proc"
+    (proc / "self").mkdir(parents=True)
+    assert available_memory(proc, tmp_path / "cgroup") == 0  # nothing is known
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
+    (proc / "self/cgroup").write_text("0::/isthmus/device\n")
+    assert available_memory(proc, tmp_path / "cgroup") == 5000 << 10
+    (group / "memory.max").write_text("max\n")
+    (group.parent / "memory.max").write_text(f"{3000 << 10}\n")
+    (group.parent / "memory.current").write_text(f"{1000 << 10}\n")
+    assert available_memory(proc, tmp_path / "cgroup") == 2000 << 10
+    assert available_memory() > 0
 
 
 def test_a_refused_update_forgets_the_state_of_its_own_run(tmp_path):
