@@ -22,6 +22,7 @@ from isthmus_clients.device.agent import Agent, serve
 from isthmus_clients.device.owner_limits import LimitsGuard, load
 from isthmus_clients.device.sandbox.process_host import ProcessHost
 from isthmus_clients.device.systemd import GRACE_SECONDS, unit
+from isthmus_clients.device.update_tally import UpdateTally
 from isthmus_clients.training.accelerator import check_choice
 from isthmus_clients.training.examples_account import LEDGER_NAME, ExamplesAccount, spent_of
 from isthmus_clients.training.history_files import begin_history, replace_history
@@ -112,6 +113,14 @@ def spent(state: Path, delta: float) -> None:
             f"together: epsilon {together:.4g} at delta {delta:g} for one {EXAMPLE} of this device "
             f"({ZERO_OUT}); the chain of {account} is intact"
         )
+
+
+@client.command()
+@_STATE
+def status(state: Path) -> None:
+    """Say which server this device has joined, and how many of its updates had an effect."""
+    member = Membership(state)
+    click.echo(f"{member.name} of {member.server}: {UpdateTally.read(state).sentence}")
 
 
 @client.command()
@@ -252,6 +261,7 @@ def start(
             history_file=begin_history(member),
             residuals=state / "residuals",
             account=ExamplesAccount(state, limits.privacy.examples_epsilon, limits.privacy.delta),
+            tally=UpdateTally(state),
             tasks=tasks,
             guard=guard,
             host=host,

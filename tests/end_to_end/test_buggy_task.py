@@ -20,10 +20,11 @@ def test_the_sentence_at_the_end_leads_to_the_traceback(
     folder: Path, start: Any, where: str
 ) -> None:
     task = folder / "task.py"
-    lines = task.read_text().replace(BUGS[where], "return undefined_name").splitlines()
+    mended = task.read_text()
+    lines = mended.replace(BUGS[where], "return undefined_name").splitlines()
     task.write_text("\n".join(lines))
     number = lines.index("        return undefined_name") + 1
-    changes = ("strategy.policy=federated", "datacenter.ranks=0", "attempts=1")
+    changes = ("strategy.policy=federated", "datacenter.ranks=0", "attempts=1", "rounds=1")
     run = start("job.toml", "--run-dir", "run", *(p for c in changes for p in ("--set", c)))
     assert run.finish() == 1
     last = run.output.strip().splitlines()[-1]
@@ -32,3 +33,8 @@ def test_the_sentence_at_the_end_leads_to_the_traceback(
     text = (folder / log[0]).read_text()
     assert "Traceback" in text
     assert f"{task}:{number}: NameError: name 'undefined_name' is not defined" in text
+    if where == "training":
+        assert "; mend the task, in the same way on the server and on each device" in last
+        task.write_text(mended)
+        again = start("--resume", "--run-dir", "run")
+        assert again.finish() == 0, again.output

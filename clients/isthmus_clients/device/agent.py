@@ -25,6 +25,7 @@ from isthmus_clients.device.resource_limits import CpuThrottle
 from isthmus_clients.device.secure_measurements import evaluate, score
 from isthmus_clients.device.secure_sessions import SecureSessions
 from isthmus_clients.device.task_host import InProcessHost, TaskHost
+from isthmus_clients.device.update_tally import UpdateTally
 from isthmus_clients.training.examples_account import ExamplesAccount
 from isthmus_clients.training.personal_state import PersonalStates
 from isthmus_clients.training.withholding import constant_failures
@@ -70,6 +71,7 @@ class Agent:
         states: PersonalStates | None = None,
         residuals: Path | None = None,
         account: ExamplesAccount | None = None,
+        tally: UpdateTally | None = None,
     ) -> None:
         """Create a device.
 
@@ -92,8 +94,9 @@ class Agent:
             states: keeps what stays on the device between rounds, without a `host`; None keeps it
                 as long as this process runs.
             residuals: directory for what compressed updates leave to be sent later; None keeps
-                that as long as this process runs, as it does the `account`.
+                that as long as this process runs, as it does the `account` and the `tally`.
             account: what training has cost the examples of this device.
+            tally: counts its updates for its owner.
         """
         self._shares = shares
         self.participant = participant
@@ -101,6 +104,7 @@ class Agent:
         self.hours = hours
         self.tasks = tasks
         self._account = account or ExamplesAccount(None)
+        self._tally = tally or UpdateTally(None)
         self._active: ActiveRun | None = None
         self._guard = guard
         self._log_file = log_file
@@ -108,7 +112,7 @@ class Agent:
         self._throttle = CpuThrottle(None if limits is None else limits.cpu_percent)
         privacy = None if limits is None else limits.privacy
         self._secure = SecureSessions(
-            participant.name, signing_key, history_file, privacy, threads, residuals
+            participant.name, signing_key, history_file, privacy, threads, residuals, self._tally
         )
         pause = self._throttle.pause
         states = states or PersonalStates(None)
@@ -334,6 +338,7 @@ class Agent:
         report = progress if run.reports else lambda _: None
         with constant_failures(run.account is not None, self._log_file, on_data=True):
             trained, update = self.host.train(request.id, work, payload, report)
+            self._tally.note(trained.examples > 0)
             run.protect(trained, update)
             update = run.encoded(work, update)
         trained.result.CopyFrom(self._named(update))

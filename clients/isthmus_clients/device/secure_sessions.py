@@ -19,6 +19,7 @@ from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.seen_clocks import SeenClocks
 from isthmus_clients.device.task_host import TaskHost, TrainingResult, train_silently
+from isthmus_clients.device.update_tally import UpdateTally
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,7 @@ class SecureSessions:
         privacy: PrivacyLimits | None,
         threads: int,
         residuals: Path | None = None,
+        tally: UpdateTally | None = None,
     ) -> None:
         """Identify the device.
 
@@ -62,8 +64,10 @@ class SecureSessions:
                 selection of devices.
             threads: CPU threads used for masking.
             residuals: directory for what compressed updates leave; None keeps it in memory.
+            tally: counts the updates; None for one of this process.
         """
         self._name = name
+        self._tally = tally or UpdateTally(None)
         self._signing_key = signing_key or Ed25519PrivateKey.generate()
         self._history_file = history_file
         self._privacy = privacy
@@ -298,7 +302,7 @@ class SecureSessions:
         figures = dict.fromkeys((slot.name for slot in config.slots), 0.0)
         if result is None:
             zeros = torch.zeros(1).expand(layout.size)  # takes no memory
-            return self.join(attempt, zeros, 0, unusable(figures), seed)
+            return self.join(attempt, zeros, 0, unusable(figures), seed, self._tally.note)
         trained, update = result
         vector = layout.decode(update).mul_(scale)
         if privacy is not None:
@@ -307,7 +311,7 @@ class SecureSessions:
                 longer = clip_to_norm(vector, config.clip if moves else privacy.clip)
                 if moves:
                     figures[WITHIN_CLIP.name] = float(not longer)
-            return self.join(attempt, vector, 1, figures, seed)
+            return self.join(attempt, vector, 1, figures, seed, self._tally.note)
         if "loss" in figures:
             figures["loss"] = trained.training.get("loss", 0.0)
         if residual is not None:
@@ -316,7 +320,7 @@ class SecureSessions:
         if GRADIENT_LOST.name in figures:
             gradient = vector[: run.layout.size]
             figures[GRADIENT_LOST.name] = lost_in_clipping(gradient, config.clip)
-        return self.join(attempt, vector, trained.examples, figures, seed)
+        return self.join(attempt, vector, trained.examples, figures, seed, self._tally.note)
 
     def rho(self, run_id: str) -> float:
         """See `History.rho`, of all sums of a run: of updates, evaluations and comparisons."""
@@ -340,10 +344,12 @@ class SecureSessions:
         examples: int,
         figures: Mapping[str, float],
         seed: bytes,
+        note: Callable[[bool], None] = lambda usable: None,
     ) -> link_pb2.Reply:
         """Encode a vector and begin the attempt; one that cannot be encoded is replaced by zeros.
 
-        The reply has only keys: not even how long the device took, which depends on its data.
+        `note` learns whether the vector has any weight. The reply has only keys: not even how long
+        the device took, which depends on its data.
         """
         import torch
 
@@ -354,6 +360,8 @@ class SecureSessions:
             zeros = torch.zeros(1, dtype=vector.dtype).expand(vector.shape)  # takes no memory
             keys = attempt.advertise_keys(zeros, examples=0, figures=unusable(figures), seed=seed)
             attempt.sent = None  # of the vector, see `Residual.save`
+            examples = 0
+        note(examples > 0)
         self._current = attempt
         return link_pb2.Reply(trained=link_pb2.Trained(secure=keys.to_bytes()))
 

@@ -26,6 +26,12 @@ from isthmus_server.strategy.decision import Decision, decide
 from isthmus_server.strategy.policy import BEST, CURRENT, SERVED, Compare, Plan, Stop
 from isthmus_server.strategy.round_spec import RoundSpec
 
+MEND_TASK = (
+    "; mend the task, in the same way on the server and on each device that has its code, and "
+    "continue the run: it goes on after its last committed round"
+)
+"""What a run needs whose round failed because of its task."""
+
 SAVE_ELAPSED_SECONDS = 30.0
 """Interval in which the run's elapsed time is stored."""
 
@@ -182,9 +188,12 @@ class Coordinator:
                 attempt, note_failure, self.drain
             )
         except GivenUp as given_up:
+            mend = ""
+            if isinstance(given_up.failure, AttemptFailed) and given_up.failure.task_failures:
+                mend = MEND_TASK
             raise CannotContinue(
                 f"round {self.state.round + 1} failed {given_up.attempts} times; the last "
-                f"time because: {given_up}"
+                f"time because: {given_up}{mend}"
             ) from None
 
     def _start_hash(self, plan: Plan) -> bytes | None:

@@ -282,14 +282,25 @@ class RoundRecord(AttemptRecord):
     @property
     def unusable(self) -> str:
         """How many devices had no usable update with secure aggregation; empty for none."""
-        count = int(self.training.get("federated", {}).get("unusable", 0))
+        count = self.unusable_devices
         if not count:
             return ""
-        summed = sum(
+        return (
+            f"{count} of {self.summed_devices} devices had no usable update; their own logs say why"
+        )
+
+    @property
+    def unusable_devices(self) -> int:
+        """Devices without a usable update in a secure sum; 0 if that is not known."""
+        return int(self.training.get("federated", {}).get("unusable", 0))
+
+    @property
+    def summed_devices(self) -> int:
+        """Devices whose updates were accepted, whatever they weigh."""
+        return sum(
             receipt.regime == "federated" and receipt.status == "accepted"
             for receipt in self.receipts
         )
-        return f"{count} of {summed} devices had no usable update; their own logs say why"
 
     def as_past_round(self) -> PastRound:
         """The totals and means that policies receive, without data on single participants."""

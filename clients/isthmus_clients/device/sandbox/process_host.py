@@ -305,10 +305,14 @@ class ProcessHost:
             self._opened = None
             self._spare = None
             found = self._kept.pop(run_id, None)
-            if opened is not None:
+            closed = []
+            if opened is not None and opened.work.run_id == run_id:
+                # Opened again by a server that continues it: its code may have been mended since.
+                closed.append(opened)
+            elif opened is not None:
                 self._kept[opened.work.run_id] = opened
             excess = len(self._kept) - self._most_kept()
-            closed = [self._kept.pop(each) for each in list(self._kept)[: max(0, excess)]]
+            closed += [self._kept.pop(each) for each in list(self._kept)[: max(0, excess)]]
         for run in closed:
             _end(run)
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections import deque
 from types import TracebackType
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from isthmus.printable import in_a_line
 from isthmus_server.read.report.report import format_metrics, told_receipts
+from isthmus_server.read.report.unused_updates import WINDOW, unused_updates
 from isthmus_server.storage.events import (
     Event,
     ModelsCompared,
@@ -64,6 +66,7 @@ class ProgressView:
         self._since = time.monotonic()
         self._working: dict[str, str] = {}
         """The last progress line of each datacenter at work, by name."""
+        self._last: deque[RoundRecord] = deque(maxlen=WINDOW)
         self._printed: dict[str, float] = {}
         """When a progress line was last printed, by name; "" for that of waiting."""
         self._told: set[str] = set()
@@ -151,6 +154,10 @@ class ProgressView:
             self._print(f"           [yellow]{_safe(sentence)}[/yellow]")
         if record.unusable:
             self._print(f"           [yellow]{record.unusable}[/yellow]")
+        self._last.append(record)
+        if record.round % WINDOW == 0:
+            for sentence in unused_updates(self._last):
+                self._print(f"           [yellow]{_safe(sentence)}[/yellow]")
 
     def _reason(self, reason: str) -> str:
         """A reason, of which a long one is shortened when only its numbers are new."""

@@ -18,6 +18,7 @@ from isthmus.task.measurements.metrics import DEVICES, SPREAD
 from isthmus_server.budgets.budget import ADJACENCY, UNIT
 from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
 from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
+from isthmus_server.read.report.unused_updates import unused_updates
 from isthmus_server.storage.events import LoggedEvent, ParticipantDeclined, ParticipantLeft
 from isthmus_server.storage.records import (
     EndedAttempt,
@@ -187,6 +188,7 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
     lines += [
         f"round {record.round}: {record.unusable}" for record in report.rounds if record.unusable
     ]
+    lines += unused_updates(report.rounds)
     lines += [
         f"round {record.round}: {sentence}"
         for record in report.rounds

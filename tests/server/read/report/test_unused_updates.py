@@ -1,0 +1,106 @@
+"""Devices that take part in every round without effect are counted for the operator."""
+
+import io
+import logging
+
+from click.testing import CliRunner
+from rich.console import Console
+from tests.server.service.conftest import fleet  # noqa: F401 - a fixture
+
+from isthmus_clients.commands import client
+from isthmus_clients.device.update_tally import FILE, UpdateTally
+from isthmus_server.read.report.progress import ProgressView
+from isthmus_server.read.report.report import read_report, show
+from isthmus_server.read.report.unused_updates import unused_updates
+from isthmus_server.rounds.coordinator import Coordinator
+from isthmus_server.rounds.run_parts import RunParts
+from isthmus_server.storage.events import EventStream
+from isthmus_server.storage.records import Cost, Participants, Receipt, RoundRecord
+
+FAILS_ON_D = """
+def optimizer(self, parameters, participant):
+    if participant.name == "d":
+        raise ValueError("no such column")
+    return torch.optim.SGD(parameters, lr=0.1)
+"""
+
+
+async def test_one_device_that_fails_in_every_round_is_counted(deployment, caplog):
+    agents = {}
+    connect = deployment.device
+
+    def device(name):
+        made = connect(name)
+        agents[name] = made.agent
+        return made
+
+    deployment.device = device
+    await deployment.start(FAILS_ON_D, names=("a", "b", "c", "d"))
+    shown = io.StringIO()
+    events = EventStream()
+    events.subscribe(ProgressView(Console(file=shown, width=300)))
+    store = deployment.create_run("run", "federated.cohort=4", "rounds=10")
+    with caplog.at_level(logging.WARNING):
+        await Coordinator(RunParts.of(store, deployment.link, events)).run()
+    sentence = "1 of 4 devices without a usable update in each of the last 10 rounds; `isthmus"
+    assert shown.getvalue().count(sentence) == 1
+    report = read_report(store)
+    page = io.StringIO()
+    show(report, Console(file=page, width=300))
+    assert sentence in page.getvalue()
+    assert unused_updates(report.rounds[:2]) == []
+    assert unused_updates(report.rounds[3:])[0].startswith("1 of 4 devices without a usable")
+    assert agents["a"]._secure._tally.sentence == "10 updates, all of them usable"
+    counted = "10 updates, 10 of them without effect (weight 0), the last 10 in a row"
+    assert agents["d"]._secure._tally.sentence.startswith(counted)
+    warnings = [
+        each.getMessage() for each in caplog.records if "trains without effect" in each.message
+    ]
+    assert [each.split(":")[1].split(",")[0] for each in warnings] == [" 3 updates", " 10 updates"]
+
+
+def test_plain_updates_of_no_weight_are_counted_with_their_devices():
+    def record(number, weights):
+        receipts = [
+            Receipt(participant=name, regime="federated", status="accepted", examples=weight)
+            for name, weight in weights.items()
+        ]
+        return RoundRecord(
+            round=number,
+            attempt=1,
+            regime="federated",
+            reason="",
+            started_at=0.0,
+            seconds=1.0,
+            elapsed=1.0,
+            participants=Participants.of(receipts),
+            cost=Cost.of(receipts, 0.0),
+            receipts=receipts,
+            metrics={},
+            model_sha256=None,
+            training={"federated": {"loss": 1.0}},
+        )
+
+    always = [record(number, {"a": 5, "b": 0, "c": number % 2}) for number in range(1, 5)]
+    assert unused_updates(always) == [
+        "1 of 3 devices with a weight of 0 in each of the last 4 rounds: b"
+    ]
+    assert unused_updates([*always, record(5, {"a": 5, "b": 1})]) == []
+
+
+async def test_an_owner_asks_whether_the_device_trains(fleet):  # noqa: F811
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+
+    def status():
+        return CliRunner().invoke(client, ["status", "--state", str(member.directory)]).output
+
+    assert status() == f"phone-0 of {member.server}: no updates so far\n"
+    UpdateTally(member.directory).note(True)
+    UpdateTally(member.directory).note(False)  # after a restart
+    assert "2 updates, 1 of them without effect (weight 0), the last 1 in a row" in status()
+    UpdateTally(member.directory).note(True)
+    assert "3 updates, 1 of them without effect (weight 0), but not the last" in status()
+    (member.directory / FILE).write_text("nonsense")
+    UpdateTally(member.directory).note(True)
+    assert "1 update, all of them usable" in status()
