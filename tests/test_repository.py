@@ -59,6 +59,7 @@ COMMANDS = [
         "isthmus client start --data --device --die-with-parent --hours --log-file --name --policy "
         "--print-systemd --server --shard --state --tasks --threads"
     ),
+    "isthmus client status --state",
     "isthmus compare --json --policies --run-dir --seeds --set --vary JOB",
     "isthmus console --address PATH",
     "isthmus datacenter agent --control",
@@ -88,6 +89,7 @@ COMMANDS = [
     "isthmus report --html --json --schema RUN_DIR",
     "isthmus resume --state JOB",
     ("isthmus run --address --log-format --metrics --quiet --resume --run-dir --set --track JOB"),
+    "isthmus runs branch SOURCE TARGET",
     "isthmus runs export RUN_DIR TARGET",
     "isthmus runs import RUN_DIR SOURCE",
     "isthmus runs list --json FOLDER",

@@ -7,7 +7,7 @@ The masks cancel in the sum, which is thus the same; see
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -110,8 +110,12 @@ class UnmaskedSessions(SecureSessions):
         examples: int,
         figures: Mapping[str, float],
         seed: bytes,
+        note: Callable[[bool], None] = lambda usable: None,
     ) -> link_pb2.Reply:
-        """Encode a vector; one that cannot be encoded is replaced by zeros."""
+        """Encode a vector; one that cannot be encoded is replaced by zeros.
+
+        Nothing is noted: simulated devices have no owners, and the server's lines count them.
+        """
         config = attempt.config
         try:
             encoded = encode_repeatably(config, vector, examples, figures, seed)
