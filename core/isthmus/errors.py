@@ -105,9 +105,9 @@ class UpdateError(UserError):
 class RoundFailed(IsthmusError):
     """An attempt at a round that ended without a result; the round is tried again."""
 
-    def may_be_accepted(self, regime: str) -> bool:
-        """Whether a participant of a regime may have accepted what the attempt asked it for."""
-        return True
+    def all_refused(self, participants: Collection[str]) -> bool:
+        """Whether it is certain that none of these has accepted what the attempt asked it for."""
+        return False
 
 
 class AggregationAborted(RoundFailed):

@@ -145,7 +145,7 @@ class PrivacyBudget:
                 f"job of the population {self.privacy.population!r} was charged"
             )
         charge = self._charge(ROUND, self._event, spec.round, spec.attempt, devices)
-        with self._given_back(), self._ledgers.charged(charge, "federated"):
+        with self._given_back(), self._ledgers.charged(charge, devices):
             self._count(devices)
             self._moved = self._bound
             yield
@@ -176,7 +176,7 @@ class PrivacyBudget:
                 f"another job of the population {self.privacy.population!r} was charged"
             )
         charge = self._charge(what, self.plan.measuring_event, number, attempt, names)
-        with self._given_back(), self._ledgers.charged(charge, "federated"):
+        with self._given_back(), self._ledgers.charged(charge, names):
             self._measured.update(names)
             yield
 

@@ -56,7 +56,7 @@ class ExamplesBudget:
         if refusal := self.refusal(steps):
             raise RoundFailed(refusal)
         charge = self._charge(spec.round, spec.attempt, steps)
-        return self._ledgers.charged(charge, "datacenter")
+        return self._ledgers.charged(charge, spec.datacenters)
 
     def _charge(self, round_: int, attempt: int, steps: int) -> Charge:
         return Charge(

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Collection, Iterator, Sequence
 
 from isthmus.errors import RoundFailed
 from isthmus_privacy.dp.accounting import Composition
@@ -82,11 +81,11 @@ class RunLedgers:
         return [ledger.spent_by(self.population, device) for ledger in self._all]
 
     @contextlib.contextmanager
-    def charged(self, charge: Charge, regime: Literal["datacenter", "federated"]) -> Iterator[None]:
+    def charged(self, charge: Charge, asked: Collection[str]) -> Iterator[None]:
         """Write a charge before the block, and note how the block ended.
 
-        It is released if the block raises a `RoundFailed` that says that no participant of `regime`
-        can have accepted.
+        It is released if the block raises a `RoundFailed` by which all of the participants that are
+        `asked` have refused.
 
         Raises:
             OSError: the charge cannot be stored.
@@ -97,7 +96,7 @@ class RunLedgers:
             yield
             outcome = "committed"
         except RoundFailed as failure:
-            if not failure.may_be_accepted(regime):
+            if failure.all_refused(asked):
                 outcome = "released"
             raise
         finally:

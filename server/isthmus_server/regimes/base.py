@@ -53,14 +53,17 @@ class AttemptFailed(RoundFailed):
         self.excused = excused
         self.task_failures = frozenset(task_failures)
 
-    def may_be_accepted(self, regime: str) -> bool:
-        """Whether a participant of a regime may have accepted what the attempt asked it for.
+    def all_refused(self, participants: Collection[str]) -> bool:
+        """Whether it is certain that none of these has accepted what the attempt asked it for.
 
-        Only those with a receipt were asked. Of them, it is certain that none has accepted if each
-        was not connected, or has refused before it began to work.
+        Each has a receipt, by which it was not connected or has refused before it began to work.
         """
-        asked = [receipt for receipt in self.receipts if receipt.regime == regime]
-        return any(receipt.started or receipt.status == "accepted" for receipt in asked)
+        refused = {
+            receipt.participant
+            for receipt in self.receipts
+            if not receipt.started and receipt.status != "accepted"
+        }
+        return bool(participants) and refused >= set(participants)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

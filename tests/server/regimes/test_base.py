@@ -2,11 +2,12 @@
 
 import pytest
 
-from isthmus.errors import UserError
+from isthmus.errors import RoundFailed, UserError
 from isthmus.job.federated import FederatedSection
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_server.regimes import base
-from isthmus_server.regimes.base import load_extension
+from isthmus_server.regimes.base import AttemptFailed, load_extension
+from isthmus_server.storage.records import Receipt
 
 LAYOUT = TensorLayout.from_shapes({"weight": (3,)})
 
@@ -72,3 +73,28 @@ def test_two_configured_extensions_are_one_sentence_with_both_tables(install):
         "remove all but one"
     )
     assert all(entry.made == [] for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("receipts", "certain"),
+    [
+        ({"a": "refused", "b": "not connected"}, True),
+        ({"a": "refused"}, False),  # b was asked, and nothing is known of it
+        ({}, False),
+        ({"a": "refused", "b": "late"}, False),
+        ({"a": "refused", "b": "accepted"}, False),
+    ],
+)
+def test_it_is_certain_that_all_have_refused_only_by_a_receipt_of_each(receipts, certain):
+    kinds = {
+        "refused": {"status": "rejected", "started": False, "sent": True},
+        "not connected": {"status": "dropped", "started": False},
+        "late": {"status": "dropped", "late": True},
+        "accepted": {"status": "accepted"},
+    }
+    given = [
+        Receipt(participant=name, regime="federated", **kinds[kind])
+        for name, kind in receipts.items()
+    ]
+    assert AttemptFailed("too few", given).all_refused("ab") is certain
+    assert not RoundFailed("too few").all_refused("ab")

@@ -246,9 +246,9 @@ class RoundEvaluator:
             def note_failure(failed: RoundFailed, _last: bool) -> None:
                 nonlocal failure, last
                 failure = failed
-                if failed.may_be_accepted("federated"):
-                    last = trying
                 tried.append(failed.receipts if isinstance(failed, AttemptFailed) else ())
+                if not failed.all_refused([receipt.participant for receipt in tried[-1]]):
+                    last = trying
 
             try:
                 sums = await retries.until_done(attempt, note_failure)

@@ -58,7 +58,7 @@ def deadlines(run, monkeypatch):
     seconds = {}
     run_step = SecureAggregationAttempt._step
 
-    async def timed(self, what, names, part, deadline, wanted=None):
+    async def timed(self, what, names, part, deadline, wanted=None, **more):
         seconds[what] = deadline - asyncio.get_running_loop().time()
         left = {name for name in names if run.devices[name].silent_at != MESSAGE_OF_STEP[what]}
 
@@ -68,7 +68,7 @@ def deadlines(run, monkeypatch):
             finally:
                 left.discard(name)
 
-        await run_step(self, what, names, counted, DeadlineOfSilent(deadline, left), wanted)
+        await run_step(self, what, names, counted, DeadlineOfSilent(deadline, left), wanted, **more)
 
     monkeypatch.setattr(SecureAggregationAttempt, "_step", timed)
     return seconds
