@@ -39,6 +39,7 @@ from isthmus_server.fleet.registry import Registry
 from isthmus_server.fleet.remote_authority import RegistryCopy
 from isthmus_server.runs.jobs.queue import JobQueue
 from isthmus_server.storage import audit
+from isthmus_server.storage.run_place import record_place
 from isthmus_server.storage.schema import SCHEMA
 from isthmus_server.storage.sealed_database import SealedDatabase
 from isthmus_server.storage.store import Store
@@ -234,6 +235,7 @@ def test_a_run_that_went_back_ends_with_the_same_model(
     cut_off: Path, folder: Path, start: Any, report_of: Any
 ) -> None:
     shutil.copytree(cut_off, folder / "whole", symlinks=True)
+    record_place(folder / "whole")  # or it would be refused as a copy
     whole = start("--resume", "--run-dir", "whole")
     assert whole.finish() == 0, whole.output
     newest = cut_off / "checkpoints" / "model-000003.safetensors"
