@@ -1,5 +1,6 @@
 """Functions that the tests run on each rank of a group (`on_ranks`)."""
 
+import contextlib
 import dataclasses
 import functools
 from pathlib import Path
@@ -158,6 +159,30 @@ def sum_gradients(rank: int) -> tuple[list[list[float]], dict[str, list[float] |
         name: each for name, each in by_name.items() if each is not None
     }
     return [each.flatten().tolist() for each in tensors], by_name
+
+
+def masks(rank: int, open_command: dict[str, Any], state: str) -> tuple[dict[str, Any], int]:
+    """Where dropout keeps values in a pass of training, by place; and the next random number."""
+    engine = build_engine(rank, open_command, state)
+    engine.seed_generators(0)
+    kept: dict[str, Any] = {}
+    blocks: Any = engine.forward_backward.model.blocks
+    with contextlib.ExitStack() as hooks:
+        for at, block in enumerate(blocks):
+            for name in ("inner", "outer"):
+
+                def record(
+                    module: Any, args: Any, output: Any, place: str = f"{at} {name}"
+                ) -> None:
+                    kept.setdefault(place, []).append((output.detach() != 0).tolist())
+
+                hooks.callback(getattr(block, name).register_forward_hook(record).remove)
+        engine.forward_backward.run(
+            next(engine.batch_source.batches(0, 1)), 1.0, lambda: ControlSignal.CONTINUE
+        )
+    for at, block in enumerate(blocks):
+        kept[f"{at} weights"] = block.weights_kept.tolist()
+    return kept, int(torch.randint(1 << 60, ()))
 
 
 # -- checkpoints ----------------------------------------------------------------------------------

@@ -113,3 +113,46 @@ class SkippingDecoder(Decoder):
             hidden = block(hidden) + first
         output: torch.Tensor = self.head(self.norm(hidden))
         return output
+
+
+class DroppingBlock(nn.Module):
+    """Attention and an MLP with dropout of the weights, of the hidden units and of the outputs."""
+
+    def __init__(self, p: float, shared: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.p = p
+        self.inner = nn.Dropout(p)
+        self.outer = self.inner if shared else nn.Dropout(p)
+        self.weights_kept = torch.empty(0)
+        """Where the last pass kept the weights of attention."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            each(hidden).unflatten(-1, (-1, 2)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
+        weights = nn.functional.dropout(
+            (q @ k.transpose(-1, -2)).softmax(-1), self.p, self.training
+        )
+        self.weights_kept = weights.detach() != 0
+        hidden = hidden + self.outer(self.out((weights @ v).transpose(1, 2).flatten(-2)))
+        output: torch.Tensor = hidden + self.outer(self.fc2(self.inner(self.fc1(hidden))))
+        return output
+
+
+class DroppingDecoder(nn.Module):
+    """An embedding, such blocks, a head; `shared` uses one dropout for everything."""
+
+    def __init__(self, p: float, shared: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList(DroppingBlock(p, shared) for _ in range(2))
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(words)
+        for block in self.blocks:
+            hidden = block(hidden)
+        output: torch.Tensor = self.head(hidden)
+        return output

@@ -16,6 +16,7 @@ import torch
 from tests.datacenter.task_models import (
     Decoder,
     DecoderBlock,
+    DroppingDecoder,
     FusedDecoderBlock,
     SkippingDecoder,
     TiedTransformer,
@@ -265,6 +266,13 @@ class Skipping(Gpt):
 
     def model(self) -> nn.Module:
         return SkippingDecoder(2, tied=False)
+
+
+class Dropping(Gpt):
+    """A decoder with dropout; settings: `p`, and `shared` for one module for all of it."""
+
+    def model(self) -> nn.Module:
+        return DroppingDecoder(self.settings.get("p", 0.5), self.settings.get("shared", False))
 
 
 class Pictures(_Small):

@@ -68,11 +68,8 @@ def check_sharded(module: nn.Module, trace: StageTrace, device: torch.device) ->
         TaskError: the module fails, or its output differs.
     """
     inputs, expected = trace
-    moved = torch.utils._pytree.tree_map(
-        lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, inputs
-    )
     try:
-        output = run_in_eval_mode(module, *moved)
+        output = run_in_eval_mode(module, *on_device(inputs, device))
     except Exception as error:
         raise TaskError(
             f"with its matrices sharded the model fails ({first_line(error)}); give the task a "
@@ -83,6 +80,14 @@ def check_sharded(module: nn.Module, trace: StageTrace, device: torch.device) ->
             "with its matrices sharded the model gives another output than whole; correct the "
             "task's tensor_parallel_plan(model), or give it one"
         )
+
+
+def on_device(inputs: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    """The inputs with their tensors on a device."""
+    moved: tuple[Any, ...] = torch.utils._pytree.tree_map(
+        lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, inputs
+    )
+    return moved
 
 
 def outputs_match(first: Any, second: Any, tolerance: float) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.errors import TaskError
 from isthmus.tensors.structure import Structure, added
+from isthmus_datacenter.parallel.gradient_check import Reductions
 from isthmus_datacenter.parallel.module_calls import REDUCES_UNUSED
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 
@@ -173,6 +174,7 @@ class ModelShard:
         mesh: DeviceMesh | None = None,
         tied: TiedParameters | None = None,
         all_reduce: GradientAllReduce | None = None,
+        reductions: Reductions | None = None,
         sample_flops: int = 0,
         notes: Sequence[str] = (),
         all_names: Sequence[str] = (),
@@ -187,6 +189,7 @@ class ModelShard:
             tied: parameters shared with stages on other ranks.
             all_reduce: sums gradients over the replicas; None where `fully_shard` does it, or
                 where there is one replica.
+            reductions: what tensor-parallel ranks do with gradients that none of them shards.
             sample_flops: operations of the whole model's forward pass of the sample; 0 if unknown.
             notes: for the user, on how the model was sharded.
             all_names: names of all parameters of the whole model, in the same order on all ranks.
@@ -197,6 +200,7 @@ class ModelShard:
         self.mesh = mesh
         self.tied = tied or TiedParameters()
         self.all_reduce = all_reduce
+        self.reductions = reductions or Reductions()
         self.sample_flops = sample_flops
         self._structures = {index: Structure.of(stage) for index, stage in self.stages.items()}
         self.notes = list(notes)
@@ -334,24 +338,45 @@ class ModelShard:
             if count and name not in gradients:
                 gradients[name] = trained[name].grad = gradient
 
-    def average_replicated(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Average over the tensor-parallel ranks the gradients that none of them shards.
+    def reduce_replicated(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Reduce over the tensor-parallel ranks the gradients that none of them shards.
 
-        They are equal but for rounding, which depends on memory addresses; after many steps, the
+        Gradients of parameters that act on sharded activations are summed. The others are equal but
+        for rounding, which depends on memory addresses, and are averaged: after many steps, the
         copies of one parameter would differ.
+
+        Raises:
+            TaskError: a parameter got a gradient for the first time, so that it is not known which
+                of both is right.
         """
         if self.dims.tensor == 1:
             return
         assert self.mesh is not None
-        replicated = [
-            local(each) for _, each in sorted(gradients.items()) if not _is_tensor_sharded(each)
-        ]
+        replicated = {
+            name: local(each)
+            for name, each in sorted(gradients.items())
+            if not is_tensor_sharded(each)
+        }
         if not replicated:
             return
-        flat = torch.cat([each.flatten() for each in replicated])
+        unknown = self.reductions.unknown.intersection(replicated)
+        if unknown:
+            raise TaskError(
+                f"parameter {min(unknown)!r} got no gradient from the two examples on which the "
+                "model with sharded matrices was checked, and gets one now, which may be wrong; "
+                "freeze it, or set tensor_parallel = 1"
+            )
+        flat = torch.cat([each.flatten() for each in replicated.values()])
         dist.all_reduce(flat, group=self.mesh.get_group("tensor"))
-        flat /= self.dims.tensor
-        _copy_back(flat, replicated)
+        parts = torch.split(flat, [each.numel() for each in replicated.values()])
+        averaged = [
+            part
+            for name, part in zip(replicated, parts, strict=True)
+            if name not in self.reductions.summed
+        ]
+        if averaged:
+            torch._foreach_div_(averaged, float(self.dims.tensor))
+        _copy_back(flat, list(replicated.values()))
 
     def reshard(self) -> None:
         """Free parameters that a forward pass without a backward pass left gathered.
@@ -449,7 +474,7 @@ def _copy_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     )
 
 
-def _is_tensor_sharded(tensor: torch.Tensor) -> bool:
+def is_tensor_sharded(tensor: torch.Tensor) -> bool:
     """Whether the ranks of a tensor-parallel group hold different parts of a tensor."""
     return isinstance(tensor, DTensor) and any(
         name == "tensor" and not placement.is_replicate()

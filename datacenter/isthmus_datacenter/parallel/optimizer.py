@@ -165,9 +165,9 @@ class ShardedOptimizer:
         """
         gradients = self.shard.gradients()
         # In this order: the sum over replicas is of the gradients as they are, and after the
-        # average over tensor-parallel ranks all copies of a parameter have the same bits.
+        # reduction over tensor-parallel ranks all copies of a parameter have the same bits.
         self.shard.sum_over_replicas(gradients)
-        self.shard.average_replicated(gradients)
+        self.shard.reduce_replicated(gradients)
         if self._fp16:
             factor /= self.loss_scale
         clipped_factor: float | torch.Tensor = factor

@@ -7,7 +7,7 @@ that this untied, compile and recompute the sharding units, apply `fully_shard`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from isthmus.tensors.structure import Structure
 from isthmus_datacenter.parallel.equivalence_check import (
     StageTrace,
     check_sharded,
+    first_line,
+    on_device,
     run_in_eval_mode,
 )
 from isthmus_datacenter.parallel.fully_sharded import (
@@ -29,15 +31,23 @@ from isthmus_datacenter.parallel.fully_sharded import (
     units_in_stage,
     wrap_unit,
 )
+from isthmus_datacenter.parallel.gradient_check import (
+    Reductions,
+    compare_gradients,
+    exchange_records,
+    record_gradients,
+)
 from isthmus_datacenter.parallel.model_shard import (
     GradientAllReduce,
     ModelShard,
     ParameterNames,
     TiedParameters,
+    is_tensor_sharded,
 )
 from isthmus_datacenter.parallel.module_calls import CallOrder, SharedCalls, find_units
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.pipeline_stages import split_into_stages
+from isthmus_datacenter.parallel.random_draws import draw_apart, drawing_modules
 from isthmus_datacenter.parallel.tensor_plans import default_tensor_plan, resolve_plan
 from isthmus_datacenter.parallel.tensor_styles import apply_style
 
@@ -99,23 +109,33 @@ def parallelize(
     all_reduce = None
     if mesh is not None and dims.needs_fully_shard and dims.uses_all_reduce(device.type):
         all_reduce = GradientAllReduce(mesh.get_group("replicate"))
+    reductions: list[Reductions] = []
     for index, stage in own_stages.items():
-        # Only this rank's stages: the whole model may not fit on one device.
-        stage.to(device)
-        if dims.tensor > 1:
-            assert mesh is not None
-            sharded_modules = _shard_matrices(stage, plan, mesh["tensor"])
-            # Right after the matrices: with units compiled and sharded over the replicas, an error
-            # could have other causes.
-            if traces:
-                called = _CalledByTask(task, stage) if dims.pipeline == 1 else stage
-                check_sharded(called, traces[index], device)
-            if dims.compile:
-                _complete_embedding_outputs(sharded_modules)
         if task_units is None:
             units = [unit for group in default_units(stage, smallest_unit) for unit in group]
         else:
             units = units_in_stage(stage, task_units)
+        if dims.tensor > 1:
+            assert mesh is not None
+            called = _CalledByTask(task, stage) if dims.pipeline == 1 else stage
+            reductions.append(
+                _shard_stage(
+                    stage,
+                    called,
+                    plan,
+                    mesh["tensor"],
+                    device,
+                    own_names[index],
+                    traces[index],
+                    units,
+                    first=index == 0,
+                )
+            )
+            if dims.compile:
+                _complete_embedding_outputs(stage, plan)
+        else:
+            # Only this rank's stages: the whole model may not fit on one device.
+            stage.to(device)
         # A stage without units is one by itself. Units are wrapped before `fully_shard`, whose
         # hooks then are outside of what is compiled and recomputed.
         for unit in units or [stage]:
@@ -134,6 +154,10 @@ def parallelize(
         mesh=mesh,
         tied=tied,
         all_reduce=all_reduce,
+        reductions=Reductions(
+            frozenset().union(*(each.summed for each in reductions)),
+            frozenset().union(*(each.unknown for each in reductions)),
+        ),
         sample_flops=int(flop_counter.get_total_flops()),
         all_names=list(names.parameters.values()),
         notes=[*notes, *(shared_calls.notes if shared_calls is not None else ())],
@@ -262,14 +286,76 @@ def _tensor_plan(
     return resolve_plan(model, plan), notes
 
 
+def _shard_stage(
+    stage: nn.Module,
+    called: nn.Module,
+    plan: Sequence[tuple[nn.Module, Any]],
+    mesh: DeviceMesh,
+    device: torch.device,
+    names: Mapping[str, str],
+    trace: StageTrace,
+    units: Sequence[nn.Module],
+    *,
+    first: bool,
+) -> Reductions:
+    """Shard the matrices of a stage, and check that it computes and trains what it did before.
+
+    Args:
+        stage: the stage.
+        called: what takes its inputs.
+        plan: modules to shard with their styles.
+        mesh: the tensor-parallel ranks.
+        device: where the stage is placed.
+        names: the model's names of its parameters.
+        trace: its inputs and outputs for the sample.
+        units: parts of it to recompute one after the other.
+        first: whether it is the first stage, whose inputs are data.
+
+    Raises:
+        TaskError: it does not.
+    """
+    inputs, _ = trace
+    with user_code("the model's forward and backward pass on two examples"):
+        whole = record_gradients(
+            called, stage, names, inputs, units, differentiable_inputs=not first
+        )
+    # Only this rank's stages: the whole model may not fit on one device.
+    stage.to(device)
+    _shard_matrices(stage, plan, mesh)
+    # Right after the matrices: with units compiled and sharded over the replicas, an error could
+    # have other causes.
+    check_sharded(called, trace, device)
+    try:
+        own = record_gradients(
+            called,
+            stage,
+            names,
+            on_device(inputs, device),
+            units,
+            differentiable_inputs=not first,
+            zeros=whole.zeros,
+        )
+    except Exception as error:
+        raise TaskError(
+            f"with its matrices sharded the model fails in training ({first_line(error)}); give "
+            "the task a tensor_parallel_plan(model) that fits it, or set tensor_parallel = 1"
+        ) from error
+    drawing = drawing_modules(whole.draws, own.draws)
+    replicated = [
+        names[name]
+        for name, each in stage.named_parameters()
+        if each.requires_grad and not is_tensor_sharded(each)
+    ]
+    records = exchange_records(own, mesh.get_group())
+    reductions = compare_gradients(whole, records, replicated)
+    draw_apart(stage, drawing, mesh.get_local_rank(), device)
+    return reductions
+
+
 def _shard_matrices(
     stage: nn.Module, plan: Sequence[tuple[nn.Module, Any]], mesh: DeviceMesh
-) -> list[nn.Module]:
-    """Apply the plan to the modules of a stage and tie parameters again.
-
-    Returns:
-        The sharded modules.
-    """
+) -> None:
+    """Apply the plan to the modules of a stage and tie parameters again."""
     users_by_id: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for prefix, module in stage.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -278,7 +364,6 @@ def _shard_matrices(
     # them.
     tied = [users for users in users_by_id.values() if len(users) > 1]
     modules = {id(module) for module in stage.modules()}
-    sharded = []
     # In evaluation mode, PyTorch's transformer layer would read the matrices without calling
     # the sharded layers.
     torch.backends.mha.set_fastpath_enabled(False)
@@ -286,7 +371,6 @@ def _shard_matrices(
         if id(module) in modules:
             with user_code("the tensor-parallel plan"):
                 apply_style(module, style, mesh)
-            sharded.append(module)
     for users in tied:
         (owner, attribute, owner_name), *others = users
         kept = owner._parameters[attribute]
@@ -298,15 +382,15 @@ def _shard_matrices(
                     "tensor-parallel plan shards them differently"
                 )
             module._parameters[name] = kept
-    return sharded
 
 
-def _complete_embedding_outputs(sharded_modules: Sequence[nn.Module]) -> None:
+def _complete_embedding_outputs(stage: nn.Module, plan: Sequence[tuple[nn.Module, Any]]) -> None:
     """Have embeddings return plain tensors: compiled code mishandles asynchronous ones.
 
     The gradient of an `AsyncCollectiveTensor` is lost without an error; waiting for the tensor
     loses the gradient, too. Adding zero keeps it.
     """
-    for module in sharded_modules:
-        if isinstance(module, nn.Embedding):
+    modules = {id(module) for module in stage.modules()}
+    for module, _ in plan:
+        if id(module) in modules and isinstance(module, nn.Embedding):
             module.register_forward_hook(lambda module, args, output: output + 0)

@@ -14,8 +14,9 @@ and of the sharded model for a sample of the data.
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -129,7 +130,7 @@ def default_tensor_plan(
     for name, module in modules.items():
         if id(module) in planned:
             continue
-        if isinstance(module, nn.Embedding) and module.embedding_dim % degree == 0:
+        if _is_embedding(module) and module.embedding_dim % degree == 0:
             plan[name] = ColwiseParallel(output_layouts=Replicate())
         elif linear_widths(module) is not None and _width(module, 1) % degree == 0:
             plan[name] = column_wise(module, gather_output=True)
@@ -205,22 +206,36 @@ def _notes_on_replicated(model: nn.Module, plan: TensorPlan) -> Iterator[str]:
 
 def _plan_of_tied(model: nn.Module, modules: Mapping[str, nn.Module], degree: int) -> TensorPlan:
     """Shard an embedding and the head that shares its weight both by vocabulary, or neither."""
-    plan: dict[str, ParallelStyle] = {}
-    for users in _tied(model):
-        names = [name for name, module in modules.items() if any(module is u for u in users)]
-        layers = [modules[name] for name in names]
-        divisible = all(
-            isinstance(each, (nn.Linear, nn.Embedding)) and each.weight.shape[0] % degree == 0
-            for each in layers
+    groups = _tied(model)
+    names = {id(module): name for name, module in modules.items()}
+
+    def is_divisible(users: Sequence[nn.Module]) -> bool:
+        return all(
+            id(each) in names
+            and (isinstance(each, nn.Linear) or _is_embedding(each))
+            and each.weight.shape[0] % degree == 0
+            for each in users
         )
-        if divisible and len(layers) == len(users):
-            for name, layer in zip(names, layers, strict=True):
-                plan[name] = (
-                    RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-                    if isinstance(layer, nn.Embedding)
-                    else ColwiseParallel(output_layouts=Replicate())
-                )
-    return plan
+
+    # A head may also share its bias, with a module that cannot be sharded.
+    whole = {id(each) for users in groups if not is_divisible(users) for each in users}
+    return {
+        names[id(layer)]: (
+            RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+            if isinstance(layer, nn.Embedding)
+            else ColwiseParallel(output_layouts=Replicate())
+        )
+        for users in groups
+        if whole.isdisjoint(map(id, users))
+        for layer in users
+    }
+
+
+def _is_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Whether a module is an embedding that is called with its indices and nothing else."""
+    return (
+        isinstance(module, nn.Embedding) and len(inspect.signature(module.forward).parameters) == 1
+    )
 
 
 def _mlp_pairs(module: nn.Module) -> Iterator[tuple[tuple[str, ...], str]]:
