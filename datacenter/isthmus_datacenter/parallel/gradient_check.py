@@ -127,7 +127,9 @@ def record_gradients(
         draws = restored.enter_context(FixedDraws(module))
         outputs = [each for each in tree_leaves(called(*inputs)) if _has_gradient(each)]
         draws.recording = False  # a recomputation is no further draw
-        torch.autograd.backward(outputs, [_direction(each, at) for at, each in enumerate(outputs)])
+        if outputs:  # not of a stage that is frozen
+            directions = [_direction(each, at) for at, each in enumerate(outputs)]
+            torch.autograd.backward(outputs, directions)
     for at, each in enumerate(tree_leaves(inputs)):
         if isinstance(each, torch.Tensor) and each.grad is not None:
             name = f"{INPUTS} {at}"
@@ -216,8 +218,9 @@ def _quoted(name: str) -> str:
 
 def _wrong(name: str, what: str) -> TaskError:
     return TaskError(
-        f"with its matrices sharded the model gives {_quoted(name)} {what}; give the task a "
-        "tensor_parallel_plan(model) that leaves this part whole, or set tensor_parallel = 1"
+        f"with its matrices sharded the model gives {_quoted(name)} {what} (a layer after it may "
+        "combine sharded with whole activations); give the task a tensor_parallel_plan(model) "
+        "that leaves that part whole, or set tensor_parallel = 1"
     )
 
 
@@ -280,9 +283,10 @@ def _sketch(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> Gradi
 
 def _signs(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
     """Random signs for this rank's part of each dimension, (size of the part, P)."""
-    shape, offsets = tensor.shape, [0] * tensor.ndim
+    shape: Sequence[int] = tensor.shape
+    offsets: Sequence[int] = [0] * tensor.ndim
     if isinstance(tensor, DTensor):
-        shape, offsets = compute_local_shape_and_global_offset(  # type: ignore[assignment]
+        shape, offsets = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements
         )
     signs = []

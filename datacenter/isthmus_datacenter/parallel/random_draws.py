@@ -110,8 +110,8 @@ class FixedDraws(TorchDispatchMode):
             self.draws.setdefault(self._called[-1], []).append(tuple(shape))
 
 
-def _expected(name: str, given: Mapping[str, Any]) -> float | torch.Tensor | None:
-    """The expected value of a random operation; None where the operation stays as it is."""
+def _expected(name: str, given: Mapping[str, Any]) -> Any:
+    """The expected value of a random operation, a number or a tensor; None to leave its result."""
     match name:
         # Not 1: dropout divides by this probability.
         case "bernoulli_":

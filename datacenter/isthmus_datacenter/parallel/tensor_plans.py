@@ -7,8 +7,8 @@ and attentions by heads where a numerical check passes (`attention`). Every othe
 all-gathered at once: correct wherever the layer is *called*, at the price of one collective per
 layer. Everything else is replicated on every rank.
 
-None of this can be proved from the outside, so `parallelize` compares the outputs of the whole
-and of the sharded model for a sample of the data.
+None of this can be proved from the outside, so `parallelize` compares the outputs and gradients of
+the whole and of the sharded model for a sample of the data.
 """
 
 from __future__ import annotations

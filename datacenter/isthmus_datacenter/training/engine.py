@@ -235,7 +235,8 @@ class Engine:
     def seed_generators(self, step: int) -> None:
         """Seed the random number generators for training that begins at a step.
 
-        Tensor-parallel ranks draw the same numbers: what they replicate must stay identical.
+        Tensor-parallel ranks draw the same numbers: what they replicate must stay identical. For
+        what they shard, `parallel.random_draws` gives each a stream of its own.
         """
         position = self.coordinates.data + self.dims.data * self.coordinates.pipeline
         seed_all(self.job.seed, step, position)

@@ -43,24 +43,25 @@ def test_sharded_activations_have_masks_of_their_own(
     assert not torch.equal(torch.tensor(first["0 inner"]), torch.tensor(first["1 inner"]))
 
 
-def test_masks_are_repeated_by_recomputation(
+def test_masks_are_the_same_recomputed_and_beside_compiled_code(
     make_setup: Any, on_ranks: Any, tmp_path: Path
 ) -> None:
     operations, files = [], []
-    for recompute in (False, True):
+    for number, more in enumerate(({}, {"checkpoint_activations": True}, {"compile": True})):
         prepared = make_setup(
             "Dropping",
             {"optimizer": "SGD", "options": {"lr": 0.2}},
             tensor_parallel=2,
             batch_size=8,
-            checkpoint_activations=recompute,
+            **more,
         )
-        files.append(tmp_path / f"{recompute}")
+        files.append(tmp_path / f"{number}")
         files[-1].write_bytes(prepared.layout.header + bytes(4 * prepared.layout.size))
         command = {"op": "train_steps", "run_id": "run", "until_step": 3, "result": str(files[-1])}
         operations.append((prepared.open_command(), command, f"{files[-1]}.state"))
     on_ranks(2, "train", operations)
-    assert files[0].read_bytes() == files[1].read_bytes()
+    first, *others = (file.read_bytes() for file in files)
+    assert others == [first, first]
 
 
 def test_one_dropout_for_sharded_and_whole_activations_is_refused(
