@@ -202,6 +202,14 @@ def compare_gradients(
                 summed |= {name} if True in found else set()
             case _:
                 unknown.add(name)
+    # Those without any gradient may never get one, but these do in the first step.
+    zero = unknown & whole.gradients.keys()
+    if zero:
+        raise TaskError(
+            f"the gradient of {_quoted(min(zero))} for two examples is zero, which does not show "
+            "whether the tensor-parallel ranks have to sum or to average it; freeze it, or set "
+            "tensor_parallel = 1"
+        )
     return Reductions(frozenset(summed), frozenset(unknown))
 
 

@@ -131,6 +131,11 @@ def test_partial_gradients_are_summed_and_others_averaged() -> None:
         ({}, [{"a": (2.0,)}, {}], "gives parameter 'a' a gradient that it does not get whole"),
         ({"a": (math.nan,)}, [{"a": (1.0,)}] * 2, "the gradient of parameter 'a' for two examples"),
         ({"a": (2.0,)}, [{"a": (math.nan,)}] * 2, "gives parameter 'a' another gradient"),
+        (
+            {"a": (0.0,)},
+            [{"a": (0.0,)}] * 2,
+            "the gradient of parameter 'a' for two examples is ze",
+        ),
         ({"the inputs 0": (2.0,)}, [{"the inputs 0": (1.0,)}] * 2, "gives the inputs 0 another"),
     ],
 )
