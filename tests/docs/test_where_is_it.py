@@ -17,6 +17,7 @@ ENTRY_POINT_GROUPS = {
     "isthmus.device_work",
     "isthmus.federated_extensions",
     "isthmus.policies",
+    "isthmus.launchers",
     "isthmus.run_loops",
     "isthmus.trackers",
     "isthmus.update_codecs",

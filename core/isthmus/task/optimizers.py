@@ -2,7 +2,7 @@
 
 The position counts optimizer steps over the whole run, in both regimes. A schedule is rebuilt
 wherever an optimizer is, and brought to the position by its own `step()`, so that no state of it is
-stored and its values are PyTorch's bit for bit.
+stored and its values are PyTorch's bit for bit; the position is `schedule_step` of a run's state.
 
 >>> import torch
 >>> parameters = [torch.nn.Parameter(torch.zeros(3))]

@@ -41,7 +41,10 @@ MAX_MAGNITUDE = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateCodec(Message):
-    """The elements of an update that are sent, and their precision."""
+    """The elements of an update that are sent in a secure sum, and their precision.
+
+    Not the codec of another package, which is `single_updates.SingleUpdateCodec`.
+    """
 
     TAG = "update-codec-3"
     FIELDS = {

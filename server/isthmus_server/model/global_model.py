@@ -200,7 +200,7 @@ class GlobalModel:
         """
         changes = self._changes
         before, base = (None, b"") if changes is None else (self.vector.clone(), self.blob.sha256)
-        # Statistics, which follow the parameters, become the participants' mean.
+        # Running statistics (BatchNorm) follow the parameters, and become the participants' mean.
         for view, (_, part) in zip(self._views, self.layout.parts(pseudo_gradient), strict=False):
             view.grad = part
         self.optimizer.step()

@@ -38,7 +38,7 @@ from isthmus_server.transport.sanitize import check_figures
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
 
-_LATE = "the round's time was over before its update was here"
+_TOO_LATE = "the round's time was over before its update was here"
 
 
 @dataclasses.dataclass
@@ -340,7 +340,7 @@ class BufferAttempt:
                 "trained",
                 self._receipts,
                 reply=training.reply,
-                late=_LATE,
+                late=_TOO_LATE,
             ) as reply:
                 await self._add(training, reply.trained)
             if name in self._devices.trained:
@@ -352,7 +352,7 @@ class BufferAttempt:
             # The training belongs to no round any more, so that no later one would write its
             # receipt.
             if name not in self._receipts:
-                self._receipts.record(name, "dropped", _LATE)
+                self._receipts.record(name, "dropped", _TOO_LATE)
             raise
 
     async def _add(self, training: LocalTraining, trained: link_pb2.Trained) -> None:

@@ -233,7 +233,7 @@ class Coordinator:
         )
         async with self.drain.during(assigned) as spec:
             self._progress.begin_attempt()  # the wait for other jobs is not the attempt's
-            # Charged before anybody is asked: a crash may lose work, but no charge.
+            # Epsilon is charged before anybody is asked: a crash may lose work, but no charge.
             with parts.budgets.charged(spec):
                 await self._carry_out(decision, spec)
 

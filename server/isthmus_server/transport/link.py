@@ -49,7 +49,7 @@ from isthmus_server.transport.turns import AllTurns
 PING_GROUPS = 16
 """Groups in which idle streams are pinged, so that no ping waits for thousands of others."""
 
-_LATE = "too late: the request has ended"
+_TOO_LATE = "too late: the request has ended"
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class Link(AllTurns):
             return await reply
         except asyncio.CancelledError:
             if request.id in peer.unacknowledged:
-                self.acknowledge(name, request.id, False, _LATE)
+                self.acknowledge(name, request.id, False, _TOO_LATE)
             else:
                 peer.send_and_keep(link_pb2.Envelope(cancel=link_pb2.Cancel(id=request.id)))
             raise
@@ -389,11 +389,11 @@ class Link(AllTurns):
             future.set_result(reply)
 
     async def _refuse_late_reply(self, peer: Peer, stream: Stream, request_id: str) -> None:
-        """Send a receipt that refuses a reply whose request has ended.
+        """Send a receipt that refuses a late update, or another reply whose request has ended.
 
         Waits until it is sent, so that a participant that sends replies without reading receipts is
         not read either.
         """
-        receipt = link_pb2.Receipt(id=request_id, reason=_LATE)
+        receipt = link_pb2.Receipt(id=request_id, reason=_TOO_LATE)
         peer.outbox.append(link_pb2.Envelope(receipt=receipt).SerializeToString())
         await stream.send_quietly(peer.outbox[-1])
