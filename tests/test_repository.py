@@ -66,7 +66,7 @@ COMMANDS = [
     "isthmus datacenter join --state --token-file TOKEN URL",
     (
         "isthmus datacenter launch --data --die-with-parent --dry-run --env-file --grace --name "
-        "--nodes --option --ranks --scheduler --server --state --tasks"
+        "--nodes --option --prologue --ranks --scheduler --server --state --tasks"
     ),
     (
         "isthmus datacenter serve --control --data --grace --name --nodes --ranks --server --state "
@@ -111,8 +111,8 @@ COMMANDS = [
     "isthmus server verify STATE",
     (
         "isthmus simulate --clients --cohort --dry-run --env-file --json --log-format --metrics"
-        " --nodes --option --or-resume --quiet --ranks --resume --run-dir --scheduler --seeds --set"
-        " --track --vary JOB"
+        " --nodes --option --or-resume --prologue --quiet --ranks --resume --run-dir --scheduler"
+        " --seeds --set --track --vary JOB"
     ),
     "isthmus statistics --address --output --run-dir --set JOB",
     "isthmus submit --project --set --share --state JOB",

@@ -17,6 +17,7 @@ from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.residuals import Residual, Residuals
 from isthmus_clients.device.secure_sessions import SecureSessions, unusable
+from isthmus_clients.device.update_tally import UpdateTally
 from isthmus_clients.training.secure import Credentials, SecureParticipation, encode_repeatably
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.history import StartModel
@@ -59,6 +60,7 @@ class UnmaskedSessions(SecureSessions):
     def __init__(self, name: str, residuals: Residuals) -> None:
         """`name` of the device, and what all devices have not sent yet."""
         self._name = name
+        self._tally = UpdateTally(None)
         self._residuals = residuals
         self._kept = None
         self._ahead: tuple[tuple[str, int, int], Residual] | None = None
