@@ -27,7 +27,9 @@ def service_without_ranks(
 ) -> Iterator[tuple[DatacenterService, int]]:
     """A service with a run open whose ranks are never started; and the bytes of its model."""
 
-    async def execute(group: RankGroup, command: Command) -> tuple[dict[str, Any], list[str]]:
+    async def execute(
+        group: RankGroup, command: Command, *more: Any
+    ) -> tuple[dict[str, Any], list[str]]:
         return {"examples": 50, "note": ""}, []
 
     service = DatacenterService("own", 1, tmp_path / "state")

@@ -61,10 +61,10 @@ async def test_a_run_on_a_failing_disk_does_not_stop_the_queue(operated, monkeyp
     """Only its own job waits until its directory can be read again."""
     open_store = Store.open
 
-    def open_if_it_can_be_read(directory):
+    def open_if_it_can_be_read(directory, **options):
         if directory.name == id_:
             raise OSError(errno.EIO, "Input/output error", str(directory))
-        return open_store(directory)
+        return open_store(directory, **options)
 
     id_ = await operated.submit(operated.job("time.join_seconds=0.05"))
     queue = operated.runner.queue

@@ -39,12 +39,13 @@ async def test_replaying_a_recorded_stream_has_no_effect(fleet):
         assert back == payload
         fleet.link.acknowledge("phone-0", request.id, True)
         assert (await receive("receipt")).accepted
-        counted = fleet.link.peers["phone-0"].bytes_in
+        received = fleet.link.peers["phone-0"].received
+        counted = received.total
         for body in record:
             await send(**body)
         late = await receive("receipt")
         assert (late.accepted, late.reason) == (False, "too late: the request has ended")
-        assert fleet.link.peers["phone-0"].bytes_in == counted
+        assert received.total == counted
 
 
 @pytest.mark.parametrize(
