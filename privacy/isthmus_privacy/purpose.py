@@ -216,6 +216,31 @@ def evaluated_model(sha256: bytes) -> bytes:
     return tagged_hash("evaluated-model", sha256)
 
 
+@dataclasses.dataclass(frozen=True)
+class RangePurpose(_Purpose):
+    """How large updates are, see `isthmus_privacy.secagg.ranges`, before these are summed."""
+
+    TAG = "range-purpose"
+    FIELDS = {"updates": _HASH}
+
+    updates: bytes
+    """The hash of the purpose of the sum of the updates."""
+
+
+def ranges_run_id(run_id: str) -> str:
+    """The run id of secure sums of ranges, distinct from that of the run's other sums."""
+    return f"{run_id}/ranges"
+
+
+def ranged_model(name: bytes) -> bytes:
+    """What a configuration of ranges names in place of the model, 32 bytes.
+
+    `name` is what that of the updates names. Distinct, as for evaluations: a device that is lost
+    after a sum of ranges must not bind the others to it in the sum of the updates.
+    """
+    return tagged_hash("ranged-model", name)
+
+
 Start = tuple[int, bytes, bool, Position]
 """Start of a kept update: its round, the SHA-256 of its model, whether a gradient followed it, and
 the round's position."""

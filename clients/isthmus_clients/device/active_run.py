@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -295,6 +296,52 @@ class ActiveRun:
                 f"{self.job.name!r} was opened with seed={self.job.seed} and federated.compression="
                 f"{compression}, and this sum has {codec}, {len(codec.rates)} ranges of elements "
                 f"with another one_in, and {config.size} elements in all",
+            )
+
+    def result_layout(self, work: link_pb2.TrainLocal) -> TensorLayout:
+        """The layout of what a training results in."""
+        return self.layout.gradient_and_update if work.gradient_scale else self.layout
+
+    def check_ranges_wanted(self) -> None:
+        """Refuse a sum of ranges in a run whose job says how updates are encoded.
+
+        Raises:
+            PeerMisbehaved: it does.
+        """
+        if not self.job.finds_ranges:
+            refusal.refuse(
+                "ranges-not-of-job",
+                f"{self.job.name!r} was opened with federated.clip={self.job.federated.clip}, "
+                f"federated.max_examples={self.job.federated.max_examples} and [privacy] that say "
+                "how updates are encoded, and this request is for their ranges",
+            )
+
+    def check_encoding(self, config: RoundConfig) -> None:
+        """Refuse a sum of updates in another range than the job, or ranges that were summed, give.
+
+        Raises:
+            PeerMisbehaved: the range is not that of the job, nor a power of two; or the largest
+                weight is not that of the job, nor on the ladder of `secagg.ranges`.
+        """
+        from isthmus_privacy.secagg.ranges import LADDER
+
+        federated = self.job.federated
+        if self.job.privacy is not None:
+            return  # updates are clipped to a norm, and have the weight 1
+        weight_max = federated.max_examples if federated.privacy is None else 1
+        in_range = config.codec is not None or (
+            config.clip == federated.clip
+            if federated.clip is not None
+            else math.frexp(config.clip)[0] == 0.5
+        )
+        if not in_range or config.weight_max not in (
+            LADDER if weight_max is None else (weight_max,)
+        ):
+            refusal.refuse(
+                "encoding-not-of-job",
+                f"{self.job.name!r} was opened with federated.clip={federated.clip} and "
+                f"federated.max_examples={federated.max_examples}, and this sum has a range of "
+                f"{config.clip:g} and a largest weight of {config.weight_max}",
             )
 
     def with_account(self, account: ExamplesAccount, examples: int) -> ActiveRun:

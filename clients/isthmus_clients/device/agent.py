@@ -194,6 +194,7 @@ class Agent:
         masked = kind in ("train_local", "score", "evaluate") and bool(
             getattr(request, kind).secure
         )
+        masked = masked or (kind == "train_local" and bool(request.train_local.ranges))
         try:
             if not masked and not (kind == "train_local" and request.train_local.keep):
                 self._guard.check_plain()
@@ -307,6 +308,8 @@ class Agent:
 
     def acknowledged(self, request: link_pb2.Request, accepted: bool, reason: str) -> None:
         """Reuse the memory of the acknowledged update, unless it is kept for a later sum."""
+        if not accepted:
+            self._secure.forget_ranged(request)
         if not self._secure.keeps(request):  # another may have the same id, of a lying server
             self.host.release(request.id, accepted)
 
@@ -325,13 +328,14 @@ class Agent:
         work = request.train_local
         run = self._run(work.run_id)
         check_gradient_scale(work.gradient_scale, kept=work.keep)
-        if not (work.secure or work.keep):
+        masked = bool(work.secure or work.ranges)
+        if not (masked or work.keep):
             run.check_plain_allowed()
         if work.keep:
             run.check_buffered()
             self._secure.keep(self.host, run, request, payload, self._wanted(run, request))
             return link_pb2.Reply(trained=link_pb2.Trained()), None
-        if work.secure:
+        if masked:
             wanted = self._wanted(run, request)
             return self._secure.train(self.host, run, request, payload, wanted), None
         run.charge(work)

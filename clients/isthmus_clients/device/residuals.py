@@ -33,6 +33,7 @@ MAX_RUNS = 8
 NO_SUM = (0, 0)
 _NAME = "residual"
 _SHARE = "share"
+_WEIGHT_MAX = "weight_max"
 _SUFFIX = ".safetensors"
 
 
@@ -89,6 +90,8 @@ class Residual:
         self._base = _file_name(committed)
         self.vector = torch.zeros(size)
         """(N) float32: weight / largest weight x update, as far as it was not sent."""
+        self._weight_max = 0
+        """The largest weight in it; 0 as long as there is none."""
         self._share = 0.0
         """Weight / largest weight of the updates, the largest if the device's examples changed, so
         that no step ahead is too long."""
@@ -124,7 +127,13 @@ class Residual:
         """
         if not is_finite(update):
             return update, 0.0
-        share = min(examples, config.weight_max) / config.weight_max
+        weight_max = config.weight_max
+        if self._weight_max not in (0, weight_max):  # it follows the devices' numbers of examples
+            factor = self._weight_max / weight_max
+            self.vector.mul_(factor)
+            self._share *= factor
+        self._weight_max = weight_max
+        share = min(examples, weight_max) / weight_max
         self._share = max(self._share, share)
         update.mul_(share).add_(self.vector)
         self._unsent = update
@@ -149,7 +158,8 @@ class Residual:
             left = self._unsent.sub_(sent)
             share.neg_()
         name = _file_name(about)
-        data = save({_NAME: left.contiguous(), _SHARE: share})
+        weight_max = torch.tensor(self._weight_max, dtype=torch.int64)
+        data = save({_NAME: left.contiguous(), _SHARE: share, _WEIGHT_MAX: weight_max})
         data = hashlib.sha256(data).digest() + data
         if self._folder is None:
             base = self._memory.get(self._base)
@@ -177,11 +187,13 @@ class Residual:
             tensors = load(data)
             vector = tensors[_NAME]
             share = float(tensors[_SHARE])
+            weight_max = int(tensors[_WEIGHT_MAX])
             if vector.shape != (size,) or vector.dtype != torch.float32:
                 raise ValueError("it is of another model")
             self.vector = vector
             self._share = abs(share)
             self._was_usable = share > 0
+            self._weight_max = weight_max
         except (KeyError, OSError, SafetensorError, ValueError) as error:
             log.warning(
                 "what was left of this device's updates before is not sent any more: %s of the "

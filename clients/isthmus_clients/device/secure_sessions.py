@@ -5,6 +5,7 @@ PyTorch is imported with the first attempt, so that an idle device stays small.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,26 @@ if TYPE_CHECKING:
     from isthmus_privacy.slots import Slot
 
 log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptUpdate:
+    """An update that waits on this device for the sum that it is for."""
+
+    request: link_pb2.Request
+    """That it was trained for."""
+    run: ActiveRun
+    """As it was open then."""
+    result: TrainingResult | None
+    """None if it is unusable."""
+    residual: Residual | None = None
+    """With compression: what earlier updates have left."""
+
+    @property
+    def about(self) -> tuple[str, int, int]:
+        """Run, round and attempt of the request."""
+        work = self.request.train_local
+        return work.run_id, work.round, work.attempt
 
 
 class SecureSessions:
@@ -80,9 +101,10 @@ class SecureSessions:
         self._clocks = SeenClocks()
         self._credentials: Credentials | None = None
         self._current: SecureParticipation | None = None
-        self._kept: tuple[link_pb2.Request, ActiveRun, TrainingResult | None] | None = None
-        """What waits for a buffered sum: the request, the run as it was open then, and the result
-        unless it is unusable."""
+        self._kept: KeptUpdate | None = None
+        """What waits for a buffered sum."""
+        self._ranged: KeptUpdate | None = None
+        """What waits for the range of a round's sum."""
 
     @property
     def identity(self) -> bytes:
@@ -96,7 +118,9 @@ class SecureSessions:
 
     def keeps(self, request: link_pb2.Request) -> bool:
         """Whether the update of this request is kept, and its memory with it."""
-        return self._kept is not None and self._kept[0] is request
+        return any(
+            kept is not None and kept.request is request for kept in (self._kept, self._ranged)
+        )
 
     def run_opened(self, run_id: str) -> None:
         """Forget other runs if nothing persists them.
@@ -109,8 +133,17 @@ class SecureSessions:
         self._run_id = run_id
 
     def forget_kept(self) -> None:
-        """Forget the update that is kept: its run is closed."""
-        self._kept = None
+        """Forget the updates that are kept: their run is closed."""
+        self._kept = self._ranged = None
+
+    def hold(self, host: TaskHost, kept: KeptUpdate) -> KeptUpdate:
+        """Keep an update in the memory that it was trained in."""
+        return kept
+
+    def forget_ranged(self, request: link_pb2.Request) -> None:
+        """Forget the update of a request, if it waits for the range of a round's sum."""
+        if self._ranged is not None and self._ranged.request is request:
+            self._ranged = None
 
     def train(
         self,
@@ -120,38 +153,102 @@ class SecureSessions:
         payload: Buffer,
         wanted: Callable[[], bool],
     ) -> link_pb2.Reply:
-        """Train, and join the sum of the updates, if it is still `wanted` then.
+        """Train, and join the sum of the updates or of their ranges, if it is still `wanted` then.
+
+        After the ranges the update is kept for `agree`.
 
         Raises:
             PeerMisbehaved: the configuration is refused, or a budget, before anything is trained.
             UpdateError: this device is not enrolled, cannot record the attempt, or the server has
                 cancelled it.
         """
-        from isthmus_privacy.purpose import TrainingPurpose
-        from isthmus_privacy.secagg.config import RoundConfig
-        from isthmus_privacy.slots import MEASURING_SLOTS
-
+        if self._ranged is not None:  # of an attempt that has failed
+            host.release(self._ranged.request.id)
+            self._ranged = None
         work = request.train_local
-        about = (work.run_id, work.round, work.attempt)
-        scale = work.gradient_scale
-        group = work.group
-        run.check_group(group, RoundConfig.from_bytes(work.secure).clients_min)
-        purpose = TrainingPurpose(
-            run.secure_purpose, work.with_gradient, scale, group, position_of(work.position)
-        )
-        slots = MEASURING_SLOTS if scale else run.training_slots
-        attempt = self.propose(about, work.secure, work.model, purpose.hash, slots)
-        run.check_privacy(attempt.config, self.rho(work.run_id))
-        run.check_codec(attempt.config)
+        if work.ranges:
+            attempt = self._propose_ranges(run, work)
+        else:
+            attempt = self._propose_update(run, work, work.secure)
         run.charge(work)
-        compressed = attempt.config.codec is not None
+        compressed = run.job.federated.compression is not None and not work.gradient_scale
         residual = self.step_ahead(run, work, payload) if compressed else None
         result = train_silently(host, request, payload)
         check_wanted(wanted)
-        layout = run.layout.gradient_and_update if scale else run.layout
+        if work.ranges:
+            layout = run.result_layout(work)
+            reply, result = self._join_with_ranges(attempt, run, layout, result)
+            self._ranged = self.hold(host, KeptUpdate(request, run, result, residual))
+            return reply
+        return self._join_in_round(attempt, run, work, result, residual)
+
+    def _propose_update(
+        self, run: ActiveRun, work: link_pb2.TrainLocal, config: bytes
+    ) -> SecureParticipation:
+        """Check the configuration of a sum of a round's updates."""
+        from isthmus_privacy.secagg.config import RoundConfig
+        from isthmus_privacy.slots import MEASURING_SLOTS
+
+        run.check_group(work.group, RoundConfig.from_bytes(config).clients_min)
+        attempt = self.propose(
+            (work.run_id, work.round, work.attempt),
+            config,
+            work.model,
+            _purpose(run, work),
+            MEASURING_SLOTS if work.gradient_scale else run.training_slots,
+        )
+        run.check_privacy(attempt.config, self.rho(work.run_id))
+        run.check_codec(attempt.config)
+        run.check_encoding(attempt.config)
+        return attempt
+
+    def _propose_ranges(self, run: ActiveRun, work: link_pb2.TrainLocal) -> SecureParticipation:
+        """Check the configuration of a sum of the ranges of a round's updates."""
+        from isthmus_privacy.secagg.config import RoundConfig
+
+        run.check_group(work.group, RoundConfig.from_bytes(work.ranges).clients_min)
+        about = (work.run_id, work.round, work.attempt)
+        return self._propose_ranges_of(run, about, work.ranges, work.model, _purpose(run, work))
+
+    def _propose_ranges_of(
+        self,
+        run: ActiveRun,
+        about: tuple[str, int, int],
+        config: bytes,
+        blob: link_pb2.Blob,
+        purpose: bytes,
+        *,
+        selected: bool = True,
+        start: StartModel | None = None,
+    ) -> SecureParticipation:
+        from isthmus_privacy.purpose import RangePurpose, ranged_model, ranges_run_id
+        from isthmus_privacy.slots import SCORING_SLOTS
+
+        run.check_ranges_wanted()
+        return self.propose(
+            (ranges_run_id(about[0]), *about[1:]),
+            config,
+            link_pb2.Blob(sha256=ranged_model(blob.sha256)),
+            RangePurpose(purpose).hash,
+            SCORING_SLOTS,
+            selected=selected,
+            start=start,
+            whole=True,
+        )
+
+    def _join_in_round(
+        self,
+        attempt: SecureParticipation,
+        run: ActiveRun,
+        work: link_pb2.TrainLocal,
+        result: TrainingResult | None,
+        residual: Residual | None,
+    ) -> link_pb2.Reply:
+        """Join a sum of a round's updates, and store what compression leaves of this one."""
+        layout = run.result_layout(work)
         reply = self._join_with_update(attempt, run, layout, result, residual=residual)
         if residual is not None:
-            residual.save(about[1:], attempt.sent)
+            residual.save((work.round, work.attempt), attempt.sent)
         return reply
 
     def step_ahead(self, run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer) -> Residual:
@@ -183,25 +280,40 @@ class SecureSessions:
         run.charge(request.train_local)
         result = train_silently(host, request, payload)
         check_wanted(wanted)
-        self._kept = request, run, result
+        self._kept = KeptUpdate(request, run, result)
 
     def agree(self, host: TaskHost, work: link_pb2.Agree) -> link_pb2.Reply:
-        """Join the sum of a buffer with the kept update, discounted by its age in rounds.
+        """Join the sum of a round's updates with the kept one, or those of a buffer.
 
         Raises:
             PeerMisbehaved: the configuration is refused.
             UpdateError: no update of the run is kept, or see `train`.
         """
-        from isthmus_privacy.purpose import BufferedPurpose, buffer_name
+        if self._kept is not None and self._kept.request.train_local.run_id == work.run_id:
+            return self._agree_in_buffer(host, work, self._kept)
+        kept = self._ranged
+        about = (work.run_id, work.round, work.attempt)
+        if kept is None or kept.about != about or work.ranges:
+            raise UpdateError("this device keeps no update of that run")
+        trained = kept.request.train_local
+        attempt = self._propose_update(kept.run, trained, work.secure)
+        self._ranged = None
+        reply = self._join_in_round(attempt, kept.run, trained, kept.result, kept.residual)
+        host.release(kept.request.id)
+        return reply
+
+    def _agree_in_buffer(
+        self, host: TaskHost, work: link_pb2.Agree, kept: KeptUpdate
+    ) -> link_pb2.Reply:
+        """Join the sums of a buffer: of the ranges, and of the updates, discounted by their age."""
+        from isthmus_privacy.purpose import BufferedPurpose, buffer_name, ranged_model
         from isthmus_privacy.secagg.history import StartModel
 
-        if self._kept is None or self._kept[0].train_local.run_id != work.run_id:
-            raise UpdateError("this device keeps no update of that run")
         # The run as it was when the update was trained: the server may have opened it again since,
         # with another job.
-        request, run, result = self._kept
+        run = kept.run
         run.check_buffered()
-        start = request.train_local
+        start = kept.request.train_local
         starts = tuple(
             (s.round, s.model, s.with_gradient, position_of(s.position)) for s in work.starts
         )
@@ -211,6 +323,15 @@ class SecureSessions:
         staleness = purpose.check_start(own, work.round, buffer.max_staleness)
         about = (work.run_id, work.round, work.attempt)
         blob = link_pb2.Blob(sha256=buffer_name(work.run_id, work.round))
+        own_start = StartModel(start.round, start.model.sha256, shared=len(starts) == 1)
+        if work.ranges:
+            ranged = dataclasses.replace(own_start, model_hash=ranged_model(own_start.model_hash))
+            attempt = self._propose_ranges_of(
+                run, about, work.ranges, blob, purpose.hash, selected=False, start=ranged
+            )
+            reply, result = self._join_with_ranges(attempt, run, run.layout, kept.result)
+            self._kept = dataclasses.replace(kept, result=result)
+            return reply
         attempt = self.propose(
             about,
             work.secure,
@@ -218,12 +339,13 @@ class SecureSessions:
             purpose.hash,
             run.training_slots,
             selected=False,
-            start=StartModel(start.round, start.model.sha256, shared=len(starts) == 1),
+            start=own_start,
         )
+        run.check_encoding(attempt.config)
         self._kept = None
         scale = buffer.discount(staleness)
-        reply = self._join_with_update(attempt, run, run.layout, result, scale)
-        host.release(request.id)
+        reply = self._join_with_update(attempt, run, run.layout, kept.result, scale)
+        host.release(kept.request.id)
         return reply
 
     def propose(
@@ -276,6 +398,40 @@ class SecureSessions:
             if refused.code == "draw-not-now":
                 refused.args = (f"{refused}; {self._clocks.doubt()}",)
             raise
+
+    def _join_with_ranges(
+        self,
+        attempt: SecureParticipation,
+        run: ActiveRun,
+        layout: TensorLayout,
+        result: TrainingResult | None,
+    ) -> tuple[link_pb2.Reply, TrainingResult | None]:
+        """Join with the ranges of an update, or with zeros of weight 0 without a usable one.
+
+        Returns:
+            The reply, and the result, None if it cannot be used.
+        """
+        import torch
+
+        from isthmus.tensors.finite import is_finite
+        from isthmus_privacy.secagg.ranges import SIZE, counts_of
+
+        figures = dict.fromkeys((slot.name for slot in attempt.config.slots), 0.0)
+        counts = torch.zeros(SIZE, dtype=torch.int64)
+        if result is not None:
+            trained, update = result
+            vector = layout.decode(update)
+            if is_finite(vector):
+                weight = run.job.federated.weight(trained.examples)
+                parts = (part for _, part in layout.parts(vector))
+                counts = counts_of(vector, parts, weight)
+            else:
+                log.error("the update has elements that are not finite; it does not count")
+                result = None
+        if result is None:
+            figures = unusable(figures)
+        # Whole numbers need no seed, which is that of rounding.
+        return self.join(attempt, counts, int(result is not None), figures, b""), result
 
     def _join_with_update(
         self,
@@ -401,6 +557,16 @@ class SecureSessions:
         if self._welcome is not None:
             self._credentials.welcomed(self._welcome.authority, self._welcome.enrolment)
         return self._credentials
+
+
+def _purpose(run: ActiveRun, work: link_pb2.TrainLocal) -> bytes:
+    """Hash of the purpose of a sum of a round's updates."""
+    from isthmus_privacy.purpose import TrainingPurpose
+
+    position = position_of(work.position)
+    return TrainingPurpose(
+        run.secure_purpose, work.with_gradient, work.gradient_scale, work.group, position
+    ).hash
 
 
 def unusable(figures: Mapping[str, float]) -> dict[str, float]:

@@ -160,10 +160,16 @@ class FederatedSection(Section):
     `mps`, and those of `isthmus simulate` (not `mps`); owners choose it by `--device`."""
     secure_aggregation: bool = True
     """The server learns only the sum of a round's updates (Bell et al. 2020)."""
-    clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
-    """With secure aggregation, elements of an update are clipped to [-clip, clip]."""
-    max_examples: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
-    """With secure aggregation, the largest weight of a device, in examples."""
+    clip: Annotated[float, Field(ge=2.0**-126, allow_inf_nan=False)] | None = None
+    """With secure aggregation, elements of an update are clipped to [-clip, clip]. Default: the
+    range follows in each round from a secure sum of how large the updates are, and nothing is
+    clipped."""
+    max_clipped: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Largest share of the elements of a round's updates that may have been clipped; the run ends
+    where it was larger, as its model would not be that of the updates."""
+    max_examples: Annotated[int, Field(ge=1, le=1 << 42)] | None = None
+    """With secure aggregation, the largest weight of a device, in examples: one with more counts
+    as one with so many. Default: every device counts with its number of examples."""
     aggregation: ProvidedName = "mean"
     """How the updates of a round become one: `mean`, weighted by examples; `median`,
     `trimmed-mean`, `krum`, `multi-krum`, `norm-bound`, or a rule that a package provides. All but
@@ -420,6 +426,13 @@ class FederatedSection(Section):
     def weight(self, examples: int) -> int:
         """What an update counts: the device's examples, or 1 if these are protected."""
         return examples if self.privacy is None else 1
+
+    @property
+    def finds_ranges(self) -> bool:
+        """Whether something of the encoding of updates follows from their ranges; see `clip`."""
+        # Devices with the same weight need no range of it.
+        weighs = self.privacy is None and self.max_examples is None
+        return self.secure_aggregation and (self.clip is None or weighs)
 
     @property
     def concurrency(self) -> int:

@@ -113,6 +113,14 @@ class JobTables(Section):
         )
 
     @property
+    def finds_ranges(self) -> bool:
+        """Whether secure sums of updates follow one of their ranges.
+
+        With `privacy`, updates are clipped to a norm and all count the same: the range is known.
+        """
+        return self.federated.finds_ranges and self.privacy is None
+
+    @property
     def most_measurements(self) -> int:
         """Evaluations and comparisons of one device that the noise of `privacy` is made for."""
         if self.privacy is not None and self.privacy.measurements is not None:

@@ -212,7 +212,7 @@ class RoundPosition(_message.Message):
     def __init__(self, start: _Optional[int] = ..., steps: _Optional[int] = ..., cohort: _Optional[int] = ...) -> None: ...
 
 class TrainLocal(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep", "gradient_scale", "group", "position", "summed_round", "summed_attempt", "changes", "first_model")
+    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep", "gradient_scale", "group", "position", "summed_round", "summed_attempt", "changes", "first_model", "ranges")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +227,7 @@ class TrainLocal(_message.Message):
     SUMMED_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     FIRST_MODEL_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
@@ -241,7 +242,8 @@ class TrainLocal(_message.Message):
     summed_attempt: int
     changes: _containers.RepeatedCompositeFieldContainer[ModelChange]
     first_model: bytes
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ..., gradient_scale: _Optional[float] = ..., group: _Optional[str] = ..., position: _Optional[_Union[RoundPosition, _Mapping]] = ..., summed_round: _Optional[int] = ..., summed_attempt: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[ModelChange, _Mapping]]] = ..., first_model: _Optional[bytes] = ...) -> None: ...
+    ranges: bytes
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ..., gradient_scale: _Optional[float] = ..., group: _Optional[str] = ..., position: _Optional[_Union[RoundPosition, _Mapping]] = ..., summed_round: _Optional[int] = ..., summed_attempt: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[ModelChange, _Mapping]]] = ..., first_model: _Optional[bytes] = ..., ranges: _Optional[bytes] = ...) -> None: ...
 
 class ModelChange(_message.Message):
     __slots__ = ("base", "blob")
@@ -252,18 +254,20 @@ class ModelChange(_message.Message):
     def __init__(self, base: _Optional[bytes] = ..., blob: _Optional[_Union[Blob, _Mapping]] = ...) -> None: ...
 
 class Agree(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "secure", "starts")
+    __slots__ = ("run_id", "round", "attempt", "secure", "starts", "ranges")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SECURE_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
     secure: bytes
     starts: _containers.RepeatedCompositeFieldContainer[BufferedStart]
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., secure: _Optional[bytes] = ..., starts: _Optional[_Iterable[_Union[BufferedStart, _Mapping]]] = ...) -> None: ...
+    ranges: bytes
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., secure: _Optional[bytes] = ..., starts: _Optional[_Iterable[_Union[BufferedStart, _Mapping]]] = ..., ranges: _Optional[bytes] = ...) -> None: ...
 
 class BufferedStart(_message.Message):
     __slots__ = ("round", "model", "with_gradient", "position")

@@ -48,6 +48,10 @@ from isthmus_privacy.slots import COMPRESSED_SLOTS, MAX_COUNT, TRAINING_SLOTS, S
 MAX_LEVELS = 1 << 28
 """Finest quantisation: its step is well below the spacing of float32 at the clipping bound."""
 
+WIDE_LEVELS = 1 << 48
+"""Finest quantisation in a ring of 64 bits, for elements of very different sizes: with it float64
+still represents the rounding to the last of them."""
+
 COUNT_LEVELS = 1 << 51
 """Levels of an element that is a whole number, from -2**50 to 2**50, in a ring of 64 bits."""
 
@@ -274,6 +278,12 @@ class RoundConfig(Message):
                 f"gives {[slot.name for slot in expected]}, each within its own range",
             )
 
+    @property
+    def _most_levels(self) -> int:
+        if self.whole:
+            return COUNT_LEVELS
+        return WIDE_LEVELS if self.bits == 64 else MAX_LEVELS
+
     def _malformed(self) -> str | None:
         """Return the first invalid field as `name=value`, or None."""
         names = [slot.name for slot in self.slots]
@@ -285,7 +295,7 @@ class RoundConfig(Message):
             "clients_min": 2 <= self.clients_min <= self.clients_max,
             "clients_max": self.clients_max <= MAX_COHORT,
             "complete_up_to": self.complete_up_to <= 4096,
-            "levels": 2 <= self.levels <= (COUNT_LEVELS if self.whole else MAX_LEVELS),
+            "levels": 2 <= self.levels <= self._most_levels,
             "whole": not self.whole or (self.bits == 64 and self.levels == COUNT_LEVELS),
             "clip": 2.0**-126 <= self.clip < math.inf,  # a part of it must not be zero
             "weight_max": 1 <= self.weight_max <= MAX_COUNT,

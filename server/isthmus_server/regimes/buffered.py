@@ -30,7 +30,8 @@ from isthmus_server.regimes.secure_sums.attempt import (
     TRAINING_SHARE,
     SecureAggregationAttempt,
 )
-from isthmus_server.regimes.secure_sums.round_configs import training_config
+from isthmus_server.regimes.secure_sums.ranged import RangedAttempt, RangedSum
+from isthmus_server.regimes.secure_sums.round_configs import range_config, training_config
 from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.storage.records import Receipt
 from isthmus_server.transport.sanitize import check_figures
@@ -158,7 +159,7 @@ class BufferAttempt:
         self._receipts = ReceiptBook((), "federated")
         self._losses: list[tuple[float, int]] = []
         self._started: list[LocalTraining] = []
-        self._secure: SecureAggregationAttempt | None = None
+        self._secure: SecureAggregationAttempt | RangedAttempt | None = None
         self._summed: dict[str, LocalTraining] = {}
         """The devices whose updates are summed securely."""
 
@@ -229,12 +230,13 @@ class BufferAttempt:
         buffer_id = buffer_name(context.run_id, spec.round)
         buffer = link_pb2.Blob(sha256=buffer_id, size=spec.model.size)
 
-        def first_request(config: bytes) -> link_pb2.Request:
+        def agreeing(secure: bytes = b"", ranges: bytes = b"") -> link_pb2.Request:
             agree = link_pb2.Agree(
+                secure=secure,
+                ranges=ranges,
                 run_id=context.run_id,
                 round=spec.round,
                 attempt=spec.attempt,
-                secure=config,
                 starts=[
                     link_pb2.BufferedStart(
                         round=round_,
@@ -247,9 +249,30 @@ class BufferAttempt:
             )
             return link_pb2.Request(agree=agree)
 
-        purpose = BufferedPurpose(context.purpose, tuple(starts))
-        config = training_config(context, spec, buffer, purpose.hash)
-        self._secure = secure_attempt(context, config, self._summed, first_request)
+        def send(config: bytes) -> link_pb2.Request:
+            return agreeing(secure=config)
+
+        purpose = BufferedPurpose(context.purpose, tuple(starts)).hash
+        if context.job.finds_ranges:
+            self._secure = RangedAttempt(
+                context,
+                RangedSum(
+                    model=buffer,
+                    cohort=self._summed,
+                    exact=False,
+                    group="",
+                    ranges=range_config(context, spec, buffer, purpose),
+                    find=lambda config: agreeing(ranges=config),
+                    send=send,
+                    at_once=send,
+                    config=lambda ranges, wider: training_config(
+                        context, spec, buffer, purpose, ranges, wider=wider
+                    ),
+                ),
+            )
+        else:
+            config = training_config(context, spec, buffer, purpose)
+            self._secure = secure_attempt(context, config, self._summed, send)
         try:
             result = await self._secure.run(deadline)
         except AttemptFailed as error:

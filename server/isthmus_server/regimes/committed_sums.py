@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Self
 
@@ -9,6 +10,9 @@ from isthmus.job import Job
 from isthmus.wire import link_pb2
 from isthmus_privacy.slots import MAGNITUDE
 from isthmus_server.storage.records import AttemptRecord, RoundRecord
+
+LARGEST_WEIGHT = "weight_max"
+"""The figure of a round's training that says which largest weight its ranges have given."""
 
 
 class CommittedSums:
@@ -24,6 +28,8 @@ class CommittedSums:
         self.magnitude: float | None = None
         """Mean binary logarithm of the root mean square of what devices sent; None before the
         first compressed round."""
+        self._weight_max: float | None = None
+        """Largest weight of that sum, if it was not in the job."""
         self._last: dict[str, tuple[int, int]] = {}
         for record in attempts:
             self.add(record)
@@ -42,11 +48,18 @@ class CommittedSums:
         used = [receipt for receipt in record.receipts if receipt.status == "accepted"]
         if MAGNITUDE.name in figures:
             self.magnitude = figures[MAGNITUDE.name]
+            self._weight_max = figures.get(LARGEST_WEIGHT)
             used = [receipt for receipt in used if receipt.regime == "federated"]
         elif record.regime != "datacenter" or len(used) == 1:
             return  # its updates were not compressed
         for receipt in used:
             self._last[receipt.participant] = record.round, record.attempt
+
+    def magnitude_for(self, weight_max: int) -> float | None:
+        """`magnitude` in a sum whose largest weight, by which devices divide, is this one."""
+        if self.magnitude is None or self._weight_max is None:
+            return self.magnitude
+        return self.magnitude + math.log2(self._weight_max / weight_max)
 
     def tell(self, name: str, request: link_pb2.Request) -> None:
         """Add to a request for training which of the participant's updates counted last."""

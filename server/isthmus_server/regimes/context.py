@@ -16,6 +16,7 @@ from isthmus_server.budgets.budget import PrivacyBudget
 from isthmus_server.model.fixed_point_sum import SUM_BYTES, WeightedSum
 from isthmus_server.model.mmap_buffer import MmapBuffer
 from isthmus_server.regimes.committed_sums import CommittedSums
+from isthmus_server.storage.range_log import RangeLog
 from isthmus_server.storage.unmasking_log import UnmaskingLog
 from isthmus_server.transport.link import Link
 
@@ -33,6 +34,7 @@ class FederatedContext:
         unmaskings: UnmaskingLog | None = None,
         privacy: PrivacyBudget | None = None,
         sums: CommittedSums | None = None,
+        ranges: RangeLog | None = None,
     ) -> None:
         """Collect what attempts need.
 
@@ -46,6 +48,7 @@ class FederatedContext:
             unmaskings: where secure sums are noted before they are unmasked; None for memory only.
             privacy: of a job with `[privacy]`.
             sums: the committed sums of the run so far; None for none.
+            ranges: where the ranges of updates are stored; None for memory only.
 
         Raises:
             UserError: the job's codec cannot be used.
@@ -60,6 +63,7 @@ class FederatedContext:
         self.unmaskings = unmaskings or UnmaskingLog()
         self.privacy = privacy
         self.sums = sums or CommittedSums()
+        self.ranges = ranges or RangeLog()
         self.messages = UpdateMessages.of(job, layout)
         """Encoded updates of plaintext rounds; None if they are sent as they are."""
         self._sum: MmapBuffer | None = None

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 
+from isthmus.errors import JobError
 from isthmus.transport.requests import position_message
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import TrainingPurpose
@@ -20,7 +21,8 @@ from isthmus_server.regimes.plaintext import PlaintextAttempt, WeightedMeanAggre
 from isthmus_server.regimes.run_aggregation import aggregation_of
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.regimes.secure_sums.groups import GroupedAttempt, UnmaskingGate
-from isthmus_server.regimes.secure_sums.round_configs import training_config
+from isthmus_server.regimes.secure_sums.ranged import RangedAttempt, RangedSum
+from isthmus_server.regimes.secure_sums.round_configs import range_config, training_config
 from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.gradients import REST
@@ -63,6 +65,7 @@ class FederatedRegime:
         # Kept for `cancelled`: only the attempt knows how far its devices got.
         self._attempt = self._attempt_for(spec)
         result = await self._attempt.run()
+        _check_clipped(result, spec)
         if self.context.privacy is not None:
             mean = result.pseudo_gradient
             # Before anything else reads the mean: all that is derived from it is from the mean with
@@ -108,28 +111,59 @@ class FederatedRegime:
         gate = UnmaskingGate(self.context.unmaskings, len(sums), needed)
         return GroupedAttempt(sums, spec.group_weights, gate, needed)
 
-    def _secure_attempt(self, spec: AttemptSpec, group: str = "") -> SecureAggregationAttempt:
-        def first_request(config: bytes) -> link_pb2.Request:
+    def _secure_attempt(
+        self, spec: AttemptSpec, group: str = ""
+    ) -> SecureAggregationAttempt | RangedAttempt:
+        context = self.context
+
+        def training(secure: bytes = b"", ranges: bytes = b"") -> link_pb2.Request:
             work = link_pb2.TrainLocal(
-                run_id=self.context.run_id,
+                run_id=context.run_id,
                 round=spec.round,
                 attempt=spec.attempt,
                 model=spec.model,
-                secure=config,
+                secure=secure,
                 with_gradient=spec.with_gradient,
                 gradient_scale=spec.gradient_scale,
                 group=group,
                 position=position_message(spec.position),
                 changes=spec.changes,
                 first_model=spec.first_model,
+                ranges=ranges,
             )
             return link_pb2.Request(train_local=work)
 
+        def sending(config: bytes) -> link_pb2.Request:
+            work = link_pb2.Agree(
+                run_id=context.run_id, round=spec.round, attempt=spec.attempt, secure=config
+            )
+            return link_pb2.Request(agree=work)
+
         purpose = TrainingPurpose(
-            self.context.purpose, spec.with_gradient, spec.gradient_scale, group, spec.position
+            context.purpose, spec.with_gradient, spec.gradient_scale, group, spec.position
+        ).hash
+        if not context.job.finds_ranges:
+            return secure_attempt(
+                context,
+                training_config(context, spec, spec.model, purpose),
+                spec.cohort,
+                lambda config: training(secure=config),
+                exact=spec.exact,
+            )
+        sums = RangedSum(
+            model=spec.model,
+            cohort=spec.cohort,
+            exact=spec.exact,
+            group=group,
+            ranges=range_config(context, spec, spec.model, purpose),
+            find=lambda config: training(ranges=config),
+            send=sending,
+            at_once=lambda config: training(secure=config),
+            config=lambda ranges, wider: training_config(
+                context, spec, spec.model, purpose, ranges, wider=wider
+            ),
         )
-        config = training_config(self.context, spec, spec.model, purpose.hash)
-        return secure_attempt(self.context, config, spec.cohort, first_request, exact=spec.exact)
+        return RangedAttempt(context, sums)
 
     @property
     def busy(self) -> list[str]:
@@ -147,6 +181,36 @@ class FederatedRegime:
         if self._attempt is not None:
             receipts = self._attempt.cancelled(reason)
         return list(receipts)
+
+
+def _check_clipped(result: FederatedResult, spec: AttemptSpec) -> None:
+    """End a run whose model would not be that of the updates.
+
+    Raises:
+        JobError: more of the updates' elements were clipped than the job allows.
+    """
+    settings = spec.settings
+    # A gradient that does not fit is clipped too, and the next one is scaled down for it.
+    if spec.gradient_scale or settings.max_clipped == 1:
+        return
+    sums = {"": result, **result.groups}
+    of_group, most = max(sums.items(), key=lambda each: each[1].training.get("clipped", 0.0))
+    share = most.training.get("clipped", 0.0)
+    if share <= settings.max_clipped:
+        return
+    whose = f"of the group {of_group!r}" if of_group else "of the devices' updates"
+    if settings.clip is None:
+        raise JobError(
+            f"round {spec.round}: {share:.2%} of the elements {whose} were outside of the range "
+            "that was found in an earlier attempt with other devices, and were clipped; set "
+            "federated.clip to more than the largest element"
+        )
+    raise JobError(
+        f"round {spec.round}: {share:.2%} of the elements {whose} were outside of "
+        f"federated.clip={settings.clip:g} and were clipped, and federated.max_clipped="
+        f"{settings.max_clipped:g}; remove federated.clip, so that the range is found from the "
+        "updates, or raise one of them"
+    )
 
 
 def _updates_in(result: FederatedResult) -> int:

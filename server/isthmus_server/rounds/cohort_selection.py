@@ -19,6 +19,7 @@ from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
 from isthmus.job.measurements import evaluations_run_id
 from isthmus.task import paired_scores
+from isthmus_privacy.purpose import buffer_name, ranged_model, ranges_run_id
 from isthmus_privacy.secagg.lottery import MILLION
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.clock import Clock
@@ -94,6 +95,7 @@ class CohortSelector:
         """Selects for secure sums; None if devices do not require tickets."""
         self._run_id = store.run_id
         self._unmaskings = store.unmaskings
+        self._ranges = store.ranges
         self._repeated: PlannedAttempt | None = None
         self._selection = CheckedSelection(job.federated)
 
@@ -132,16 +134,17 @@ class CohortSelector:
         """
         ready = set(self._roster.available()) - set(busy)
         if settings.mode == "buffered":
-            unmasked = self._unmaskings.about(self._run_id, round_, None)
+            unmasked = self._unmasked(round_, None, buffer_name(self._run_id, round_))
             allowed = ready - _devices_of(unmasked)
             if unmasked and len(allowed) + len(busy) < settings.needed:
                 raise NoAllowedCohort((), len(allowed), settings.needed)
             return self._usual(round_, allowed, settings.concurrency + settings.cohort)
         if not settings.secure_aggregation:
             return self._usual(round_, ready, settings.invited, settings.needed)
-        unmasked = self._unmaskings.about(self._run_id, round_, model_hash)
+        unmasked = self._unmasked(round_, model_hash, model_hash)
+        summed = self._unmaskings.about(self._run_id, round_, model_hash)
         return (
-            self._groups_again(round_, unmasked, ready, settings)
+            self._groups_again(round_, summed, ready, settings)
             or self._survivors_again(round_, unmasked, ready, settings)
             or self._interrupted_again(round_, unmasked, ready, settings)
             or self._secure(round_, unmasked, ready, settings, settings.invited)
@@ -250,6 +253,22 @@ class CohortSelector:
         waits = sorted(map(self._roster.seconds_until_available, self._roster.clients))
         wait = waits[needed - 1] if len(waits) >= needed else math.inf
         return None if wait == math.inf else wait
+
+    def _unmasked(
+        self, round_: int, model_hash: bytes | None, name: bytes | None
+    ) -> list[Unmasking]:
+        """Sums of updates, and of ranges of which only the devices may know, newest first.
+
+        `name` is what their configurations name: the model, or what takes its place.
+        """
+        unmasked = self._unmaskings.about(self._run_id, round_, model_hash)
+        if name is None or not self._job.finds_ranges:
+            return unmasked
+        ranges = self._unmaskings.about(ranges_run_id(self._run_id), round_, ranged_model(name))
+        # Devices may have unmasked these, and the server stopped before it had them. Those that it
+        # has are not summed again.
+        unknown = [each for each in ranges if self._ranges.of(round_, name, each.group) is None]
+        return [*unmasked, *unknown]
 
     # -- the cases ---------------------------------------------------------------------------------
 

@@ -145,6 +145,7 @@ class RunParts:
                 unmaskings=store.unmaskings,
                 privacy=budgets.devices,
                 sums=sums,
+                ranges=store.ranges,
             )
             federated = FederatedRegime(context)
             datacenter = DatacenterRegime(

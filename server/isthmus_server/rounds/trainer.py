@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from isthmus_privacy.secagg.ranges import USUAL_CLIP
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.regimes import gradient_measurement
 from isthmus_server.regimes.attempt_result import TrainingResult, with_earlier
@@ -128,7 +129,8 @@ class Trainer:
         scale = 0.0
         if spec.plan.measure_gradients and gradients is not None:
             datacenter = gradients.datacenter_gradient
-            clip = spec.federated.clip
+            # A range that is found takes in the gradients too: then any reference will do.
+            clip = spec.federated.clip or USUAL_CLIP
             scale = gradient_measurement.scale_for(clip, datacenter, spec.last_gradients)
         return AttemptSpec(
             round=spec.round,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from isthmus_server.storage.sealed_database import SealedDatabase
 
-FORMAT = 2
+FORMAT = 3
 """Version of the contents of a run directory."""
 
 SCHEMA = f"""
@@ -36,6 +36,10 @@ CREATE TABLE IF NOT EXISTS unmaskings (
     run_id TEXT NOT NULL, round INTEGER NOT NULL, attempt INTEGER NOT NULL,
     model_hash TEXT NOT NULL, draw INTEGER NOT NULL, devices TEXT NOT NULL,
     sum_group TEXT NOT NULL, refused INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS ranges (
+    round INTEGER NOT NULL, model_hash TEXT NOT NULL, sum_group TEXT NOT NULL,
+    devices TEXT NOT NULL, counts TEXT NOT NULL
 );
 """
 

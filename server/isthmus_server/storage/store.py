@@ -36,6 +36,7 @@ from isthmus_server.storage.damage_checks import (
     check_no_newer_checkpoint,
 )
 from isthmus_server.storage.events import LoggedEvent, ReportedEvent, logged_event_from_json
+from isthmus_server.storage.range_log import RangeLog
 from isthmus_server.storage.records import (
     CommittedState,
     ComparisonRecord,
@@ -92,6 +93,7 @@ class Store:
         self.log = log
         self._db = log.connection
         self.unmaskings = UnmaskingLog(self.log)
+        self.ranges = RangeLog(self.log)
         self._unstored_events: deque[str] = deque(maxlen=_MAX_UNSTORED)
 
     @classmethod

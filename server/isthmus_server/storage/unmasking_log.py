@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from isthmus_server.storage.sealed_database import SealedDatabase
 
-KEPT = 64
-"""Newest entries that are kept; a device keeps the latest 32 sums of a run."""
+KEPT = 128
+"""Newest entries that are kept: two for each sum of updates by group, whose ranges come first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

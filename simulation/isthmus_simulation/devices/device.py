@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.errors import ParticipantLost, TaskError
 from isthmus.task import Participant
+from isthmus.tensors.sending_rates import sending_rates
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
@@ -22,6 +23,7 @@ from isthmus_clients.device.agent import Agent
 from isthmus_clients.device.task_host import InProcessHost, TrainingResult, states_key
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.training.personal_state import PersonalStates
+from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_simulation.devices.fleet import FleetRun, VirtualFleet
 from isthmus_simulation.devices.profiles import DeviceProfile
@@ -182,7 +184,19 @@ class VirtualDevice(Agent):
         sent = self._update_bytes(device_run) if kind == "train_local" else 0
         if secure:
             sent = RoundConfig.from_bytes(secure).payload_bytes
+        elif kind == "train_local" and request.train_local.ranges:
+            sent = self._masked_bytes(device_run, sent)
         return self.profile.seconds(received=received, steps=steps, sent=sent)
+
+    def _masked_bytes(self, run: DeviceRun, plain: int) -> int:
+        """Bytes of a masked update, about: its configuration follows from the ranges."""
+        federated = run.job.federated
+        compression = federated.compression
+        if compression is None:
+            return plain
+        rates = sending_rates(run.layout, compression.one_in_of)
+        codec = UpdateCodec(one_in=compression.one_in, bits=compression.bits, rates=rates)
+        return codec.kept(run.layout.size) * codec.ring_bits(federated.cohort) // 8
 
     def _update_bytes(self, run: DeviceRun) -> int:
         """Bytes of a single update: at most those of the job's codec, if it has one."""

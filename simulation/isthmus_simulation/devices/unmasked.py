@@ -6,7 +6,10 @@ The masks cancel in the sum, which is thus the same; see
 
 from __future__ import annotations
 
+import dataclasses
+import mmap
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -16,12 +19,16 @@ from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.residuals import Residual, Residuals
-from isthmus_clients.device.secure_sessions import SecureSessions, unusable
+from isthmus_clients.device.secure_sessions import KeptUpdate, SecureSessions, unusable
+from isthmus_clients.device.task_host import TaskHost
 from isthmus_clients.device.update_tally import UpdateTally
 from isthmus_clients.training.secure import Credentials, SecureParticipation, encode_repeatably
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.history import StartModel
 from isthmus_privacy.slots import Slot
+
+_LARGE = 1 << 20
+"""Bytes of an update that waits for the range of its sum in a file."""
 
 SIMULATED = Credentials(bytes(32))
 """Credentials of all simulated devices, which sign nothing and keep no history of sums."""
@@ -62,7 +69,7 @@ class UnmaskedSessions(SecureSessions):
         self._name = name
         self._tally = UpdateTally(None)
         self._residuals = residuals
-        self._kept = None
+        self._kept = self._ranged = None
         self._ahead: tuple[tuple[str, int, int], Residual] | None = None
         """What `begin` has applied to the model of an attempt."""
         self.payload: Buffer | None = None
@@ -78,7 +85,8 @@ class UnmaskedSessions(SecureSessions):
     def begin(self, run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer) -> None:
         """Prepare the model for a batch, which is trained before `train` is called."""
         self._ahead = None
-        if work.secure and RoundConfig.from_bytes(work.secure).codec is not None:
+        compressed = run.job.federated.compression is not None and not work.gradient_scale
+        if compressed and (work.secure or work.ranges):
             residual = self.step_ahead(run, work, payload)
             self._ahead = (work.run_id, work.round, work.attempt), residual
 
@@ -89,6 +97,18 @@ class UnmaskedSessions(SecureSessions):
         if ahead is not None and ahead[0] == (work.run_id, work.round, work.attempt):
             return ahead[1]
         return super().step_ahead(run, work, payload)
+
+    def hold(self, host: TaskHost, kept: KeptUpdate) -> KeptUpdate:
+        """Keep a large update in a file without a name: a cohort of them need not fit memory."""
+        if kept.result is None or len(kept.result[1]) < _LARGE:
+            return kept
+        trained, update = kept.result
+        with tempfile.TemporaryFile() as file:
+            file.write(update)
+            file.flush()
+            mapped = mmap.mmap(file.fileno(), len(update))
+        host.release(kept.request.id)
+        return dataclasses.replace(kept, result=(trained, memoryview(mapped)))
 
     def propose(
         self,

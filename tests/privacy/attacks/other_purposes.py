@@ -160,6 +160,44 @@ def a_buffer_in_a_run_of_rounds():
     ActiveRun("run", job, TensorLayout(())).check_buffered()
 
 
+def secure_run(**federated):
+    federated = {"secure_aggregation": True, **federated}
+    job = Job(name="demo", task={"source": "task.py:Table"}, federated=federated)
+    return ActiveRun("run", job, TensorLayout.from_shapes({"weight": (4,)}))
+
+
+@expect_refusal("ranges-not-of-job")
+def ranges_where_the_job_has_them():
+    secure_run(clip=4.0, max_examples=10).check_ranges_wanted()
+
+
+@expect_refusal("encoding-not-of-job")
+def another_range_than_that_of_the_job():
+    secure_run(clip=4.0, max_examples=10).check_encoding(make_config(clip=2.0, weight_max=10))
+
+
+@expect_refusal("encoding-not-of-job")
+def another_largest_weight_than_that_of_the_job():
+    secure_run(clip=4.0, max_examples=10).check_encoding(make_config(clip=4.0, weight_max=1))
+
+
+@expect_refusal("encoding-not-of-job")
+def a_range_that_no_counts_give():
+    secure_run().check_encoding(make_config(clip=3.0, weight_max=1000))
+
+
+@expect_refusal("encoding-not-of-job")
+def a_largest_weight_that_no_counts_give():
+    secure_run().check_encoding(make_config(clip=4.0, weight_max=999))
+
+
+@expect_refusal("encoding-not-of-job")
+def a_weight_where_all_devices_count_the_same():
+    secure_run(privacy={"epsilon": 5, "delta": 1e-3}).check_encoding(
+        make_config(clip=4.0, weight_max=1000)
+    )
+
+
 def private_run(mechanism="distributed", **more):
     privacy = {"mechanism": mechanism, "epsilon": 8, "delta": 1e-5, "noise": 1.0, **more}
     job = Job(name="demo", task={"source": "task.py:Table"}, privacy=privacy)

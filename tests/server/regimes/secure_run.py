@@ -31,6 +31,7 @@ class InterruptedDevice:
         self.cancel = self.agent.cancel
         self.training_lock = training_lock
         self.silent_at = None
+        self.is_silent = False
         self.fails_at = None
         self.tamper = None
 
@@ -39,6 +40,7 @@ class InterruptedDevice:
         if step == "secure_step":
             step = request.secure_step.WhichOneof("message")
         if step == self.silent_at:
+            self.is_silent = True
             await asyncio.Event().wait()
         if step == self.fails_at:
             raise TaskError("the battery is empty")
@@ -78,21 +80,38 @@ class SecureRun:
             task_digest=code_digest(job.task.source, self.directory),
         )
 
-    async def train(self, job=None, attempt=1, *, round_=1, sums=None):
+    async def train(
+        self,
+        job=None,
+        attempt=1,
+        *,
+        round_=1,
+        sums=None,
+        ranges=None,
+        gradient_scale=0.0,
+        names=NAMES,
+    ):
         """One attempt from a fixed model."""
         self.model = LAYOUT.encode(torch.linspace(-1, 1, LAYOUT.size))
-        blob = describe(self.model)
+        blob = self.blob = describe(self.model)
         self.network.link.publish(blob, self.model)
         opening = self.opening(self.job)
-        context = FederatedContext(
-            self.network.link, job or self.job, opening, LAYOUT, self.directory, sums=sums
+        context = self.context = FederatedContext(
+            self.network.link,
+            job or self.job,
+            opening,
+            LAYOUT,
+            self.directory,
+            sums=sums,
+            ranges=ranges,
         )
-        regime = FederatedRegime(context)
+        regime = self.regime = FederatedRegime(context)
         spec = AttemptSpec(
             round=round_,
             attempt=attempt,
             model=blob,
-            cohort=dict.fromkeys(NAMES, 20),
+            cohort=dict.fromkeys(names, 20),
+            gradient_scale=gradient_scale,
             settings=(job or self.job).federated,
         )
         return await regime.train(spec)

@@ -245,7 +245,7 @@ async def test_a_secure_sum_has_the_deadline_of_the_round_whose_buffer_it_sums(s
     run = await start(secure, names="abc")
     deadlines = []
 
-    async def record_deadline(attempt, deadline=None):
+    async def record_deadline(attempt, deadline=None, **_):
         deadlines.append(deadline)
         raise AttemptFailed("no device agreed", [])
 

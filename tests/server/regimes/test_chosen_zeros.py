@@ -16,6 +16,7 @@ from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
+from isthmus_clients.device.secure_sessions import KeptUpdate
 from isthmus_clients.device.task_host import InProcessHost
 from isthmus_clients.training.withholding import WITHHELD
 
@@ -34,7 +35,7 @@ def test_a_cancelled_request_does_not_end_another_with_the_same_id():
     """A server could reuse the id, to have all devices of a sum but one send zeros."""
     agent = Agent(Participant(name="victim", regime="federated"), None)
     kept, cancelled = (link_pb2.Request(id="same") for _ in range(2))
-    agent._secure._kept = kept, None, None
+    agent._secure._kept = KeptUpdate(kept, None, None)
     agent.cancel(cancelled, "")
     agent.acknowledged(cancelled, False, "")
     assert not agent.host._cancelled

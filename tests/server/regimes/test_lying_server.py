@@ -19,6 +19,7 @@ from isthmus_privacy.purpose import (
     buffer_name,
 )
 from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.ranges import USUAL_WEIGHT
 from isthmus_privacy.slots import SCORING_SLOTS, TRAINING_SLOTS
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure_sums.round_configs import margins
@@ -141,7 +142,7 @@ class BufferOfVictim:
             size=LAYOUT.size,
             slots=TRAINING_SLOTS,
             **margins(context, self.job.federated),
-            weight_max=self.job.federated.max_examples,
+            weight_max=USUAL_WEIGHT,
         )
         listed = [
             link_pb2.BufferedStart(round=r, model=m, with_gradient=g) for r, m, g, _ in starts

@@ -20,12 +20,16 @@ from isthmus.errors import AggregationAborted
 from isthmus_privacy.slots import UNUSABLE
 from isthmus_server.model import merge
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
+from isthmus_server.regimes.committed_sums import LARGEST_WEIGHT
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
+from isthmus_server.regimes.secure_sums.ranged import RANGE, RangedAttempt
 from isthmus_server.storage.records import Receipt
 from isthmus_server.storage.unmasking_log import Unmasking, UnmaskingLog
 
 _SUMMED = ("examples", UNUSABLE.name)
-"""Figures of a sum that are totals; all others are means over examples."""
+"""Figures of a sum that are totals."""
+_LARGEST = (RANGE, LARGEST_WEIGHT)
+"""Figures of which all groups together have the largest; all others are means over examples."""
 
 
 class UnmaskingGate:
@@ -81,7 +85,7 @@ class GroupedAttempt:
 
     def __init__(
         self,
-        sums: Mapping[str, SecureAggregationAttempt],
+        sums: Mapping[str, SecureAggregationAttempt | RangedAttempt],
         weights: Mapping[str, float],
         gate: UnmaskingGate,
         needed: int,
@@ -221,10 +225,17 @@ def _figures(
     """The figures of all groups together, as those of one sum of all devices would be."""
     names = next(iter(results.values())).training
     total = sum(examples.values())
-    return {
+    largest = {
+        name: max(result.training[name] for result in results.values())
+        for name in names
+        if name in _LARGEST
+    }
+    means = {
         name: math.fsum(
             result.training[name] * (1 if name in _SUMMED else examples[group] / total)
             for group, result in results.items()
         )
         for name in names
+        if name not in largest
     }
+    return means | largest

@@ -12,6 +12,7 @@ from isthmus.job.federated import FederatedSection
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.sending_rates import sending_rates
 from isthmus.wire import link_pb2
+from isthmus_privacy.compression.round_vector import FIGURE_BITS
 from isthmus_privacy.compression.update_codec import (
     MAX_BITS,
     MAX_MAGNITUDE,
@@ -20,7 +21,17 @@ from isthmus_privacy.compression.update_codec import (
 )
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.distributed import fit_ring
+from isthmus_privacy.purpose import RangePurpose, ranged_model, ranges_run_id
 from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.ranges import (
+    SIZE as RANGE_COUNTS,
+)
+from isthmus_privacy.secagg.ranges import (
+    USUAL_CLIP,
+    USUAL_WEIGHT,
+    Encoding,
+    Ranges,
+)
 from isthmus_privacy.slots import (
     CLIPPING_SLOTS,
     COMPRESSED_SLOTS,
@@ -65,14 +76,50 @@ def margins(context: FederatedContext, settings: FederatedSection) -> Margins:
     }
 
 
-def training_config(
+def range_config(
     context: FederatedContext, spec: AttemptSpec, model: link_pb2.Blob, purpose: bytes
+) -> RoundConfig:
+    """The configuration of the sum of ranges before that of `training_config`, for which see."""
+    return RoundConfig(
+        run_id=ranges_run_id(context.run_id),
+        round=spec.round,
+        attempt=spec.attempt,
+        model_hash=ranged_model(model.sha256),
+        purpose=RangePurpose(purpose).hash,
+        size=RANGE_COUNTS,
+        slots=SCORING_SLOTS,
+        **margins(context, spec.settings),
+        whole=True,
+        bits=64,
+        draw=spec.draw,
+        selected_ppm=spec.selected_ppm,
+    )
+
+
+def training_config(
+    context: FederatedContext,
+    spec: AttemptSpec,
+    model: link_pb2.Blob,
+    purpose: bytes,
+    ranges: Ranges | None = None,
+    *,
+    wider: bool = False,
 ) -> RoundConfig:
     """The round configuration that every device of a training attempt signs.
 
-    `purpose` is the hash of what the devices are asked to do, see `isthmus_privacy.purpose`.
+    Args:
+        context: of the run.
+        spec: of the attempt.
+        model: that the devices start from, or what takes its place.
+        purpose: hash of what the devices are asked to do, see `isthmus_privacy.purpose`.
+        ranges: of the devices' updates, in a job that finds them.
+        wider: devices may be in the sum that are not in `ranges`.
+
+    Raises:
+        AttemptFailed: the weights, or the noise, do not fit the ring.
     """
     settings = spec.settings
+    encoding = _encoding(context, settings, ranges, wider=wider, scaled=bool(spec.gradient_scale))
     size = spec.result_layout(context.layout).size
     config = RoundConfig(
         run_id=context.run_id,
@@ -83,19 +130,66 @@ def training_config(
         size=size,
         slots=MEASURING_SLOTS if spec.gradient_scale else TRAINING_SLOTS,
         **margins(context, settings),
-        clip=settings.clip,
-        weight_max=settings.max_examples,
+        clip=encoding.clip,
+        weight_max=encoding.weight_max,
+        bits=encoding.bits,
+        levels=encoding.levels,
         draw=spec.draw,
         selected_ppm=spec.selected_ppm,
     )
     if settings.compression is not None and not spec.gradient_scale:
         seed = context.job.seed
-        magnitude = context.sums.magnitude
+        magnitude = context.sums.magnitude_for(config.weight_max)
         return _compressed(config, settings.compression, context.layout, seed, magnitude)
     if context.job.federated.privacy is not None:  # devices send no loss and count the same
         config = dataclasses.replace(config, slots=SCORING_SLOTS, weight_max=1)
     privacy = context.privacy
     return config if privacy is None else _with_privacy(config, privacy.plan, privacy.clip)
+
+
+def _encoding(
+    context: FederatedContext,
+    settings: FederatedSection,
+    ranges: Ranges | None,
+    *,
+    wider: bool,
+    scaled: bool,
+) -> Encoding:
+    """The range, the largest weight and the ring of a sum of updates.
+
+    Raises:
+        AttemptFailed: compressed updates have a ring of 32 bits for their weights, and these do not
+            fit it.
+    """
+    clients = settings.cohort
+    clip = settings.clip
+    # Devices count the same where a number of examples would have no noise.
+    same = context.job.privacy is not None or settings.privacy is not None
+    weight_max = 1 if same else settings.max_examples
+    levels = None
+    if settings.compression is not None and not scaled:
+        levels = UpdateCodec(one_in=1, bits=_most_bits(clients), seed=0).highest
+    if ranges is None:  # all of it is in the job, or follows from its privacy
+        weight = weight_max or USUAL_WEIGHT
+        bits = 32 if clients * weight < 1 << 32 else 64
+        encoding = Encoding(clip or USUAL_CLIP, weight, bits)
+    else:
+        encoding = ranges.encoding(
+            clients=clients, clip=clip, weight_max=weight_max, levels=levels, wider=wider
+        )
+    if levels is not None and encoding.bits > FIGURE_BITS:
+        raise AttemptFailed(
+            f"{clients} devices that count as up to {encoding.weight_max} examples do not fit the "
+            f"{FIGURE_BITS} bits of the figures of compressed updates; set federated.max_examples "
+            f"to at most {((1 << FIGURE_BITS) - 1) // clients}, or remove federated.compression",
+            [],
+        )
+    return encoding
+
+
+def _most_bits(clients: int) -> int:
+    """Most bits of a compressed element with which the sum of the levels fits the ring."""
+    return min(MAX_BITS, MAX_RING_BITS - clients.bit_length())
 
 
 def _compressed(
@@ -112,8 +206,7 @@ def _compressed(
     bits = compression.bits
     clients = config.clients_max
     if magnitude is None:
-        # The sum of the levels of all clients has to fit into the ring.
-        bits = min(MAX_BITS, MAX_RING_BITS - clients.bit_length())
+        bits = _most_bits(clients)
         bound = config.clip
     else:
         # Of few examples the mean is mostly rounding, by which one device can move it.

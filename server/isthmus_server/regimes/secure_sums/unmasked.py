@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from isthmus.errors import AggregationAborted, UpdateError
 from isthmus.transport.blobs import into
+from isthmus.wire import link_pb2
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.server import RingSum, too_few
 from isthmus_server.regimes.call import call
@@ -71,6 +72,14 @@ class UnmaskedAttempt(SecureAggregationAttempt):
         """Have a device compute its vector, and add it."""
         request = self._first_request(self._config.to_bytes())
         self._context.sums.tell(name, request)
+        if request.HasField("agree"):
+            # No training keeps the devices apart, and the vector of each takes memory.
+            async with self._uploads:
+                await self._ask(name, request)
+        else:
+            await self._ask(name, request)
+
+    async def _ask(self, name: str, request: link_pb2.Request) -> None:
         loop = asyncio.get_running_loop()
         asked = loop.time()
         link = self._context.link

@@ -32,6 +32,9 @@ async def run(network, make_job, write_task, tmp_path):
         "federated.cohort=5",
         "federated.quorum=4",
         "federated.secure_aggregation=true",
+        # Without a sum of ranges before it, which has the same steps.
+        "federated.clip=4",
+        "federated.max_examples=1000",
         "time.round_seconds=6000",  # deadlines pass only where a test lets them
         "time.lease_seconds=2000",
     )

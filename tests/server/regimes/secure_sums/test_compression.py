@@ -6,6 +6,7 @@ from tests.privacy.protocol import make_config
 from tests.server.regimes.secure_run import LAYOUT, NAMES, SecureRun
 
 from isthmus_clients.device.residuals import Residuals
+from isthmus_privacy.secagg.ranges import USUAL_WEIGHT
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.committed_sums import CommittedSums
 from isthmus_server.regimes.secure_sums.round_configs import UNITS_PER_BIT, _compressed
@@ -88,7 +89,7 @@ async def test_what_is_not_sent_in_a_round_is_sent_in_later_ones(run, tmp_path):
     left = torch.zeros(LAYOUT.size)
     for name in NAMES:
         left += Residuals(tmp_path / name).open("run", name, sums.committed, LAYOUT.size).vector
-    share = 20 / run.job.federated.max_examples
+    share = 20 / USUAL_WEIGHT
     torch.testing.assert_close(arrived + left / len(NAMES) / share, trained, rtol=0, atol=1e-4)
     assert float(arrived.norm()) > 0.3 * float(trained.norm())
 

@@ -1,0 +1,227 @@
+"""How large updates and weights are, counted by a secure sum, and the encoding that fits them.
+
+Fixed-point numbers need a range before anything is summed, and a range that is changed after a sum
+of the same updates would let the server subtract the two: what is left is the part of the only
+device that was clipped. So the range is found first. Each device that has trained adds a 1 to one
+bin of four histograms, and the server learns these counts and no device's bin:
+
+    largest   the exponent of the largest absolute element of its update
+    typical   that of the root mean square of all elements
+    smallest  that of the least root mean square of a tensor that is not zero
+    weights   the step of its number of examples on the ladder 1, 2, 4, 8, 16, 32, 63, 125, 250,
+              500, 1000, 2000, ..
+
+The exponent of x is the e with 2^(e-1) <= |x| < 2^e; bin 0 is for zeros. From the counts follow the
+range (a power of two), the largest weight (of the ladder) and the ring, the same for all devices
+of the sum. Where elements of up to `USUAL_CLIP` and weights of up to `USUAL_WEIGHT` are precise
+enough, these are used, so that one device that is a little larger does not change the encoding.
+
+>>> counts = [counts_of(torch.tensor([0.5, -200.0]), [], weight=n) for n in (20, 3_000)]
+>>> ranges = Ranges.of(torch.stack(counts).sum(0), devices=2)
+>>> ranges.encoding(clients=4)
+Encoding(clip=256.0, weight_max=4000, bits=32)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+import torch
+
+from isthmus_privacy.crypto.masking import TILE
+from isthmus_privacy.secagg.config import MAX_LEVELS, WIDE_LEVELS
+
+USUAL_CLIP = 4.0
+USUAL_WEIGHT = 1000
+
+_LOWEST = -127
+_EXPONENTS = 256
+"""Bins of exponents: up to `_LOWEST`, which zeros have too, .. 128, as float32 has."""
+_STEPS = 53
+_FIRST_STEP = 10
+"""Steps of the ladder below `USUAL_WEIGHT`."""
+
+LADDER = tuple(
+    max(1, math.ceil(USUAL_WEIGHT * 2.0 ** (step - _FIRST_STEP))) for step in range(_STEPS)
+)
+"""Largest weights that a sum may have; the last is 4.4e15."""
+
+SIZE = 3 * _EXPONENTS + _STEPS
+"""Counts that a device sends."""
+
+_ROUNDING = 1e-4
+"""Largest error of rounding, as a part of the update of a device with the mean weight."""
+_TENSOR_ROUNDING = 2.0**-7
+"""The same for its tensor with the smallest elements. The error has the mean zero."""
+_CODEC_ROUNDING = 1e-2
+"""The same with a codec, whose rounding is made up for by later updates."""
+_WIDER_EXPONENTS = 4
+_WIDER_STEPS = 2
+"""Room for devices that are not in the counts, in bins."""
+
+
+def counts_of(update: torch.Tensor, tensors: Iterable[torch.Tensor], weight: int) -> torch.Tensor:
+    """What a device adds to the histograms: int64 (SIZE), a 1 in each of the four.
+
+    Args:
+        update: (N) float32, finite.
+        tensors: its parts.
+        weight: number of examples.
+    """
+    counts = torch.zeros(SIZE, dtype=torch.int64)
+    largest = max(abs(float(end)) for end in torch.aminmax(update)) if len(update) else 0.0
+    parts = [_mean_square(part) for part in tensors]
+    smallest = min((part for part in parts if part), default=0.0)
+    figures = (largest, math.sqrt(_mean_square(update)), math.sqrt(smallest))
+    for number, figure in enumerate(figures):
+        counts[number * _EXPONENTS + _exponent_bin(figure)] = 1
+    step = next((step for step, limit in enumerate(LADDER) if weight <= limit), _STEPS - 1)
+    counts[3 * _EXPONENTS + step] = 1
+    return counts
+
+
+def _mean_square(values: torch.Tensor) -> float:
+    """The mean of the squares in float64, of a tile at a time: a copy of all takes memory."""
+    flat = values.flatten()
+    parts = (flat[start : start + TILE] for start in range(0, len(flat), TILE))
+    total = math.fsum(float(part.double().square().sum()) for part in parts)
+    return total / max(1, values.numel())
+
+
+def _exponent_bin(value: float) -> int:
+    exponent = math.frexp(value)[1] if value else _LOWEST
+    return max(0, min(exponent - _LOWEST, _EXPONENTS - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """The numbers of a round configuration that follow from the ranges."""
+
+    clip: float
+    weight_max: int
+    bits: int
+    """Of the ring, without a codec."""
+
+    @property
+    def levels(self) -> int:
+        """See `RoundConfig.levels`; 0 selects those of a ring of 32 bits."""
+        return WIDE_LEVELS if self.bits == 64 else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranges:
+    """The histograms of a sum, each with one count for each of its devices."""
+
+    largest: Sequence[int]
+    typical: Sequence[int]
+    smallest: Sequence[int]
+    weights: Sequence[int]
+
+    @classmethod
+    def of(cls, total: torch.Tensor, devices: int) -> Self:
+        """Read a sum of `counts_of`, int64 (SIZE), of so many devices.
+
+        Raises:
+            ValueError: devices that follow the protocol cannot have this sum.
+        """
+        ranges = cls.read(total.tolist())
+        parts = (ranges.largest, ranges.typical, ranges.smallest, ranges.weights)
+        if any(min(part) < 0 or sum(part) != devices for part in parts):
+            raise ValueError(
+                f"the sum of the ranges of {devices} devices does not have a count for each: one "
+                "sent a vector that does not have the agreed form"
+            )
+        return ranges
+
+    @classmethod
+    def read(cls, counts: Sequence[int]) -> Self:
+        """The inverse of `counts`."""
+        ends = (0, _EXPONENTS, 2 * _EXPONENTS, 3 * _EXPONENTS, SIZE)
+        return cls(*(tuple(counts[a:b]) for a, b in itertools.pairwise(ends)))
+
+    @property
+    def counts(self) -> list[int]:
+        """All counts, SIZE."""
+        return [*self.largest, *self.typical, *self.smallest, *self.weights]
+
+    def encoding(
+        self,
+        *,
+        clients: int,
+        clip: float | None = None,
+        weight_max: int | None = None,
+        levels: int | None = None,
+        wider: bool = False,
+    ) -> Encoding:
+        """The encoding of a sum: nothing is clipped, and rounding changes little.
+
+        Args:
+            clients: most devices in the sum.
+            clip: of the job, which stays; None to choose one.
+            weight_max: of the job, which stays; None to choose one.
+            levels: of a codec, whose ring cannot be another; None without.
+            wider: the sum may have devices that are not in these counts.
+        """
+        exponent = _last(self.largest) + _LOWEST + (_WIDER_EXPONENTS if wider else 0)
+        step = _last(self.weights) + (_WIDER_STEPS if wider else 0)
+        tight = LADDER[min(step, _STEPS - 1)]
+        weight = weight_max or max(USUAL_WEIGHT, tight)
+        if clip is not None:
+            return Encoding(clip, weight, self._bits(clients, weight))
+        bound = max(USUAL_CLIP, 2.0**exponent)
+        bits = self._bits(clients, weight)
+        if not _last(self.largest):
+            return Encoding(bound, weight, bits)  # zeros in any range
+        limits = (_ROUNDING, _TENSOR_ROUNDING) if levels is None else (_CODEC_ROUNDING, math.inf)
+        fewest = levels or min(MAX_LEVELS, ((1 << 32) - 1) // clients)
+        if not self._is_precise(bound, weight, fewest, *limits):
+            bound = 2.0 ** max(exponent, _LOWEST + 1)
+            weight = weight_max or tight
+            bits = self._bits(clients, weight)
+            if levels is None and not self._is_precise(bound, weight, fewest, *limits):
+                bits = 64
+        return Encoding(bound, weight, bits)
+
+    @staticmethod
+    def _bits(clients: int, weight: int) -> int:
+        """The narrowest ring in which the sum of the weights cannot wrap."""
+        return 32 if clients * weight < 1 << 32 else 64
+
+    def _is_precise(
+        self, bound: float, weight: int, levels: int, of_update: float, of_tensor: float
+    ) -> bool:
+        """Whether rounding changes the update of a device with the mean weight little enough.
+
+        `of_update` and `of_tensor` are the largest errors, relative to root mean squares.
+        """
+        lowest = [1, *(limit + 1 for limit in LADDER[:-1])]
+        of_weights = zip(self.weights, lowest, strict=True)
+        total = sum(count * min(low, weight) for count, low in of_weights)
+        mean = total / sum(self.weights)
+        # Weighted updates are rounded to steps, with an error of at most half a step on average.
+        error = bound / (levels - 1) * weight / mean
+        return error <= of_update * _middle(self.typical) and error <= of_tensor * _middle(
+            self.smallest
+        )
+
+
+def _last(counts: Sequence[int]) -> int:
+    """The highest bin with a count."""
+    return max((index for index, count in enumerate(counts) if count), default=0)
+
+
+def _middle(counts: Sequence[int]) -> float:
+    """The lower end of the median of the values that are not zero; infinite if all are."""
+    left = sum(counts[1:])
+    if not left:
+        return math.inf
+    below = 0
+    for index, count in enumerate(counts[1:], start=1):
+        below += count
+        if 2 * below >= left:
+            return 2.0 ** (index + _LOWEST - 1)
+    raise AssertionError("the counts have a median")

@@ -1,0 +1,193 @@
+"""An attempt whose encoding follows from the ranges of the updates, which are summed before.
+
+    TrainLocal or Agree -> the sum of ranges | Agree -> the sum of the updates
+
+A device trains once, and keeps its update between the two. The updates themselves are in one sum:
+ranges that were too narrow could only be mended by a second one of the same updates, and the
+difference of the two would be what was clipped, perhaps on one device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from isthmus.wire import link_pb2
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.ranges import Ranges
+from isthmus_server.regimes.base import AttemptFailed, FederatedResult
+from isthmus_server.regimes.call import ReceiptBook
+from isthmus_server.regimes.committed_sums import LARGEST_WEIGHT
+from isthmus_server.regimes.secure_sums.attempt import FirstRequest, SecureAggregationAttempt
+from isthmus_server.regimes.secure_sums.round_configs import BeforeUnmasking
+from isthmus_server.regimes.secure_sums.step_limits import StepLimits
+from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
+from isthmus_server.storage.range_log import SummedRanges
+from isthmus_server.storage.records import Receipt
+from isthmus_server.storage.unmasking_log import Unmasking
+
+if TYPE_CHECKING:
+    from isthmus_server.regimes.context import FederatedContext
+
+RANGE = "range"
+"""The figure of a round's training that says which range its ranges have given."""
+
+MakeConfig = Callable[[Ranges, bool], RoundConfig]
+"""Makes the configuration of the sum of updates from ranges, which are perhaps those of others."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RangedSum:
+    """What the two sums of an attempt are made of."""
+
+    model: link_pb2.Blob
+    """That devices start from, or what takes its place."""
+    cohort: Collection[str]
+    exact: bool
+    """See `SecureAggregationAttempt`."""
+    group: str
+    """The group that is summed; empty for any devices."""
+    ranges: RoundConfig
+    """Of the sum of ranges."""
+    find: FirstRequest
+    """Makes the request in which a device joins the sum of ranges."""
+    send: FirstRequest
+    """Makes the one in which it then joins the sum of updates."""
+    at_once: FirstRequest
+    """Makes the one in which it joins the sum of updates if the ranges are known."""
+    config: MakeConfig
+
+
+class RangedAttempt:
+    """One attempt: a sum of ranges, and one of the updates of the same devices.
+
+    Guarantees:
+      * the ranges of updates to a model are summed once, and are stored before anything follows
+        from them. A repeated attempt uses them, with more room if it has other devices.
+    """
+
+    def __init__(self, context: FederatedContext, sums: RangedSum) -> None:
+        """Prepare; nothing is asked yet."""
+        self._context = context
+        self._sums = sums
+        self._current: SecureAggregationAttempt | None = None
+        """The sum that is running."""
+        self._sends = False
+        """Whether it is that of the updates."""
+        self._earlier: Sequence[Receipt] = ()
+        """Receipts of the sum of ranges."""
+
+    async def run(
+        self,
+        deadline: float | None = None,
+        *,
+        before_unmasking: BeforeUnmasking | None = None,
+    ) -> FederatedResult:
+        """Run both sums; see `SecureAggregationAttempt.run`.
+
+        Raises:
+            AttemptFailed: too few devices were left at some step, or had a usable vector.
+        """
+        sums = self._sums
+        config = sums.ranges
+        name = sums.model.sha256
+        if deadline is None:
+            seconds = self._context.job.time.round_seconds
+            deadline = asyncio.get_running_loop().time() + seconds
+        known = self._context.ranges.of(config.round, name, sums.group)
+        cohort = sums.cohort
+        request = sums.at_once
+        if known is None:
+            known = await self._find(deadline)
+            cohort = known.devices
+            request = sums.send
+        wider = known.round != config.round or not known.devices.issuperset(cohort)
+        try:
+            config = sums.config(known.ranges, wider)
+            self._current = secure_attempt(
+                self._context, config, sums.model, cohort, request, exact=sums.exact
+            )
+            self._sends = True
+            # The training may have taken all of the round's time.
+            limits = StepLimits.of(self._context.job.time, config, clients=len(cohort))
+            least = asyncio.get_running_loop().time() + 2 * limits.step_seconds
+            result = await self._current.run(
+                max(deadline, least), before_unmasking=before_unmasking
+            )
+        except AttemptFailed as failed:
+            raise AttemptFailed(
+                str(failed),
+                self._with_earlier(failed.receipts),
+                excused=failed.excused,
+                task_failures=failed.task_failures,
+            ) from failed
+        figures = {RANGE: config.clip, LARGEST_WEIGHT: float(config.weight_max)}
+        return dataclasses.replace(
+            result,
+            training={**result.training, **figures},
+            receipts=self._with_earlier(result.receipts),
+        )
+
+    async def _find(self, deadline: float) -> SummedRanges:
+        """Sum the ranges, and store them.
+
+        Raises:
+            AttemptFailed: too few devices, or the sum is not one of ranges.
+            OSError, sqlite3.Error: they cannot be stored.
+        """
+        sums = self._sums
+        self._current = secure_attempt(
+            self._context, sums.ranges, sums.model, sums.cohort, sums.find, exact=sums.exact
+        )
+
+        async def note(entry: Unmasking) -> None:
+            self._context.unmaskings.add(dataclasses.replace(entry, group=sums.group))
+
+        result = await self._current.run(deadline, before_unmasking=note)
+        self._earlier = result.receipts
+        try:
+            ranges = Ranges.of(result.pseudo_gradient, int(result.training["examples"]))
+        except ValueError as error:
+            receipts = _not_summed(result.receipts, "the ranges cannot be used")
+            raise AttemptFailed(str(error), receipts) from None
+        summed = {each.participant for each in result.receipts if each.status == "accepted"}
+        found = SummedRanges(
+            round=sums.ranges.round,
+            model_hash=sums.model.sha256,
+            group=sums.group,
+            devices=frozenset(summed),
+            ranges=ranges,
+        )
+        # Before the first device is asked for its update: after a crash the server could not ask
+        # for the ranges of other devices, and has to choose the same encoding.
+        self._context.ranges.add(found)
+        return found
+
+    def cancelled(self, reason: str) -> list[Receipt]:
+        """Receipts of the whole cohort; devices without one were dropped for `reason`."""
+        if self._current is None:
+            return ReceiptBook(sorted(self._sums.cohort), "federated").complete(reason)
+        receipts = self._current.cancelled(reason)
+        return self._with_earlier(receipts if self._sends else _not_summed(receipts, reason))
+
+    def _with_earlier(self, receipts: Sequence[Receipt]) -> list[Receipt]:
+        """Receipts of the second sum, with the time of the training; of the others, the first's."""
+        merged = {each.participant: each for each in receipts}
+        for first in _not_summed(self._earlier, "the attempt ended before its update was in"):
+            receipt = merged.get(first.participant)
+            if receipt is not None:
+                first = dataclasses.replace(receipt, seconds=first.seconds, started=first.started)
+            merged[first.participant] = first
+        return [merged[name] for name in sorted(merged)]
+
+
+def _not_summed(receipts: Sequence[Receipt], reason: str) -> list[Receipt]:
+    """Receipts of a sum of ranges: a device that is in it has no part in the model by that."""
+    return [
+        dataclasses.replace(each, status="rejected", reason=reason)
+        if each.status == "accepted"
+        else each
+        for each in receipts
+    ]

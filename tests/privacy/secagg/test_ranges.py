@@ -1,0 +1,136 @@
+"""The encoding that follows from summed ranges: nothing is clipped, and rounding changes little."""
+
+import dataclasses
+
+import pytest
+import torch
+from tests.privacy.protocol import make_config
+
+from isthmus_privacy.secagg.encoding import decode, encode
+from isthmus_privacy.secagg.ranges import LADDER, SIZE, Encoding, Ranges, counts_of
+
+SCALES = [10.0**exponent for exponent in (-6, -5, -4, -3, -2, 0, 1, 2, 4, 6)]
+
+
+def ranges_of(updates, weights, tensors=None):
+    counts = [
+        counts_of(update, tensors(update) if tensors else [update], weight)
+        for update, weight in zip(updates, weights, strict=True)
+    ]
+    assert all(each.sum() == 4 and each.max() == 1 for each in counts)
+    return Ranges.of(torch.stack(counts).sum(0), devices=len(updates))
+
+
+def summed(encoding, updates, weights, clients=None):
+    """The mean of a sum with that encoding."""
+    config = make_config(
+        size=len(updates[0]),
+        clients_max=clients or max(3, len(updates)),
+        clip=encoding.clip,
+        weight_max=encoding.weight_max,
+        bits=encoding.bits,
+        levels=encoding.levels,
+    )
+    config.check()
+    total = None
+    for update, weight in zip(updates, weights, strict=True):
+        vector = encode(config, update, weight=weight).vector
+        total = vector.clone() if total is None else total.add_(vector)
+    return decode(config, total, clients=len(updates))
+
+
+def plain_mean(updates, weights):
+    pairs = zip(updates, weights, strict=True)
+    return sum(weight * update.double() for update, weight in pairs) / sum(weights)
+
+
+def relative_error(found, expected):
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    "weights",
+    [[20] * 5, [1] * 5, [1, 7, 300, 20_000, 5_000_000], [1 << 24, 1, 1, 1, 1], [3] * 60],
+    ids=["equal", "ones", "mixed", "one-large", "many"],
+)
+def test_the_mean_is_the_plain_one_at_any_scale(scale, weights):
+    torch.manual_seed(0)
+    updates = [scale * (torch.randn(3000) + 0.5) for _ in weights]
+    encoding = ranges_of(updates, weights).encoding(clients=len(weights))
+    mean = summed(encoding, updates, weights)
+    assert mean.clipped == 0
+    assert mean.weight == sum(weights)
+    assert relative_error(mean.vector, plain_mean(updates, weights)) < 1e-4
+
+
+@pytest.mark.parametrize("large", [1.0, 1e3, 1e6])
+def test_a_tensor_with_far_smaller_elements_is_not_rounded_away(large):
+    torch.manual_seed(0)
+    updates = [torch.cat([large * torch.randn(100), 1e-4 * torch.randn(100)]) for _ in range(6)]
+    encoding = ranges_of(updates, [30] * 6, lambda update: update.split(100)).encoding(clients=6)
+    mean = summed(encoding, updates, [30] * 6)
+    expected = plain_mean(updates, [30] * 6)
+    assert encoding.bits == (32 if large == 1.0 else 64)
+    assert relative_error(mean.vector, expected) < 1e-4
+    assert relative_error(mean.vector[100:], expected[100:]) < 0.05
+
+
+def test_usual_updates_have_the_usual_encoding():
+    updates = [0.01 * torch.randn(500) for _ in range(5)]
+    encoding = ranges_of(updates, [20, 400, 1000, 3, 50]).encoding(clients=5)
+    assert encoding == Encoding(clip=4.0, weight_max=1000, bits=32)
+
+
+def test_what_the_job_says_stays():
+    updates = [1000 * torch.randn(50) for _ in range(3)]
+    ranges = ranges_of(updates, [20, 9000, 1])
+    assert ranges.encoding(clients=3, clip=0.5) == Encoding(0.5, 16_000, 32)
+    assert ranges.encoding(clients=3, weight_max=70).weight_max == 70
+    assert ranges.encoding(clients=3, clip=2.0, weight_max=70) == Encoding(2.0, 70, 32)
+
+
+def test_devices_that_are_not_in_the_counts_have_room():
+    updates = [3 * torch.ones(50) for _ in range(3)]
+    ranges = ranges_of(updates, [20] * 3)
+    assert ranges.encoding(clients=3, wider=True).clip == 64.0
+    others = [60 * torch.ones(50), *updates[1:]]
+    assert summed(ranges.encoding(clients=3, wider=True), others, [90, 20, 20]).clipped == 0
+
+
+def test_a_codec_keeps_its_ring():
+    updates = [1e-12 * torch.randn(50) for _ in range(3)]
+    encoding = ranges_of(updates, [1, 1, 1]).encoding(clients=3, levels=(1 << 24) - 2)
+    assert encoding.bits == 32
+    assert encoding.clip < 1e-11
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0], [3e38, -3e38], [1e-45, 0.0], []])
+def test_the_ends_of_float32(values):
+    update = torch.tensor(values)
+    encoding = ranges_of([update] * 3, [1] * 3).encoding(clients=3)
+    mean = summed(encoding, [update] * 3, [1] * 3)
+    assert not mean.clipped
+    assert bool(mean.vector.isfinite().all())
+    if values and abs(values[0]) > 1:
+        assert relative_error(mean.vector, update.double()) < 1e-4
+
+
+@pytest.mark.parametrize("weight", [0, 1, 2, 32, 33, 63, 1000, 1001, 2000, 1 << 24, LADDER[-1]])
+def test_no_number_of_examples_is_above_its_step(weight):
+    largest = ranges_of([torch.ones(2)] * 3, [weight] * 3).encoding(clients=3).weight_max
+    assert weight <= largest <= max(1000, 2 * weight)
+
+
+@pytest.mark.parametrize(("index", "change"), [(0, -1), (0, 1), (SIZE - 1, 1)])
+def test_a_sum_that_devices_cannot_have_is_refused(index, change):
+    total = 3 * counts_of(torch.ones(2), [], weight=1)
+    total[index] += change
+    with pytest.raises(ValueError, match="does not have a count for each"):
+        Ranges.of(total, devices=3)
+
+
+def test_counts_are_read_as_they_were_written():
+    ranges = ranges_of([torch.ones(3), torch.zeros(3)], [1, 900])
+    assert Ranges.read(ranges.counts) == ranges
+    assert dataclasses.asdict(ranges) == dataclasses.asdict(Ranges.read(ranges.counts))

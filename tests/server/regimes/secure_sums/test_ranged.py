@@ -1,0 +1,223 @@
+"""Real devices whose updates have any range: their sum is the plain mean, and is made once."""
+
+import asyncio
+import dataclasses
+
+import pytest
+from tests.server.regimes.secure_run import LAYOUT, NAMES, SecureRun
+from tests.server.waiting import wait_until
+
+from isthmus.errors import JobError
+from isthmus_privacy.purpose import ranged_model, ranges_run_id
+from isthmus_server.regimes.base import AttemptFailed
+from isthmus_server.storage.range_log import RangeLog
+
+SCALES = [10.0**exponent for exponent in (-6, -5, -4, -3, -2, 0, 1, 2, 4, 6)]
+ROWS = """
+    def local_data(self, participant):
+        return rows(
+            self.settings.get("rows", {}).get(participant.name, 20),
+            seed=sum(participant.name.encode()),
+        )
+"""
+
+
+@pytest.fixture
+def opened(network, make_job, write_task, tmp_path):
+    async def opened(*changes):
+        write_task(ROWS)
+        await network.listen()
+        job = make_job(
+            "federated.cohort=5",
+            "federated.quorum=3",
+            "federated.secure_aggregation=true",
+            "time.round_seconds=6000",
+            "time.lease_seconds=2000",
+            *changes,
+        )
+        run = SecureRun(network, job, tmp_path)
+        await run.open()
+        return run
+
+    return opened
+
+
+def record_updates(run):
+    """The update that each device has trained last, by name, as float64 (N)."""
+    made = {}
+
+    def recording(name, train):
+        def train_and_record(*args):
+            trained, update = train(*args)
+            made[name] = trained.examples, LAYOUT.decode(update).double()
+            return trained, update
+
+        return train_and_record
+
+    for name, device in run.devices.items():
+        device.agent.host.train = recording(name, device.agent.host.train)
+    return made
+
+
+def relative_error(result, made, names=NAMES):
+    weights = [made[name][0] for name in names]
+    total = sum(weight * made[name][1] for weight, name in zip(weights, names, strict=True))
+    expected = total / sum(weights)
+    return float((result.pseudo_gradient.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("scale", SCALES)
+async def test_the_sum_is_the_plain_mean_at_any_scale(opened, scale):
+    run = await opened(f"task.settings.lr={scale}")
+    made = record_updates(run)
+    result = await run.train()
+    assert relative_error(result, made) < 1e-4
+    assert result.training["clipped"] == 0
+    assert [receipt.status for receipt in result.receipts] == ["accepted"] * 5
+
+
+@pytest.mark.parametrize("compression", [False, True])
+async def test_every_device_counts_with_all_its_examples(opened, compression):
+    changes = ["federated.compression={bits=8, one_in=1, step_ahead=0}"] * compression
+    run = await opened(
+        "task.settings.rows={a=1, b=8000, c=30, d=30, e=2}", "federated.batch_size=64", *changes
+    )
+    made = record_updates(run)
+    result = await run.train()
+    assert result.training["examples"] == 8063
+    assert result.training["weight_max"] == 8000
+    assert relative_error(result, made) < 1e-4
+
+
+async def test_the_range_follows_compressed_updates(opened):
+    """The first sum has the range that was found, later ones that of the magnitude."""
+    run = await opened("federated.compression={bits=8, one_in=1}", "task.settings.lr=1e5")
+    made = record_updates(run)
+    result = await run.train()
+    assert relative_error(result, made) < 1e-4
+    assert result.training["range"] > 1000
+
+
+async def test_the_gradient_is_in_range_too(opened):
+    run = await opened("task.settings.lr=1000")
+    result = await run.train(gradient_scale=2.0**-4)
+    assert result.training["clipped"] == 0
+    assert result.training["gradient_lost"] == pytest.approx(0, abs=1e-4)
+    assert result.gradient.norm() > 0
+
+
+@pytest.mark.parametrize("step", ["agree", "roster", "inbox"])
+async def test_a_device_may_be_lost_between_the_sums(opened, step):
+    run = await opened("task.settings.lr=1000")
+    made = record_updates(run)
+    run.devices["c"].fails_at = step
+    result = await run.train()
+    assert relative_error(result, made, NAMES.replace("c", "")) < 1e-4
+    receipt = result.receipts[NAMES.index("c")]
+    assert (receipt.status, receipt.participant) == ("rejected", "c")
+
+
+async def test_ranges_are_summed_once_for_a_model(opened):
+    """Devices would refuse a second sum without one of them; the update of each is summed once."""
+    run = await opened("task.settings.lr=1000")
+    made = record_updates(run)
+    ranges = RangeLog()
+    for name in "abc":
+        run.devices[name].fails_at = "agree"
+    with pytest.raises(AttemptFailed):
+        await run.train(ranges=ranges)
+    for device in run.devices.values():
+        device.fails_at = None
+    known = ranges.of(1, run.blob.sha256, "")
+    assert known.devices == frozenset(NAMES)
+    asked = record_requests(run)
+    result = await run.train(attempt=2, ranges=ranges)
+    assert ("agree", 2) not in asked
+    assert relative_error(result, made) < 1e-4
+
+
+def record_requests(run):
+    """The kinds of the requests that devices receive, with their attempts."""
+    kinds = set()
+    for device in run.devices.values():
+
+        async def work(request, *args, agent=device.agent):
+            kind = request.WhichOneof("work")
+            kinds.add((kind, getattr(request, kind).attempt))
+            return await type(agent).work(agent, request, *args)
+
+        device.agent.work = work
+    return kinds
+
+
+async def test_other_devices_than_those_of_the_ranges_have_room(opened):
+    run = await opened("task.settings.lr=1000")
+    ranges = RangeLog()
+    first = await run.train(ranges=ranges)
+    of_others = dataclasses.replace(ranges.of(1, run.blob.sha256, ""), devices=frozenset("abx"))
+    others = RangeLog()
+    others.add(of_others)
+    again = await run.train(attempt=2, ranges=others)
+    assert again.training["range"] == 16 * first.training["range"]
+
+
+async def test_an_update_that_is_not_finite_does_not_count(opened):
+    run = await opened()
+    made = record_updates(run)
+    train = run.devices["b"].agent.host.train
+
+    def diverged(*args):
+        trained, update = train(*args)
+        LAYOUT.decode(update)[3] = float("inf")
+        return trained, update
+
+    run.devices["b"].agent.host.train = diverged
+    result = await run.train()
+    assert result.training["unusable"] == 1
+    assert relative_error(result, made, NAMES.replace("b", "")) < 1e-4
+
+
+@pytest.mark.parametrize("step", ["train_local", "roster", "agree"])
+async def test_no_device_counts_as_summed_in_an_attempt_that_was_cancelled(opened, step):
+    run = await opened()
+    for device in run.devices.values():
+        device.silent_at = step
+    training = asyncio.create_task(run.train())
+    await wait_until(lambda: all(device.is_silent for device in run.devices.values()))
+    training.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await training
+    receipts = run.regime.cancelled("another job has its turn")
+    assert [receipt.participant for receipt in receipts] == list(NAMES)
+    assert {receipt.status for receipt in receipts} == {"dropped"}
+
+
+async def test_too_much_clipping_ends_the_run_with_what_to_change(opened):
+    run = await opened("task.settings.lr=1000", "federated.clip=4")
+    with pytest.raises(JobError, match=r"outside of federated\.clip=4 and were clipped, and"):
+        await run.train()
+    allowed = await opened("task.settings.lr=1000", "federated.clip=4", "federated.max_clipped=1")
+    result = await allowed.train(attempt=2)
+    assert result.training["clipped"] > 0.5
+
+
+async def test_the_log_notes_ranges_apart_from_updates(opened):
+    run = await opened()
+    await run.train()
+    (of_ranges,) = run.context.unmaskings.about(
+        ranges_run_id("run"), 1, ranged_model(run.blob.sha256)
+    )
+    (of_updates,) = run.context.unmaskings.about("run", 1, run.blob.sha256)
+    assert of_ranges.devices == of_updates.devices == frozenset(NAMES)
+
+
+async def test_the_history_of_a_device_binds_ranges_and_updates_apart(opened):
+    """A device lost after the ranges does not bind the others to it in the sum of the updates."""
+    run = await opened()
+    run.devices["e"].fails_at = "agree"
+    await run.train()
+    run.devices["e"].fails_at = None
+    with pytest.raises(AttemptFailed, match="helped to unmask a sum of updates to the same model"):
+        await run.train(attempt=2, names="abcde", ranges=run.context.ranges)
+    with pytest.raises(AttemptFailed, match="helped to unmask a sum of updates to the same model"):
+        await run.train(attempt=3, names="abcd")  # not those of the ranges, which are summed anew
