@@ -82,8 +82,29 @@ def check(job: Job, task: Task, base: Path) -> str:
         asked = f"{job.evaluation.devices} devices will evaluate ({', '.join(on_devices)})"
         if left_out:
             asked += f", but not {', '.join(left_out)}, which have no bounds ([privacy])"
-        return f"{tried}; {asked}" if tried else asked
-    return tried or "no evaluation: eval_data() returns None and evaluation.devices is 0"
+        tried = f"{tried}; {asked}" if tried else asked
+    tried = tried or "no evaluation: eval_data() returns None and evaluation.devices is 0"
+    return "; ".join([tried, *_limits_of_updates(job)])
+
+
+def _limits_of_updates(job: Job) -> list[str]:
+    """How the job makes the sum of devices' updates another than that of what they trained."""
+    federated = job.federated
+    if not federated.secure_aggregation or job.privacy is not None:
+        return []
+    limits = []
+    if federated.clip is not None:
+        limits.append(
+            f"elements of updates outside of -{federated.clip:g} to {federated.clip:g} will be "
+            f"clipped (federated.clip), and the run ends where more than "
+            f"{federated.max_clipped:.2%} were"
+        )
+    if federated.max_examples is not None and federated.privacy is None:
+        limits.append(
+            f"devices with more than {federated.max_examples} examples will count as if they had "
+            "so many (federated.max_examples)"
+        )
+    return limits
 
 
 def _devices(job: Job) -> int:

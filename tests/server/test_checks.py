@@ -56,6 +56,13 @@ def test_the_clients_of_a_run_are_tried_rather_than_those_of_a_simulation(check_
     assert "policy federated, 4 clients, " in check_job(FEDERATED, "simulation.clients=9")
 
 
+def test_what_the_job_takes_from_updates_is_said(check_job):
+    out = check_job(FEDERATED, "federated.clip=4", "federated.max_examples=9")
+    assert "elements of updates outside of -4 to 4 will be clipped (federated.clip), and the" in out
+    assert "with more than 9 examples will count as if they had so many (federated.max" in out
+    assert "clipped" not in check_job(FEDERATED)
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

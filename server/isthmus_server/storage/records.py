@@ -302,6 +302,20 @@ class RoundRecord(AttemptRecord):
             for receipt in self.receipts
         )
 
+    @property
+    def clipped(self) -> str:
+        """Which share of the devices' updates was clipped, with secure aggregation; or empty."""
+        share = self.training.get("federated", {}).get("clipped", 0.0)
+        if not share:
+            return ""
+        shown = f"{share:.2%}" if share >= 1e-4 else "less than 0.01%"
+        return f"{shown} of the elements of the devices' updates were out of range and were clipped"
+
+    @property
+    def incidents(self) -> list[str]:
+        """What changes what the sum of a round says, as sentences."""
+        return [sentence for sentence in (self.unusable, self.clipped) if sentence]
+
     def as_past_round(self) -> PastRound:
         """The totals and means that policies receive, without data on single participants."""
         devices = [receipt for receipt in self.receipts if receipt.regime == "federated"]

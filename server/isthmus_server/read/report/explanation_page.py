@@ -316,7 +316,7 @@ def _outcome(explained: ExplainedDecision) -> list[str]:
         moved = f"{record.cost.device_bytes / 1e6:.3g} MB to and from devices"
         lines.append(", ".join([*parts, took, moved]))
         lines += _incidents(record)
-        lines += [record.unusable] if record.unusable else []
+        lines += record.incidents
         lines += [_gradients(record.gradients)] if record.gradients is not None else []
         lines += _groups(record.groups)
         lines += _on_devices(record.evaluation) if record.evaluation is not None else []

@@ -152,8 +152,8 @@ class ProgressView:
             self._print(f"           [yellow]{error}[/yellow]")
         for sentence in () if record.evaluation is None else record.evaluation.clipped.values():
             self._print(f"           [yellow]{_safe(sentence)}[/yellow]")
-        if record.unusable:
-            self._print(f"           [yellow]{record.unusable}[/yellow]")
+        for sentence in record.incidents:
+            self._print(f"           [yellow]{sentence}[/yellow]")
         self._last.append(record)
         if record.round % WINDOW == 0:
             for sentence in unused_updates(self._last):

@@ -179,14 +179,16 @@ def _table(report: Report, attempts: Sequence[EndedAttempt]) -> Table:
 
 
 def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
-    """Receipts with a reason, unusable updates, and participants that declined or left."""
+    """Receipts with a reason, unusable and clipped updates, and who declined or left."""
     lines = [
         f"round {record.round}: {who}: {reason}"
         for record in attempts
         for who, reason in told_receipts(record.receipts)
     ]
     lines += [
-        f"round {record.round}: {record.unusable}" for record in report.rounds if record.unusable
+        f"round {record.round}: {sentence}"
+        for record in report.rounds
+        for sentence in record.incidents
     ]
     lines += unused_updates(report.rounds)
     lines += [

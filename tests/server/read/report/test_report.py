@@ -124,14 +124,22 @@ def test_a_report_needs_the_directory_of_a_run():
         CliRunner().invoke(commands.report, [], catch_exceptions=False)
 
 
-def test_updates_that_did_not_count_are_shown_by_every_view(make_job, tmp_path):
-    """Otherwise an operator would not notice a task that fails everywhere."""
+@pytest.mark.parametrize(
+    ("figures", "sentence"),
+    [
+        ({"unusable": 2.0}, "2 of 3 devices had no usable update; their own logs say why"),
+        ({"clipped": 0.31}, "31.00% of the elements of the devices' updates were out of range and"),
+        ({"clipped": 1e-9}, "less than 0.01% of the elements of the devices' updates were out of"),
+    ],
+)
+def test_what_changes_a_sum_is_shown_by_every_view(make_job, tmp_path, figures, sentence):
+    """Otherwise an operator would not notice a task that fails everywhere, or a tight range."""
     store = Store.create(tmp_path / "run", make_job(), tmp_path)
     receipts = [
         Receipt(participant=name, regime="federated", status="accepted") for name in ("a", "b", "c")
     ]
     store.plan(planned_attempt(1))
-    record = round_record(1, receipts, training={"federated": {"loss": 1.0, "unusable": 2.0}})
+    record = round_record(1, receipts, training={"federated": {"loss": 1.0, **figures}})
     store.commit(record, CommittedState())
     output = StringIO()
     console = Console(file=output, width=200)
@@ -140,7 +148,6 @@ def test_updates_that_did_not_count_are_shown_by_every_view(make_job, tmp_path):
     with ProgressView(console) as view:
         view(RoundCommitted(record=record))
     store.close()
-    sentence = "2 of 3 devices had no usable update; their own logs say why"
     assert output.getvalue().count(sentence) == 3
 
 
