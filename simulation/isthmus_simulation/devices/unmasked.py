@@ -69,6 +69,7 @@ class UnmaskedSessions(SecureSessions):
         self._name = name
         self._tally = UpdateTally(None)
         self._residuals = residuals
+        self._tally = UpdateTally(None)  # `join` counts nothing in it
         self._kept = self._ranged = None
         self._ahead: tuple[tuple[str, int, int], Residual] | None = None
         """What `begin` has applied to the model of an attempt."""

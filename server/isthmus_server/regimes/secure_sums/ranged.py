@@ -106,9 +106,7 @@ class RangedAttempt:
         wider = known.round != config.round or not known.devices.issuperset(cohort)
         try:
             config = sums.config(known.ranges, wider)
-            self._current = secure_attempt(
-                self._context, config, sums.model, cohort, request, exact=sums.exact
-            )
+            self._current = secure_attempt(self._context, config, cohort, request, exact=sums.exact)
             self._sends = True
             # The training may have taken all of the round's time.
             limits = StepLimits.of(self._context.job.time, config, clients=len(cohort))
@@ -139,7 +137,7 @@ class RangedAttempt:
         """
         sums = self._sums
         self._current = secure_attempt(
-            self._context, sums.ranges, sums.model, sums.cohort, sums.find, exact=sums.exact
+            self._context, sums.ranges, sums.cohort, sums.find, exact=sums.exact
         )
 
         async def note(entry: Unmasking) -> None:
@@ -173,12 +171,22 @@ class RangedAttempt:
         return self._with_earlier(receipts if self._sends else _not_summed(receipts, reason))
 
     def _with_earlier(self, receipts: Sequence[Receipt]) -> list[Receipt]:
-        """Receipts of the second sum, with the time of the training; of the others, the first's."""
+        """Receipts of the second sum, with the time of the training; of the others, the first's.
+
+        Each has the bytes of both. A device that was in the first sum has accepted the attempt,
+        whatever it answers in the second one.
+        """
         merged = {each.participant: each for each in receipts}
         for first in _not_summed(self._earlier, "the attempt ended before its update was in"):
             receipt = merged.get(first.participant)
             if receipt is not None:
-                first = dataclasses.replace(receipt, seconds=first.seconds, started=first.started)
+                first = dataclasses.replace(
+                    receipt,
+                    seconds=first.seconds,
+                    started=first.started,
+                    bytes_in=first.bytes_in + receipt.bytes_in,
+                    bytes_out=first.bytes_out + receipt.bytes_out,
+                )
             merged[first.participant] = first
         return [merged[name] for name in sorted(merged)]
 
