@@ -37,7 +37,13 @@ UNUSABLE = Slot(name="unusable", maximum=1.0, exact=True)
 """1 from a client that has no usable vector, which sends zeros of weight 0: their sum is the only
 thing that the server learns about failures."""
 
-TRAINING_SLOTS = (Slot(name="loss", maximum=1000.0), UNUSABLE)
+LOSS = Slot(name="loss", maximum=1000.0)
+"""Mean loss of a client's training."""
+
+OVER_RANGE = Slot(name="over_range", maximum=1.0, exact=True)
+"""1 from a client whose loss is beyond the largest value of its slot, as which it then counts."""
+
+TRAINING_SLOTS = (LOSS, OVER_RANGE, UNUSABLE)
 """Figures of a client that has trained."""
 
 GRADIENT_LOST = Slot(name="gradient_lost", maximum=1.0)
@@ -59,5 +65,5 @@ MAGNITUDE = Slot(name="magnitude", maximum=64.0)
 """Binary logarithm of the root mean square of what a client with a codec sends, before it is
 rounded."""
 
-COMPRESSED_SLOTS = (TRAINING_SLOTS[0], MAGNITUDE, UNUSABLE)
+COMPRESSED_SLOTS = (LOSS, MAGNITUDE, OVER_RANGE, UNUSABLE)
 """Figures of a client that has trained, in a job with `[federated.compression]`."""

@@ -450,7 +450,7 @@ class SecureSessions:
 
         from isthmus_privacy.dp.clipping import clip_to_norm
         from isthmus_privacy.secagg.encoding import lost_in_clipping
-        from isthmus_privacy.slots import GRADIENT_LOST, MAGNITUDE, WITHIN_CLIP
+        from isthmus_privacy.slots import GRADIENT_LOST, LOSS, MAGNITUDE, OVER_RANGE, WITHIN_CLIP
 
         config = attempt.config
         privacy = run.job.privacy
@@ -468,8 +468,10 @@ class SecureSessions:
                 if moves:
                     figures[WITHIN_CLIP.name] = float(not longer)
             return self.join(attempt, vector, 1, figures, seed, self._tally.note)
-        if "loss" in figures:
-            figures["loss"] = trained.training.get("loss", 0.0)
+        if LOSS.name in figures:
+            loss = trained.training.get("loss", 0.0)
+            figures[LOSS.name] = loss
+            figures[OVER_RANGE.name] = float(abs(loss) > LOSS.maximum)
         if residual is not None:
             vector, magnitude = residual.add_to(vector, trained.examples, config)
             figures[MAGNITUDE.name] = magnitude

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from isthmus.errors import DamagedError
+from isthmus_privacy.slots import LOSS, OVER_RANGE
 from isthmus_server.model.summed_evaluation import SummedEvaluation
 from isthmus_server.storage.checkpoints import Saved
 from isthmus_server.strategy.decision import Decision
@@ -312,9 +313,22 @@ class RoundRecord(AttemptRecord):
         return f"{shown} of the elements of the devices' updates were out of range and were clipped"
 
     @property
+    def clipped_losses(self) -> str:
+        """How many devices' losses were clipped, with secure aggregation; empty for none."""
+        count = int(self.training.get("federated", {}).get(OVER_RANGE.name, 0))
+        if not count:
+            return ""
+        return (
+            f"{count} of {self.summed_devices} devices had a training loss outside of "
+            f"-{LOSS.maximum:g} to {LOSS.maximum:g}, which counts as the end of that range in the "
+            "mean loss; their updates are not affected"
+        )
+
+    @property
     def incidents(self) -> list[str]:
         """What changes what the sum of a round says, as sentences."""
-        return [sentence for sentence in (self.unusable, self.clipped) if sentence]
+        sentences = (self.unusable, self.clipped, self.clipped_losses)
+        return [sentence for sentence in sentences if sentence]
 
     def as_past_round(self) -> PastRound:
         """The totals and means that policies receive, without data on single participants."""

@@ -319,6 +319,8 @@ class Store:
         round_, state = last or (0, None)
         self._db.execute("BEGIN IMMEDIATE")
         self._db.execute("DELETE FROM attempts WHERE round>?", (round_,))
+        # They have no run, and the new one may train in another way from the same model.
+        self._db.execute("DELETE FROM ranges")
         if state is not None:
             state = dataclasses.replace(state, holder=None)
             self._db.execute(

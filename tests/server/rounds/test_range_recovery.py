@@ -10,6 +10,8 @@ from isthmus_privacy.purpose import ranges_run_id
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
+from isthmus_server.runs.operations.run_copies import branch_run
+from isthmus_server.storage.store import Store
 
 SETTINGS = ("federated.clients=0", "federated.cohort=4", "rounds=2", "task.settings.lr=1000")
 
@@ -46,7 +48,7 @@ async def final_sha256(store, link):
     return read_report(store).final.model_sha256
 
 
-async def test_the_same_model_after_a_crash_between_the_sums(deployment, devices):
+async def test_the_same_model_after_a_crash_between_the_sums(deployment, devices, tmp_path):
     undisturbed = deployment.create_run("first", *SETTINGS)
     expected = await final_sha256(undisturbed, deployment.link)
 
@@ -63,6 +65,11 @@ async def test_the_same_model_after_a_crash_between_the_sums(deployment, devices
         await running
     known = store.ranges.of(1, coordinator.model.blob.sha256, "")
     assert known is not None
+
+    branched = tmp_path / "branched"
+    branch_run(store.directory, branched)
+    with contextlib.closing(Store.open_to_continue(branched)) as other:
+        assert other.ranges.of(1, known.model_hash, "") is None  # another run may train otherwise
 
     kinds = []
     devices.heard = lambda name, request: kinds.append((name, request))

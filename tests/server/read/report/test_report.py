@@ -129,6 +129,10 @@ def test_a_report_needs_the_directory_of_a_run():
     [
         ({"unusable": 2.0}, "2 of 3 devices had no usable update; their own logs say why"),
         ({"clipped": 0.31}, "31.00% of the elements of the devices' updates were out of range and"),
+        (
+            {"over_range": 1.0},
+            "1 of 3 devices had a training loss outside of -1000 to 1000, which counts as the end",
+        ),
         ({"clipped": 1e-9}, "less than 0.01% of the elements of the devices' updates were out of"),
     ],
 )

@@ -2,13 +2,17 @@
 
 import asyncio
 import dataclasses
+import functools
 
 import pytest
+import torch
 from tests.server.regimes.secure_run import LAYOUT, NAMES, SecureRun
 from tests.server.waiting import wait_until
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, PeerMisbehaved
 from isthmus_privacy.purpose import ranged_model, ranges_run_id
+from isthmus_privacy.secagg.ranges import SIZE
+from isthmus_privacy.slots import TRAINING_SLOTS
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.storage.range_log import RangeLog
 
@@ -117,6 +121,33 @@ async def test_a_device_may_be_lost_between_the_sums(opened, step):
     assert (receipt.status, receipt.participant) == ("rejected", "c")
 
 
+async def test_a_receipt_has_the_bytes_of_both_sums(opened):
+    run = await opened()
+    result = await run.train()
+    of_ranges = (SIZE + 3) * 8  # of 64 bits, with the weight, the clipped share and the failures
+    of_updates = (LAYOUT.size + 2 + len(TRAINING_SLOTS)) * 4
+    for receipt in result.receipts:
+        assert receipt.bytes_in == of_ranges + of_updates
+        assert receipt.bytes_out == len(run.model)  # it was sent for the first sum only
+
+
+async def test_whoever_was_in_the_ranges_has_accepted_the_attempt(opened):
+    """A charge for it stays, though all refuse the second sum as if no work had been begun."""
+    run = await opened()
+
+    async def refuses(agent, request, *args):
+        if request.HasField("agree"):
+            raise PeerMisbehaved("not now")
+        return await type(agent).work(agent, request, *args)
+
+    for device in run.devices.values():
+        device.agent.work = functools.partial(refuses, device.agent)
+    with pytest.raises(AttemptFailed, match="not now") as caught:
+        await run.train()
+    assert {receipt.status for receipt in caught.value.receipts} == {"rejected"}
+    assert not caught.value.all_refused(NAMES)
+
+
 async def test_ranges_are_summed_once_for_a_model(opened):
     """Devices would refuse a second sum without one of them; the update of each is summed once."""
     run = await opened("task.settings.lr=1000")
@@ -175,6 +206,24 @@ async def test_an_update_that_is_not_finite_does_not_count(opened):
     result = await run.train()
     assert result.training["unusable"] == 1
     assert relative_error(result, made, NAMES.replace("b", "")) < 1e-4
+
+
+async def test_a_loss_beyond_its_slot_is_counted(opened):
+    run = await opened()
+    train = run.devices["b"].agent.host.train
+
+    def high(*args):
+        trained, update = train(*args)
+        trained.training["loss"] = 50_000.0
+        return trained, update
+
+    usual = await run.train()
+    assert usual.training["over_range"] == 0
+    run.devices["b"].agent.host.train = high
+    result = await run.train(attempt=2)
+    assert result.training["over_range"] == 1
+    assert 190 < result.training["loss"] < 210  # 1,000 from one of five
+    assert torch.equal(result.pseudo_gradient, usual.pseudo_gradient)
 
 
 @pytest.mark.parametrize("step", ["train_local", "roster", "agree"])
