@@ -184,7 +184,8 @@ async def test_a_gradient_that_is_clipped_is_measured_with_another_scale_next(de
         "def loss(self, output, target):\n    return 1e4 * super().loss(output, target)"
     )
     plans = planned([MEASURED, MEASURED])
-    report, _ = await deployment.run("run", SECURE, "task.settings={lr=1e-5}", *plans)
+    clipped = ("federated.clip=4", "task.settings={lr=1e-5}")
+    report, _ = await deployment.run("run", SECURE, *clipped, *plans)
     first, second = (row["gradients"] for row in report["rounds"])
     assert first["lost"] > 0.5
     assert (first["devices_norm"], first["cosine"]) == (None, None)
