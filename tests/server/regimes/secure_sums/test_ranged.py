@@ -9,7 +9,8 @@ import torch
 from tests.server.regimes.secure_run import LAYOUT, NAMES, SecureRun
 from tests.server.waiting import wait_until
 
-from isthmus.errors import JobError, PeerMisbehaved
+from isthmus.errors import AdmissionRefused, JobError
+from isthmus_clients.device.agent import OWNER_REFUSES
 from isthmus_privacy.purpose import ranged_model, ranges_run_id
 from isthmus_privacy.secagg.ranges import SIZE
 from isthmus_privacy.slots import TRAINING_SLOTS
@@ -137,14 +138,16 @@ async def test_whoever_was_in_the_ranges_has_accepted_the_attempt(opened):
 
     async def refuses(agent, request, *args):
         if request.HasField("agree"):
-            raise PeerMisbehaved("not now")
+            refused = AdmissionRefused("not now")
+            refused.code = OWNER_REFUSES
+            raise refused
         return await type(agent).work(agent, request, *args)
 
     for device in run.devices.values():
         device.agent.work = functools.partial(refuses, device.agent)
     with pytest.raises(AttemptFailed, match="not now") as caught:
         await run.train()
-    assert {receipt.status for receipt in caught.value.receipts} == {"rejected"}
+    assert {receipt.started for receipt in caught.value.receipts} == {True}
     assert not caught.value.all_refused(NAMES)
 
 
