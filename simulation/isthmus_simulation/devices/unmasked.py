@@ -67,7 +67,6 @@ class UnmaskedSessions(SecureSessions):
     def __init__(self, name: str, residuals: Residuals) -> None:
         """`name` of the device, and what all devices have not sent yet."""
         self._name = name
-        self._tally = UpdateTally(None)
         self._residuals = residuals
         self._tally = UpdateTally(None)  # `join` counts nothing in it
         self._kept = self._ranged = None
