@@ -126,8 +126,8 @@ def test_rates_over_regimes_a_kill_and_another_number_of_ranks(
         else:
             devices[name, int(round_)].append(rates)
     one, both = expected[0:8] + expected[13:21], expected[26:42]
-    # Where ranks share parameters, the optimizer is tried first: three steps of whole parameters and
-    # three of sharded ones, without its schedule.
+    # Where ranks share parameters, the optimizer is tried first, without its schedule: three steps
+    # of whole parameters and three of sharded ones.
     tried = expected[:1] * 6
     assert sorted(ranks_of.values()) == sorted([one, tried + both, tried + both])
     assert {round_ for _, round_ in devices} == {2, 3, 4}
