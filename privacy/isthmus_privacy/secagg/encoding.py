@@ -187,7 +187,8 @@ def decode(
     if config.bits < 64:
         slots &= (1 << config.bits) - 1
     weight, clipped, *rest = slots.tolist()
-    if not _in_range(config, total, weight, rest, clients):
+    shares = 0 <= clipped <= clients * config.levels  # each says what share of its elements was
+    if not shares or not _in_range(config, total, weight, rest, clients):
         _refuse_range(clients)
     if weight == 0:
         refusal.refuse("zero-total-weight", f"the {clients} vectors in the sum have no weight")

@@ -57,6 +57,8 @@ _ROUNDING = 1e-4
 """Largest error of rounding, as a part of the update of a device with the mean weight."""
 _TENSOR_ROUNDING = 2.0**-7
 """The same for its tensor with the smallest elements. The error has the mean zero."""
+_LOST = 2.0**-7
+"""Error of rounding, as a part of the middle update, with which that is lost."""
 _CODEC_ROUNDING = 1e-2
 """The same with a codec, whose rounding is made up for by later updates."""
 _WIDER_EXPONENTS = 4
@@ -185,6 +187,24 @@ class Ranges:
             if levels is None and not self._is_precise(bound, weight, fewest, *limits):
                 bits = 64
         return Encoding(bound, weight, bits)
+
+    def refusal(self, encoding: Encoding, levels: int) -> str:
+        """Why updates cannot be summed in an encoding; empty if they can.
+
+        One device whose update is out of all proportion, or that says so, makes the range so wide
+        that the updates of the others are lost in rounding.
+
+        Args:
+            encoding: what `encoding` chose.
+            levels: of an element in the ring.
+        """
+        if self._is_precise(encoding.clip, encoding.weight_max, levels, _LOST, math.inf):
+            return ""
+        return (
+            f"the devices' updates are too different to be summed: half of them have elements of "
+            f"{_middle(self.typical):.1g} at least, and the largest has elements up to "
+            f"{encoding.clip:.1g}; a device may have diverged: set federated.clip, which bounds it"
+        )
 
     @staticmethod
     def _bits(clients: int, weight: int) -> int:

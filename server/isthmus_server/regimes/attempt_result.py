@@ -80,6 +80,7 @@ def with_earlier(earlier: Sequence[Receipt], receipts: Sequence[Receipt]) -> lis
         if first is not None:
             receipt = dataclasses.replace(
                 receipt,
+                started=first.started or receipt.started,
                 steps=first.steps + receipt.steps,
                 seconds=first.seconds + receipt.seconds,
                 bytes_in=first.bytes_in + receipt.bytes_in,

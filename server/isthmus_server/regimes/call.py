@@ -22,6 +22,7 @@ from isthmus.errors import (
     AdmissionRefused,
     ParticipantLost,
     PeerMisbehaved,
+    StorageError,
     TaskError,
     UpdateError,
 )
@@ -39,6 +40,9 @@ TOO_LATE = "the round is over"
 
 SERVER_FAILED = "the server could not use it: it failed itself"
 """Reason for refusing a reply that is not at fault, after an error such as a full disk."""
+
+_AFTER_WORK = ("", TaskError.code, StorageError.code)
+"""Codes of failures that a participant may have after it has begun to work."""
 
 ANSWER_SECONDS = 2.0
 """Time for the others to answer, when the first devices of an attempt have refused all work and the
@@ -246,8 +250,11 @@ async def call(
         if failure is not None:
             reason = failure.reason
             if receipts is not None:
-                # With another code, the first reply is a refusal: no work was done for it.
-                worked = failure.reached and failure.code in ("", TaskError.code)
+                # With another code, the first reply is a refusal: no work was done for it. A disk
+                # may be full after the work, and a code of the server's own check of an answer
+                # says nothing of the work.
+                answered = reply is not None and reply.WhichOneof("outcome") == outcome
+                worked = failure.reached and (answered or failure.code in _AFTER_WORK)
                 reached = worked or receipts.was_reached(name)
                 sent = failure.status == "rejected"
                 receipts.record(

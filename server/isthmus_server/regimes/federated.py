@@ -11,6 +11,7 @@ from isthmus.transport.requests import position_message
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import TrainingPurpose
 from isthmus_server.regimes.base import (
+    AttemptFailed,
     AttemptSpec,
     FederatedAttempt,
     FederatedResult,
@@ -187,7 +188,8 @@ def _check_clipped(result: FederatedResult, spec: AttemptSpec) -> None:
     """End a run whose model would not be that of the updates.
 
     Raises:
-        JobError: more of the updates' elements were clipped than the job allows.
+        JobError: more of the updates' elements were clipped at the job's bound than it allows.
+        AttemptFailed: at a range that was found for other devices.
     """
     settings = spec.settings
     # A gradient that does not fit is clipped too, and the next one is scaled down for it.
@@ -200,10 +202,12 @@ def _check_clipped(result: FederatedResult, spec: AttemptSpec) -> None:
         return
     whose = f"of the group {of_group!r}" if of_group else "of the devices' updates"
     if settings.clip is None:
-        raise JobError(
-            f"round {spec.round}: {share:.2%} of the elements {whose} were outside of the range "
-            "that was found in an earlier attempt with other devices, and were clipped; set "
-            "federated.clip to more than the largest element"
+        # No error of the job's: one device can bring it about.
+        raise AttemptFailed(
+            f"{share:.2%} of the elements {whose} were outside of the range that was found in an "
+            "earlier attempt with other devices, and were clipped; set federated.clip to more than "
+            "the largest element",
+            result.receipts,
         )
     raise JobError(
         f"round {spec.round}: {share:.2%} of the elements {whose} were outside of "

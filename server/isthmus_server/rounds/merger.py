@@ -15,8 +15,9 @@ from isthmus_server.regimes.attempt_result import (
     group_sums,
     measured_gradients,
     vectors_by_name,
+    with_earlier,
 )
-from isthmus_server.regimes.base import FederatedExtension
+from isthmus_server.regimes.base import AttemptFailed, FederatedExtension
 from isthmus_server.rounds.running_statistics import RunningStatistics
 from isthmus_server.strategy.policy import Plan
 from isthmus_server.strategy.round_spec import RoundSpec
@@ -57,7 +58,14 @@ class ModelMerger:
         """
         await asyncio.to_thread(self._merge, spec, results)
         # They are those of the merged parameters, so they come after the server optimizer's step.
-        await self._statistics.recompute(spec, results)
+        try:
+            await self._statistics.recompute(spec, results)
+        except AttemptFailed as failed:
+            # The others have trained all the same: their receipts have the cost.
+            receipts = with_earlier(results.receipts, failed.receipts)
+            raise AttemptFailed(
+                str(failed), receipts, excused=failed.excused, task_failures=failed.task_failures
+            ) from failed
 
     def _merge(self, spec: RoundSpec, results: TrainingResult) -> None:
         """Compute the next model from the results.

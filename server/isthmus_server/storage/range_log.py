@@ -69,15 +69,33 @@ class RangeLog:
     def of(self, round_: int, model_hash: bytes, group: str) -> SummedRanges | None:
         """The ranges of earlier updates to a model, those of the same round first; None for none.
 
-        A round may start from the model of an earlier one.
+        A round may start from the model of an earlier one. If updates to the model were summed as
+        other groups only, their ranges together: the devices may be in no second sum of ranges.
         """
         known = [
             entry
             for entry in reversed(self._entries())
             if (entry.model_hash, entry.group) == (model_hash, group)
         ]
-        return next(
-            (entry for entry in known if entry.round == round_), known[0] if known else None
+        if not known:
+            return self._of_other_groups(round_, model_hash, group)
+        return next((entry for entry in known if entry.round == round_), known[0])
+
+    def _of_other_groups(self, round_: int, model_hash: bytes, group: str) -> SummedRanges | None:
+        newest: dict[str, SummedRanges] = {}
+        for entry in self._entries():
+            if (entry.round, entry.model_hash) == (round_, model_hash):
+                newest[entry.group] = entry
+        if not newest:
+            return None
+        ranges = [entry.ranges for entry in newest.values()]
+        together = [sum(of_bin) for of_bin in zip(*(each.counts for each in ranges), strict=True)]
+        return SummedRanges(
+            round=round_,
+            model_hash=model_hash,
+            group=group,
+            devices=frozenset().union(*(entry.devices for entry in newest.values())),
+            ranges=ranges[0].read(together),
         )
 
     def add(self, entry: SummedRanges) -> None:

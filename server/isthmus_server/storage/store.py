@@ -177,8 +177,10 @@ class Store:
                 f"{self.directory} is cancelled ({reason}), and nothing continues it; make a new "
                 f"run of it with `{branch_command(self.directory)}`"
             )
+        sections = (self.job.privacy, self.job.federated.privacy, self.job.datacenter.privacy)
+        private = any(section is not None for section in sections)
         with errors_named(self.directory):
-            refuse_copy(self.directory, private=self.job.privacy is not None)
+            refuse_copy(self.directory, private=private)
 
     @classmethod
     def open_to_write(cls, directory: Path) -> Store:

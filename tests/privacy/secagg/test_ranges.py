@@ -134,3 +134,35 @@ def test_counts_are_read_as_they_were_written():
     ranges = ranges_of([torch.ones(3), torch.zeros(3)], [1, 900])
     assert Ranges.read(ranges.counts) == ranges
     assert dataclasses.asdict(ranges) == dataclasses.asdict(Ranges.read(ranges.counts))
+
+
+@pytest.mark.parametrize(
+    ("devices", "is_refused"),
+    [
+        ([(0.01, 20)] * 9, False),
+        ([(0.01, 20)] * 9 + [(1e4, 20)], False),
+        ([(0.01, 20)] * 9 + [(0.01, 5_000_000)], False),
+        ([(0.0, 0)] * 9 + [(0.01, 20)], False),
+        ([(0.0, 20)] * 9, False),
+        ([(0.01, 20)] * 9 + [(1e30, 20)], True),
+        ([(0.01, 20)] * 9 + [(1e12, 20)], True),
+    ],
+)
+def test_a_device_out_of_all_proportion_does_not_silently_cost_the_others_their_updates(
+    devices, is_refused
+):
+    updates = [torch.full((4,), size) for size, _ in devices]
+    ranges = ranges_of(updates, [weight for _, weight in devices])
+    encoding = ranges.encoding(clients=12)
+    config = make_config(
+        size=4,
+        clients_max=12,
+        clip=encoding.clip,
+        weight_max=encoding.weight_max,
+        bits=encoding.bits,
+        levels=encoding.levels,
+    )
+    refusal = ranges.refusal(encoding, config.levels)
+    assert bool(refusal) == is_refused
+    if is_refused:
+        assert "too different to be summed" in refusal

@@ -149,6 +149,29 @@ async def test_a_reply_that_the_block_finds_unusable_is_refused(receipts, error)
     assert link.acknowledged == [("a", "new", False, "its update is not finite")]
 
 
+@pytest.mark.parametrize(
+    ("code", "started"), [("draw-not-now", False), ("storage-failed", True), ("task-failed", True)]
+)
+async def test_a_refusal_says_by_its_code_whether_work_was_done(receipts, code, started):
+    """A disk may be full when the work is done: such a failure gives no charge back."""
+    failure = link_pb2.Failure(reason="no", code=code)
+    with pytest.raises(CallFailed):
+        async with call(
+            ScriptedLink(link_pb2.Reply(failure=failure)), "a", request(), "trained", receipts
+        ):
+            pytest.fail("the block ran")
+    assert receipt_of(receipts)[2] is started
+
+
+async def test_an_answer_that_the_server_refuses_with_a_code_was_work_all_the_same(receipts):
+    error = AdmissionRefused("its enrolment has expired")
+    error.code = "enrolment-expired"
+    with pytest.raises(CallFailed):
+        async with call(ScriptedLink(TRAINED), "a", request(), "trained", receipts):
+            raise error
+    assert receipt_of(receipts) == ("rejected", "its enrolment has expired", True, True)
+
+
 async def test_an_error_of_the_server_is_not_a_failure_of_the_participant(receipts):
     link = ScriptedLink(TRAINED)
     with pytest.raises(OSError, match="the disk is full"):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg.config import RoundConfig
-from isthmus_privacy.secagg.ranges import Ranges
+from isthmus_privacy.secagg.ranges import Encoding, Ranges
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
 from isthmus_server.regimes.call import ReceiptBook
 from isthmus_server.regimes.committed_sums import LARGEST_WEIGHT
@@ -106,6 +106,7 @@ class RangedAttempt:
         wider = known.round != config.round or not known.devices.issuperset(cohort)
         try:
             config = sums.config(known.ranges, wider)
+            self._check_differences(known.ranges, config)
             self._current = secure_attempt(self._context, config, cohort, request, exact=sums.exact)
             self._sends = True
             # The training may have taken all of the round's time.
@@ -127,6 +128,18 @@ class RangedAttempt:
             training={**result.training, **figures},
             receipts=self._with_earlier(result.receipts),
         )
+
+    def _check_differences(self, ranges: Ranges, config: RoundConfig) -> None:
+        """Refuse a sum in which rounding to one device's range would lose the others' updates.
+
+        Raises:
+            AttemptFailed: so it is, and the job does not say how far updates are clipped.
+        """
+        if self._context.job.federated.clip is not None or config.codec is not None:
+            return
+        encoding = Encoding(config.clip, config.weight_max, config.bits)
+        if why := ranges.refusal(encoding, config.levels):
+            raise AttemptFailed(why, [])
 
     async def _find(self, deadline: float) -> SummedRanges:
         """Sum the ranges, and store them.
