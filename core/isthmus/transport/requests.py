@@ -181,6 +181,8 @@ def is_step_of_a_sum(request: link_pb2.Request) -> bool:
     kind = request.WhichOneof("work")
     if kind == "train_local" and request.train_local.keep:
         return True
+    if kind == "train_local" and request.train_local.ranges:  # of the sum of ranges, before
+        return True
     return kind in ("train_local", "score", "evaluate") and bool(getattr(request, kind).secure)
 
 
