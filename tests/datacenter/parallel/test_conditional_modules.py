@@ -39,7 +39,8 @@ def setup_of(make_setup: Any, name: str, settings: dict[str, Any], **section: An
 def test_ranks_that_use_other_modules_train_like_one_process(
     ranks: int, make_setup: Any, on_ranks: Any, tmp_path: Path
 ) -> None:
-    operations, setups = [], {}
+    operations = []
+    setups = {}
     for name, (count, task, by, optimizer, section) in CASES.items():
         if count != ranks:
             continue

@@ -46,7 +46,8 @@ def test_sharded_activations_have_masks_of_their_own(
 def test_masks_are_the_same_recomputed_and_beside_compiled_code(
     make_setup: Any, on_ranks: Any, tmp_path: Path
 ) -> None:
-    operations, files = [], []
+    operations = []
+    files = []
     for number, more in enumerate(({}, {"checkpoint_activations": True}, {"compile": True})):
         prepared = make_setup(
             "Dropping",

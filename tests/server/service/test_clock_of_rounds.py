@@ -66,7 +66,8 @@ class Device(Agent):
         self._secure._enrolled().directory.now = self.wall
         step = request.secure_step
         if step.consistency_signatures and step.round == 2 and self.fleet.ahead_in_evaluation:
-            self.clock.ahead, self.fleet.ahead_in_evaluation = self.fleet.ahead_in_evaluation, 0.0
+            self.clock.ahead = self.fleet.ahead_in_evaluation
+            self.fleet.ahead_in_evaluation = 0.0
         try:
             return await super().work(request, model, progress)
         except PeerMisbehaved as error:

@@ -48,7 +48,8 @@ class Momentum:
 
 class MomentumRound:
     def __init__(self, last):
-        self.last, self.vectors = last, []
+        self.last = last
+        self.vectors = []
 
     def add(self, update):
         self.vectors.append(update.vector)
