@@ -37,7 +37,11 @@ def remove_conflict(datacenter: torch.Tensor, federated: torch.Tensor) -> torch.
     product = dot(datacenter, federated)
     square = dot(federated, federated)
     if product < 0 < square:
-        datacenter.sub_(federated, alpha=product / square)
+        if -product / square <= torch.finfo(datacenter.dtype).max:
+            datacenter.sub_(federated, alpha=product / square)
+        else:  # tiny elements: the quotient is above the range of float32, and the parts are not
+            norm = math.sqrt(square)
+            datacenter.sub_(federated / norm, alpha=product / norm)
     return datacenter
 
 

@@ -46,17 +46,28 @@ def test_a_server_in_good_order(state):
     assert f"WARN server: it is not running; isthmus server start {state}\n" in text
 
 
+def two_ports(sockets):
+    """Listen at two ports in a row, as a server does; returns the first."""
+    while True:
+        one = sockets.enter_context(socket.socket())
+        other = sockets.enter_context(socket.socket())
+        one.bind(("127.0.0.1", 0))
+        number = one.getsockname()[1]
+        try:
+            other.bind(("127.0.0.1", number + 1))
+        except OSError:  # the port of another program, which need not listen
+            continue
+        one.listen()
+        other.listen()
+        return number
+
+
 def test_a_server_that_was_killed_is_not_said_to_run(state):
     snapshot = FleetSnapshot(at=time.time(), running=True, participants={}, waiting={})
     write_sealed_bytes(state / "presence", snapshot.to_json())
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        one.listen()
-        number = one.getsockname()[1]
+    with contextlib.ExitStack() as sockets:
+        number = two_ports(sockets)
         address = ("--address", f"127.0.0.1:{number}")
-        with contextlib.suppress(OSError):  # something else may listen there
-            other.bind(("127.0.0.1", number + 1))
-            other.listen()
         assert examined("server", state, *address)[1]["server"]["level"] == "OK"
     server = examined("server", state, *address)[1]["server"]
     assert server["level"] == "WARN"
