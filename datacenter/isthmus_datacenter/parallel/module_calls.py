@@ -156,8 +156,8 @@ def _find(
         if given:
             return _Findings(refusal=f"shard_units() returned {name!r}, {_NOT_ALWAYS}; {_REMEDY}")
         notes.append(
-            f"{name!r} and the modules beside it are gathered with the rest of the model, because "
-            "a batch may not call all of them"
+            f"{name!r} and the modules of the same list are gathered with the rest of the model, "
+            "because a batch may not call all of them"
         )
     if notes and not REDUCES_UNUSED:
         return _Findings(refusal=f"{notes[0]}, for which ranks need PyTorch 2.13 or newer")
