@@ -153,7 +153,15 @@ def test_the_chart_renders_to_manifests_of_kubernetes(choice):
         kinds
         == {
             "server": ["Service", "StatefulSet"],
-            "all": ["ConfigMap", "DaemonSet", "Job", "Service", "Service", "StatefulSet"],
+            "all": [
+                "ConfigMap",
+                "DaemonSet",
+                "Job",
+                "NetworkPolicy",
+                "Service",
+                "Service",
+                "StatefulSet",
+            ],
             "devices elsewhere": ["DaemonSet"],
         }[choice]
     )

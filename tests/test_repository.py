@@ -62,7 +62,7 @@ COMMANDS = [
     "isthmus client status --state",
     "isthmus compare --json --policies --run-dir --seeds --set --vary JOB",
     "isthmus console --address PATH",
-    "isthmus datacenter agent --control",
+    "isthmus datacenter agent --control --state",
     "isthmus datacenter join --state --token-file TOKEN URL",
     (
         "isthmus datacenter launch --data --die-with-parent --dry-run --env-file --grace --name "

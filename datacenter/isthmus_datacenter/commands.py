@@ -189,7 +189,13 @@ def serve(
 
 @datacenter.command()
 @click.option("--control", required=True, metavar="HOST:PORT", help="Address of the service.")
-def agent(control: str) -> None:
+@click.option(
+    "--state",
+    required=True,
+    type=_DIRECTORY,
+    help="State directory of the service, which has the key that this node needs.",
+)
+def agent(control: str, state: Path) -> None:
     """Run this node's ranks for the service at --control, until SIGTERM or SIGUSR1."""
     host, port = split_address(control, "--control")
     leaving = threading.Event()
@@ -197,8 +203,9 @@ def agent(control: str) -> None:
         signal.signal(number, lambda *_: leaving.set())
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from isthmus_datacenter.service.agents import serve_node
+    from isthmus_datacenter.service.rank_group import KEY_FILE
 
-    serve_node(host, port, leaving.is_set)
+    serve_node(host, port, state / KEY_FILE, leaving.is_set)
 
 
 def _membership(

@@ -144,7 +144,8 @@ def test_a_launcher_from_outside(tmp_path, monkeypatch):
     started = package.isthmus(*words, "--option", "hosts=one,two", cwd=tmp_path)
     assert started.stdout == "ssh: all nodes ended\n", started.stderr
     asked = asked_file.read_text().splitlines()
-    agents = [line for line in asked if line.endswith("datacenter agent --control one:29400")]
+    agent = f"datacenter agent --state {tmp_path / 'state'} --control one:29400"
+    agents = [line for line in asked if line.endswith(agent)]
     assert sorted(line.split("; ")[0] for line in agents) == ["one NODE=0", "two NODE=1"]
     (service,) = set(asked) - set(agents)
     assert service.startswith("one ")

@@ -25,7 +25,8 @@ class DatacenterLaunch(Launch):
 
     def each(self, shell: NodeShell) -> str:
         """See `Launch`: the agent, which connects to the service."""
-        return f"{shlex.join([*shell.isthmus, 'datacenter', 'agent'])} --control {shell.control}"
+        words = [*shell.isthmus, "datacenter", "agent", "--state", str(self.state)]
+        return f"{shlex.join(words)} --control {shell.control}"
 
     def first(self, shell: NodeShell) -> str:
         """See `Launch`: the service."""

@@ -1,4 +1,6 @@
-"""Render a Kubernetes manifest: an indexed Job with one pod per node, and a headless Service.
+"""Render a Kubernetes manifest: an indexed Job with one pod per node, and what their network needs.
+
+A headless Service names the pods to each other, and a NetworkPolicy keeps other pods away.
 
 The cluster needs nothing beyond Kubernetes itself. The manifest is JSON, which is valid YAML.
 """
@@ -123,6 +125,18 @@ class KubernetesLauncher:
                 "selector": {"job-name": name},
             },
         }
+        # The store in which the ranks meet, and their messages, are for these pods only.
+        own = {"matchLabels": {"app": name}}
+        policy = {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": metadata,
+            "spec": {
+                "podSelector": own,
+                "policyTypes": ["Ingress"],
+                "ingress": [{"from": [{"podSelector": own}]}],
+            },
+        }
         template: dict[str, Any] = {"labels": {**_pairs(launch, "label"), "app": name}}
         if annotations := _pairs(launch, "annotation"):
             template["annotations"] = annotations
@@ -143,7 +157,8 @@ class KubernetesLauncher:
             job["metadata"] = {**metadata, "labels": labels}
             # Kueue begins the job: without it pods could start, and hold GPUs, one by one.
             job["spec"]["suspend"] = True
-        return json.dumps({"apiVersion": "v1", "kind": "List", "items": [service, job]}, indent=2)
+        items = [service, policy, job]
+        return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)
 
     def submit(self, launch: Launch) -> str:
         """Apply the manifest to kubectl's current cluster; returns kubectl's output.

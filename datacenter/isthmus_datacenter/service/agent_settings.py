@@ -25,6 +25,8 @@ class AgentSettings:
     """Restarts of the ranks before the agent ends; the service then starts another one."""
     logs: str
     """Directory for the output of the ranks."""
+    key: str = dataclasses.field(default="", repr=False)
+    """Key of the control store, in hexadecimal digits; empty for nodes, which have its file."""
 
     def to_json(self) -> str:
         """Encode the settings for the nodes of a cluster."""

@@ -8,6 +8,7 @@ separately would not agree on the incarnation.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -23,6 +24,7 @@ from isthmus_datacenter.service.agent_settings import AgentSettings
 from isthmus_datacenter.service.control_store import ControlStore
 from isthmus_datacenter.service.fork_server import AgentForkServer
 from isthmus_datacenter.service.logs import delete_old_logs, last_line
+from isthmus_datacenter.service.signed_store import read_key_file
 
 MAX_RECONNECT_SECONDS = 1.0
 """Longest pause of a node between two attempts to connect to the control store."""
@@ -81,9 +83,13 @@ class RemoteAgents:
 
     def __init__(self, settings: AgentSettings) -> None:
         # A separate connection: another thread than the group's uses it.
-        self._control = ControlStore.connect(settings.host, settings.port)
+        self._control = ControlStore.connect(
+            bytes.fromhex(settings.key), settings.host, settings.port
+        )
         self._generation = settings.generation
-        self._control.publish_generation(settings.generation, settings.to_json())
+        # Without the key, which nodes have from elsewhere: anyone can read the store.
+        published = dataclasses.replace(settings, key="")
+        self._control.publish_generation(settings.generation, published.to_json())
 
     def ended(self) -> bool:
         """Whether some node's agent has ended: the others cannot go on without it."""
@@ -98,11 +104,21 @@ class RemoteAgents:
         return "see the logs of the nodes"
 
 
-def serve_node(host: str, port: int, leaving: Callable[[], bool]) -> None:
+def serve_node(host: str, port: int, key_file: Path, leaving: Callable[[], bool]) -> None:
     """Run this node's agent for every generation that the service at `host:port` publishes.
 
     When `leaving` returns true, this node asks the service to leave. The service then ends its
     round in good order and retires the generation, after which this function returns.
+
+    Args:
+        host: of the service.
+        port: of its control store.
+        key_file: the key of the control store, which the service makes when it starts first.
+        leaving: whether this node is about to be taken.
+
+    Raises:
+        UserError: the file is no key, or others can read it.
+        ForgedValueError: the store has values that are not signed with the key.
     """
     backoff = Backoff(MAX_RECONNECT_SECONDS)
     with AgentForkServer("fork") as fork_server:
@@ -110,10 +126,11 @@ def serve_node(host: str, port: int, leaving: Callable[[], bool]) -> None:
         while not leaving():
             connected_at = math.inf
             try:
-                control = ControlStore.connect(host, port)
+                key = read_key_file(key_file)
+                control = ControlStore.connect(key, host, port)
                 connected_at = time.monotonic()
                 node.serve(control)
-            except dist.DistError:
+            except (dist.DistError, FileNotFoundError):
                 # The service does not run: ranks without a service are of no use.
                 if backoff.broke(open_seconds=time.monotonic() - connected_at):
                     log.info("no service at %s:%d; this node waits for it", host, port)
@@ -142,7 +159,8 @@ class _Node:
             time.sleep(_POLL_SECONDS)  # the store does not notify of a generation
 
     def _run(self, control: ControlStore, generation: int) -> None:
-        settings = AgentSettings.from_json(control.generation_settings(generation))
+        published = AgentSettings.from_json(control.generation_settings(generation))
+        settings = dataclasses.replace(published, key=control.key.hex())
         agent = LocalAgent(settings, self._fork_server)
         leave_requested = False
         try:

@@ -4,7 +4,8 @@ The service hosts the store, which outlives every rank. A *generation* is one ag
 node; an *incarnation* is one start of all ranks under it; commands are numbered within an
 incarnation. Ranks wait for the next command in short slices and never inside a collective, so an
 idle group costs nothing and cannot time out. The first outcome of a command stands. Models never
-pass through the store.
+pass through the store. Its values are signed (`signed_store`): any program that can reach its port
+could otherwise command the ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import secrets
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     TCPStore,
 )
 
+from isthmus.errors import IsthmusError
 from isthmus_datacenter.messages import (
     Activity,
     Command,
@@ -34,6 +37,7 @@ from isthmus_datacenter.messages import (
     ProgressReport,
     RankFailure,
 )
+from isthmus_datacenter.service.signed_store import SignedStore
 
 HEARTBEAT_SECONDS = 0.5
 """Interval of the ranks' heartbeats."""
@@ -49,47 +53,64 @@ class ControlStore:
     """One connection to the control store. Not for use by two threads at once.
 
     Every method raises `torch.distributed.DistNetworkError` when the service that hosts the store
-    has ended.
+    has ended, and those that read raise `ForgedValueError` for a value that is not signed.
     """
 
-    def __init__(self, store: TCPStore) -> None:
-        self._store = store
+    def __init__(self, store: TCPStore, key: bytes) -> None:
+        """`key` is that of this datacenter, by which values are signed."""
+        self.port = int(store.port)
+        """The port that the store listens on."""
+        self.key = key
+        self._store = SignedStore(store, key)
 
     @classmethod
-    def host(cls, host: str = "127.0.0.1", port: int = 0) -> ControlStore:
+    def host(cls, key: bytes, host: str = "127.0.0.1", port: int = 0) -> ControlStore:
         """Start the store in this process; by default on a free port of the loopback interface."""
         # Given to the store, because by itself it would listen on all interfaces.
         listener = socket.create_server((host, port))
         port = listener.getsockname()[1]
-        return cls(
-            TCPStore(
-                host,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=_STORE_TIMEOUT,
-                master_listen_fd=listener.detach(),
-            )
+        store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_STORE_TIMEOUT,
+            master_listen_fd=listener.detach(),
         )
+        return cls(store, key)
 
     @classmethod
-    def connect(cls, host: str, port: int) -> ControlStore:
+    def connect(cls, key: bytes, host: str, port: int) -> ControlStore:
         """Connect to the service's store."""
-        return cls(
-            TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        store = TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT
         )
-
-    @property
-    def port(self) -> int:
-        """The port that the store listens on."""
-        return int(self._store.port)
+        return cls(store, key)
 
     def process_group_store(self, incarnation: Incarnation) -> Store:
         """The keys for the rendezvous of this incarnation's process groups.
 
         They are separate for each incarnation: ranks that read the addresses of dead ranks hang.
+        Keep this object while there are groups.
         """
         return PrefixStore(f"group/{incarnation}", self._store)
+
+    def node_store(self, generation: int) -> Store:
+        """The keys by which the agents of a generation agree on the numbers of their ranks."""
+        return PrefixStore(f"nodes/{generation}", self._store)
+
+    def claim_node(self, generation: int, nodes: int) -> int:
+        """A number from 0 to `nodes` - 1 that no other agent of the generation has.
+
+        Raises:
+            IsthmusError: all are taken.
+        """
+        claim = secrets.token_hex(16)
+        for number in range(nodes):
+            key = f"node/{generation}/{number}"
+            if self._store.compare_set(key, "", claim).decode() == claim:
+                return number
+        raise IsthmusError(f"more than {nodes} nodes run an agent of this datacenter")
 
     # -- service and the agents of several nodes ------------------------------------------------
 
@@ -113,7 +134,7 @@ class ControlStore:
 
     def is_retired(self, generation: int) -> bool:
         """Whether the agents of this generation must end."""
-        return bool(self._store.check([f"retired/{generation}"]))
+        return self._store.check([f"retired/{generation}"])
 
     def report_agent_ended(self, generation: int) -> None:
         """Report that the agent of this node has ended."""
@@ -121,7 +142,7 @@ class ControlStore:
 
     def has_agent_ended(self, generation: int) -> bool:
         """Whether the agent of some node has ended."""
-        return bool(self._store.check([f"over/{generation}"]))
+        return self._store.check([f"over/{generation}"])
 
     def request_leave(self) -> None:
         """Report that this node is about to be taken from the datacenter."""
@@ -129,7 +150,7 @@ class ControlStore:
 
     def is_leave_requested(self) -> bool:
         """Whether some node is about to be taken from the datacenter."""
-        return bool(self._store.check(["leave"]))
+        return self._store.check(["leave"])
 
     # -- agent to service -----------------------------------------------------------------------
 
@@ -162,13 +183,13 @@ class ControlStore:
         pids = {rank: self._get(f"pid/{incarnation}/{rank}") for rank in range(ranks)}
         return {rank: int(pid) for rank, pid in pids.items() if pid is not None}
 
-    def report_ready(self, incarnation: Incarnation) -> None:
+    def report_ready(self, incarnation: Incarnation, rank: int) -> None:
         """Report that this rank is in the process group and waits for commands."""
-        self._store.add(f"ready/{incarnation}", 1)
+        self._store.set(f"ready/{incarnation}/{rank}", "1")
 
-    def ready_count(self, incarnation: Incarnation) -> int:
-        """How many ranks wait for commands."""
-        return int(self._get(f"ready/{incarnation}") or 0)
+    def is_ready(self, incarnation: Incarnation, ranks: int) -> bool:
+        """Whether all ranks wait for commands."""
+        return self._store.check([f"ready/{incarnation}/{rank}" for rank in range(ranks)])
 
     def send_heartbeat(
         self, incarnation: Incarnation, rank: int, count: int, activity: Activity | None = None
@@ -183,7 +204,7 @@ class ControlStore:
     def heartbeats(self, incarnation: Incarnation, ranks: int) -> list[bytes]:
         """The latest heartbeat of each rank, for `activity_in`; all ranks must be ready."""
         keys = [f"heartbeat/{incarnation}/{rank}" for rank in range(ranks)]
-        return list(self._store.multi_get(keys))
+        return self._store.multi_get(keys)
 
     @staticmethod
     def activity_in(heartbeat: bytes) -> Activity | None:
@@ -257,8 +278,7 @@ class ControlStore:
             raise
         except dist.DistStoreError:
             return None
-        value: str = self._store.get(key).decode()
-        return value
+        return self._store.get(key).decode()
 
 
 class ControlStoreThread:
@@ -268,10 +288,8 @@ class ControlStoreThread:
         self._store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="control")
 
-    @property
-    def port(self) -> int:
+        self.port = store.port
         """The port that the store listens on."""
-        return self._store.port
 
     async def call(
         self,

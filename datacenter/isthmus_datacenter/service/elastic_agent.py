@@ -4,9 +4,8 @@ Agents meet in the service's store, so that no other port is opened. Ranks form 
 groups there too, under keys of their incarnation, since ranks that read the addresses of dead
 ranks hang.
 
-Ranks are forked from the agent, which has everything imported and no threads but the one that
-keeps its place in the rendezvous. The agent leads a session, so that killing its process group
-ends everything below it.
+Ranks are forked from the agent, which has everything imported and no threads. The agent leads a
+session, so that killing its process group ends everything below it.
 """
 
 from __future__ import annotations
@@ -17,11 +16,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
 from isthmus_datacenter.messages import Incarnation, RankFailure
 from isthmus_datacenter.service import rank
@@ -44,52 +46,85 @@ def main(settings: AgentSettings, environment: Mapping[str, str]) -> None:
 
 def run(settings: AgentSettings) -> None:
     """Start the ranks, and restart them when one dies, at most `settings.restarts` times."""
-    # Otherwise torch starts another store, on all interfaces, which these ranks do not need.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # On a cluster, None makes torch use the name of the node.
     local_address = settings.host if settings.nodes == 1 else None
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=f"{settings.host}:{settings.port}",
-        run_id=f"generation-{settings.generation}",
-        min_nodes=settings.nodes,
-        max_nodes=settings.nodes,
-        local_addr=local_address,
-        is_host=False,
-    )
     rank_settings = rank.RankSettings(
         host=settings.host,
         port=settings.port,
         generation=settings.generation,
         participant=settings.participant,
         state=settings.state,
+        key=settings.key,
     )
-    handler = rendezvous_registry.get_rendezvous_handler(parameters)
-    try:
-        _ReportingAgent(
-            settings,
-            WorkerSpec(
-                role="rank",
-                local_world_size=settings.ranks,
-                entrypoint=rank.main,
-                args=(rank_settings.to_json(),),
-                rdzv_handler=handler,
-                max_restarts=settings.restarts,
-                monitor_interval=MONITOR_SECONDS,
-                local_addr=local_address,
-            ),
-            DefaultLogsSpecs(log_dir=settings.logs, redirects=Std.ALL),
-        ).run()
-    finally:
-        handler.shutdown()
+    control = ControlStore.connect(bytes.fromhex(settings.key), settings.host, settings.port)
+    _ReportingAgent(
+        settings,
+        control,
+        WorkerSpec(
+            role="rank",
+            local_world_size=settings.ranks,
+            entrypoint=rank.main,
+            args=(rank_settings.to_json(),),
+            rdzv_handler=_Rendezvous(settings, control),
+            max_restarts=settings.restarts,
+            monitor_interval=MONITOR_SECONDS,
+            local_addr=local_address,
+        ),
+        DefaultLogsSpecs(log_dir=settings.logs, redirects=Std.ALL),
+    ).run()
+
+
+class _Rendezvous(RendezvousHandler):
+    """How the agents of a generation meet: each claims a number, once, in the control store.
+
+    PyTorch's own rendezvous keeps its state in the store as a pickle, which executes what anyone
+    writes there; and a generation has as many agents as nodes, none of which is replaced.
+    """
+
+    def __init__(self, settings: AgentSettings, control: ControlStore) -> None:
+        self._settings = settings
+        self._store = control.node_store(settings.generation)
+        self._number = control.claim_node(settings.generation, settings.nodes)
+
+    def get_backend(self) -> str:
+        return "isthmus"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False  # the ranks meet through a connection of their own
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        where = RendezvousStoreInfo(self._settings.host, self._settings.port)
+        return RendezvousInfo(self._store, self._number, self._settings.nodes, where)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody waits for agents that have ended: the service retires the generation."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return f"generation-{self._settings.generation}"
+
+    def shutdown(self) -> bool:
+        return True
 
 
 class _ReportingAgent(LocalElasticAgent):
     """Reports starts and failures of ranks, by overriding two documented methods."""
 
-    def __init__(self, settings: AgentSettings, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
+    def __init__(
+        self,
+        settings: AgentSettings,
+        control: ControlStore,
+        spec: WorkerSpec,
+        logs: DefaultLogsSpecs,
+    ) -> None:
         super().__init__(spec, logs_specs=logs, start_method="fork")
-        self._control = ControlStore.connect(settings.host, settings.port)
+        self._control = control
         self._generation = settings.generation
         self._incarnation = Incarnation(settings.generation, 0)
 

@@ -61,6 +61,12 @@ class RankSettings:
     """Name of the datacenter on the link."""
     state: str
     """Directory of the checkpoints."""
+    key: str = dataclasses.field(repr=False)
+    """Key of the control store, in hexadecimal digits."""
+
+    def connect(self) -> ControlStore:
+        """A new connection to the control store."""
+        return ControlStore.connect(bytes.fromhex(self.key), self.host, self.port)
 
     def to_json(self) -> str:
         """Encode the settings as one argument of the process."""
@@ -112,7 +118,7 @@ class _Rank:
         self.ranks = int(os.environ["WORLD_SIZE"])
         restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         self.incarnation = Incarnation(settings.generation, restart)
-        self.control = ControlStore.connect(settings.host, settings.port)
+        self.control = settings.connect()
         self.device = _device()
         self.number = 0
         """Number of the command that runs, or that is awaited."""
@@ -135,16 +141,16 @@ class _Rank:
         threading.Thread(target=self._beat, daemon=True).start()
         # A connection of its own: one is not for two threads, and the main thread's is used for
         # commands.
-        rendezvous = ControlStore.connect(self.settings.host, self.settings.port)
+        self.rendezvous = self.settings.connect()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-            store=rendezvous.process_group_store(self.incarnation),
+            store=self.rendezvous.process_group_store(self.incarnation),
             rank=self.rank,
             world_size=self.ranks,
             timeout=_COLLECTIVE_TIMEOUT,
         )
         self.joined = True
-        self.control.report_ready(self.incarnation)
+        self.control.report_ready(self.incarnation, self.rank)
 
     def serve(self) -> NoReturn:
         """Execute commands until the process ends."""
@@ -212,7 +218,7 @@ class _Rank:
 
     def _beat(self) -> None:
         """Send heartbeats and receive signals, whatever the main thread is busy with."""
-        control = ControlStore.connect(self.settings.host, self.settings.port)
+        control = self.settings.connect()
         main_thread = MainThread()
         count = 0
         while True:

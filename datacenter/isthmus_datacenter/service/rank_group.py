@@ -33,7 +33,10 @@ from isthmus_datacenter.service.command_monitor import (
 )
 from isthmus_datacenter.service.control_store import ControlStore, ControlStoreThread
 from isthmus_datacenter.service.fork_server import AgentForkServer
+from isthmus_datacenter.service.signed_store import ForgedValueError, make_key_file, new_key
 
+KEY_FILE = "control.key"
+"""File of the state directory with the key of the control store, for the nodes of a cluster."""
 MAX_RESTARTS = 3
 """Restarts of the ranks within one command before it fails."""
 START_SECONDS = 120.0
@@ -95,6 +98,9 @@ class RankGroup:
             nodes: the cluster that runs the ranks; None for this machine.
             fork_server: starts the agent of this machine, and is closed with this group; by
                 default a new one.
+
+        Raises:
+            UserError: `KEY_FILE` in `state` is no key, or others can read it.
         """
         self.participant = participant
         self.nodes = nodes
@@ -105,9 +111,15 @@ class RankGroup:
         self._fork_server = None
         if nodes is None:
             self._fork_server = fork_server or AgentForkServer("forkserver")
-        self._store = ControlStoreThread(
-            ControlStore.host() if nodes is None else ControlStore.host(nodes.host, nodes.port)
-        )
+        if nodes is None:
+            # The ranks have it from this process, through their fork server.
+            key = new_key()
+            store = ControlStore.host(key)
+        else:
+            key = make_key_file(state / KEY_FILE)
+            store = ControlStore.host(key, nodes.host, nodes.port)
+        self._key = key
+        self._store = ControlStoreThread(store)
         self._agents: Agents | None = None
         self._generation = int(time.time())
         self._lost: set[Incarnation] = set()
@@ -135,6 +147,7 @@ class RankGroup:
             nodes=1 if nodes is None else nodes.count,
             restarts=_AGENT_RESTARTS if nodes is None else 0,
             logs=str(self.state / "logs"),
+            key=self._key.hex(),
         )
         if self._fork_server is None:
             self._agents = RemoteAgents(settings)
@@ -210,7 +223,9 @@ class RankGroup:
                 if command.op == "open":
                     self._opened_in = incarnation
                 return values, losses
-            except IncarnationLostError as lost:
+            except (IncarnationLostError, ForgedValueError) as lost:
+                if isinstance(lost, ForgedValueError):
+                    self.stop()  # the next generation has other keys
                 self._opened_in = None
                 losses.append(str(lost))
                 lost_at = time.monotonic()
@@ -232,10 +247,15 @@ class RankGroup:
         """Record a failure between commands, so that the next command does not report it."""
         if self._agents is None or self._agents.ended():
             return
-        incarnation = await self._newest_incarnation()
-        if incarnation is not None:
-            with contextlib.suppress(IncarnationLostError):
+        try:
+            incarnation = await self._newest_incarnation()
+            if incarnation is not None:
                 await self._raise_if_failed(incarnation)
+        except IncarnationLostError:
+            pass
+        except ForgedValueError as forged:
+            log.warning("%s", forged)
+            self.stop()
 
     async def _ready_incarnation(self) -> Incarnation:
         """Wait for ranks that accept commands; starts agents if there are none.
@@ -254,8 +274,7 @@ class RankGroup:
             incarnation = await self._newest_incarnation()
             if incarnation is not None and incarnation not in self._lost:
                 await self._raise_if_failed(incarnation)
-                ready = await self._store.call(ControlStore.ready_count, incarnation)
-                if ready == self.ranks:
+                if await self._store.call(ControlStore.is_ready, incarnation, self.ranks):
                     return incarnation
             if ended:
                 # Its failure was reported before. That the agent ended as well is no further loss.

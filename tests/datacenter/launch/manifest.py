@@ -34,6 +34,19 @@ class Service(Strict):
     spec: ServiceSpec
 
 
+class NetworkPolicySpec(Strict):
+    podSelector: dict[Literal["matchLabels"], dict[str, str]]
+    policyTypes: list[Literal["Ingress", "Egress"]]
+    ingress: list[dict[Literal["from"], list[dict[Literal["podSelector"], dict[str, Any]]]]]
+
+
+class NetworkPolicy(Strict):
+    apiVersion: Literal["networking.k8s.io/v1"]
+    kind: Literal["NetworkPolicy"]
+    metadata: Metadata
+    spec: NetworkPolicySpec
+
+
 class Container(Strict):
     name: str
     image: str
@@ -89,4 +102,4 @@ class Job(Strict):
 class Manifest(Strict):
     apiVersion: Literal["v1"]
     kind: Literal["List"]
-    items: tuple[Service, Job]
+    items: tuple[Service, NetworkPolicy, Job]

@@ -23,12 +23,19 @@ def test_the_manifest_matches_the_schema() -> None:
     options = [word for option in words for word in ("--option", option)]
     text = dry_run(*options, scheduler="kubernetes", state=Path("/state"))
     manifest = Manifest.model_validate_json(text)
-    service, job = manifest.items
+    service, policy, job = manifest.items
     pod = job.spec.template.spec
     (container,) = pod.containers
     assert job.spec.completions == job.spec.parallelism == 2
     assert service.metadata.name == pod.subdomain == "isthmus-cluster-0"
     assert service.spec.selector == {"job-name": job.metadata.name}
+    # Only pods of this datacenter reach the store of its ranks.
+    (admitted,) = policy.spec.ingress
+    (pods,) = admitted["from"]
+    assert pods["podSelector"] == policy.spec.podSelector
+    assert (
+        policy.spec.podSelector["matchLabels"].items() <= job.spec.template.metadata.labels.items()
+    )
     assert container.resources["limits"] == {"nvidia.com/gpu": "4"}
     assert container.envFrom == [{"secretRef": {"name": "keys"}}]
     assert {each["name"] for each in container.volumeMounts} == {
@@ -83,7 +90,7 @@ def test_numbers_of_kubernetes_are_limits(cpus: str) -> None:
     text = KubernetesLauncher().render(
         DatacenterLaunch(**LAUNCH, state=Path("/s"), options=options)
     )
-    (container,) = Manifest.model_validate_json(text).items[1].spec.template.spec.containers
+    (container,) = Manifest.model_validate_json(text).items[2].spec.template.spec.containers
     assert container.resources["limits"] == {"cpu": cpus}
 
 
@@ -101,7 +108,7 @@ def test_pods_have_what_a_cluster_asks_of_them(tmp_path: Path) -> None:
     ]
     options = words[:2] + [part for word in words[2:] for part in ("--option", word)]
     text = dry_run(*options, scheduler="kubernetes", state=Path("/state"))
-    job = Manifest.model_validate_json(text).items[1]
+    job = Manifest.model_validate_json(text).items[2]
     pod = job.spec.template.spec
     (container,) = pod.containers
     assert job.spec.suspend is True  # until Kueue admits all pods at once
@@ -143,7 +150,7 @@ def test_each_pod_has_a_machine_of_its_own(
         state=Path("/s"),
         options=(("image", "i"), ("claim", "c"), *more),
     )
-    job = Manifest.model_validate_json(KubernetesLauncher().render(launch)).items[1]
+    job = Manifest.model_validate_json(KubernetesLauncher().render(launch)).items[2]
     apart = {
         "podAntiAffinity": {
             "requiredDuringSchedulingIgnoredDuringExecution": [

@@ -100,7 +100,7 @@ def test_the_batch_script_runs_service_and_agents(tmp_path: Path) -> None:
     assert shell.wait() == 0
     text = log.read_text()
     host = f"{socket.gethostname()}:20123"
-    assert f"datacenter agent --control {host}" in text
+    assert f"datacenter agent --state {tmp_path} --control {host}" in text
     assert "--ntasks-per-node=1 --cpus-per-task=36 " in text  # those of the smallest node
     assert f"--nodes 2 --state {tmp_path} --grace 60 --control {host}" in text
     assert text.endswith("signalled\n")

@@ -16,6 +16,7 @@ from tests.datacenter.conftest import wait_until
 
 from isthmus_datacenter.service import agents
 from isthmus_datacenter.service.rank_group import Nodes
+from isthmus_datacenter.service.signed_store import make_key_file, read_key_file
 
 
 def free_port() -> int:
@@ -25,20 +26,33 @@ def free_port() -> int:
         return port
 
 
+@pytest.mark.parametrize("has_key", [False, True])
 def test_a_node_logs_that_it_waits_for_its_service(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    has_key: bool,
 ) -> None:
     attempts: list[int] = []
+    key_file = tmp_path / "control.key"
+    if has_key:
+        make_key_file(key_file)
 
-    def refuse(host: str, port: int) -> Any:
+    def read(path: Path) -> bytes:
+        if not has_key:
+            attempts.append(0)
+        return read_key_file(path)
+
+    def refuse(key: bytes, host: str, port: int) -> Any:
         attempts.append(port)
         raise dist.DistNetworkError("connection refused")
 
     monkeypatch.setattr(agents, "AgentForkServer", contextlib.nullcontext)
     monkeypatch.setattr(agents.ControlStore, "connect", refuse)
+    monkeypatch.setattr(agents, "read_key_file", read)
     monkeypatch.setattr(agents, "MAX_RECONNECT_SECONDS", 0.0)
     with caplog.at_level("INFO"):
-        agents.serve_node("head", 29400, lambda: len(attempts) == 9)
+        agents.serve_node("head", 29400, key_file, lambda: len(attempts) == 9)
     assert caplog.messages == ["no service at head:29400; this node waits for it"] * 4
 
 
@@ -47,7 +61,8 @@ def test_two_nodes_make_one_group(
 ) -> None:
     """Two agents, one of whose ranks is killed, give the same bytes as one machine."""
     port = free_port()
-    words = ("datacenter", "agent", "--control", f"127.0.0.1:{port}")
+    state = ("--state", str(tmp_path / "state"))
+    words = ("datacenter", "agent", "--control", f"127.0.0.1:{port}", *state)
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     nodes = [forked.start(words, tmp_path, environment) for _ in range(2)]
     try:
