@@ -6,7 +6,15 @@ import difflib
 import math
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from isthmus.errors import JobError
 
@@ -44,6 +52,11 @@ FREE = BeforeValidator(_sendable)
 
 S = TypeVar("S", bound="Section")
 
+MAX_COUNT = 2**31 - 1
+"""Largest number of rounds, steps, devices and the like: messages and tables hold it."""
+MAX_AMOUNT = 2**62
+"""Largest number of bytes or examples; sums of them stay below the largest number of a table."""
+
 
 class Section(BaseModel):
     """A table of the job: immutable, and unknown keys are errors."""
@@ -54,6 +67,18 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,  # JSON, as which a job is stored and sent, has neither
     )
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _can_be_held(cls, value: Any, field: ValidationInfo) -> Any:
+        """Refuse whole numbers that the server's messages and tables do not hold."""
+        if type(value) is not int:
+            return value
+        is_amount = str(field.field_name).endswith(("bytes", "examples", "seed"))
+        largest = MAX_AMOUNT if is_amount else MAX_COUNT
+        if abs(value) > largest:
+            raise ValueError(f"must be at most {largest}, and is {value}")
+        return value
 
 
 class Hours(Section):

@@ -1,8 +1,10 @@
 import json
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from isthmus.errors import JobError
 from isthmus.job import Job, job_schema, load_job, parse_job, read_job, with_changes
@@ -44,6 +46,7 @@ def test_a_job_file_may_begin_with_a_byte_order_mark(tmp_path):
             "strategy.schedule=[{regime='hybrid', rounds=1, zzz=1}]",
             "job: unknown key strategy.schedule.0.zzz",
         ),
+        ("rounds=1099511627776", "job: rounds: must be at most 2147483647, and is 1099511627776"),
         ("rounds=0", "job: rounds=0: input should be greater than or equal to 1"),
         ("seed=-1", "job: seed=-1: input should be greater than or equal to 0"),
         ("seed=4294967296", "job: seed=4294967296: input should be less than 4294967296"),
@@ -405,3 +408,38 @@ def test_a_table_and_a_key_in_it_can_be_changed_together():
     job = with_changes(parse_job(SMALLEST), changes)
     assert job.task.settings == {"lr": 0.1, "hidden": 4}
     assert table == {"lr": 0.1}  # other jobs are made from it
+
+
+def tables(section, known):
+    """The classes of a table and of all tables in it."""
+    known.add(section)
+    for field in section.model_fields.values():
+        for kind in parts_of(field.annotation) - known:
+            if isinstance(kind, type) and issubclass(kind, Section):
+                tables(kind, known)
+    return known
+
+
+def parts_of(annotation):
+    return {annotation}.union(*(parts_of(each) for each in get_args(annotation)))
+
+
+WHOLE_NUMBERS = [
+    (table, name)
+    for table in sorted(tables(Job, set()), key=lambda table: table.__name__)
+    for name, field in table.model_fields.items()
+    if int in parts_of(field.annotation)
+]
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    WHOLE_NUMBERS,
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_every_whole_number_has_a_bound_that_messages_and_tables_hold(section, name):
+    """Rounds of 2^40 once made the list of all jobs fail for everybody."""
+    for value in (2**63, -(2**63) - 1):
+        with pytest.raises(ValidationError) as refused:
+            section.model_validate({name: value})
+        assert name in {error["loc"][0] for error in refused.value.errors()}
