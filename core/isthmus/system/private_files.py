@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import os
 import tempfile
@@ -18,24 +19,41 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def write_private_file(path: Path, data: bytes) -> None:
     """Write a file atomically and durably, readable by its owner only (mode 0600).
 
-    Drafts of writers that were killed are removed. At most one process may write a file at a time;
-    another one would fail, with the file unchanged.
+    Drafts of writers that were killed are removed. Of several processes that write at the same
+    time, the last one's data stays.
     """
     for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*{_DRAFT}"):
-        abandoned.unlink(missing_ok=True)
+        _remove_abandoned(abandoned)
+    while not _write_draft(path, data):
+        pass  # another process took the draft for an abandoned one before it was locked
+    sync_directory(path.parent)
+
+
+def _write_draft(path: Path, data: bytes) -> bool:
+    """Write a draft and put it in the file's place; returns whether it was still there."""
     handle, draft = tempfile.mkstemp(  # with mode 0600
         dir=path.parent, prefix=f".{path.name}.", suffix=_DRAFT
     )
     try:
         with os.fdopen(handle, "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(draft).replace(path)
+            with contextlib.suppress(FileNotFoundError):
+                Path(draft).replace(path)  # before it is unlocked
+                return True
+            return False
     except BaseException:
         Path(draft).unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+
+
+def _remove_abandoned(draft: Path) -> None:
+    """Delete a draft unless its writer, which holds a lock on it, is at work."""
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), draft.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        draft.unlink(missing_ok=True)
 
 
 def sync_directory(path: Path) -> None:

@@ -127,16 +127,6 @@ def create(state: Path, name: str, kind: str, expires: str, uses: int | None) ->
     with _registry(state) as registry:
         ends = time.time() + seconds
         registry.add_token(new_token.digest, name=name, kind=kind, expires=ends, uses=uses)
-        audit.record(
-            state,
-            "token",
-            by=audit.local_user(),
-            name=name,
-            kind=kind,
-            expires=expires,
-            token=new_token.digest.hex(),
-            **({} if uses is None else {"uses": str(uses)}),
-        )
     click.echo(str(new_token))
 
 
@@ -153,13 +143,10 @@ def revoke(state: Path, name: str, rollout: bool) -> None:
     if rollout:
         with _registry(state) as registry:
             members = registry.revoke_rollout(name)
-            for each in (name, *members):
-                audit.record(state, "revoke", by=audit.local_user(), name=each, rollout=name)
         click.echo(f"the token {name} and its {len(members)} participants are revoked")
         return
     with _registry(state) as registry:
         registry.revoke(name)
-        audit.record(state, "revoke", by=audit.local_user(), name=name)
     click.echo(f"{name} is revoked; a running server closes its connection at once")
 
 

@@ -23,7 +23,6 @@ from isthmus.identity.joining import MAX_JOIN_BYTES, SECRET_BYTES, VERSION, Toke
 from isthmus.wire import join_pb2
 from isthmus_server.fleet.members import Members
 from isthmus_server.fleet.registry import Registry
-from isthmus_server.storage import audit
 from isthmus_server.transport.limits import listen, server_options
 
 log = logging.getLogger(__name__)
@@ -147,7 +146,7 @@ class JoinService:
         digest = Token(request.secret, fingerprint).digest
 
         def redeem(registry: Registry) -> tuple[str, bytes]:
-            name, certificate = registry.redeem(
+            return registry.redeem(
                 digest,
                 request.kind,
                 request.identity,
@@ -155,15 +154,6 @@ class JoinService:
                     request.signing_request, kind=request.kind, name=name, identity=request.identity
                 ),
             )
-            audit.record(
-                self.members.directory,
-                "join",
-                by=name,
-                kind=request.kind,
-                identity=request.identity.hex(),
-                token=digest.hex(),
-            )
-            return name, certificate
 
         name, certificate = await self.members.write(redeem)
         log.info("%s %s has joined", request.kind, name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import sqlite3
 import time
@@ -88,6 +89,8 @@ class Registry:
     """One connection to the file; use it from one thread.
 
     Guarantees:
+      * a token, a join and a revocation are in the audit log of the directory, also if the process
+        ended before it could write there: the next one to open the registry does;
       * a token is used once: of any number of joins at the same time, one gets the name;
       * a name, and an identity, belong to one participant at a time;
       * a revoked identity is never accepted again;
@@ -102,6 +105,7 @@ class Registry:
             UserError: it is damaged or missing, or cannot be opened.
         """
         self._now = now
+        self._directory = directory
         path = directory / NAME
         try:
             # Only if it is new: closing a file that SQLite has open releases SQLite's locks.
@@ -112,6 +116,7 @@ class Registry:
             self._log = SealedDatabase.checked(path, SCHEMA)
             self._db = self._log.connection
             self._rollouts = Rollouts(self._db)
+            self._record_changes(left_over=True)
         except (OSError, sqlite3.Error) as error:
             raise database_error(path, error) from None
 
@@ -127,9 +132,17 @@ class Registry:
     # -- tokens ------------------------------------------------------------------------------------
 
     def add_token(
-        self, digest: bytes, *, name: str, kind: str, expires: float, uses: int | None = None
+        self,
+        digest: bytes,
+        *,
+        name: str,
+        kind: str,
+        expires: float,
+        uses: int | None = None,
     ) -> None:
         """Allow one join under a name; with `uses`, as many under NAME-1, NAME-2 and so on.
+
+        In the audit log it is by the user who runs this process.
 
         Raises:
             UserError: the name is taken.
@@ -139,6 +152,15 @@ class Registry:
             long_ago = self._now() - _KEEP_SECONDS
             self._db.execute("DELETE FROM tokens WHERE used < ?", (long_ago,))
             self._refuse_taken(name)
+            self._note(
+                "token",
+                by=audit.local_user(),
+                name=name,
+                kind=kind,
+                expires=utc(expires),
+                token=digest.hex(),
+                **({} if uses is None else {"uses": str(uses)}),
+            )
             if uses is not None:
                 self._rollouts.add(digest, name=name, kind=kind, expires=expires, uses=uses)
                 return
@@ -164,7 +186,7 @@ class Registry:
             if placed is not None:
                 name, certificate = placed
                 if certificate is None or not self._is_in(name, identity):
-                    certificate = self._admit(name, kind, identity, issue)
+                    certificate = self._admit(name, kind, identity, digest, issue)
                     self._rollouts.joined(digest, name, identity, certificate, now)
                 return name, certificate
             row = self._db.execute(
@@ -189,15 +211,15 @@ class Registry:
                 raise AdmissionRefused(
                     f"this token is for a participant of kind {for_kind!r}, not {kind!r}"
                 )
-            certificate = self._admit(name, kind, identity, issue)
+            certificate = self._admit(name, kind, identity, digest, issue)
             self._db.execute(
                 "UPDATE tokens SET used=?, certificate=? WHERE digest=?",
                 (now, certificate, digest),
             )
             return str(name), certificate
 
-    def _admit(self, name: str, kind: str, identity: bytes, issue: Issue) -> bytes:
-        """Make a participant; returns its certificate (PEM)."""
+    def _admit(self, name: str, kind: str, identity: bytes, digest: bytes, issue: Issue) -> bytes:
+        """Make a participant by the token with the digest; returns its certificate (PEM)."""
         try:
             self._refuse_taken(name)
         except UserError as error:
@@ -210,6 +232,7 @@ class Registry:
             (name, kind, identity, self._now()),
         )
         self._add_certificate(subject)
+        self._note("join", by=name, kind=kind, identity=identity.hex(), token=digest.hex())
         return bytes(certificate)
 
     # -- certificates ------------------------------------------------------------------------------
@@ -279,11 +302,11 @@ class Registry:
             ).rowcount
             if row is None and tokens == 0:
                 raise UserError(f"there is no participant or token named {name!r}")
-            if row is None:
-                return
-            if row[1] is not None and tokens == 0:
+            if row is not None and row[1] is not None and tokens == 0:
                 raise UserError(f"{name!r} is revoked already")
-            self._exclude(name, row[0])
+            self._note("revoke", by=audit.local_user(), name=name)
+            if row is not None:
+                self._exclude(name, row[0])
 
     def revoke_rollout(self, name: str) -> list[str]:
         """End a rollout's token, and revoke the participants that joined with it; their names.
@@ -294,6 +317,8 @@ class Registry:
         with self._transaction():
             members = self._rollouts.revoke(name, self._now())
             now_in = [(each, key) for each, key in members if self._is_in(each, key)]
+            for each in (name, *(participant for participant, _ in now_in)):
+                self._note("revoke", by=audit.local_user(), name=each, rollout=name)
             for participant, identity in now_in:
                 # A token of its own would let a revoked name join again.
                 self._db.execute("DELETE FROM tokens WHERE name=? AND used IS NULL", (participant,))
@@ -358,6 +383,45 @@ class Registry:
             raise
         self._db.execute("COMMIT")
         self._log.write_head()
+        self._record_changes()
+
+    def _note(self, action: str, *, by: str, **details: str) -> None:
+        """Commit an entry of the audit log together with the change that it is about."""
+        self._db.execute(
+            "INSERT INTO unrecorded (made, action, author, details) VALUES (?, ?, ?, ?)",
+            (time.time(), action, by, json.dumps(details)),
+        )
+
+    def _record_changes(self, *, left_over: bool = False) -> None:
+        """Write noted entries into the audit log; `left_over`: of a process that may have ended.
+
+        Raises:
+            UserError: the log cannot be read or written; the entries stay.
+        """
+        query = "SELECT number, made, action, author, details FROM unrecorded ORDER BY number"
+        if self._db.execute(query).fetchone() is None:
+            return
+        # In a transaction, so that no other process writes the same entries.
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            noted = self._db.execute(query).fetchall()
+            written = audit.read(self._directory) if left_over else []
+            for number, made, action, by, text in noted:
+                details = json.loads(text)
+                # It may have ended after it wrote there, and before it could say so here.
+                known = any(
+                    entry.time >= made - 1 and (entry.action, entry.by) == (action, by)
+                    for entry in written
+                    if entry.details == details
+                )
+                if not known:
+                    audit.record(self._directory, action, by=by, **details)
+                self._db.execute("DELETE FROM unrecorded WHERE number=?", (number,))
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
 
     def _refuse_taken(self, name: str) -> None:
         row = self._db.execute(

@@ -1,4 +1,8 @@
-"""The file of the registry of participants: its tables, and checks that change nothing."""
+"""The file of the registry of participants: its tables, and checks that change nothing.
+
+`unrecorded` has the entries of the audit log that were committed with their change, and are not in
+the log yet: those of a process that ended in between.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,10 @@ CREATE TABLE IF NOT EXISTS tokens (
     used REAL, certificate BLOB
 ) STRICT;
 CREATE TABLE IF NOT EXISTS revoked_identities (identity BLOB PRIMARY KEY) STRICT;
+CREATE TABLE IF NOT EXISTS unrecorded (
+    number INTEGER PRIMARY KEY, made REAL NOT NULL, action TEXT NOT NULL, author TEXT NOT NULL,
+    details TEXT NOT NULL
+) STRICT;
 """
     + rollouts.SCHEMA
 )

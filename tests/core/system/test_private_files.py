@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 from tests import forked
@@ -60,3 +61,25 @@ def test_a_directory_of_any_depth_and_mode_is_removed_and_no_link_in_it_is_follo
     assert list(tmp_path.iterdir()) == [outside]
     assert (outside / "key").read_text() == "private"
     remove_directory(scratch)  # which is absent
+
+
+def test_several_writers_of_one_file_do_not_fail(tmp_path):
+    """Each could take the others' drafts for those of writers that were killed."""
+    path = tmp_path / "file"
+    failures = []
+
+    def write(data):
+        try:
+            for _ in range(30):
+                write_private_file(path, data)
+        except OSError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(data,)) for data in (b"a", b"bb", b"ccc")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert path.read_bytes() in (b"a", b"bb", b"ccc")
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]

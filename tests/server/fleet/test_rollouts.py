@@ -115,7 +115,8 @@ async def test_every_use_is_in_the_audit_log(tmp_path):
     output = CliRunner().invoke(server, ["revoke", str(state), "edge", "--rollout"]).output
     assert output == "the token edge and its 2 participants are revoked\n"
     made, *rest = audit.read(state)
-    assert (made.action, made.details["uses"], made.details["expires"]) == ("token", "2", "7d")
+    assert (made.action, made.details["uses"]) == ("token", "2")
+    assert made.details["expires"].endswith(" UTC")
     assert [(entry.action, entry.by) for entry in rest[:2]] == [
         ("join", "edge-1"),
         ("join", "edge-2"),

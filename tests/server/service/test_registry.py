@@ -330,3 +330,71 @@ def test_a_registry_or_an_audit_log_that_is_lost_with_its_head_is_missed(tmp_pat
         assert not (state / "fleet.sqlite").exists()
     else:
         ControlPlaneServer(state).members.close()  # it can go on, with a new log
+
+
+def actions(folder):
+    return [(entry.action, entry.by) for entry in audit.read(folder)]
+
+
+def test_every_change_of_two_writers_is_in_the_audit_log_once(tmp_path, registry):
+    """They write the head file next to the registry at the same time: that is no failure."""
+    others = "abcdefgh"
+    for name in others:
+        allow(registry, name, digest=name.encode())
+
+    def join(names):
+        mine = Registry(tmp_path)
+        for name in names:
+            redeem(mine, name.encode(), identity=name.encode() * 32, serial=name)
+        mine.close()
+
+    threads = [threading.Thread(target=join, args=(names,)) for names in (others[:4], others[4:])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    joins = [by for action, by in actions(tmp_path) if action == "join"]
+    assert sorted(joins) == list(others)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_change_whose_process_ended_before_the_audit_log_is_recorded_later(
+    tmp_path, registry, monkeypatch, written
+):
+    allow(registry, "a")
+    before = audit.record
+
+    class Ended(BaseException):
+        pass
+
+    def end(*arguments, **details):
+        if written:
+            before(*arguments, **details)
+        raise Ended
+
+    monkeypatch.setattr(audit, "record", end)
+    with pytest.raises(Ended):
+        redeem(registry)
+    registry.close()
+    monkeypatch.undo()
+    with contextlib.closing(Registry(tmp_path)) as again:
+        assert again.participants()[0].name == "a"
+        assert [action for action, _ in actions(tmp_path)] == ["token", "join"]
+        again.revoke("a")
+    with contextlib.closing(Registry(tmp_path)):
+        assert [action for action, _ in actions(tmp_path)] == ["token", "join", "revoke"]
+
+
+def test_a_full_disk_under_the_audit_log_loses_no_join(tmp_path, registry, monkeypatch):
+    """The join is committed and refused; the repeated one gets its certificate, and is recorded."""
+    allow(registry, "a")
+
+    def full(*_, **__):
+        raise UserError("audit.log cannot be written (No space left on device)")
+
+    monkeypatch.setattr(audit, "record", full)
+    with pytest.raises(UserError, match="No space"):
+        redeem(registry)
+    monkeypatch.undo()
+    assert redeem(registry) == ("a", b"certificate")
+    assert [action for action, _ in actions(tmp_path)] == ["token", "join"]
