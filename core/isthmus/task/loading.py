@@ -111,7 +111,23 @@ def check_installed(
             "its owner allows; put it there"
             + (", or name another directory with --tasks" if movable else "")
         )
+    # One spelling for each file: what is checked here, and remembered elsewhere, is what is loaded.
+    if not _is_plain_path(where):
+        raise TaskError(
+            f"{key}={source!r} is not spelled plainly: write it as DIRECTORY/FILE.py:Name, without "
+            "'.', '..' and a slash at its beginning"
+        )
     packages.check_loadable(tasks, where.partition("/")[0])
+
+
+def _is_plain_path(text: str) -> bool:
+    """Whether a relative path has one spelling only: no `.`, `..`, empty part or backslash.
+
+    >>> [_is_plain_path(each) for each in ("a/b.py", "./b.py", "a/../b.py", "a//b.py", "/b.py")]
+    [True, False, False, False, False]
+    """
+    parts = text.split("/")
+    return not any(part in ("", ".", "..") or "\\" in part for part in parts)
 
 
 def _load_file(path: Path, folders: Sequence[Path] = ()) -> Any:

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.errors import AdmissionRefused, UserError
+from isthmus.errors import AdmissionRefused, TaskError, UserError
 from isthmus.task import check_installed, load_named
 from isthmus.task.commands import task
 from isthmus.task.packages import install, installed, new_author, pack, read, read_author
@@ -138,6 +138,21 @@ def test_a_planted_cache_is_not_executed(folder, tmp_path):
     assert load_named("keyboard/task.py:VALUE", "task.source", base=tasks) == 2  # it would be
     check_installed("keyboard/task.py:VALUE", tasks)
     assert load_named("keyboard/task.py:VALUE", "task.source", base=tasks) == 1
+
+
+@pytest.mark.parametrize(
+    "where", ["./other/task.py", "keyboard/../other/task.py", "other//task.py", "{}/other/task.py"]
+)
+def test_a_task_has_one_spelling(folder, tmp_path, where):
+    """The folder that is checked would be `keyboard`, or none, and that which is loaded `other`."""
+    tasks = tmp_path / "tasks"
+    install(read(pack(folder, "keyboard", AUTHOR)), tasks, [PUBLIC])
+    install(read(pack(folder, "other", AUTHOR)), tasks, [PUBLIC])
+    (tasks / "other" / "extra.py").write_text("VALUE = 3\n")
+    with pytest.raises(AdmissionRefused):
+        check_installed("other/task.py:VALUE", tasks)
+    with pytest.raises(TaskError, match="is not spelled plainly"):
+        check_installed(f"{where.format(tasks)}:VALUE", tasks)
 
 
 def test_an_unapproved_author_is_refused(package, tmp_path):
