@@ -21,6 +21,7 @@ import torch.distributed as dist
 from isthmus.transport.backoff import Backoff
 from isthmus_datacenter.service.agent_settings import AgentSettings
 from isthmus_datacenter.service.control_store import ControlStore
+from isthmus_datacenter.service.flight_recorder import recorder_environment
 from isthmus_datacenter.service.fork_server import AgentForkServer
 from isthmus_datacenter.service.logs import delete_old_logs, last_line
 
@@ -59,6 +60,7 @@ class LocalAgent:
         self._log.unlink(missing_ok=True)
         delete_old_logs(logs, starting_generation=settings.generation)
         environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0"}
+        environment |= recorder_environment(os.environ)
         if settings.nodes == 1:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._process = fork_server.start(settings, environment, self._log)
