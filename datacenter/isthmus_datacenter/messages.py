@@ -97,15 +97,48 @@ class ProgressReport:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """The last collective of a rank in one of its process groups."""
+
+    group: str
+    """Backend and name of the group."""
+    axis: str
+    """The mesh axis of the group; empty for others, such as that of all ranks."""
+    ranks: Sequence[int]
+    """Members of the group; empty for all ranks."""
+    number: int
+    """Position among the group's collectives, from 1."""
+    operation: str
+    """Such as `all_reduce`."""
+    elements: int
+    """Elements of its inputs."""
+    done: bool
+    """Whether it is over; the rank has then begun no further one."""
+
+    @property
+    def position(self) -> int:
+        """Number of the collective that the rank is in, or has to begin next."""
+        return self.number + 1 if self.done else self.number
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Activity:
     """What a rank's main thread does."""
 
     waits: bool
     """Whether it waits for other ranks."""
     seconds: float
-    """How long it has been there."""
+    """How long it has been there, less the time without a processor, or half if that is less."""
     where: str
     """Line and function, of the user's code if it is in any."""
+    in_task: bool = False
+    """Whether it is in the user's code, or waits for a process that reads for it; not while that
+    code is compiled."""
+    longest: float = 0.0
+    """Longest time from one step, or batch of an evaluation, to the next; 0 before there were two.
+    """
+    collectives: Sequence[Collective] = ()
+    """Its last ones, if it has been there for a while."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

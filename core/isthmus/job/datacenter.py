@@ -86,6 +86,10 @@ class DatacenterSection(Section):
     parts of at most batch_size / accumulate. Default: batch_size for each replica."""
     readers: Annotated[int, Field(ge=0, le=64)] = 0
     """Processes on each rank that prefetch its data; with 0 it is read between the steps."""
+    hang_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """End the ranks when none of them has got on for this long: set it above the longest step,
+    compilation, evaluation or checkpoint. Default: only where a rank is in the task's code while
+    others wait, after a quarter of `time.round_seconds`, or ten of the longest steps if more."""
     optimizer_on_load: Literal["reset", "keep"] = "reset"
     """Inner optimizer state when a model that others trained is loaded: its moments are stale."""
 

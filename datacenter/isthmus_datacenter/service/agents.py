@@ -22,6 +22,7 @@ import torch.distributed as dist
 from isthmus.transport.backoff import Backoff
 from isthmus_datacenter.service.agent_settings import AgentSettings
 from isthmus_datacenter.service.control_store import ControlStore
+from isthmus_datacenter.service.flight_recorder import recorder_environment
 from isthmus_datacenter.service.fork_server import AgentForkServer
 from isthmus_datacenter.service.logs import delete_old_logs, last_line
 from isthmus_datacenter.service.signed_store import read_key_file
@@ -61,6 +62,7 @@ class LocalAgent:
         self._log.unlink(missing_ok=True)
         delete_old_logs(logs, starting_generation=settings.generation)
         environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0"}
+        environment |= recorder_environment(os.environ)
         if settings.nodes == 1:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._process = fork_server.start(settings, environment, self._log)

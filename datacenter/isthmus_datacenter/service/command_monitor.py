@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from isthmus_datacenter.messages import (
     Activity,
@@ -16,6 +16,7 @@ from isthmus_datacenter.messages import (
 )
 from isthmus_datacenter.service.agents import Agents
 from isthmus_datacenter.service.control_store import ControlStore, ControlStoreThread
+from isthmus_datacenter.service.hangs import HangLimits, describe_ranks, find_hang
 
 _OUTCOME_SECONDS = 0.1
 """One wait for the outcome of a command, before the ranks' health is checked."""
@@ -35,6 +36,13 @@ class IncarnationLostError(Exception):
         """Whether the incarnation's ranks still run, and must be killed."""
 
 
+class RanksHangError(IncarnationLostError):
+    """The ranks run, and get no further."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, ranks_run=True)
+
+
 class CancelIgnoredError(Exception):
     """The ranks did not stop within the lease after a command was cancelled."""
 
@@ -50,7 +58,8 @@ class CommandMonitor:
         number: int,
         *,
         ranks: int,
-        lease_seconds: float,
+        trains: bool,
+        limits: HangLimits,
         send_progress: Callable[[ProgressReport], None],
         read_signal: ReadSignal,
     ) -> None:
@@ -59,7 +68,8 @@ class CommandMonitor:
         self._incarnation = incarnation
         self._number = number
         self._ranks = ranks
-        self._lease_seconds = lease_seconds
+        self._trains = trains
+        self._limits = limits
         self._send_progress = send_progress
         self._read_signal = read_signal
         self._last_report: ProgressReport | None = None
@@ -76,7 +86,7 @@ class CommandMonitor:
         """Wait until the ranks report the outcome.
 
         Raises:
-            IncarnationLostError: a rank died or hangs, or the agent has ended.
+            IncarnationLostError: a rank died or hangs (`RanksHangError`), or the agent has ended.
             CancelIgnoredError: the command was cancelled, and the ranks did not stop in time.
         """
         while True:
@@ -106,24 +116,40 @@ class CommandMonitor:
             if old != new:
                 self._heartbeat_at[rank] = now
         self._heartbeats = heartbeats
+        activities = [ControlStore.activity_in(each) for each in heartbeats]
         for rank, heartbeat_at in enumerate(self._heartbeat_at):
-            if now - heartbeat_at > self._lease_seconds:
+            if now - heartbeat_at > self._limits.lease_seconds:
+                self._log_ranks(activities)
+                activity = activities[rank]
+                last = "" if activity is None else f", last seen at {activity.where},"
                 raise IncarnationLostError(
-                    f"rank {rank} did not answer for {self._lease_seconds:g} s and was ended",
+                    f"rank {rank} did not answer for {self._limits.lease_seconds:g} s{last} and "
+                    "was ended",
                     ranks_run=True,
                 )
-        self._name_hanging_rank()
+        working = [each for each in activities if each is not None]
+        if len(working) < self._ranks:
+            return
+        self._name_hanging_rank(working)
+        hang = find_hang(working, self._limits, trains=self._trains)
+        if hang is not None:
+            self._log_ranks(activities)
+            raise RanksHangError(f"{hang} and was ended")
 
-    def _name_hanging_rank(self) -> None:
+    def _log_ranks(self, activities: Sequence[Activity | None]) -> None:
+        """Log where each rank is, when the wait for them is given up."""
+        for line in describe_ranks(activities):
+            log.warning("%s", line)
+
+    def _name_hanging_rank(self, activities: Sequence[Activity]) -> None:
         """Say which rank keeps all others waiting, and at what line.
 
-        It is not ended: reading an example may take as long, and only its user knows.
+        It may be at work: reading an example may take as long.
         """
-        activities = [ControlStore.activity_in(each) for each in self._heartbeats]
         working: list[tuple[int, Activity]] = []
         for rank, activity in enumerate(activities):
             # Within the lease, as if it did not answer.
-            if activity is None or activity.seconds < self._lease_seconds / 2:
+            if activity.seconds < self._limits.lease_seconds / 2:
                 return
             if not activity.waits:
                 working.append((rank, activity))
@@ -169,6 +195,7 @@ class CommandMonitor:
             )
         elif (
             control_signal is ControlSignal.CANCEL
-            and now - self._signalled_at > self._lease_seconds
+            and now - self._signalled_at > self._limits.lease_seconds
         ):
+            self._log_ranks([ControlStore.activity_in(each) for each in self._heartbeats])
             raise CancelIgnoredError

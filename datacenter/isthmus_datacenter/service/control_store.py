@@ -30,6 +30,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 from isthmus.errors import IsthmusError
 from isthmus_datacenter.messages import (
     Activity,
+    Collective,
     Command,
     ControlSignal,
     Incarnation,
@@ -210,7 +211,10 @@ class ControlStore:
     def activity_in(heartbeat: bytes) -> Activity | None:
         """What a rank did at a heartbeat; None if no command ran."""
         _, values = json.loads(heartbeat)
-        return None if values is None else Activity(**values)
+        if values is None:
+            return None
+        values["collectives"] = [Collective(**each) for each in values["collectives"]]
+        return Activity(**values)
 
     # -- commands -------------------------------------------------------------------------------
 

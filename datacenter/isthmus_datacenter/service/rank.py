@@ -34,7 +34,7 @@ from isthmus_datacenter.messages import (
     Outcome,
     ProgressReport,
 )
-from isthmus_datacenter.service.activity import MainThread
+from isthmus_datacenter.service.activity import STACKS_SIGNAL, MainThread, Pace
 from isthmus_datacenter.service.control_store import HEARTBEAT_SECONDS, ControlStore
 from isthmus_datacenter.training.consensus import ConsensusError
 from isthmus_datacenter.training.engine import Engine, RankPlacement
@@ -84,6 +84,7 @@ def main(settings: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     faulthandler.enable()  # a crash in native code leaves the stacks of Python in the log
+    faulthandler.register(STACKS_SIGNAL)  # also where native code keeps Python's lock
     die_with_parent()
     rank = None
     try:
@@ -125,8 +126,7 @@ class _Rank:
         self.engine: Engine | None = None
         self.run_id: str | None = None
         self.joined = False
-        self._progress = 0
-        """How often the running command has got on."""
+        self._pace = Pace()
         self._runs = False
         """Whether a command runs."""
         self._signal = (0, ControlSignal.CONTINUE)
@@ -158,6 +158,7 @@ class _Rank:
             command = self.control.wait_for_command(self.incarnation, self.number, _WAIT_SECONDS)
             if command is None:
                 continue
+            self._pace.begin(run=command.op == "open")
             self._runs = True
             outcome = self._execute(command)
             self._runs = False
@@ -193,6 +194,7 @@ class _Rank:
                 state=Path(self.settings.state) / command.run_id,
             )
             self.engine = Engine(command, placement)
+            self.engine.evaluator.on_batch = lambda: self._pace.tick("evaluation")
             self.run_id = command.run_id
             return {"examples": self.engine.examples, "note": self.engine.note}
         if command.op == "close":
@@ -209,7 +211,7 @@ class _Rank:
         return {}
 
     def _read_signal(self) -> ControlSignal:
-        self._progress += 1  # once in each step
+        self._pace.tick("step")
         number, control_signal = self._signal
         return control_signal if number == self.number else ControlSignal.CONTINUE
 
@@ -226,7 +228,11 @@ class _Rank:
             # Read once: the heartbeat's signal must be about the command that it was read for.
             number = self.number
             try:
-                activity = main_thread.sample((number, self._progress)) if self._runs else None
+                activity = None
+                if self._runs:
+                    activity = main_thread.sample(number, self._pace)
+                else:
+                    main_thread.rest()
                 control.send_heartbeat(self.incarnation, self.rank, count, activity)
                 self._signal = (number, control.signal(self.incarnation, number))
             except dist.DistError:

@@ -24,19 +24,26 @@ from isthmus_datacenter.messages import (
     Incarnation,
     ProgressReport,
 )
+from isthmus_datacenter.service.activity import STACKS_SIGNAL
 from isthmus_datacenter.service.agent_settings import AgentSettings
 from isthmus_datacenter.service.agents import Agents, LocalAgent, RemoteAgents
 from isthmus_datacenter.service.command_monitor import (
     CancelIgnoredError,
     CommandMonitor,
     IncarnationLostError,
+    RanksHangError,
 )
 from isthmus_datacenter.service.control_store import ControlStore, ControlStoreThread
 from isthmus_datacenter.service.fork_server import AgentForkServer
+from isthmus_datacenter.service.hangs import HangLimits
 from isthmus_datacenter.service.signed_store import ForgedValueError, make_key_file, new_key
 
 KEY_FILE = "control.key"
 """File of the state directory with the key of the control store, for the nodes of a cluster."""
+MAX_HANGS = 2
+"""Hangs of the ranks within one command with which it fails: a third one would last as long."""
+_STACKS_SECONDS = 0.3
+"""Time for ranks to write their stacks to their logs before they are killed."""
 MAX_RESTARTS = 3
 """Restarts of the ranks within one command before it fails."""
 START_SECONDS = 120.0
@@ -106,8 +113,8 @@ class RankGroup:
         self.nodes = nodes
         self.ranks = ranks if nodes is None else ranks * nodes.count
         self.state = state
-        self.lease_seconds = 10.0
-        """Silence after which a rank counts as hung."""
+        self.limits = HangLimits()
+        """Times after which ranks count as hung, of the open run's job."""
         self._fork_server = None
         if nodes is None:
             self._fork_server = fork_server or AgentForkServer("forkserver")
@@ -195,7 +202,8 @@ class RankGroup:
             The values of the outcome, and a description of each loss of ranks.
 
         Raises:
-            CommandError: the ranks failed to execute it, or it was cancelled.
+            CommandError: the ranks failed to execute it or hung again on new ranks, or it was
+                cancelled.
             RankGroupError: the ranks were restarted `MAX_RESTARTS` times and failed again.
         """
         self._signal = ControlSignal.CONTINUE
@@ -203,6 +211,7 @@ class RankGroup:
             self._opened_in = None
             self._open = command
         losses: list[str] = []
+        hangs = 0
         lost_at: float | None = None
         # Ranks that were lost between commands are no loss of this one.
         await self._note_earlier_failure()
@@ -230,6 +239,13 @@ class RankGroup:
                 losses.append(str(lost))
                 lost_at = time.monotonic()
                 log.warning("%s", lost)
+                hangs += isinstance(lost, RanksHangError)
+                if hangs == MAX_HANGS:
+                    raise CommandError(
+                        f"{lost}, for the second time in this request; their "
+                        f"output is in {self.state / 'logs'}, with the stack of each rank; if "
+                        "the code was at work, set datacenter.hang_seconds above its longest step"
+                    ) from None
                 if len(losses) > MAX_RESTARTS:
                     if incarnation is None:
                         self.stop()  # otherwise the agent would keep restarting these ranks
@@ -285,6 +301,8 @@ class RankGroup:
                 self.stop()
                 raise IncarnationLostError(f"the agent of the ranks ended: {last_line}")
             if time.monotonic() > deadline:
+                if incarnation is not None:
+                    await self._log_stacks(incarnation)
                 self.stop()
                 raise IncarnationLostError(f"the ranks were not ready after {START_SECONDS:.0f} s")
             await asyncio.sleep(_READY_CHECK_SECONDS)
@@ -326,7 +344,8 @@ class RankGroup:
             incarnation,
             number,
             ranks=self.ranks,
-            lease_seconds=self.lease_seconds,
+            trains=command.op not in ("open", "close"),
+            limits=self.limits,
             send_progress=send_progress,
             read_signal=lambda: self._signal,
         )
@@ -359,7 +378,17 @@ class RankGroup:
         if self.nodes is not None:
             self.stop()
             return
+        await self._log_stacks(incarnation)
+        await self._signal_ranks(incarnation, signal.SIGKILL)
+
+    async def _log_stacks(self, incarnation: Incarnation) -> None:
+        """Have the ranks of this machine write their stacks, before they are ended."""
+        if self.nodes is None:
+            await self._signal_ranks(incarnation, STACKS_SIGNAL)
+            await asyncio.sleep(_STACKS_SECONDS)  # a log has no notification
+
+    async def _signal_ranks(self, incarnation: Incarnation, number: int) -> None:
         pids = await self._store.call(ControlStore.rank_pids, incarnation, self.ranks)
         for pid in pids.values():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)

@@ -26,6 +26,7 @@ from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_datacenter.checkpointing.unsent import UnsentUpdates
 from isthmus_datacenter.messages import Command, ProgressReport
+from isthmus_datacenter.service.hangs import HangLimits
 from isthmus_datacenter.service.rank_group import RankGroup
 from isthmus_datacenter.service.transfer_files import TransferFiles, check_model
 from isthmus_privacy.compression.block_top_k import BlockTopK
@@ -132,7 +133,11 @@ class RequestHandler:
         self._run = None
         self._files.forget_model()
         # Before the first command, whose silence is measured by it.
-        self._group.lease_seconds = job.time.lease_seconds
+        self._group.limits = HangLimits(
+            lease_seconds=job.time.lease_seconds,
+            round_seconds=job.time.round_seconds,
+            hang_seconds=job.datacenter.hang_seconds,
+        )
         (self._state / open_.run_id).mkdir(exist_ok=True)
         command = Command(
             op="open",

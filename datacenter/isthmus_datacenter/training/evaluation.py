@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils.data import Dataset
@@ -24,6 +24,8 @@ class Evaluator:
         self.batch_size = batch_size
         self.device = device
         self.held_out = HeldOut(task)
+        self.on_batch: Callable[[], None] = lambda: None
+        """Called at the beginning, and before each batch goes through the model."""
 
     def run(self, forward_backward: ForwardBackward, replica: int) -> dict[str, float]:
         """Score each example on one replica. All ranks call this together.
@@ -31,6 +33,7 @@ class Evaluator:
         The collectives of a sharded model run in step, so all replicas score equally many examples.
         Of a remainder, each replica scores one example, and those beyond the end are not counted.
         """
+        self.on_batch()
         return self.held_out.measure(
             lambda data, count: self._measure(forward_backward, replica, data, count)
         )
@@ -65,11 +68,16 @@ class Evaluator:
     ) -> Averages:
         """Loss and metrics of some examples; empty where another rank has the output."""
         model = forward_backward.model
-        if forward_backward.has_output:
-            return evaluate(self.task, model, data, indices, self.batch_size, self.device)
-        model.eval()
-        with torch.no_grad():
-            for inputs, _ in batches(self.task, data, indices, self.batch_size, self.device):
-                model(inputs)
-        model.train()
-        return Averages()
+        # The pass itself is elsewhere, which is the same code for every kind of participant.
+        counted = model.register_forward_pre_hook(lambda *_: self.on_batch())
+        try:
+            if forward_backward.has_output:
+                return evaluate(self.task, model, data, indices, self.batch_size, self.device)
+            model.eval()
+            with torch.no_grad():
+                for inputs, _ in batches(self.task, data, indices, self.batch_size, self.device):
+                    model(inputs)
+            model.train()
+            return Averages()
+        finally:
+            counted.remove()

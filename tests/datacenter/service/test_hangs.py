@@ -1,0 +1,114 @@
+"""Ranks that hang are ended early, with the rank, its line and its stack; slow ones are not."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.errors import UserError
+from isthmus.job import with_changes
+
+LINE = r"hanging_tasks\.py:\d+ in _stop\(\)"
+
+
+def hanging(make_setup: Any, how: str, *, once: Path | None = None, **keys: Any) -> Any:
+    """A job whose ranks hang after a quarter of 24 s, if it has no limit of its own."""
+    settings = {"how": how} if once is None else {"how": how, "once": str(once)}
+    prepared = make_setup("Table", settings, lease_seconds=2.0, zero_stage=0, **keys)
+    changes = {"task.source": "hanging_tasks.py:Hanging", "time.round_seconds": 24.0}
+    return type(prepared)(with_changes(prepared.job, changes))
+
+
+def begin(datacenter: Any, run_id: str, setup: Any) -> dict[int, int]:
+    """Open a run, and remove the logs of others; returns the processes of the ranks."""
+    datacenter.open(run_id, setup)
+    for path in datacenter.service.state.glob("**/stderr.log"):
+        os.truncate(path, 0)
+    pids: dict[int, int] = datacenter.rank_pids()
+    return pids
+
+
+def logs(datacenter: Any) -> str:
+    """What all ranks have written."""
+    return "".join(path.read_text() for path in datacenter.service.state.glob("**/stderr.log"))
+
+
+@pytest.mark.parametrize("how", ["spin", "sleep", "lock"])
+def test_a_rank_that_keeps_others_waiting_is_replaced(
+    how: str, warm_datacenter: Any, make_setup: Any, tmp_path: Path
+) -> None:
+    begin(warm_datacenter, f"plain-{how}", hanging(make_setup, "none"))
+    _, expected = warm_datacenter.train(f"plain-{how}", 0, 6, hand_back=True)
+    setup = hanging(make_setup, how, once=tmp_path / "once")
+    before = begin(warm_datacenter, f"hangs-{how}", setup)
+    trained, model = warm_datacenter.train(f"hangs-{how}", 0, 6, hand_back=True)
+    assert model == expected
+    (event,) = trained.events
+    assert re.match(
+        rf"rank 1 hung for \d+ s at {LINE} \(rank 1 has not begun all_reduce \d+ of all ranks, in "
+        r"which rank 0 waits\) and was ended and was replaced in [\d.]+ s; the group restarted",
+        event,
+    )
+    assert not any(Path(f"/proc/{pid}").exists() for pid in before.values())
+    text = logs(warm_datacenter)
+    assert re.search(r'hanging_tasks.py", line \d+ in _stop', text)
+    assert re.search(r"in all_reduce \d+ of all ranks", text)
+
+
+@pytest.mark.parametrize(
+    ("how", "difference"),
+    [
+        (
+            "skip",
+            r"rank 1 hung for \d+ s at consensus\.py:\d+ in wait\(\), and rank 0 at "
+            r"hanging_tasks\.py:\d+ in _hang\(\) \(collective \d+ of all ranks is all_reduce on "
+            r"rank 1 and barrier on rank 0\)",
+        ),
+        (
+            "swap",
+            r"rank 1 hung for \d+ s at hanging_tasks\.py:\d+ in _hang\(\), and rank 0 at "
+            r"hanging_tasks\.py:\d+ in _hang\(\) \(rank 1 has not begun barrier 1 of axis 'left', "
+            r"in which rank 0 waits\)",
+        ),
+    ],
+)
+def test_ranks_in_different_collectives_are_replaced_within_seconds(
+    how: str, difference: str, warm_datacenter: Any, make_setup: Any, tmp_path: Path
+) -> None:
+    setup = hanging(make_setup, how, once=tmp_path / "once", hang_seconds=10**6)
+    begin(warm_datacenter, how, setup)
+    trained, _ = warm_datacenter.train(how, 0, 6)
+    (event,) = trained.events
+    assert re.match(difference, event), event
+
+
+def test_a_slow_step_is_no_hang(warm_datacenter: Any, make_setup: Any) -> None:
+    # Longer than the lease and than what a rank logs, and not as long as the limit.
+    prepared = hanging(make_setup, "slow")
+    job = with_changes(prepared.job, {"time.round_seconds": 120.0})
+    begin(warm_datacenter, "slow", type(prepared)(job))
+    trained, _ = warm_datacenter.train("slow", 0, 6)
+    assert trained.steps == 6
+    assert not trained.events
+    assert re.search(r'hanging_tasks.py", line \d+ in _stop', logs(warm_datacenter))
+
+
+def test_ranks_that_hang_again_fail_the_request(warm_datacenter: Any, make_setup: Any) -> None:
+    begin(warm_datacenter, "again", hanging(make_setup, "sleep", hang_seconds=3.0))
+    sentence = rf"rank 1 hung for \d+ s at {LINE} .* and was ended, for the second time .*logs"
+    with pytest.raises(UserError, match=sentence):
+        warm_datacenter.train("again", 0, 6)
+
+
+def test_the_stack_of_native_code_that_keeps_pythons_lock_is_logged(
+    warm_datacenter: Any, make_setup: Any, tmp_path: Path
+) -> None:
+    begin(warm_datacenter, "native", hanging(make_setup, "native", once=tmp_path / "once"))
+    trained, _ = warm_datacenter.train("native", 0, 6)
+    (event,) = trained.events
+    assert event.startswith("rank 1 did not answer for 2 s")
+    assert re.search(r'hanging_tasks.py", line \d+ in _stop', logs(warm_datacenter))
