@@ -7,6 +7,7 @@ import glob
 import os
 import tempfile
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from isthmus.errors import UserError
@@ -18,6 +19,16 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def write_private_file(path: Path, data: bytes) -> None:
     """Write a file atomically and durably, readable by its owner only (mode 0600).
 
+    See `write_private_file_of`.
+    """
+    write_private_file_of(path, lambda _handle: data)
+
+
+def write_private_file_of(path: Path, content: Callable[[int], bytes]) -> None:
+    """Write a file atomically and durably, readable by its owner only (mode 0600).
+
+    `content` gets the open file, which may be what it is about, and returns what is written.
+
     Drafts of writers that were killed are removed. At most one process may write a file at a time;
     another one would fail, with the file unchanged.
     """
@@ -28,7 +39,7 @@ def write_private_file(path: Path, data: bytes) -> None:
     )
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            file.write(content(file.fileno()))
             file.flush()
             os.fsync(file.fileno())
         Path(draft).replace(path)

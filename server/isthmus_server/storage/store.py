@@ -177,10 +177,14 @@ class Store:
                 f"{self.directory} is cancelled ({reason}), and nothing continues it; make a new "
                 f"run of it with `{branch_command(self.directory)}`"
             )
-        sections = (self.job.privacy, self.job.federated.privacy, self.job.datacenter.privacy)
-        private = any(section is not None for section in sections)
         with errors_named(self.directory):
-            refuse_copy(self.directory, private=private)
+            refuse_copy(self.directory, private=self.is_private)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the run adds noise, of whatever kind, and charges a ledger."""
+        sections = (self.job.privacy, self.job.federated.privacy, self.job.datacenter.privacy)
+        return any(section is not None for section in sections)
 
     @classmethod
     def open_to_write(cls, directory: Path) -> Store:
