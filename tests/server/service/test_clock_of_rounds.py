@@ -13,7 +13,7 @@ from tests.server.budgets.test_private_measurements import VALIDATES
 from tests.server.service.test_clocks import DAY, ShiftedClock
 from tests.server.waiting import wait_until
 
-from isthmus.errors import PeerMisbehaved
+from isthmus.errors import IsthmusError, PeerMisbehaved
 from isthmus.task import Participant
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.device.owner_limits import LimitsGuard, OwnerLimits, PrivacyLimits
@@ -219,3 +219,37 @@ async def test_a_server_that_was_ahead_and_is_restarted_is_not_refused(
     fleet.connections.append(asyncio.create_task(runner.run()))
     assert await ended(2) == "finished"
     assert [each.refused for each in fleet.devices] == [[], [], []]
+
+
+async def test_few_devices_that_refuse_the_clock_do_not_have_the_others_asked_again(
+    fleet, clock, make_job
+):
+    """They may lie, and each attempt costs the budget of the others."""
+    liar = fleet.devices[0]
+    wrong = ShiftedClock(-3 * DAY)
+    liar._secure._clocks = SeenClocks(wall=wrong)
+    liar._secure._clocks.welcomed(time.time())
+    liar.wall = wrong
+    for name in "de":
+        await join_device(fleet, name, clock)
+    await wait_until(lambda: set("abcde") <= fleet.link.peers.keys())
+    store, report = await run(fleet, clock, make_job, *PRIVATE, "federated.cohort=4", "rounds=3")
+    assert len(report.rounds) == 3
+    asked = [record for record in store.attempts() if "a" in record_names(record)]
+    assert len(asked) <= 1
+    assert all("a" not in record_names(record) for record in report.rounds[1:])
+
+
+def record_names(record):
+    return {receipt.participant for receipt in record.receipts}
+
+
+async def test_a_device_without_which_there_are_too_few_ends_the_run_by_refusing(
+    fleet, clock, make_job
+):
+    liar = fleet.devices[0]
+    liar._secure._clocks = SeenClocks(wall=ShiftedClock(-3 * DAY))
+    liar._secure._clocks.welcomed(time.time())
+    liar.wall = ShiftedClock(-3 * DAY)
+    with pytest.raises(IsthmusError, match=r"round 1 failed 2 times.*more than a day from"):
+        await run(fleet, clock, make_job, *SECURE)  # of three devices with a quorum of three
