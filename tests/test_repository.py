@@ -89,6 +89,7 @@ COMMANDS = [
     "isthmus report --html --json --schema RUN_DIR",
     "isthmus resume --state JOB",
     ("isthmus run --address --log-format --metrics --quiet --resume --run-dir --set --track JOB"),
+    "isthmus runs adopt --nothing-ran-since --original-is-gone RUN_DIR",
     "isthmus runs branch SOURCE TARGET",
     "isthmus runs export RUN_DIR TARGET",
     "isthmus runs import RUN_DIR SOURCE",

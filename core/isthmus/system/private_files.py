@@ -8,6 +8,7 @@ import glob
 import os
 import tempfile
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from isthmus.errors import UserError
@@ -19,17 +20,27 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def write_private_file(path: Path, data: bytes) -> None:
     """Write a file atomically and durably, readable by its owner only (mode 0600).
 
+    See `write_private_file_of`.
+    """
+    write_private_file_of(path, lambda _handle: data)
+
+
+def write_private_file_of(path: Path, content: Callable[[int], bytes]) -> None:
+    """Write a file atomically and durably, readable by its owner only (mode 0600).
+
+    `content` gets the open file, which may be what it is about, and returns what is written.
+
     Drafts of writers that were killed are removed. Of several processes that write at the same
     time, the last one's data stays.
     """
     for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*{_DRAFT}"):
         _remove_abandoned(abandoned)
-    while not _write_draft(path, data):
+    while not _write_draft(path, content):
         pass  # another process took the draft for an abandoned one before it was locked
     sync_directory(path.parent)
 
 
-def _write_draft(path: Path, data: bytes) -> bool:
+def _write_draft(path: Path, content: Callable[[int], bytes]) -> bool:
     """Write a draft and put it in the file's place; returns whether it was still there."""
     handle, draft = tempfile.mkstemp(  # with mode 0600
         dir=path.parent, prefix=f".{path.name}.", suffix=_DRAFT
@@ -37,7 +48,7 @@ def _write_draft(path: Path, data: bytes) -> bool:
     try:
         with os.fdopen(handle, "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(data)
+            file.write(content(file.fileno()))
             file.flush()
             os.fsync(file.fileno())
             with contextlib.suppress(FileNotFoundError):

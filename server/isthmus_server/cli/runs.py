@@ -170,6 +170,33 @@ def branch(source: Path, target: Path) -> None:
 
 
 @runs.command()
+@click.argument("run_dir", metavar="COPY", type=_DIRECTORY)
+@click.option(
+    "--original-is-gone",
+    is_flag=True,
+    required=True,
+    expose_value=False,
+    help="State that nothing will ever continue the original, or another copy.",
+)
+@click.option(
+    "--nothing-ran-since",
+    is_flag=True,
+    help="State that the original asked no device after COPY was made; for runs with privacy.",
+)
+def adopt(run_dir: Path, nothing_ran_since: bool) -> None:
+    """Have COPY, which nothing continues, take the place of the run that it is a copy of.
+
+    After a move to another disk, for example. It keeps the run's id, its ledger and its noise key,
+    and its log has the statement. If you do not know that it is true, use `isthmus runs branch`.
+    """
+    from isthmus_server.runs.operations.adoption import adopt as adopt_copy
+
+    done = adopt_copy(run_dir, nothing_ran_since=nothing_ran_since)
+    click.echo(f"{run_dir} is the run {done.run_id} from now on, after round {done.round}")
+    click.echo(f"never continue {done.original} again: {done.consequence}")
+
+
+@runs.command()
 @_FOLDER
 @click.option("--keep-last", type=click.IntRange(1), metavar="N", help="Keep N runs of each job.")
 @click.option("--older-than", metavar="TIME", help="Delete only older runs, as in 12h or 30d.")

@@ -267,7 +267,7 @@ async def call(
                 )
                 # Repeating helps against lost devices, against refusals for privacy with other
                 # devices, and against a wrong clock once it is set: these attempts do not count
-                # towards the job's `attempts`.
+                # towards the job's `attempts`. For clocks see also `StatedDraw.excuses`.
                 was_lost = isinstance(failure.__cause__, ParticipantLost)
                 if failure.code == TaskError.code:
                     receipts.task_failures.add(anonymous(failure.reason, name))

@@ -270,6 +270,11 @@ class CohortSelector:
         unknown = [each for each in ranges if self._ranges.of(round_, name, each.group) is None]
         return [*unmasked, *unknown]
 
+    @property
+    def _left_out(self) -> set[str]:
+        """Devices that have refused the draw of the others; see `DeviceDraws.left_out`."""
+        return set() if self._lottery is None else self._lottery.left_out()
+
     # -- the cases ---------------------------------------------------------------------------------
 
     def _groups_again(
@@ -327,7 +332,7 @@ class CohortSelector:
         if interrupted is None or interrupted.round != round_:
             return None
         names = sorted(interrupted.invited)
-        if not set(names) <= set(ready) - _devices_of(unmasked):
+        if not set(names) <= set(ready) - _devices_of(unmasked) - self._left_out:
             return None
         return self._again(round_, names, interrupted.draw, settings.needed)
 
@@ -360,9 +365,12 @@ class CohortSelector:
             raise NoAllowedCohort(missing, len(allowed), settings.needed)
         if self._lottery is None:
             return self._usual(number, allowed, count, settings.needed)
-        drawn = self._lottery.select(
-            number, allowed, count=count, needed=settings.needed, now=self._clock.utc()
-        )
+        now = self._clock.utc()
+        needed = settings.needed
+        others = allowed - self._left_out
+        drawn = self._lottery.select(number, others, count=count, needed=needed, now=now)
+        if drawn.shortage and others != allowed:
+            drawn = self._lottery.select(number, allowed, count=count, needed=needed, now=now)
         return self._cohort(drawn.names, drawn.draw, drawn.selected_ppm, drawn.shortage)
 
     def _usual(

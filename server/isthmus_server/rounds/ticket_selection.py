@@ -57,6 +57,10 @@ class TicketLottery:
         """Note that devices get to see a draw now."""
         self._enrolments.draws.ask(names, draw)
 
+    def left_out(self) -> set[str]:
+        """Devices that are selected only where there are too few others."""
+        return set(self._enrolments.draws.left_out())
+
     def is_outdated(self, names: Collection[str], draw: int, now: float) -> bool:
         """Whether a device was asked in a later draw meanwhile, by another job: it would refuse."""
         return self._enrolments.draws.latest(names, now) > draw

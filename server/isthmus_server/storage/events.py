@@ -174,6 +174,18 @@ class RoundAttemptFailed(Event):
     record: FailedAttempt
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunAdopted(ReportedEvent):
+    """An operator has stated that this copy of the run takes the place of the original."""
+
+    kind: Literal["adopted"] = "adopted"
+    original: str
+    """Directory of the original."""
+    by: str
+    """User of the machine."""
+    stated: str
+
+
 # -- the end ---------------------------------------------------------------------------------------
 
 
@@ -231,7 +243,12 @@ class JobPaused(Event):
 
 
 LoggedEvent = Annotated[
-    ParticipantJoined | ParticipantReady | ParticipantDeclined | ParticipantLeft | RunStopped,
+    ParticipantJoined
+    | ParticipantReady
+    | ParticipantDeclined
+    | ParticipantLeft
+    | RunAdopted
+    | RunStopped,
     Discriminator("kind"),
 ]
 """Every `ReportedEvent`."""

@@ -1,8 +1,10 @@
 """Which directory a run is continued in, so that a copy of it is not.
 
-`place.json` has the inode number of the run's directory, and its path. `cp -r`, `rsync`, `tar` and
-`isthmus runs export` give a copy another inode; `mv` within one file system keeps it. What nobody
-can tell from inside is a copy of the whole file system, such as a snapshot of a virtual machine.
+`place.json` has the identity of the run's directory and its own one (`FileIdentity`), and the path.
+`cp -r`, `rsync`, `tar` and `isthmus runs export` give a copy another one; `mv` within one file
+system keeps both. The directory alone is not enough: it may be the first of a volume, of which each
+volume has the same. Nor is the file: a copy of hard links has it. What nobody can tell from inside
+is a copy of the whole file system, such as a snapshot of a virtual machine.
 
 Why a copy is refused: both would ask devices for the same rounds, and two runs with one key of
 correlated noise add the same noise to different sums, whose difference has none.
@@ -10,11 +12,15 @@ correlated noise add the same noise to different sums, whose difference has none
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from pathlib import Path
+from typing import Any
 
 from isthmus.errors import UserError
-from isthmus.system.sealed_files import read_sealed, write_sealed
+from isthmus.system.file_identity import FileIdentity
+from isthmus.system.private_files import write_private_file_of
+from isthmus.system.sealed_files import read_sealed, sealed_json, write_sealed
 
 FILE = "place.json"
 
@@ -29,7 +35,13 @@ def record_place(directory: Path) -> None:
         OSError: it cannot be written.
     """
     place = directory.resolve()
-    write_sealed(directory / FILE, {"inode": place.stat().st_ino, "path": str(place)})
+    of_directory = dataclasses.asdict(FileIdentity.of(place))
+
+    def content(handle: int) -> bytes:
+        of_file = dataclasses.asdict(FileIdentity.of_open(handle))
+        return sealed_json({**of_directory, "file": of_file, "path": str(place)})
+
+    write_private_file_of(directory / FILE, content)
 
 
 def record_copy(directory: Path, source: str) -> None:
@@ -39,6 +51,17 @@ def record_copy(directory: Path, source: str) -> None:
         OSError: it cannot be written.
     """
     write_sealed(directory / FILE, {"inode": _NOWHERE, "path": source})
+
+
+def original_of(directory: Path) -> str | None:
+    """Where the run of a directory that is a copy is continued; None if it is the original.
+
+    Raises:
+        DamagedError: the file is damaged.
+        OSError: it cannot be read; `FileNotFoundError` if nothing was recorded.
+    """
+    known = read_sealed(directory / FILE)
+    return None if _is_recorded(known, directory) else str(known["path"])
 
 
 def refuse_copy(directory: Path, *, private: bool) -> None:
@@ -59,18 +82,34 @@ def refuse_copy(directory: Path, *, private: bool) -> None:
     except FileNotFoundError:
         record_place(directory)
         return
-    moved = known["inode"] == place.stat().st_ino
+    original = _is_recorded(known, directory)
     put_back = known["path"] == str(place) and known["inode"] != _NOWHERE and not private
-    if not moved and not put_back:
+    if not original and not put_back:
         raise UserError(
             f"{directory} is a copy of the run in {known['path']}, and nothing continues a copy: "
             "devices would be asked twice for a round, and the same noise be used twice; continue "
-            f"the original, or make a new run of the copy with `{branch_command(directory)}`"
+            f"the original, make a new run of the copy with `{branch_command(directory)}`, or, if "
+            f"the original is gone for good, have the copy take its place with "
+            f"`{adopt_command(directory)}`"
         )
-    if known["path"] != str(place) or not moved:
+    # Also what a file of an earlier version does not have.
+    if known["path"] != str(place) or not original or "file" not in known:
         record_place(directory)
+
+
+def _is_recorded(known: dict[str, Any], directory: Path) -> bool:
+    """Whether a directory and the file in it are those of which the file was written."""
+    of_file = known.get("file")  # a version before did not have it
+    return FileIdentity.read(known).accepts(FileIdentity.of(directory.resolve())) and (
+        of_file is None or FileIdentity.read(of_file).accepts(FileIdentity.of(directory / FILE))
+    )
 
 
 def branch_command(directory: Path) -> str:
     """The command that makes a new run of one that nothing continues."""
     return f"isthmus runs branch {shlex.quote(str(directory))} NEW"
+
+
+def adopt_command(directory: Path) -> str:
+    """The command by which an operator states that a copy is the run from now on."""
+    return f"isthmus runs adopt {shlex.quote(str(directory))} --original-is-gone"

@@ -177,10 +177,14 @@ class Store:
                 f"{self.directory} is cancelled ({reason}), and nothing continues it; make a new "
                 f"run of it with `{branch_command(self.directory)}`"
             )
-        sections = (self.job.privacy, self.job.federated.privacy, self.job.datacenter.privacy)
-        private = any(section is not None for section in sections)
         with errors_named(self.directory):
-            refuse_copy(self.directory, private=private)
+            refuse_copy(self.directory, private=self.is_private)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the run adds noise, of whatever kind, and charges a ledger."""
+        sections = (self.job.privacy, self.job.federated.privacy, self.job.datacenter.privacy)
+        return any(section is not None for section in sections)
 
     @classmethod
     def open_to_write(cls, directory: Path) -> Store:
@@ -352,11 +356,15 @@ class Store:
         rows = self._db.execute(
             "SELECT state, planned, record FROM attempts ORDER BY round, attempt"
         )
-        for state, planned, record in rows:
-            yield LoggedAttempt(
-                planned=PlannedAttempt.from_json(parsed(planned)),
-                record=_record(state, record) if record else None,
-            )
+        for row in rows:
+            yield _logged(*row)
+
+    def newest_attempts(self, limit: int) -> list[LoggedAttempt]:
+        """At most so many of the attempts that began last, ended or not, the oldest first."""
+        rows = self._db.execute(
+            "SELECT state, planned, record FROM attempts ORDER BY rowid DESC LIMIT ?", (limit,)
+        )
+        return [_logged(*row) for row in rows][::-1]
 
     def attempts(self) -> Iterator[EndedAttempt]:
         """All ended attempts, in order of round and attempt, one at a time.
@@ -487,6 +495,14 @@ class Store:
         """Keep only the files that the newest commits name."""
         commits = self.newest_commits()
         self.checkpoints.keep_only({saved.file for _, state in commits for saved in state.files})
+
+
+def _logged(state: str, planned: str, record: str | None) -> LoggedAttempt:
+    """Read a row of the table of attempts."""
+    return LoggedAttempt(
+        planned=PlannedAttempt.from_json(parsed(planned)),
+        record=_record(state, record) if record else None,
+    )
 
 
 def _record(state: str, text: str) -> EndedAttempt:

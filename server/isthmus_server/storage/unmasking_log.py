@@ -47,8 +47,9 @@ class UnmaskingLog:
         self._known: list[Unmasking] | None = [] if log is None else None
 
     @property
-    def _entries(self) -> list[Unmasking]:
-        """Read on first use: a run that is only read may be damaged."""
+    def entries(self) -> Sequence[Unmasking]:
+        """All that are kept, oldest first."""
+        # Read on first use: a run that is only read may be damaged.
         if self._known is None:
             assert self._db is not None
             rows = self._db.execute(
@@ -78,7 +79,7 @@ class UnmaskingLog:
         """
         # A sum that is repeated with the same devices has a new attempt, and so an entry of its
         # own; an equal one is the same sum.
-        new = [entry for entry in entries if entry not in self._entries]
+        new = [entry for entry in entries if entry not in self.entries]
         if not new:
             return
         if self._log is not None and self._db is not None:
@@ -93,7 +94,7 @@ class UnmaskingLog:
             # Only then may devices be asked: a log that lost this entry has to be noticed.
             self._log.write_head()
         # After the commit: what could not be stored is not known either.
-        self._known = [*self._entries, *new][-KEPT:]
+        self._known = [*self.entries, *new][-KEPT:]
 
     def _insert(self, db: sqlite3.Connection, entries: Sequence[Unmasking]) -> None:
         for entry in entries:
@@ -110,7 +111,7 @@ class UnmaskingLog:
                     entry.refused,
                 ),
             )
-        if len(self._entries) + len(entries) > KEPT:
+        if len(self.entries) + len(entries) > KEPT:
             db.execute(
                 "DELETE FROM unmaskings WHERE rowid <= (SELECT MAX(rowid) FROM unmaskings) - ?",
                 (KEPT,),
@@ -120,6 +121,6 @@ class UnmaskingLog:
         """Entries for the model in any round, or for the round with any model; newest first."""
         return [
             entry
-            for entry in reversed(self._entries)
+            for entry in reversed(self.entries)
             if entry.model_hash == model_hash or (entry.run_id, entry.round) == (run_id, round_)
         ]

@@ -17,15 +17,24 @@ in all rounds that follow.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 
 from isthmus_privacy.secagg.lottery import DRAW_SECONDS
+
+LEFT_OUT_SECONDS = 600.0
+"""Time for which a device is not selected after it alone has refused a draw: its clock is wrong, or
+it says so to have the others asked again."""
 
 
 class DeviceDraws:
     """What each device of this server has accepted, for the jobs that this process has run."""
 
-    def __init__(self) -> None:
+    def __init__(self, elapsed: Callable[[], float] = time.monotonic) -> None:
+        """`elapsed` returns seconds, and never jumps."""
+        self._elapsed = elapsed
+        self._left_out: dict[str, float] = {}
+        """Until when devices are not selected."""
         self._accepted: dict[str, int] = {}
         """The last draw that each device is known to have accepted."""
         self._open: dict[str, int] = {}
@@ -50,6 +59,17 @@ class DeviceDraws:
     def refuse(self, name: str, draw: int) -> None:
         """Note that a device has refused a draw, or has not got to see it."""
         self._end(name, draw)
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Note that devices have refused a draw that most others accept."""
+        until = self._elapsed() + LEFT_OUT_SECONDS
+        self._left_out.update(dict.fromkeys(names, until))
+
+    def left_out(self) -> Collection[str]:
+        """Devices that are selected only where there are too few others."""
+        now = self._elapsed()
+        self._left_out = {name: until for name, until in self._left_out.items() if until > now}
+        return self._left_out.keys()
 
     def _end(self, name: str, draw: int) -> None:
         if self._open.get(name) == draw:

@@ -13,22 +13,25 @@ from tests.server.budgets.test_private_measurements import VALIDATES
 from tests.server.service.test_clocks import DAY, ShiftedClock
 from tests.server.waiting import wait_until
 
-from isthmus.errors import PeerMisbehaved
+from isthmus.errors import IsthmusError, PeerMisbehaved
 from isthmus.task import Participant
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.device.owner_limits import LimitsGuard, OwnerLimits, PrivacyLimits
 from isthmus_clients.device.seen_clocks import SeenClocks
+from isthmus_clients.training.history_files import begin_history
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger
 from isthmus_server.fleet.authority import CertificateAuthority
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
-from isthmus_server.storage.events import RoundCommitted
+from isthmus_server.storage.events import JobPaused, RoundCommitted
 from isthmus_server.storage.store import Store
+from isthmus_server.transport.device_draws import DeviceDraws
 
 NAMES = ("a", "b", "c")
 YEAR = 365 * DAY
+JOB = ("strategy.policy=federated", "federated.cohort=3", "federated.quorum=3")
 PLAIN = ("federated.secure_aggregation=false",)
 SECURE = ("federated.secure_aggregation=true",)
 PRIVATE = (*SECURE, "privacy.mechanism=distributed", "privacy.epsilon=9", "privacy.delta=0.01")
@@ -78,41 +81,34 @@ class Device(Agent):
             raise
 
 
+async def join_device(fleet, name, clock):
+    """Have a device join and connect; it is in `fleet.devices`."""
+    member = await fleet.member(name)
+    device = Device(name, fleet, clock)
+    device._secure._signing_key = member.identity
+    device._secure._history_file = begin_history(member)  # which outlives a run
+    fleet.devices.append(device)
+    fleet.dial(member, device, identity=device.identity, on_welcome=device.welcomed)
+
+
 @pytest.fixture
 async def clock(fleet):
     """The server's clock; the fleet has three devices."""
     clock = ShiftedClock()
     fleet.ahead_in_evaluation = 0.0
+    fleet.devices = []
     await fleet.listen(authority=CertificateAuthority(fleet.state, now=clock))
     methods = VALIDATES.replace("\n", "\n    ").replace("eval_data = isthmus.Task.eval_data", "")
     (fleet.folder / "task.py").write_text(TABLE + methods)
-    fleet.devices = []
-
-    async def join(name):
-        member = await fleet.member(name)
-        device = Device(name, fleet, clock)
-        device._secure._signing_key = member.identity
-        fleet.devices.append(device)
-        fleet.dial(member, device, identity=device.identity, on_welcome=device.welcomed)
-
-    fleet.join_device = join
     for name in NAMES:
-        await join(name)
+        await join_device(fleet, name, clock)
     await wait_until(lambda: set(NAMES) <= fleet.link.peers.keys())
     return clock
 
 
 async def run(fleet, clock, make_job, *overrides, after_two=0.0):
     """Run a job of four rounds; after the second one the server's clock is `after_two` ahead."""
-    job = make_job(
-        "strategy.policy=federated",
-        "federated.cohort=3",
-        "federated.quorum=3",
-        "rounds=4",
-        "time.join_seconds=50",
-        "attempts=2",
-        *overrides,
-    )
+    job = make_job(*JOB, "rounds=4", "time.join_seconds=50", "attempts=2", *overrides)
     store = fleet.stack.enter_context(
         contextlib.closing(Store.create(fleet.folder / "run", job, fleet.folder))
     )
@@ -177,7 +173,7 @@ async def test_one_device_with_a_wrong_clock_is_told_so_and_the_others_go_on(
     late._secure._clocks = SeenClocks(wall=wrong)
     late._secure._clocks.welcomed(time.time())
     late.wall = wrong
-    await fleet.join_device("d")
+    await join_device(fleet, "d", clock)
     await wait_until(lambda: "d" in fleet.link.peers)
     _, report = await run(fleet, clock, make_job, *SECURE, "federated.cohort=4", "rounds=1")
     (record,) = report.rounds
@@ -185,3 +181,75 @@ async def test_one_device_with_a_wrong_clock_is_told_so_and_the_others_go_on(
     assert [receipts[name].status for name in "abcd"] == ["rejected", *["accepted"] * 3]
     assert "3 other devices accept it, so the clock of this device is" in receipts["a"].reason
     assert "the clock of this device is probably wrong: the server's was at" in late.refused[0]
+
+
+async def test_a_server_that_was_ahead_and_is_restarted_is_not_refused(
+    fleet, make_job, monkeypatch
+):
+    """Its devices have accepted draws of this evening, and refuse those of now."""
+    ahead = 12 * 3600.0
+    monkeypatch.setattr(Clock, "utc", lambda clock: time.time() + ahead)
+    for folder in (fleet.folder, fleet.state / "tasks"):
+        folder.mkdir(exist_ok=True)
+        (folder / "task.py").write_text(TABLE + "    pass\n")
+    fleet.ahead_in_evaluation = 0.0
+    fleet.devices = []
+    await fleet.listen(queue=True)
+    for name in NAMES:
+        await join_device(fleet, name, ShiftedClock())
+    await wait_until(lambda: set(NAMES) <= fleet.link.peers.keys())
+    runner = fleet.runner
+
+    async def ended(seed):
+        job = make_job(
+            *JOB, *SECURE, "rounds=1", "attempts=1", "time.join_seconds=1", f"seed={seed}"
+        )
+        entry = runner.submit(job, "me", f"key-{seed}")
+        async for event in runner.events(entry.id, follow=True):
+            if isinstance(event, JobPaused):
+                return event.reason
+        return event.state
+
+    assert await ended(1) == "finished"
+    # What a new process knows, with a clock that is right again.
+    ahead = 0.0
+    fleet.connections[0].cancel()
+    await asyncio.gather(fleet.connections[0], return_exceptions=True)
+    fleet.link.enrolments.draws = DeviceDraws()
+    fleet.connections.append(asyncio.create_task(runner.run()))
+    assert await ended(2) == "finished"
+    assert [each.refused for each in fleet.devices] == [[], [], []]
+
+
+async def test_few_devices_that_refuse_the_clock_do_not_have_the_others_asked_again(
+    fleet, clock, make_job
+):
+    """They may lie, and each attempt costs the budget of the others."""
+    liar = fleet.devices[0]
+    wrong = ShiftedClock(-3 * DAY)
+    liar._secure._clocks = SeenClocks(wall=wrong)
+    liar._secure._clocks.welcomed(time.time())
+    liar.wall = wrong
+    for name in "de":
+        await join_device(fleet, name, clock)
+    await wait_until(lambda: set("abcde") <= fleet.link.peers.keys())
+    store, report = await run(fleet, clock, make_job, *PRIVATE, "federated.cohort=4", "rounds=3")
+    assert len(report.rounds) == 3
+    asked = [record for record in store.attempts() if "a" in record_names(record)]
+    assert len(asked) <= 1
+    assert all("a" not in record_names(record) for record in report.rounds[1:])
+
+
+def record_names(record):
+    return {receipt.participant for receipt in record.receipts}
+
+
+async def test_a_device_without_which_there_are_too_few_ends_the_run_by_refusing(
+    fleet, clock, make_job
+):
+    liar = fleet.devices[0]
+    liar._secure._clocks = SeenClocks(wall=ShiftedClock(-3 * DAY))
+    liar._secure._clocks.welcomed(time.time())
+    liar.wall = ShiftedClock(-3 * DAY)
+    with pytest.raises(IsthmusError, match=r"round 1 failed 2 times.*more than a day from"):
+        await run(fleet, clock, make_job, *SECURE)  # of three devices with a quorum of three

@@ -78,7 +78,7 @@ def _of_run(source: ConsoleSource) -> list[DeviceRow]:
     rows: dict[str, DeviceRow] = {}
     run = source.run(source.run_names()[0])
     for event in run.store.events():
-        if event.kind == "stopped":
+        if event.kind in ("stopped", "adopted"):  # of the run
             continue
         reason = event.reason if isinstance(event, ParticipantDeclined | ParticipantLeft) else ""
         rows[event.participant] = DeviceRow(

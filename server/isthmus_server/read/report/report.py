@@ -19,7 +19,12 @@ from isthmus_server.budgets.budget import ADJACENCY, UNIT
 from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
 from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
 from isthmus_server.read.report.unused_updates import unused_updates
-from isthmus_server.storage.events import LoggedEvent, ParticipantDeclined, ParticipantLeft
+from isthmus_server.storage.events import (
+    LoggedEvent,
+    ParticipantDeclined,
+    ParticipantLeft,
+    RunAdopted,
+)
 from isthmus_server.storage.records import (
     EndedAttempt,
     FailedAttempt,
@@ -201,6 +206,11 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
         f"{event.participant} {event.kind}: {event.reason}"
         for event in report.events
         if isinstance(event, ParticipantDeclined | ParticipantLeft)
+    ]
+    lines += [
+        f"{event.by} had this copy take the place of {event.original}, and stated: {event.stated}"
+        for event in report.events
+        if isinstance(event, RunAdopted)
     ]
     return [in_a_line(line) for line in lines]
 

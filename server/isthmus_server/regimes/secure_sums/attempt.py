@@ -139,10 +139,11 @@ class SecureAggregationAttempt:
             # No device was lost: all of them said that they had nothing. This counts as an attempt.
             if error.code == "zero-total-weight":
                 raise self._unusable(summed, "no device had a usable update") from None
-            excused = self._receipts.excused
+            invited = len(self._receipts.names)
+            excused = self._receipts.excused and self._draw.excuses(invited)
             causes = summarize_failures(self._receipts.recorded)
             causes = f" ({causes})" if causes else ""
-            suspect = self._draw.suspicion(len(self._receipts.names))
+            suspect = self._draw.suspicion(invited)
             raise AttemptFailed(
                 f"{suspect}secure aggregation stopped: {error}{causes}",
                 self._all_receipts(()),
@@ -150,6 +151,7 @@ class SecureAggregationAttempt:
             ) from error
         finally:
             self._session.close()
+            self._draw.leave_out_few(len(self._receipts.names))
         self._check_usable(aggregate, summed)
         return FederatedResult(
             pseudo_gradient=aggregate.vector,

@@ -25,6 +25,7 @@ from isthmus_server.budgets.populations import Populations
 from isthmus_server.observability.observers import Observers
 from isthmus_server.runs.jobs.checks import check_job
 from isthmus_server.runs.jobs.early_returns import EarlyReturns
+from isthmus_server.runs.jobs.past_draws import restore_draws
 from isthmus_server.runs.jobs.projects import Projects
 from isthmus_server.runs.jobs.queue import ENDED, JobQueue, QueuedJob, State
 from isthmus_server.runs.jobs.running import CANCELLED, RunningJob, cancel_resting
@@ -102,6 +103,9 @@ class JobRunner:
             UserError: the queue's file cannot be used any more.
         """
         self.link.listeners.attach(self._returns)
+        enrolments = self.link.enrolments
+        if enrolments.requires_tickets:
+            restore_draws(enrolments.draws, self.runs, enrolments.now())
         try:
             await self._run_jobs()
         finally:

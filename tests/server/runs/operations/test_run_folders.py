@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -9,17 +10,21 @@ import time
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 from tests.server.storage.conftest import new_run  # noqa: F401 - a fixture
 from tests.server.storage.rounds import commit_round, plan_round
 
 from isthmus.errors import DamagedError, UserError
-from isthmus.system.sealed_files import write_sealed_bytes
+from isthmus.system.file_identity import FileIdentity
+from isthmus.system.sealed_files import read_sealed, write_sealed, write_sealed_bytes
 from isthmus_server.cli.runs import runs
+from isthmus_server.read.report.report import read_report, show
 from isthmus_server.runs.local.session import LocalRun
 from isthmus_server.runs.operations.retention import ListedRun, RetentionPolicy, to_prune
 from isthmus_server.storage import audit
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.recovery import roll_back, verify
+from isthmus_server.storage.run_place import FILE as PLACE
 from isthmus_server.storage.store import Store
 
 
@@ -121,6 +126,92 @@ def test_a_copy_is_recognised_and_a_moved_run_is_not_taken_for_one(ended, tmp_pa
     copy.rename(moved)  # put back from a copy of the files
     Store.open_to_continue(moved).close()
     Store.open_to_continue(moved).close()
+
+
+def test_a_copy_in_a_directory_with_the_same_inode_number_is_recognised(ended, tmp_path):
+    """`ext4` gives the number of a deleted directory to the next one."""
+    run = ended("one", "failed")
+    kept = tmp_path / "kept"
+    shutil.copytree(run, kept)
+    place = read_sealed(run / PLACE)
+    # What another volume, or an inode that is used again, would give.
+    for changes in (
+        {"generation": (place["generation"] or 0) + 1},
+        {"born": (place["born"] or 0) + 1},
+        {"file": {**place["file"], "inode": place["file"]["inode"] + 1}},
+    ):
+        write_sealed(kept / PLACE, {**place, **changes, "inode": kept.stat().st_ino})
+        with pytest.raises(UserError, match="is a copy of the run in"):
+            Store.open_to_continue(kept)
+    linked = tmp_path / "linked"
+    shutil.copytree(run, linked, copy_function=os.link)  # which has the original's file
+    with pytest.raises(UserError, match="is a copy of the run in"):
+        Store.open_to_continue(linked)
+    shutil.rmtree(linked)
+    for _ in range(3):  # the file system may use the number at once
+        shutil.rmtree(run)
+        shutil.copytree(kept, run)
+        write_sealed(run / PLACE, {**place, "path": str(tmp_path / "elsewhere")})
+        with pytest.raises(UserError, match="is a copy of the run in"):
+            Store.open_to_continue(run)
+
+
+def test_a_file_of_an_earlier_version_is_completed(ended):
+    run = ended("one", "failed")
+    place = read_sealed(run / PLACE)
+    write_sealed(run / PLACE, {"inode": place["inode"], "path": place["path"]})
+    Store.open_to_continue(run).close()
+    completed = read_sealed(run / PLACE)
+    assert FileIdentity.read(completed) == FileIdentity.of(run)
+    assert FileIdentity.read(completed["file"]) == FileIdentity.of(run / PLACE)
+
+
+def test_a_copy_takes_the_place_of_an_original_that_is_gone(ended, tmp_path):
+    run = ended("one", "failed")
+    (tmp_path / "state/runs").mkdir(parents=True)
+    audit.record(tmp_path / "state", "submit", by="me")
+    copy = tmp_path / "state/runs/copy"
+    shutil.copytree(run, copy)
+    with pytest.raises(UserError, match=r"`isthmus runs adopt .*copy --original-is-gone`"):
+        Store.open_to_continue(copy)
+    assert "Missing option '--original-is-gone'" in command("adopt", copy)
+    said = command("adopt", copy, "--original-is-gone")
+    assert f"never continue {run} again: if it is continued too, devices are asked twice" in said
+    with contextlib.closing(Store.open_to_continue(copy)) as store:
+        assert f"{store.run_id} from now on, after round 3" in said
+        adopted = store.events()[-1]
+        assert (adopted.kind, adopted.original) == ("adopted", str(run))
+        console = Console(width=400, file=io.StringIO())
+        show(read_report(store), console)
+    assert audit.read(tmp_path / "state")[-1].details["run"] == "copy"
+    assert f"had this copy take the place of {run}" in console.file.getvalue()
+    with pytest.raises(UserError, match="is no copy; continue it with"):
+        command("adopt", copy, "--original-is-gone")
+
+
+def test_a_copy_of_a_run_with_privacy_is_adopted_with_a_second_statement(new_run, tmp_path):  # noqa: F811
+    store = new_run(
+        "one",
+        "privacy.mechanism='correlated'",
+        "privacy.epsilon=8",
+        "privacy.delta=1e-5",
+        "federated.secure_aggregation=false",
+    )
+    commit_round(store, 1)
+    store.close()
+    shutil.copytree(store.directory, tmp_path / "copy")
+    words = ("adopt", tmp_path / "copy", "--original-is-gone")
+    with pytest.raises(UserError, match=r"state --nothing-ran-since if .* or make a new run with"):
+        command(*words)
+    with pytest.raises(UserError, match="is a copy of the run in"):
+        Store.open_to_continue(tmp_path / "copy")
+    said = command(*words, "--nothing-ran-since")
+    assert "the same noise is in two models, whose difference has none" in said
+    Store.open_to_continue(tmp_path / "copy").close()
+    shutil.rmtree(store.directory)
+    shutil.copytree(tmp_path / "copy", store.directory)  # in the place where it was
+    with pytest.raises(UserError, match="is a copy of the run in"):
+        Store.open_to_continue(store.directory)
 
 
 def test_an_exported_run_that_has_finished_is_a_copy_too(ended, tmp_path):
