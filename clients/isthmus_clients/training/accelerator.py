@@ -155,18 +155,15 @@ class Arithmetic:
         if self._scaler is not None:
             self._scaler.unscale_(optimizers.named[name])
 
-    def step(
-        self, optimizers: TaskOptimizers, parameters: Iterable[nn.Parameter], name: str
-    ) -> None:
-        """Clip the gradients of all `parameters` together, and apply those of an optimizer.
-
-        A step whose gradients overflowed in fp16 is left out.
-        """
+    def clip(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Clip the gradients of all `parameters` together, which `unscale` has scaled back."""
         import torch
 
-        # After `unscale` and after terms were added: the norm is that of what is applied.
         if self._settings.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self._settings.clip_norm)
+
+    def step(self, optimizers: TaskOptimizers, name: str) -> None:
+        """Apply the gradients of an optimizer; in fp16, only if they did not overflow."""
         if self._scaler is None:
             optimizers.step(only=name)
             return

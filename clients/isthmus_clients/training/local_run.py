@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, load_task, user_code
 from isthmus.task.measurements.bounded_means import evaluation_vector
-from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
+from isthmus.task.optimizers import ScheduleState, TaskOptimizers
 from isthmus.task.scoring import Averages, build_same_model
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import explain_change, fingerprint
@@ -38,18 +38,15 @@ from isthmus_clients.training.local_data import LocalData, locate
 from isthmus_clients.training.low_rank import Factors, LowRank
 from isthmus_clients.training.model_scores import Candidates, score_each
 from isthmus_clients.training.personal_state import check_agreed, is_initial
-from isthmus_clients.training.steps.made_optimizer import make_optimizer
+from isthmus_clients.training.steps.device_model import DeviceModel
+from isthmus_clients.training.steps.gradient_terms import GradientTerms
+from isthmus_clients.training.steps.made_optimizer import make_optimizer, round_optimizers
 from isthmus_clients.training.steps.private_steps import PrivateSteps, check_measured
-from isthmus_clients.training.steps.step_gradient import (
-    StepGradient,
-    add_gradient,
-    add_proximal,
-    each_optimizer,
-    train_in_turn,
-)
+from isthmus_clients.training.steps.step_gradient import StepGradient
+from isthmus_clients.training.steps.step_loop import take_steps
+from isthmus_clients.training.update import normalize, scale_gradient
 
 CPU = torch.device("cpu")
-_LARGEST = torch.finfo(torch.float32).max
 
 
 def pieces(layout: TensorLayout, payload: Buffer) -> list[memoryview]:
@@ -208,8 +205,7 @@ class DeviceRun:
             # Noted here, and raised only after the training: the time until the reply must not
             # tell.
             gradient_is_finite = is_finite(measured)
-            # A factor that a server chooses may not decide whose update is usable.
-            measured.mul_(work.gradient_scale).clamp_(-_LARGEST, _LARGEST)
+            scale_gradient(measured, work.gradient_scale)
         position = position_of(work.position)
         steps, averages = self._steps(
             work.round, position, start, added, progress, stopped, self.job.federated
@@ -218,9 +214,7 @@ class DeviceRun:
         # place was not trained.
         self._structure.check(self.model)
         self._subtract_end(start)
-        if (factor := self.job.federated.normalization(steps)) != 1:
-            # Running statistics are no sums over steps.
-            start[: self.layout.trained_size].mul_(factor)
+        normalize(start, self.layout, self.job.federated, steps)
         personal_is_finite = self._keep(personal)
         if not gradient_is_finite:
             raise TaskError(
@@ -297,26 +291,6 @@ class DeviceRun:
             part.zero_() if gradient is None else part.copy_(gradient)
         self.model.zero_grad(set_to_none=True)
 
-    def _optimizers(
-        self,
-        round_: int,
-        trained: Mapping[str, torch.nn.Parameter],
-        position: RoundPosition,
-        stopped: Callable[[], bool],
-    ) -> TaskOptimizers:
-        """The task's optimizers for a round, with the rates of its first step."""
-        batch = position.cohort * self.job.federated.batch_size
-        optimizers = TaskOptimizers(
-            make_optimizer(self.task, self.participant, round_, trained),
-            trained.values(),
-            job_schedule(self.job, batch),
-            self._schedules,
-        )
-        optimizers.check_round(position)
-        optimizers.go_to(position.start, lambda: _check_wanted(stopped))
-        self._schedules = optimizers.schedules
-        return optimizers
-
     def _steps(
         self,
         round_: int,
@@ -327,51 +301,61 @@ class DeviceRun:
         stopped: Callable[[], bool],
         settings: FederatedSection,
     ) -> tuple[int, Averages]:
-        averages = Averages()
+        """Take the steps of some settings, from the loaded model."""
         diverged: TaskError | None = None
+        seed = self.seed_of(round_)
+
+        def check() -> None:
+            _check_wanted(stopped)
+
+        def watch(step: int, loss: float) -> None:
+            nonlocal diverged
+            if math.isfinite(loss):
+                return
+            diverged = diverged or TaskError(
+                f"the loss of {self.participant.name} is {loss} at step {step}; {self.data.advice}"
+            )
+            if not settings.secure_aggregation:
+                raise diverged
+
+        def report(steps: int, loss: float) -> None:
+            if self._private is None:
+                progress(link_pb2.Progress(steps=steps, loss=loss))
+
         with torch.random.fork_rng(devices=[]):
-            self._arithmetic.seed(number(self.seed_of(round_)))
-            parts_of_start = self.layout.parts(start)
-            factors = Factors(self.model, parts_of_start, self._low_rank, self.seed_of(round_))
-            optimizers = self._optimizers(round_, factors.trained, position, stopped)
+            self._arithmetic.seed(number(seed))
+            factors = Factors(self.model, self.layout.parts(start), self._low_rank, seed)
+            made = make_optimizer(self.task, self.participant, round_, factors.trained)
+            optimizers = round_optimizers(
+                self.job, made, factors.trained, position, self._schedules, check
+            )
+            self._schedules = optimizers.schedules
             self.model.train()
             self._arithmetic.begin()
-            # The start itself is not changed before `_subtract_end`, so these need no copies.
-            anchors = dict(self._on_device(start)) if settings.proximal else {}
-            step = 0
+            terms = GradientTerms(
+                proximal=settings.proximal,
+                # The start itself is not changed before `_subtract_end`, so these need no copies.
+                anchors=dict(self._on_device(start)) if settings.proximal else {},
+                added=added,
+                personal_steps=settings.personal_steps,
+                personal=self.personal.names,
+            )
+            stepped = DeviceModel(
+                self.model,
+                self._private or self._gradient,
+                self._arithmetic,
+                optimizers,
+                factors,
+                watch,
+                report,
+            )
+            source = self._private or self.data
+            batches = source.steps(seed, round_, settings)
             count = self.data.step_count(settings)
-            source: Any = self._private or self.data
-            gradient: Any = self._private or self._gradient
-            for parts in source.steps(self.seed_of(round_), round_, settings):
-                _check_wanted(stopped)
-                # Before the step: a schedule's rate is that of the step it is used in.
-                optimizers.go_to(position.of_step(step, count), lambda: _check_wanted(stopped))
-                step += 1
-                for name, batch in each_optimizer(optimizers, parts):
-                    loss = gradient.add(batch, averages, name)
-                    factors.collect()
-                    self._arithmetic.unscale(optimizers, name)
-                    add_proximal(self.model, anchors, settings.proximal)
-                    add_gradient(self.model, added)
-                    if turn := settings.personal_steps:
-                        train_in_turn(self.model, self.personal.names, first=step <= turn)
-                    # Their terms are of the matrices, and have to reach the factors as well.
-                    if anchors or added or turn:
-                        factors.collect()
-                    self._arithmetic.step(optimizers, factors.trained.values(), name)
-                    factors.merge()
-                    if not math.isfinite(value := float(loss)):
-                        diverged = diverged or TaskError(
-                            f"the loss of {self.participant.name} is {value} at step {step}; "
-                            f"{self.data.advice}"
-                        )
-                        if not settings.secure_aggregation:
-                            raise diverged
-                if self._private is None:
-                    progress(link_pb2.Progress(steps=step, loss=value))
+            steps = take_steps(stepped, optimizers, batches, terms, (position, count), check)
         if diverged is not None:
             raise diverged
-        return step, averages
+        return steps, stepped.averages
 
     def score(
         self, payload: Buffer, candidates: Candidates, personal: Buffer | None = None

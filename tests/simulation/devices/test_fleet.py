@@ -75,6 +75,17 @@ async def test_a_virtual_device_trains_as_a_real_one_does(
         assert dict(trained.training) == pytest.approx(dict(expected.training), rel=1e-5)
 
 
+async def test_a_factor_of_gradients_that_overflows_does_not_make_an_update_unusable(opening):
+    work = opening("federated.local_steps=2")
+    devices = devices_of(VirtualFleet(2))
+    layout = TensorLayout.from_header(work.layout)
+    start = torch.zeros(layout.size)
+    for sent, trained in await updates(devices, work, start, layout, scale=1e300):
+        assert trained.steps == 2
+        assert sent.isfinite().all()
+        assert sent[: layout.size].abs().max() > 1e37
+
+
 async def test_a_virtual_device_scores_as_a_real_one_does(opening):
     work = opening(methods=RAGGED)
     layout = TensorLayout.from_header(work.layout)

@@ -1,5 +1,6 @@
-"""One local step of a device: its gradient, with or without noise, and what applies it.
+"""The local steps of a device: their order, their gradients, and what applies these.
 
-Reading order: `step_gradient` (of a batch), `private_steps` (DP-SGD in its place, for a job with
-`[federated.privacy]`), `made_optimizer`.
+Reading order: `step_loop` (the order of a step, also of stacked devices), `device_model` (what a
+device does in it), `step_gradient` (of a batch), `private_steps` (DP-SGD in its place, for a job
+with `[federated.privacy]`), `gradient_terms`, `made_optimizer`.
 """

@@ -1,22 +1,20 @@
-"""The gradient of a local step on a device, of a batch or of parts of it, and terms added to it."""
+"""The gradient of a local step on a device, of a batch or of parts of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from isthmus.task import Task, user_code
 from isthmus.task.definition import defines
-from isthmus.task.optimizers import TaskOptimizers
 from isthmus.task.scoring import Averages, losses, pair_of
 from isthmus.task.scoring.steps import training_step
 from isthmus_clients.training.accelerator import Arithmetic
 from isthmus_clients.training.local_data import StepPart
 
-_Part = TypeVar("_Part")
 Backward = Callable[[torch.Tensor], None]
 
 
@@ -101,55 +99,3 @@ class StepGradient:
         _, values = losses(self._task, self._model, inputs, target)
         averages.add({"loss": values})
         return values.mean(), values.count()
-
-
-def add_proximal(model: nn.Module, anchors: Mapping[str, torch.Tensor], mu: float) -> None:
-    """Add the gradient of FedProx's mu/2 |w - w_round|^2 (Li et al. 2020).
-
-    `anchors` are the parameters at the start of the round by name, where the model is.
-    """
-    if not anchors:
-        return
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and name in anchors:
-            parameter.grad.add_(parameter.detach() - anchors[name], alpha=mu)
-
-
-def train_in_turn(model: nn.Module, personal: Collection[str], *, first: bool) -> None:
-    """Leave gradients only to the personal parameters in the `first` steps, and to others then.
-
-    FedRep (Collins et al. 2021, algorithm 1). Optimizers skip parameters without a gradient.
-    """
-    for name, parameter in model.named_parameters():
-        if (name in personal) != first:
-            parameter.grad = None
-
-
-def add_gradient(model: nn.Module, added: Mapping[str, torch.Tensor]) -> None:
-    """Add the gradient of the datacenter's data, which is the same in every step."""
-    if not added:
-        return
-    for name, parameter in model.named_parameters():
-        if name not in added or not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            # A copy: gradients are changed in place, and this one is added in every step.
-            parameter.grad = added[name].to(parameter.dtype, copy=True)
-        else:
-            parameter.grad.add_(added[name])
-
-
-def each_optimizer(
-    optimizers: TaskOptimizers, parts: Iterable[_Part]
-) -> Iterator[tuple[str, Iterable[_Part]]]:
-    """The optimizers of one step in turn, each with the parts of the batch.
-
-    Until the next, there are no gradients yet, and only its parameters require them.
-    """
-    several = len(optimizers.named) > 1
-    # Each optimizer reads them; with a single one they can be read as they come.
-    parts = list(parts) if several else parts
-    for name in optimizers.named:
-        optimizers.zero_grad()
-        with optimizers.alone(name):
-            yield name, parts

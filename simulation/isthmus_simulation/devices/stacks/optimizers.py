@@ -18,8 +18,8 @@ from isthmus.job import Job
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, Task
 from isthmus.task.made_optimizers import pairs_by_name
-from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
-from isthmus_clients.training.steps.made_optimizer import make_optimizer
+from isthmus.task.optimizers import ScheduleState, TaskOptimizers
+from isthmus_clients.training.steps.made_optimizer import make_optimizer, round_optimizers
 from isthmus_simulation.devices.stacks.gradients import Stacked
 
 _ELEMENTWISE = (
@@ -75,10 +75,8 @@ def stacked_optimizers(
         _check_alike(task, participants, reference, named)
         made = _made(task, participants[0], named)  # the last one, as it may change the task
     _check_hooks(named)
-    schedule = job_schedule(job, position.cohort * job.federated.batch_size)
-    optimizers = TaskOptimizers(made, named.values(), schedule, earlier)
+    optimizers = round_optimizers(job, made, named, position, earlier)
     _check_elementwise(optimizers.named.values())
-    optimizers.check_round(position)
     if optimizers.needs_position and len(set(map(len, indices))) > 1:
         raise TaskError(
             "stacked models are trained together, and with a schedule of the learning rate all "
@@ -86,7 +84,6 @@ def stacked_optimizers(
         )
     for optimizer in optimizers.named.values():
         _use_stacked(optimizer, {named[name]: part for name, part in stacked.items()})
-    optimizers.go_to(position.start)
 
     def check() -> None:
         if not is_compared and watched.is_told_apart:

@@ -28,17 +28,17 @@ from isthmus.transport.requests import position_of
 from isthmus.wire import link_pb2
 from isthmus_clients.training.example_order import first_pass, number, step_indices
 from isthmus_clients.training.local_run import DeviceRun, pieces
+from isthmus_clients.training.steps.gradient_terms import GradientTerms
+from isthmus_clients.training.steps.step_loop import take_steps
+from isthmus_clients.training.update import normalize, scale_gradient
 from isthmus_simulation.devices.stacks.gradients import (
     Gradients,
     Stacked,
     mean_gradients,
     stacked_batches,
 )
-from isthmus_simulation.devices.stacks.optimizers import (
-    clip_each,
-    plain_descent,
-    stacked_optimizers,
-)
+from isthmus_simulation.devices.stacks.model import StackedModel
+from isthmus_simulation.devices.stacks.optimizers import stacked_optimizers
 from isthmus_simulation.devices.stacks.requirements import check_run, check_settings
 from isthmus_simulation.devices.stacks.sizes import most_devices, places
 
@@ -179,11 +179,13 @@ class StackedTraining:
             vector = layout.decode(result)
             for name, part in self.layout.parts(vector[-size:]):
                 torch.sub(model[name], ends[name][k], out=part)
-            if (factor := self.job.federated.normalization(len(indices[k]))) != 1:
-                vector[-size:].mul_(factor)
+            normalize(vector[-size:], self.layout, self.job.federated, len(indices[k]))
             for name, part in self.layout.parts(vector[:size]) if passes else ():
-                torch.mul(means[name][k], work.gradient_scale, out=part)
-            if not is_finite(vector) or not math.isfinite(mean_losses[k]):
+                part.copy_(means[name][k])
+            usable = is_finite(vector) and math.isfinite(mean_losses[k])
+            if passes:
+                scale_gradient(vector[:size], work.gradient_scale)
+            if not usable:
                 results.append(
                     TaskError(
                         f"the update of {runs[k].participant.name} is not finite; lower the "
@@ -221,8 +223,8 @@ class StackedTraining:
         """Final parameters and mean loss of each device, and with `passes` its mean gradient."""
         k = len(datasets)
         steps_max = max(len(steps) for steps in indices)
-        ends = {name: part.expand(k, *part.shape) for name, part in model.items()}
         if not steps_max:
+            ends = {name: part.expand(k, *part.shape) for name, part in model.items()}
             means = {name: torch.zeros_like(part) for name, part in ends.items()}
             return ends, [0.0] * k, means if passes else {}
         count = places(k, self._most_devices)
@@ -254,44 +256,21 @@ class StackedTraining:
             passes = [*passes, *[0] * empty]
             sums = mean_gradients(self.gradients, stacked, inputs, targets, present, passes)
             means = {name: part[:k] for name, part in sums.items()}
-        losses = []
-        mu = self.job.federated.proximal
+        terms = GradientTerms(proximal=self.job.federated.proximal, anchors=model, added=added)
         clip_norm = self.job.federated.clip_norm
-        may_be_plain = not (mu or added or clip_norm)
-        rates = None
-        for step in range(steps_max):
-            optimizers.go_to(position.of_step(step, steps_max))
-            if may_be_plain and (step == 0 or optimizers.needs_position):
-                rates = plain_descent(optimizers, stacked)
-            if rates is not None:
-                examples = self.gradients.descend(
-                    stacked, inputs[step], targets[step], weights[step], rates
-                )
-            else:
-                gradients, examples = self.gradients(
-                    stacked, inputs[step], targets[step], weights[step]
-                )
-                for name, gradient in gradients.items():
-                    is_used = name not in self.gradients.unused
-                    if not is_used and name not in added:
-                        continue
-                    if mu and is_used:  # FedProx's mu/2 |w - w_round|^2 (Li et al. 2020)
-                        gradient.add_(stacked[name].detach() - model[name], alpha=mu)
-                    if name in added:
-                        gradient.add_(added[name])
-                    stacked[name].grad = gradient
-                clip_each(stacked, clip_norm)
-                optimizers.step()
-            losses.append(examples)
-            done = [i for i, steps in enumerate(indices) if len(steps) == step + 1]
-            if len(done) == k:
-                ends = {name: part.detach()[:k] for name, part in stacked.items()}
-            elif done:
-                for name, part in stacked.items():
-                    if ends[name].stride(0) == 0:
-                        ends[name] = ends[name].clone()
-                    ends[name][done] = part.detach()[done]
-        total = torch.where(present > 0, torch.stack(losses), 0.0).sum(2).double().sum(0)
+        stack = StackedModel(
+            self.gradients,
+            model,
+            stacked,
+            optimizers,
+            [len(steps) for steps in indices],
+            clip_norm,
+            may_descend=not (terms or clip_norm),
+        )
+        steps = zip(inputs, targets, weights, strict=True)
+        take_steps(stack, optimizers, steps, terms, (position, steps_max))
+        losses = torch.stack(stack.losses)
+        total = torch.where(present > 0, losses, 0.0).sum(2).double().sum(0)
         check_schedules()
         mean_losses = total / present.sum((0, 2)).clamp(min=1.0)
-        return ends, mean_losses[:k].tolist(), means
+        return stack.ends, mean_losses[:k].tolist(), means
