@@ -96,6 +96,43 @@ async def test_an_evaluation_on_devices_equals_that_of_their_pooled_data(
     assert coordinator.parts.limits.observe().history[0].metrics == row.metrics
 
 
+WEIGHTED = """
+def metrics(self, output, target):
+    error = torch.nn.functional.cross_entropy(output, target, reduction="none")
+    return {"perplexity": (error, target * 12.5), "of_each": (error, target + 1)}
+
+def device_metrics(self):
+    return {"perplexity": isthmus.Mean(0, 8, weighted=True)}
+
+def validation_data(self, participant):
+    return rows(15 + ord(participant.name) % 5, seed=100 + ord(participant.name))
+
+def eval_data(self):
+    return torch.utils.data.ConcatDataset(
+        [rows(15 + ord(name) % 5, seed=100 + ord(name)) for name in "abcd"]
+    )
+"""
+
+
+@pytest.mark.parametrize("secure", ["true", "false"])
+async def test_a_weighted_mean_of_devices_is_that_of_all_their_data(deployment, secure):
+    """Which is also what the server computes of the same rows, if it has them."""
+    await deployment.start(WEIGHTED, NAMES)
+    store, _, final = await run(deployment, "run", f"federated.secure_aggregation={secure}")
+    (row,) = read_report(store).rounds
+    assert row.evaluation.devices == 4
+    metrics = final.metrics
+    # The steps of the sums of values and weights of four devices.
+    assert metrics["devices_perplexity"] == pytest.approx(metrics["perplexity"], rel=1e-8)
+    assert abs(metrics["perplexity"] - metrics["of_each"]) > 1e-3  # the weights do matter
+
+
+async def test_weights_without_a_declaration_are_refused(deployment):
+    await deployment.start(WEIGHTED.replace(", weighted=True", ""), NAMES)
+    with pytest.raises(CannotContinue, match=r"isthmus\.Mean\(low, high, weighted=True\)}"):
+        await run(deployment, "run", "federated.secure_aggregation=false")
+
+
 async def test_central_metrics_stay_and_training_does_not_change(deployment):
     await deployment.start(VALIDATES, NAMES)
     _, _, with_devices = await run(deployment, "with")

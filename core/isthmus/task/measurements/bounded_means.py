@@ -81,7 +81,8 @@ class BoundedMeans(EvaluationVector):
         for metric in self.metrics.values():
             assert isinstance(metric, Mean)
             summed, units, not_finite, *_ = counts[at : at + metric.size].tolist()
-            mean = (summed * metric.step + not_finite * metric.high) / units if units else 0.0
+            bounded = summed * metric.step + not_finite * metric.unit * metric.high
+            mean = bounded / (units * metric.unit) if units else 0.0
             share = (mean - metric.low) / (metric.high - metric.low) if units else 0.5
             shares.append(round((2 * min(max(share, 0.0), 1.0) - 1) * STEPS))
             at += metric.size

@@ -81,6 +81,7 @@ class PlaintextAnswers(Generic[Answer]):
                 f"{needed} are needed ({'; '.join(reasons[:3])})",
                 all_receipts,
                 excused=receipts.excused,
+                task_failures=receipts.task_failures,
             )
         # In the order of the cohort and not of arrival: sums of floats depend on it.
         answers = [self._answers[name] for name in receipts.names if name in self._answers]
