@@ -88,6 +88,15 @@ class BoundedMeans(EvaluationVector):
             at += metric.size
         return torch.tensor(shares)
 
+    def own_figures(self, counts: torch.Tensor) -> dict[str, float]:
+        """See `EvaluationVector.own_figures`; without noise."""
+        own = self.figures_of_mean(counts.double() / STEPS, 0.0)
+        return {
+            name.removeprefix(DEVICES): value
+            for name, value in own.items()
+            if not name.endswith(NOISE)
+        }
+
     def sums(self, total: torch.Tensor) -> dict[str, list[int]]:
         """None: there are no whole numbers."""
         return {}

@@ -157,6 +157,13 @@ class EvaluationVector:
                 figures[DEVICES + figure] = value
         return figures
 
+    def own_figures(self, counts: torch.Tensor) -> dict[str, float]:
+        """The metrics of a device's own vector, int64 (size), by their names in the task."""
+        figures: dict[str, float] = {}
+        for name, metric, part in self._parts(counts):
+            figures.update(metric.figures(name, part))
+        return figures
+
     def sums(self, total: torch.Tensor) -> dict[str, list[int]]:
         """The numbers of each metric in a sum of vectors, int64 (size), as reports have them."""
         return {name: metric.published(part).tolist() for name, metric, part in self._parts(total)}

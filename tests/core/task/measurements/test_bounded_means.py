@@ -102,3 +102,8 @@ def test_a_device_sends_its_own_weighted_mean(rows, mean):
     sent = numbers_of(BoundedMeans(Weighted({})).measure(torch.nn.Identity(), data, 2))
     # The step of values of up to 4 is 4 / STEPS, half of that of the numbers from -1 to 1.
     assert sent.tolist() == pytest.approx([mean / 2 - 1], abs=4 / STEPS)
+
+
+def test_an_owner_sees_the_mean_without_noise():
+    own = BoundedMeans(Given({})).own_figures(torch.tensor([STEPS // 2]))
+    assert own == {"loss": -1 + 2 * 1.5}
