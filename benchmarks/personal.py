@@ -170,7 +170,7 @@ def accuracy(rule: str, split: str, seed: int, rounds: int, devices: int = DEVIC
         for vector, host in zip(own, hosts, strict=True):
             end = model.layout.encode(vector if rule == "alone" else model.vector)
             asked = link_pb2.Evaluate(run_id="run", round=rounds)
-            counts += torch.tensor(host.evaluate("", asked, end))
+            counts += torch.tensor(host.evaluate("", asked, end).counts)
     return measured.figures(counts)["devices_accuracy"]
 
 

@@ -19,6 +19,7 @@ from isthmus.system import process
 from isthmus.task import Participant
 from isthmus_clients.device import resource_limits
 from isthmus_clients.device.agent import Agent, serve
+from isthmus_clients.device.own_figures import OwnFigures
 from isthmus_clients.device.owner_limits import LimitsGuard, load
 from isthmus_clients.device.sandbox.process_host import ProcessHost
 from isthmus_clients.device.systemd import GRACE_SECONDS, unit
@@ -118,9 +119,11 @@ def spent(state: Path, delta: float) -> None:
 @client.command()
 @_STATE
 def status(state: Path) -> None:
-    """Say which server this device has joined, and how many of its updates had an effect."""
+    """Say how many updates of this device had an effect, and what models achieve on its data."""
     member = Membership(state)
     click.echo(f"{member.name} of {member.server}: {UpdateTally.read(state).sentence}")
+    for sentence in OwnFigures.read(state).sentences:
+        click.echo(f"on its own data: {sentence}")
 
 
 @client.command()
@@ -228,6 +231,7 @@ def start(
             states=states,
             residuals=state / "residuals",
             account=ExamplesAccount(state / "examples" / name),
+            own_figures=OwnFigures(None),
             shares=die_with_parent,
         )
         asyncio.run(_serve_until_stopped(server, agent, None))
@@ -262,6 +266,7 @@ def start(
             residuals=state / "residuals",
             account=ExamplesAccount(state, limits.privacy.examples_epsilon, limits.privacy.delta),
             tally=UpdateTally(state),
+            own_figures=OwnFigures(state),
             tasks=tasks,
             guard=guard,
             host=host,

@@ -97,9 +97,13 @@ def _group_of_one() -> Iterator[None]:
     """A process group of this process alone, which the code of the ranks expects."""
     import torch.distributed as dist
 
+    from isthmus_datacenter.parallel.kept_groups import forget_groups
+
     store = dist.HashStore()  # type: ignore[attr-defined]  # missing in PyTorch's list of exports
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield
     finally:
+        # A second check in this process has another group.
+        forget_groups()
         dist.destroy_process_group()

@@ -29,6 +29,7 @@ from isthmus.task.scoring import (
     evaluate,
     losses,
 )
+from isthmus.task.scoring.units import UNUSABLE_WEIGHTS
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.requests import fingerprint_of
 from isthmus.transport.worker import ReportProgress
@@ -265,6 +266,8 @@ class VirtualRun:
             update()
             total += values.total64()
             units += float(values.count())
+        if not math.isfinite(units):
+            raise TaskError(f"loss() returned {UNUSABLE_WEIGHTS}")
         return float(total) / (units or 1)
 
     def _update(self, position: int) -> None:

@@ -94,6 +94,17 @@ class Masked(Table):
         return cross_entropy(output, target), target != 0
 
 
+class Weighted(Table):
+    """The loss and a metric have weights, as means of sentences have numbers of words."""
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> Any:
+        return cross_entropy(output, target), target + 0.25
+
+    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+        words = (target * 100.0).masked_fill(target == 1, self.settings.get("weight", 7.0))
+        return {"accuracy": ((output.argmax(-1) == target).float(), words)}
+
+
 class ByBatch(Table):
     """Its loss depends on which examples are in a batch; batches are of similar examples."""
 

@@ -36,10 +36,21 @@ class FaultyDevice:
     time. Before it trains each device awaits `before_training()`.
     """
 
-    def __init__(self, name, training_lock, faults, before_training, signing_key=None, group=""):
+    def __init__(
+        self,
+        name,
+        training_lock,
+        faults,
+        before_training,
+        signing_key=None,
+        group="",
+        own_figures=None,
+    ):
         """`faults`: the reason of the failure by (round, attempt)."""
         participant = Participant(name=name, regime="federated")
-        self.agent = Agent(participant, None, signing_key=signing_key, group=group)
+        self.agent = Agent(
+            participant, None, signing_key=signing_key, group=group, own_figures=own_figures
+        )
         self.training_lock = training_lock
         self.faults = faults
         self.before_training = before_training
@@ -133,6 +144,8 @@ class Deployment:
         self._training_lock = asyncio.Lock()
         self.groups = {}
         """The group of a device by its name, for devices that have declared one."""
+        self.own_figures = {}
+        """Where a device by this name keeps its own evaluations for its owner."""
         self._signing_keys = {}
         self._stores = []
 
@@ -149,7 +162,8 @@ class Deployment:
         faults = self.faults.setdefault(name, {})
         key = self._signing_keys.setdefault(name, Ed25519PrivateKey.generate())
         wait, group = (lambda: self.before_training()), self.groups.get(name, "")
-        return FaultyDevice(name, self._training_lock, faults, wait, key, group)
+        own = self.own_figures.get(name)
+        return FaultyDevice(name, self._training_lock, faults, wait, key, group, own)
 
     def create_run(self, name, *overrides):
         """The store of a new run: three rounds on three devices, with secure aggregation."""

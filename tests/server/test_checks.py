@@ -40,6 +40,21 @@ def test_one_batch_of_each_side_is_tried(check_job):
     )
 
 
+def test_a_job_can_be_checked_again_in_one_process(check_job):
+    """As in a notebook: after a check that found a mistake, and after a change of the task."""
+    sides = ("datacenter.ranks=2", "datacenter.batch_size=4")
+    mistake = """
+        def loss(self, output, target):
+            return super().loss(output, target).mean()
+        """
+    first = check_job(*sides)
+    assert check_job(*sides) == first
+    with pytest.raises(UserError, match="must return one value per example"):
+        check_job(*sides, methods=mistake)
+    for stage in (0, 3):
+        assert check_job(*sides, f"datacenter.zero_stage={stage}") == first
+
+
 def test_a_batch_of_the_first_simulated_client_is_tried(check_job):
     overrides = (FEDERATED, "federated.clients=0", "simulation.clients=9")
     methods = """

@@ -20,6 +20,7 @@ from isthmus.transport.uplink import Uplink
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
+from isthmus_clients.device.own_figures import OwnFigures
 from isthmus_clients.device.received_models import ReceivedModels
 from isthmus_clients.device.resource_limits import CpuThrottle
 from isthmus_clients.device.secure_measurements import evaluate, score
@@ -72,6 +73,7 @@ class Agent:
         residuals: Path | None = None,
         account: ExamplesAccount | None = None,
         tally: UpdateTally | None = None,
+        own_figures: OwnFigures | None = None,
     ) -> None:
         """Create a device.
 
@@ -97,6 +99,7 @@ class Agent:
                 that as long as this process runs, as it does the `account` and the `tally`.
             account: what training has cost the examples of this device.
             tally: counts its updates for its owner.
+            own_figures: keeps its own evaluations for its owner; None keeps none.
         """
         self._shares = shares
         self.participant = participant
@@ -105,6 +108,7 @@ class Agent:
         self.tasks = tasks
         self._account = account or ExamplesAccount(None)
         self._tally = tally or UpdateTally(None)
+        self._own_figures = own_figures
         self._active: ActiveRun | None = None
         self._guard = guard
         self._log_file = log_file
@@ -376,10 +380,13 @@ class Agent:
         run.check_measured()
         if work.secure:
             wanted = self._wanted(run, request)
-            return evaluate(self._secure, self.host, run, request, payload, wanted)
+            own = self._own_figures
+            return evaluate(self._secure, self.host, run, request, payload, wanted, own)
         run.check_plain_allowed()
-        counts = self.host.evaluate(request.id, work, payload)
-        return link_pb2.Reply(counted=link_pb2.Counted(counts=counts))
+        counted = self.host.evaluate(request.id, work, payload)
+        if self._own_figures is not None and counted.own_figures:
+            self._own_figures.note(work.run_id, work.round, counted.own_figures)
+        return link_pb2.Reply(counted=link_pb2.Counted(counts=counted.counts))
 
     def _wanted(self, run: ActiveRun, request: link_pb2.Request) -> Callable[[], bool]:
         """Tells whether the server has neither cancelled a request nor closed its run."""

@@ -14,6 +14,7 @@ from isthmus.job.measurements import evaluations_run_id
 from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
+from isthmus_clients.device.own_figures import OwnFigures
 from isthmus_clients.device.secure_sessions import SecureSessions, check_wanted
 from isthmus_clients.device.task_host import TaskHost
 from isthmus_clients.training.withholding import attempted
@@ -74,8 +75,11 @@ def evaluate(
     request: link_pb2.Request,
     payload: Buffer,
     wanted: Callable[[], bool],
+    own: OwnFigures | None,
 ) -> link_pb2.Reply:
     """Evaluate a model, and join the sum of the counts, if it is still `wanted` then.
+
+    This device's own figures are noted in `own`, and not sent.
 
     Raises:
         PeerMisbehaved: the configuration is refused, before anything is evaluated.
@@ -108,7 +112,7 @@ def evaluate(
     run.check_measuring_noise(attempt.config, measured_norm(config.size), sessions.rho(work.run_id))
     counts = attempted(
         f"evaluation in round {work.round} of {work.run_id}",
-        lambda: _counts(host.evaluate(request.id, work, payload), config.size),
+        lambda: _counts(host.evaluate(request.id, work, payload), config.size, work, own),
     )
     check_wanted(wanted)
     usable = counts is not None
@@ -124,7 +128,9 @@ def _figures(attempt: SecureParticipation, usable: bool) -> dict[str, float]:
     return {slot.name: float(not usable) for slot in attempt.config.slots}
 
 
-def _counts(counts: list[int], size: int) -> torch.Tensor:
+def _counts(
+    counted: link_pb2.Counted, size: int, work: link_pb2.Evaluate, own: OwnFigures | None
+) -> torch.Tensor:
     """A device's counts as a vector, int64 (size), of numbers that can be summed.
 
     Raises:
@@ -134,9 +140,12 @@ def _counts(counts: list[int], size: int) -> torch.Tensor:
 
     from isthmus.task.measurements.metrics import LARGEST
 
+    counts = list(counted.counts)
     if len(counts) != size or not all(abs(count) <= LARGEST for count in counts):
         raise TaskError(
             f"this device has {len(counts)} counts up to {max(map(abs, counts), default=0)}, and "
             f"the server expects {size} of at most {LARGEST}"
         )
+    if own is not None and counted.own_figures:
+        own.note(work.run_id, work.round, counted.own_figures)
     return torch.tensor(counts, dtype=torch.int64)

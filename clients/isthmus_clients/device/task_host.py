@@ -83,10 +83,13 @@ class TaskHost(Protocol):
         """
         ...
 
-    def evaluate(self, request_id: str, work: link_pb2.Evaluate, payload: Buffer) -> list[int]:
+    def evaluate(
+        self, request_id: str, work: link_pb2.Evaluate, payload: Buffer
+    ) -> link_pb2.Counted:
         """Count how the encoded model in `payload` does on the device's validation data.
 
-        See `isthmus.task.measurements.evaluation.EvaluationVector`.
+        See `isthmus.task.measurements.evaluation.EvaluationVector`. With the device's own figures,
+        which do not leave it.
 
         Raises:
             TaskError: the task's code raised, or this device has no validation data.
@@ -278,7 +281,9 @@ class InProcessHost:
         state = None if self._personal is None else self._personal.newest()
         return self.run.score(payload, [list(mean.of) for mean in work.candidates], state)
 
-    def evaluate(self, request_id: str, work: link_pb2.Evaluate, payload: Buffer) -> list[int]:
+    def evaluate(
+        self, request_id: str, work: link_pb2.Evaluate, payload: Buffer
+    ) -> link_pb2.Counted:
         """See `TaskHost.evaluate`."""
         assert self.run is not None
         state = None if self._personal is None else self._personal.newest(work.round)

@@ -371,17 +371,20 @@ class DeviceRun:
         self._structure.check(self.model)
         return scores
 
-    def evaluate(self, round_: int, payload: Buffer, personal: Buffer | None = None) -> list[int]:
+    def evaluate(
+        self, round_: int, payload: Buffer, personal: Buffer | None = None
+    ) -> link_pb2.Counted:
         """Count how the encoded model in `payload` does on this device's validation data.
 
         After the job's `fine_tune_steps`; or count the data, in a job that collects statistics.
+        With the figures that are this device's own, which are for its owner.
 
         Raises:
             TaskError: the task's code raised, or this device has no validation data.
         """
         check_measured(self.job, "counts of an evaluation")
         if self.job.statistics.collect:
-            return self.data.statistics(self.participant)
+            return link_pb2.Counted(counts=self.data.statistics(self.participant))
         if self._validation is None:
             with user_code("validation_data()"):
                 self._validation = self.task.validation_data(self.participant)
@@ -393,7 +396,7 @@ class DeviceRun:
         vector = evaluation_vector(self.job, self.task)
         counts = vector.measure(self.model, self._validation, self.job.evaluation.batch_size)
         self._structure.check(self.model)
-        return counts.tolist()
+        return link_pb2.Counted(counts=counts.tolist(), own_figures=vector.own_figures(counts))
 
     def _fine_tune(self, round_: int, start: torch.Tensor) -> None:
         """Train the loaded model for a few steps, with the rates of a schedule's first step."""

@@ -163,6 +163,8 @@ def _evaluation_on_devices(job: JobTables) -> Iterator[str]:
     """Devices have a task to evaluate, and are enough for it."""
     evaluation = job.evaluation
     federated = job.federated
+    if evaluation.per_device:
+        yield from _figures_of_each_device(job)
     if not evaluation.devices:
         if federated.fine_tune_steps:
             yield (
@@ -186,6 +188,23 @@ def _evaluation_on_devices(job: JobTables) -> Iterator[str]:
         yield (
             f"evaluation.devices: {evaluation.devices} devices are to evaluate, at least {needed} "
             f"of them (evaluation.quorum), and there are {devices}; lower it"
+        )
+
+
+def _figures_of_each_device(job: JobTables) -> Iterator[str]:
+    """The server may see what each device evaluates."""
+    if not job.evaluation.devices:
+        yield "evaluation.per_device records what devices evaluate; set evaluation.devices"
+    if job.privacy is not None:
+        yield (
+            "evaluation.per_device would record each device's figures, which [privacy] hides; "
+            "remove it"
+        )
+    if job.federated.secure_aggregation:
+        yield (
+            "evaluation.per_device would record each device's figures, which do not leave a device "
+            "with federated.secure_aggregation; remove it, and set federated.groups for the "
+            "figures of groups (each owner sees the device's own by `isthmus client status`)"
         )
 
 

@@ -45,6 +45,9 @@ class EvaluationSection(Section):
     """Devices that are asked to evaluate the model on their `validation_data`; 0 for none."""
     quorum: Annotated[int, Field(ge=1)] | None = None
     """Least number of devices in an evaluation. Default: three quarters of `devices`."""
+    per_device: bool = False
+    """Record the evaluation of each device too, by its name. Not with secure aggregation, where a
+    device's figures do not leave it, nor with `[privacy]`."""
     keep_best: BestModel | None = None
     """Keep the model with the best value of a metric, besides the last one. Policies know it as
     `best`. Rounds of a datacenter that are evaluated then send their model to the server."""

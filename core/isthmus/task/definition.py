@@ -152,7 +152,7 @@ class Task(abc.ABC):
     def metrics(self, output: Any, target: Any) -> Mapping[str, Values]:
         """Further metrics, one value per scored unit each; averaged by Isthmus. Default: none.
 
-        Each may be a pair with a mask, as in `loss`.
+        Each may be a pair with a mask or weights, as in `loss`, such as numbers of tokens.
         """
         return {}
 
@@ -242,7 +242,8 @@ class Task(abc.ABC):
     def device_metrics(self) -> Mapping[str, DeviceMetric]:
         """What devices measure on `validation_data()` besides the loss, by name.
 
-        `isthmus.Mean()` sums the figure of the same name in `metrics()`; `isthmus.Confusion` and
+        `isthmus.Mean()` sums the figure of the same name in `metrics()`, and
+        ``isthmus.Mean(weighted=True)`` with the weights there; `isthmus.Confusion` and
         `isthmus.BinnedScores` count classes and scores. It must not depend on data. The results
         have the prefix ``devices_``. Default: none.
         """

@@ -511,10 +511,19 @@ class Scored(_message.Message):
     def __init__(self, scores: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Counted(_message.Message):
-    __slots__ = ("counts",)
+    __slots__ = ("counts", "own_figures")
+    class OwnFiguresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     COUNTS_FIELD_NUMBER: _ClassVar[int]
+    OWN_FIGURES_FIELD_NUMBER: _ClassVar[int]
     counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    own_figures: _containers.ScalarMap[str, float]
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., own_figures: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class AppReply(_message.Message):
     __slots__ = ("records", "error_code", "error", "seconds")

@@ -39,6 +39,7 @@ from isthmus_datacenter.checkpointing.failures import (
     describe_failure,
 )
 from isthmus_datacenter.checkpointing.named_state import empty_state, load_optimizer, named_state
+from isthmus_datacenter.parallel.kept_groups import kept
 from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
 
@@ -343,7 +344,7 @@ class _UncopiedStager(AsyncStager):
         pass
 
 
-@functools.cache
+@kept
 def _writer_group() -> dist.ProcessGroup:
     """A separate group for writing: its messages must not mix with those of the training."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo")

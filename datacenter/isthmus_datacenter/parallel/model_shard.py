@@ -8,7 +8,6 @@ the other has a copy that receives the same updates.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from isthmus.errors import TaskError
 from isthmus.tensors.structure import Structure, added
 from isthmus_datacenter.parallel.gradient_check import Reductions
+from isthmus_datacenter.parallel.kept_groups import kept
 from isthmus_datacenter.parallel.module_calls import REDUCES_UNUSED
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 
@@ -445,7 +445,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-@functools.cache  # a process group is never released, and a rank opens many runs
+@kept
 def _process_group(members: tuple[int, ...]) -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group(list(members))
     return group

@@ -12,13 +12,13 @@ Coordinates(pipeline=1, data=0, tensor=1)
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from isthmus.errors import UserError
 from isthmus.job.datacenter import DatacenterSection
+from isthmus_datacenter.parallel.kept_groups import kept
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -183,7 +183,7 @@ class ParallelDims:
         return mesh["replicate", "shard"] if self.zero_stage == 0 else mesh["shard"]
 
 
-@functools.cache  # a process group is never released, and a rank opens many runs
+@kept
 def _mesh(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
     names, sizes = zip(*axes, strict=True)
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)

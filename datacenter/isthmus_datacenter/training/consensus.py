@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from isthmus.errors import UserError
 from isthmus.task.scoring import Averages
+from isthmus.task.scoring.units import UNUSABLE_WEIGHTS
 from isthmus_datacenter.messages import ControlSignal
 from isthmus_datacenter.parallel.model_shard import local
 
@@ -101,6 +102,10 @@ def finite_mean_loss(
     mean = float(sums[0]) / (units or 1)
     if math.isfinite(mean) and math.isfinite(float(sums[1])):
         return mean
+    if not math.isfinite(units):
+        raise ConsensusError(
+            f"between steps {steps[0]} and {steps[1]}, loss() returned {UNUSABLE_WEIGHTS}"
+        )
     what = "model is not finite" if math.isfinite(mean) else f"loss is not finite ({mean})"
     raise ConsensusError(
         f"the {what} between steps {steps[0]} and {steps[1]}; lower the learning rate or check "

@@ -24,7 +24,7 @@ class GroupEvaluation:
 class SummedEvaluation:
     """The evaluation of a round's model on the devices' validation data.
 
-    It has no figure of a single device.
+    It has no figure of a single device, unless `evaluation.per_device` asks for them.
     """
 
     asked: int
@@ -37,6 +37,8 @@ class SummedEvaluation:
     """The metrics that follow from the sums; they are also among the round's metrics."""
     groups: Mapping[str, GroupEvaluation] = dataclasses.field(default_factory=dict)
     """Sums of the groups that were summed by themselves."""
+    by_device: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    """The metrics of each device's own validation data by its name, with `per_device`."""
     clipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """A sentence for each metric of which values were outside of its bounds."""
     error: str | None = None

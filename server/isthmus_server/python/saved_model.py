@@ -49,7 +49,8 @@ def load_model(
             to the current folder.
 
     Raises:
-        UserError: the run has no such model, or its task cannot be loaded.
+        UserError: the run has no such model, its file is not the one that the run recorded, or its
+            task cannot be loaded.
     """
     directory = Path(run) if isinstance(run, Path | str) else run.directory
     if (directory / REPORT).is_file() and not (directory / FILE).exists():
@@ -118,7 +119,7 @@ def _payload(store: Store, round_: str | int, size: int) -> bytearray:
     """The encoded model."""
     state, (_, _, final) = store.run_state(), store.status()
     if final is not None and round_ in (DELIVERED, final.round):
-        return bytearray((store.directory / FINAL_MODEL).read_bytes())
+        return store.checkpoints.read_file(store.directory / FINAL_MODEL, final.model_sha256, size)
     names: dict[Any, str] = {LAST: SERVED, state.round: SERVED, BEST: BEST}
     if BEST in state.models and state.models[BEST] == state.models.get(SERVED):
         names[BEST] = SERVED

@@ -160,6 +160,23 @@ class Checkpoints:
         if found != sha256:
             raise DamagedError(f"{path} is damaged: its digest differs; {_REMEDY}")
 
+    def read_file(self, path: Path, sha256: str, size: int) -> bytearray:
+        """Read a file of the run that should have `size` bytes.
+
+        Raises:
+            DamagedError: it is missing, or does not match the digest.
+        """
+        try:
+            with path.open("rb") as file:
+                payload = bytearray(file.read(size + 1))
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read: {error.strerror}; {_REMEDY}") from error
+        if hashlib.sha256(payload).hexdigest() == sha256:
+            return payload
+        # Intact and of another size: the task was changed, which the layout tells.
+        self.check_file(path, sha256)
+        raise UserError(f"{path} is not a model of this task any more; was the task changed?")
+
     def keep_only(self, files: Collection[str]) -> None:
         """Delete every file that is not listed."""
         for path in self.directory.iterdir():

@@ -81,7 +81,9 @@ class VirtualHost(InProcessHost):
         with self._fleet.lock:
             return super().score(request_id, work, payload)
 
-    def evaluate(self, request_id: str, work: link_pb2.Evaluate, payload: Buffer) -> list[int]:
+    def evaluate(
+        self, request_id: str, work: link_pb2.Evaluate, payload: Buffer
+    ) -> link_pb2.Counted:
         """See `TaskHost.evaluate`."""
         with self._fleet.lock:
             return super().evaluate(request_id, work, payload)

@@ -1,3 +1,4 @@
+import math
 import random
 from collections import namedtuple
 
@@ -209,3 +210,20 @@ def test_a_model_must_be_a_module(write_task, tmp_path):
 def test_losses_are_one_per_scored_unit_of_any_shape():
     output, values = losses(Echo({}), nn.Identity(), torch.ones(2, 3), None)
     assert values.values.shape == output.shape == (2, 3)
+
+
+@pytest.mark.parametrize("weight", [-1.0, -math.inf, math.inf, math.nan])
+def test_a_weight_that_is_not_usable_is_refused(weight):
+    averages = Averages()
+    weights = torch.tensor([5.0, weight])
+    averages.add({"accuracy": UnitValues(torch.ones(2), weights)})
+    averages.add({"accuracy": UnitValues(torch.ones(2), torch.ones(2))})
+    with pytest.raises(TaskError, match=r"metrics\(\)\['accuracy'\] returned a weight that is neg"):
+        averages.result()
+
+
+def test_weights_of_0_leave_values_out():
+    averages = Averages()
+    averages.add({"loss": UnitValues(torch.tensor([1.0, math.nan]), torch.tensor([3, 0]))})
+    averages.add({"loss": UnitValues(torch.tensor([5.0]), torch.tensor([0.5]))})
+    assert averages.result() == {"loss": (3 * 1 + 0.5 * 5) / 3.5}

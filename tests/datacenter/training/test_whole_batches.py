@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 def step_loss(task: Any, model: nn.Module, batches: list[Any], name: str) -> torch.Tensor:
     """The loss of one step of several replicas."""
-    if type(task).__name__ == "Masked":
+    if type(task).__name__ in ("Masked", "Weighted"):
         units = [losses(task, model, inputs, target)[1] for inputs, target in batches]
         return sum(each.total() for each in units) / sum(each.count() for each in units)  # type: ignore[no-any-return]  # at least one
     return torch.stack([training_step(task, model, batch, name).loss for batch in batches]).mean()
@@ -100,3 +100,37 @@ def test_layouts_without_whole_models_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=sentence):
         warm_datacenter.open(f"refused-{name}", make_setup(name, **section))
+
+
+def test_weighted_means_of_ranks_are_those_of_all_rows(
+    make_setup: Any, warm_datacenter: Any, decode: Any
+) -> None:
+    setup = make_setup("Weighted", zero_stage=1)
+    warm_datacenter.open("weighted", setup)
+    trained, _ = warm_datacenter.train("weighted", 0, STEPS, evaluate=True)
+    end = decode(warm_datacenter.export("weighted", STEPS), setup.layout)
+    torch.testing.assert_close(end, by_hand(setup, replicas=2), rtol=1e-4, atol=1e-5)
+    model = build_model(setup.task, setup.job.seed)
+    setup.layout.scatter(end, model)
+    inputs, target = setup.task.eval_data().tensors
+    with torch.no_grad():
+        output = model(inputs)
+    words = torch.tensor([0.0, 7.0, 200.0])[target]
+    right = (output.argmax(-1) == target).float()
+    loss = nn.functional.cross_entropy(output, target, reduction="none")
+    assert trained.evaluation["accuracy"] == pytest.approx(
+        float((right * words).sum() / words.sum())
+    )
+    weights = target + 0.25
+    assert trained.evaluation["loss"] == pytest.approx(
+        float((loss * weights).sum() / weights.sum())
+    )
+
+
+def test_a_negative_weight_on_a_rank_is_refused(make_setup: Any, warm_datacenter: Any) -> None:
+    setup = make_setup("Weighted", {"weight": -1.0}, zero_stage=1)
+    warm_datacenter.open("negative", setup)
+    with pytest.raises(
+        UserError, match=r"metrics\(\)\['accuracy'\] returned a weight that is negat"
+    ):
+        warm_datacenter.train("negative", 0, 1, evaluate=True)

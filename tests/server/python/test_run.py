@@ -141,6 +141,23 @@ def test_a_fetched_model_is_loaded_like_that_of_its_run(job):
         isthmus.load_model(folder)
 
 
+@pytest.mark.usefixtures("forked")
+def test_a_delivered_model_that_is_not_the_recorded_one_is_not_loaded(job):
+    run = isthmus.run(job, run_dir="run", quiet=True, rounds=2)
+    path = Path("run/model.safetensors")
+    written = path.read_bytes()
+    for damaged in (written[:-1] + b"x", written + b"x", written[:-1], b""):
+        path.write_bytes(damaged)
+        for load in (run.model, lambda: isthmus.load_model("run", 2)):
+            with pytest.raises(isthmus.UserError, match=r"model\.safetensors is damaged: its digest"):
+                load()
+    path.unlink()
+    with pytest.raises(isthmus.UserError, match=r"cannot be read: No such file .* restore it from"):
+        run.model()
+    path.write_bytes(written)
+    assert run.model() is not None
+
+
 def held_out_rows():
     table = {}
     exec(TASK, table)

@@ -1,11 +1,13 @@
 """Devices evaluate the model on their own data: equal to pooled data, and the server sees sums."""
 
 import contextlib
+import io
 import json
 import math
 
 import pytest
 import torch
+from rich.console import Console
 from tests.server.deployment import Killed, SimulatedDatacenter
 from tests.server.waiting import wait_until
 from torch.utils.data import ConcatDataset
@@ -15,7 +17,8 @@ from isthmus.task import Participant, load_task
 from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus.task.measurements.evaluation import EvaluationVector
 from isthmus.wire import link_pb2
-from isthmus_server.read.report.report import read_report
+from isthmus_clients.device.own_figures import OwnFigures
+from isthmus_server.read.report.report import read_report, show
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.measurements.followed_metrics import check_followed_metrics
 from isthmus_server.rounds.run_parts import RunParts
@@ -43,6 +46,7 @@ def metrics(self, output, target):
     return {"accuracy": torch.where(target == 2, torch.nan, right)}
 """
 NAMES = tuple("abcd")
+PRIVACY = 'privacy={mechanism="gaussian", epsilon=1.0, delta=1e-5, clip=1.0}'
 SETTINGS = (
     "federated.cohort=4",
     "federated.quorum=3",
@@ -96,6 +100,102 @@ async def test_an_evaluation_on_devices_equals_that_of_their_pooled_data(
     assert coordinator.parts.limits.observe().history[0].metrics == row.metrics
 
 
+WEIGHTED = """
+def metrics(self, output, target):
+    error = torch.nn.functional.cross_entropy(output, target, reduction="none")
+    return {"perplexity": (error, target * 12.5), "of_each": (error, target + 1)}
+
+def device_metrics(self):
+    return {"perplexity": isthmus.Mean(0, 8, weighted=True)}
+
+def validation_data(self, participant):
+    return rows(15 + ord(participant.name) % 5, seed=100 + ord(participant.name))
+
+def eval_data(self):
+    return torch.utils.data.ConcatDataset(
+        [rows(15 + ord(name) % 5, seed=100 + ord(name)) for name in "abcd"]
+    )
+"""
+
+
+@pytest.mark.parametrize("secure", ["true", "false"])
+async def test_a_weighted_mean_of_devices_is_that_of_all_their_data(deployment, secure):
+    """Which is also what the server computes of the same rows, if it has them."""
+    await deployment.start(WEIGHTED, NAMES)
+    store, _, final = await run(deployment, "run", f"federated.secure_aggregation={secure}")
+    (row,) = read_report(store).rounds
+    assert row.evaluation.devices == 4
+    metrics = final.metrics
+    # The steps of the sums of values and weights of four devices.
+    assert metrics["devices_perplexity"] == pytest.approx(metrics["perplexity"], rel=1e-8)
+    assert abs(metrics["perplexity"] - metrics["of_each"]) > 1e-3  # the weights do matter
+
+
+async def test_weights_without_a_declaration_are_refused(deployment):
+    await deployment.start(WEIGHTED.replace(", weighted=True", ""), NAMES)
+    with pytest.raises(CannotContinue, match=r"isthmus\.Mean\(low, high, weighted=True\)}"):
+        await run(deployment, "run", "federated.secure_aggregation=false")
+
+
+def printed(store):
+    """What `isthmus report` prints of a run, with its lines joined."""
+    console = Console(file=io.StringIO(), width=200)
+    show(read_report(store), console)
+    return " ".join(console.file.getvalue().split())
+
+
+async def test_a_job_in_plaintext_can_have_the_figures_of_each_device(deployment, tmp_path):
+    await deployment.start(WITHOUT_CENTRAL, NAMES)
+    plain = "federated.secure_aggregation=false"
+    store, coordinator, final = await run(deployment, "run", plain, "evaluation.per_device=true")
+    vector, each, _ = measured(tmp_path, coordinator.model.vector, NAMES)
+    report = read_report(store)
+    evaluation = report.rounds[0].evaluation
+    expected = {name: vector.figures(one) for name, one in zip(NAMES, each, strict=True)}
+    assert evaluation.by_device == expected
+    assert evaluation.metrics == final.metrics == vector.figures(each.sum(0))
+    figures = json.loads(json.dumps(report.to_json()))["rounds"][0]["evaluation"]["by_device"]
+    assert figures == expected
+    for name in NAMES:
+        accuracy = expected[name]["devices_accuracy"]
+        assert f"device {name}: devices_accuracy {accuracy:.1%}" in printed(store)
+    without, _, _ = await run(deployment, "without", plain)
+    assert read_report(without).rounds[0].evaluation.by_device == {}
+    assert "device a" not in printed(without)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ((), "do not leave a device with federated.secure_aggregation"),
+        (("federated.secure_aggregation=false", "evaluation.devices=0"), "set evaluation.devices"),
+        ((PRIVACY,), r"each device's figures, which \[privacy\] hides"),
+    ],
+)
+def test_figures_of_each_device_are_refused_where_they_are_hidden(make_job, settings, reason):
+    secure = "federated.secure_aggregation=true"
+    with pytest.raises(JobError, match=reason):
+        make_job(*SETTINGS, secure, "evaluation.per_device=true", *settings)
+
+
+@pytest.mark.parametrize("secure", ["true", "false"])
+async def test_an_owner_sees_the_figures_of_the_own_device(deployment, tmp_path, secure):
+    for name in NAMES:
+        (tmp_path / f"state-{name}").mkdir()
+        deployment.own_figures[name] = OwnFigures(tmp_path / f"state-{name}")
+    await deployment.start(WITHOUT_CENTRAL, NAMES)
+    store, coordinator, _ = await run(
+        deployment, "run", "rounds=2", f"federated.secure_aggregation={secure}"
+    )
+    vector, each, _ = measured(tmp_path, coordinator.model.vector, NAMES)
+    for name, counts in zip(NAMES, each, strict=True):
+        (sentence,) = OwnFigures.read(tmp_path / f"state-{name}").sentences
+        figures = vector.figures(counts)
+        assert sentence.startswith(f"{store.run_id}, model of round 2: ")
+        for figure in ("accuracy", "auc", "confusion_recall", "loss"):
+            assert f"{figure} {figures[f'devices_{figure}']:.4g}" in sentence
+
+
 async def test_central_metrics_stay_and_training_does_not_change(deployment):
     await deployment.start(VALIDATES, NAMES)
     _, _, with_devices = await run(deployment, "with")
@@ -125,6 +225,10 @@ async def test_groups_are_evaluated_by_themselves(deployment, tmp_path):
     for name, counts in (("north", each[:3]), ("south", each[3:])):
         assert row.evaluation.groups[name].devices == 3
         assert row.evaluation.groups[name].metrics == vector.figures(counts.sum(0))
+    shown = printed(store)
+    right = vector.figures(each[:3].sum(0))["devices_accuracy"]
+    assert f"group north, 3 devices: devices_accuracy {right:.1%}" in shown
+    assert "group south, 3 devices: " in shown
 
 
 @pytest.mark.parametrize("when", ["evaluating", "committing"])
@@ -224,6 +328,8 @@ async def test_nothing_that_the_server_receives_or_stores_is_a_devices_own_value
     deployment, network, tmp_path
 ):
     """The values are found where they must be: in a job that does not hide them."""
+    for name in NAMES:
+        deployment.own_figures[name] = OwnFigures(None)  # they stay there
     await deployment.start(WITHOUT_CENTRAL, ())
     proxy, port = await network.start_proxy()
     for name in NAMES:
@@ -242,6 +348,7 @@ async def test_nothing_that_the_server_receives_or_stores_is_a_devices_own_value
         for counts in each.tolist():
             sent = link_pb2.Counted(counts=counts).SerializeToString()
             assert (sent in received) == (secure == "false")
+            assert b"confusion_recall" not in received  # the name of a figure of its own
             for text in (str(counts[0]), json.dumps(counts)[1:-1]):
                 assert text.encode() not in stored + received
             for value in (counts[0], counts[0] + (1 << 50)):

@@ -234,15 +234,17 @@ class ProcessHost:
             raise TaskError(f"the task's process reported the scores {scores[:8]}")
         return scores
 
-    def evaluate(self, request_id: str, work: link_pb2.Evaluate, payload: Buffer) -> list[int]:
+    def evaluate(
+        self, request_id: str, work: link_pb2.Evaluate, payload: Buffer
+    ) -> link_pb2.Counted:
         """See `TaskHost.evaluate`."""
         memory = _shared(payload)
         request = link_pb2.Request(id=request_id, evaluate=work)
         opened = self._run()
         shared = [] if opened.personal is None else [_shared(opened.personal.newest(work.round))]
-        counts = list(self._call(opened, request, [memory, *shared]).counted.counts)
+        counted = self._call(opened, request, [memory, *shared]).counted
         self._spare = memory
-        return counts
+        return counted
 
     def answer(
         self, request_id: str, work: link_pb2.AppMessage, payload: Buffer | bytes

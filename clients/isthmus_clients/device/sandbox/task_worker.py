@@ -97,8 +97,7 @@ class TaskWorker:
             scores = self._run.score(memory[0], candidates, *memory[1:])
             return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
         if kind == "evaluate":
-            counts = self._run.evaluate(request.evaluate.round, *memory)
-            return link_pb2.Reply(counted=link_pb2.Counted(counts=counts))
+            return link_pb2.Reply(counted=self._run.evaluate(request.evaluate.round, *memory))
         *sent, out = memory
         payload = sent[0] if sent else b""
         answer, records = host.answer(request.id, request.app, payload)

@@ -81,11 +81,21 @@ class BoundedMeans(EvaluationVector):
         for metric in self.metrics.values():
             assert isinstance(metric, Mean)
             summed, units, not_finite, *_ = counts[at : at + metric.size].tolist()
-            mean = (summed * metric.step + not_finite * metric.high) / units if units else 0.0
+            bounded = summed * metric.step + not_finite * metric.unit * metric.high
+            mean = bounded / (units * metric.unit) if units else 0.0
             share = (mean - metric.low) / (metric.high - metric.low) if units else 0.5
             shares.append(round((2 * min(max(share, 0.0), 1.0) - 1) * STEPS))
             at += metric.size
         return torch.tensor(shares)
+
+    def own_figures(self, counts: torch.Tensor) -> dict[str, float]:
+        """See `EvaluationVector.own_figures`; without noise."""
+        own = self.figures_of_mean(counts.double() / STEPS, 0.0)
+        return {
+            name.removeprefix(DEVICES): value
+            for name, value in own.items()
+            if not name.endswith(NOISE)
+        }
 
     def sums(self, total: torch.Tensor) -> dict[str, list[int]]:
         """None: there are no whole numbers."""

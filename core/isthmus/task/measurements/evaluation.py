@@ -28,6 +28,7 @@ from isthmus.task.measurements.metrics import (
     Mean,
 )
 from isthmus.task.scoring import (
+    UnitValues,
     batches,
     count_examples,
     figures_of,
@@ -141,13 +142,7 @@ class EvaluationVector:
             ):
                 output = output_of(self._task, model, inputs)
                 values = losses_of(self._task, output, target)
-                figures = {
-                    name: each.scored(f"{name!r}")
-                    for name, each in {
-                        **figures_of(self._task, output, target),
-                        "loss": values,
-                    }.items()
-                }
+                figures = {**figures_of(self._task, output, target), "loss": values}
                 for name, metric in self.metrics.items():
                     _add(name, metric, tallies[name], figures, output, target)
         finally:
@@ -160,6 +155,13 @@ class EvaluationVector:
         for name, metric, part in self._parts(total):
             for figure, value in metric.figures(name, part).items():
                 figures[DEVICES + figure] = value
+        return figures
+
+    def own_figures(self, counts: torch.Tensor) -> dict[str, float]:
+        """The metrics of a device's own vector, int64 (size), by their names in the task."""
+        figures: dict[str, float] = {}
+        for name, metric, part in self._parts(counts):
+            figures.update(metric.figures(name, part))
         return figures
 
     def sums(self, total: torch.Tensor) -> dict[str, list[int]]:
@@ -176,14 +178,16 @@ class EvaluationVector:
             low = 0.0
             high = 1.0
             instead = "give scores from 0 to 1, such as probabilities"
-            units = int(part[:-1].sum())
+            units = float(part[:-1].sum())
+            what = "values"
             if isinstance(metric, Mean):
                 low = metric.low
                 high = metric.high
-                units = int(part[1])
+                units = float(part[1]) * metric.unit
+                what = "the weight of the values" if metric.weighted else "values"
                 instead = f"declare bounds in device_metrics(), {name!r}: isthmus.Mean(low, high)"
             found[DEVICES + name] = Clipping(
-                f"{count:.0f} of {units} values of {DEVICES}{name} were not within {low:g} to "
+                f"{count:.9g} of {units:.9g} {what} of {DEVICES}{name} were not within {low:g} to "
                 f"{high:g} and were clipped; {instead}",
                 count / units,
             )
@@ -213,22 +217,44 @@ def _add(
     name: str,
     metric: DeviceMetric,
     tally: torch.Tensor,
-    figures: Mapping[str, torch.Tensor],
+    figures: Mapping[str, UnitValues],
     output: Any,
     target: Any,
 ) -> None:
-    """Add one batch to the tally of a metric."""
+    """Add one batch to the tally of a metric.
+
+    Raises:
+        TaskError: the task's code raised, or what it returned cannot be counted.
+    """
     if isinstance(metric, Mean):
         if name not in figures:
             raise TaskError(
                 f"device_metrics() has Mean {name!r}, and metrics() has no figure of that name"
             )
-        metric.add(tally, figures[name])
+        if metric.weighted:
+            metric.add(tally, *figures[name].weighed(repr(name)))
+            return
+        metric.add(tally, _counted(name, figures[name]))
         return
     assert isinstance(metric, (Confusion, BinnedScores))
     with user_code(f"device_metrics()[{name!r}].of"):
         first, second = metric.of(output, target)
     metric.add(tally, first, second)
+
+
+def _counted(name: str, figure: UnitValues) -> torch.Tensor:
+    """The values of the units that a mask leaves.
+
+    Raises:
+        TaskError: there are weights.
+    """
+    try:
+        return figure.scored(repr(name))
+    except TaskError as error:
+        raise TaskError(
+            f'{error}, or declare {{"{name}": isthmus.Mean(low, high, weighted=True)}} in '
+            "device_metrics()"
+        ) from None
 
 
 def _names(name: str, metric: DeviceMetric) -> list[str]:

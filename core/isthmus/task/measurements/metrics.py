@@ -43,6 +43,12 @@ MAX_COUNTS = 1 << 14
 STEPS = 1 << 28
 """Steps of the fixed-point numbers in which values are added, from 0 to the bound of a metric."""
 
+LARGEST_WEIGHT = LARGEST // STEPS
+"""Largest sum of a device's weights: in steps it is `LARGEST`, and so is that of the values."""
+
+SMALLEST_WEIGHT = 1 / 256
+"""Smallest sum of a device's weights but 0: its rounding is less than a millionth of it."""
+
 SPREAD = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 """Quantiles over devices that are computed from a histogram of the devices' own means."""
 
@@ -107,10 +113,15 @@ def whole(tally: torch.Tensor) -> torch.Tensor:
 class Mean(DeviceMetric):
     """A mean over scored units: of the figure of this name in `Task.metrics`, or of the loss.
 
+    With `weighted`, each value counts with the weight that `Task.metrics` (or `Task.loss`) returns
+    with it, such as its number of tokens: the mean is the sum of values times weights over the sum
+    of weights, in all batches of all devices. Weights are whole steps of 1/2**28 in a device's sum,
+    which is at most `LARGEST_WEIGHT`.
+
     The values of a device are added in float64 and rounded to whole steps of 1/2**28 of the bound,
     the next power of two above |low| and |high|. So the mean differs from that of the pooled data
     by at most half a step, and where values are multiples of a step, such as 0 and 1, not at all.
-    If values were clipped, the figure with the suffix `_clipped` says how many.
+    If values were clipped, the figure with the suffix `_clipped` says how many, or their weight.
     """
 
     low: float = 0.0
@@ -120,6 +131,8 @@ class Mean(DeviceMetric):
     bins: int = 20
     """Bins of the histogram of the devices' own means, between the bounds, from which the quantiles
     over devices are computed; they are the middles of bins. 0 for none."""
+    weighted: bool = False
+    """Values have weights of any size of 0 or more; else only a mask."""
 
     def __post_init__(self) -> None:
         """Check the bounds.
@@ -131,10 +144,19 @@ class Mean(DeviceMetric):
             raise TaskError(f"{self} is not usable: low must be below high, and both finite")
         if not isinstance(self.bins, int) or self.bins < 0:
             raise TaskError(f"{self} is not usable: bins must be a whole number of 0 or more")
+        # Such as the weights themselves, which belong to the values.
+        if not isinstance(self.weighted, bool):
+            raise TaskError(
+                "isthmus.Mean(weighted=...) must be True or False; return the weights from "
+                "metrics(), as a pair of values and weights"
+            )
 
     @property
     def size(self) -> int:
-        """The sum, the scored units, those that are not finite, the clipped ones, and the bins."""
+        """The sum, the scored units, those that are not finite, the clipped ones, and the bins.
+
+        With `weighted` the weights of these units, in steps of 1/2**28.
+        """
         return 4 + self.bins
 
     @property
@@ -143,25 +165,69 @@ class Mean(DeviceMetric):
         largest = max(abs(self.low), abs(self.high))
         return float(2.0 ** math.ceil(math.log2(largest)) / STEPS)
 
-    def add(self, tally: torch.Tensor, values: torch.Tensor) -> None:
-        """Add the values of scored units, any shape, to a tally."""
+    @property
+    def unit(self) -> float:
+        """The weight that a 1 among the counts of units stands for."""
+        return 1 / STEPS if self.weighted else 1.0
+
+    def add(
+        self, tally: torch.Tensor, values: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> None:
+        """Add the values of scored units, any shape, to a tally.
+
+        Args:
+            tally: float64 (size).
+            values: of the units.
+            weights: of the units, float64 in the same shape and above 0; None if all count once.
+        """
         flat = values.detach().double().flatten()
-        numbers = flat[flat.isfinite()]
+        finite = flat.isfinite()
+        numbers = flat[finite]
         clipped = numbers.clamp(self.low, self.high)
-        tally[0] += clipped.sum()
-        tally[1] += len(flat)
-        tally[2] += len(flat) - len(numbers)
-        tally[3] += int((clipped != numbers).sum())
+        if weights is None:
+            tally[0] += clipped.sum()
+            tally[1] += len(flat)
+            tally[2] += len(flat) - len(numbers)
+            tally[3] += int((clipped != numbers).sum())
+            return
+        of_numbers = weights.flatten()[finite]
+        tally[0] += (clipped * of_numbers).sum()
+        tally[1] += weights.sum()
+        tally[2] += weights.flatten()[~finite].sum()
+        tally[3] += of_numbers[clipped != numbers].sum()
 
     def counts(self, tally: torch.Tensor) -> torch.Tensor:
         """See `DeviceMetric.counts`; the device's own mean is a 1 in one bin."""
         scaled = tally.clone()
         scaled[0] /= self.step
+        if self.weighted:
+            self._check_weight(float(tally[1]))
+            scaled[1:4] /= self.unit
+            scaled[2] = scaled[2].ceil()  # a value that is not finite is told, however light
         numbers = float(tally[1] - tally[2])
         if self.bins and numbers:
             share = (float(tally[0]) / numbers - self.low) / (self.high - self.low)
             scaled[4 + min(int(max(share, 0.0) * self.bins), self.bins - 1)] = 1
         return whole(scaled)
+
+    def _check_weight(self, weight: float) -> None:
+        """Refuse a device's sum of weights that whole steps do not hold exactly enough.
+
+        Raises:
+            TaskError: so it is.
+        """
+        if weight > LARGEST_WEIGHT:
+            raise TaskError(
+                f"the weights of this device's values add up to {weight:g}, and at most "
+                f"{LARGEST_WEIGHT} can be summed over devices; divide all weights by one number in "
+                "metrics(), which changes no mean"
+            )
+        if 0 < weight < SMALLEST_WEIGHT:
+            raise TaskError(
+                f"the weights of this device's values add up to {weight:g}, and less than "
+                f"{SMALLEST_WEIGHT:g} cannot be counted exactly; multiply all weights by one "
+                "number in metrics(), which changes no mean"
+            )
 
     def figures(self, name: str, total: torch.Tensor) -> dict[str, float]:
         """The mean, nan if a value was not finite; how many were clipped, if any; and quantiles.
@@ -171,9 +237,9 @@ class Mean(DeviceMetric):
         summed, units, not_finite, clipped, *histogram = total.tolist()
         if not units:
             return {}
-        figures = {name: math.nan if not_finite else summed * self.step / units}
+        figures = {name: math.nan if not_finite else summed * self.step / (units * self.unit)}
         if clipped:
-            figures[f"{name}{CLIPPED}"] = clipped
+            figures[f"{name}{CLIPPED}"] = clipped * self.unit
         for suffix, share in SPREAD.items():
             if sum(histogram) * min(share, 1 - share) < FEWEST - 1e-9:
                 continue

@@ -35,6 +35,12 @@ _ONE_VALUE = (
 )
 
 
+UNUSABLE_WEIGHTS = (
+    "a weight that is negative or not finite; give the weight of each value as a number of 0 or "
+    "more, such as its number of tokens"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class UnitValues:
     """One value for each scored unit of a batch."""
@@ -51,10 +57,18 @@ class UnitValues:
         return self._weighted(self.values).sum()
 
     def count(self) -> int | torch.Tensor:
-        """The sum of the weights: a number without weights, otherwise a float64 scalar."""
+        """The sum of the weights: a number without weights, otherwise a float64 scalar.
+
+        It is nan if a weight is negative or not a number, so that no mean hides it.
+        """
         if self.weights is None:
             return self.values.numel()
-        return _wide(self.weights).sum(dtype=torch.float64)
+        weights = _wide(self.weights)
+        total = weights.sum(dtype=torch.float64)
+        if weights.dtype == torch.bool or not weights.numel():
+            return total
+        # Chosen where the weights are: reading them would wait for an accelerator in every batch.
+        return torch.where(weights.min() < 0, math.nan, total)
 
     def mean(self) -> torch.Tensor:
         """The weighted mean, a scalar; 0 if no unit is scored."""
@@ -84,6 +98,20 @@ class UnitValues:
                 "a mask"
             )
         return self.values[self.weights.bool()]
+
+    def weighed(self, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The values (units,) with a weight above 0, and these weights, float64 (units,).
+
+        Raises:
+            TaskError: a weight is negative or not finite.
+        """
+        if self.weights is None:
+            values = self.values.flatten()
+            return values, torch.ones_like(values, dtype=torch.float64)
+        weights = _wide(self.weights.detach()).double()
+        if not bool((weights.isfinite() & (weights >= 0)).all()):
+            raise TaskError(f"{what} returned {UNUSABLE_WEIGHTS}")
+        return self.values[weights > 0], weights[weights > 0]
 
     def on(self, device: torch.device) -> UnitValues:
         """The units, their values and weights on a device."""
@@ -184,8 +212,16 @@ class Averages:
         self.counts[name] = self.counts.get(name, 0) + count  # type: ignore[assignment]  # float only with weights
 
     def result(self) -> dict[str, float]:
-        """The averages; this synchronises with the device."""
+        """The averages; this synchronises with the device.
+
+        Raises:
+            TaskError: a weight was negative or not finite.
+        """
         counts = {name: float(count) for name, count in self.counts.items()}
+        for name, count in counts.items():
+            if not math.isfinite(count):
+                where = "loss()" if name == "loss" else f"metrics()[{name!r}]"
+                raise TaskError(f"{where} returned {UNUSABLE_WEIGHTS}")
         return {
             name: float(self.sums[name]) / counts[name] if counts[name] else math.nan
             for name in sorted(self.sums)

@@ -21,7 +21,7 @@ from isthmus_server.read.pages.charts import (
     timeline,
 )
 from isthmus_server.read.pages.templates import digits, templates
-from isthmus_server.read.report.report import Report, format_metrics
+from isthmus_server.read.report.report import Report, final_apart, format_metrics
 from isthmus_server.storage.events import ParticipantDeclined, ParticipantLeft
 from isthmus_server.storage.records import EndedAttempt, RoundRecord
 
@@ -92,6 +92,7 @@ def _facts(report: Report, attempts: Sequence[EndedAttempt]) -> list[tuple[str, 
         rows += [
             ("final model", which),
             ("its evaluation", format_metrics(report.final.metrics)),
+            *final_apart(report),
             ("SHA-256", report.final.model_sha256),
         ]
     elif report.rounds:

@@ -15,7 +15,7 @@ from isthmus_server.model.summed_evaluation import SummedEvaluation
 from isthmus_server.read.report.durations import duration
 from isthmus_server.read.report.explain import ExplainedDecision, Explanation
 from isthmus_server.read.report.forecasts import compared, in_words
-from isthmus_server.read.report.report import format_metrics
+from isthmus_server.read.report.report import figures_apart, format_metrics
 from isthmus_server.storage.records import EndedAttempt, FailedAttempt
 from isthmus_server.strategy.decision import Decision, RequestedComparison
 from isthmus_server.strategy.gradients import REST, GradientMeasurement, GroupSum
@@ -334,10 +334,7 @@ def _on_devices(evaluation: SummedEvaluation) -> list[str]:
     lines = [f"{evaluation.devices} of {evaluation.asked} devices evaluated the model"]
     lines += [f"an evaluation on devices failed: {evaluation.error}"] if evaluation.error else []
     lines += evaluation.clipped.values()
-    return lines + [
-        f"group {name}, {group.devices} devices: {format_metrics(group.metrics)}"
-        for name, group in evaluation.groups.items()
-    ]
+    return lines + [f"{who}: {figures}" for who, figures in figures_apart(evaluation)]
 
 
 def _gradients(measured: GradientMeasurement) -> str:

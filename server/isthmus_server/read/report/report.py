@@ -16,6 +16,7 @@ from isthmus.printable import in_a_line
 from isthmus.task.definition import PUBLIC
 from isthmus.task.measurements.metrics import DEVICES, SPREAD
 from isthmus_server.budgets.budget import ADJACENCY, UNIT
+from isthmus_server.model.summed_evaluation import SummedEvaluation
 from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
 from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
 from isthmus_server.read.report.unused_updates import unused_updates
@@ -161,7 +162,36 @@ def page(report: Report) -> RenderableType:
                 f"  {report.final.model_path}\n  sha256 {report.final.model_sha256}"
             )
         )
+        parts += [Text(f"  {who}: {figures}") for who, figures in final_apart(report)]
     return Group(*parts)
+
+
+def figures_apart(evaluation: SummedEvaluation | None) -> list[tuple[str, str]]:
+    """Who was evaluated apart from the sum of all devices, groups or devices, and the figures."""
+    if evaluation is None:
+        return []
+    groups = [
+        (f"group {name}, {group.devices} devices", format_metrics(group.metrics))
+        for name, group in sorted(evaluation.groups.items())
+    ]
+    devices = [
+        (f"device {name}", format_metrics(metrics))
+        for name, metrics in sorted(evaluation.by_device.items())
+    ]
+    return groups + devices
+
+
+def final_apart(report: Report) -> list[tuple[str, str]]:
+    """The same of the final model; empty if its round was not evaluated on devices."""
+    if report.final is None:
+        return []
+    delivered = report.final.round
+    return [
+        pair
+        for record in report.rounds
+        if record.round == delivered
+        for pair in figures_apart(record.evaluation)
+    ]
 
 
 def _table(report: Report, attempts: Sequence[EndedAttempt]) -> Table:

@@ -179,6 +179,7 @@ class RoundEvaluator:
                 name: GroupEvaluation(devices=devices, metrics=vector.figures(total))
                 for name, (total, devices) in sums.groups.items()
             },
+            by_device={} if sums is None else self._by_device(vector, sums),
             clipped={name: each.sentence for name, each in clipped.items()},
             error=None if failure is None else str(failure),
             price=reached * self._job.prices.client_evaluation,
@@ -186,6 +187,12 @@ class RoundEvaluator:
             bytes_down=sum(receipt.bytes_out for receipt in receipts),
             seconds=self._clock.now() - started,
         )
+
+    def _by_device(self, vector: EvaluationVector, sums: Answers) -> dict[str, Mapping[str, float]]:
+        """The figures of each device, where the job asks for them."""
+        if not self._job.evaluation.per_device:
+            return {}
+        return {name: vector.figures(counts) for name, counts in sums.by_device.items()}
 
     def _check_counted(self, sums: Answers | None, failure: RoundFailed | None) -> None:
         """End a run of which devices cannot evaluate the first model because of their task.

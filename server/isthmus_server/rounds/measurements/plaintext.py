@@ -46,8 +46,8 @@ class PlaintextAnswers(Generic[Answer]):
 
     async def of(
         self, cohort: Collection[str], *, needed: int
-    ) -> tuple[list[Answer], list[Receipt]]:
-        """The answers of all devices that gave one within the round's time, and all receipts.
+    ) -> tuple[dict[str, Answer], list[Receipt]]:
+        """The answers, by device, that were given within the round's time, and all receipts.
 
         Args:
             cohort: names of the devices.
@@ -81,9 +81,10 @@ class PlaintextAnswers(Generic[Answer]):
                 f"{needed} are needed ({'; '.join(reasons[:3])})",
                 all_receipts,
                 excused=receipts.excused,
+                task_failures=receipts.task_failures,
             )
         # In the order of the cohort and not of arrival: sums of floats depend on it.
-        answers = [self._answers[name] for name in receipts.names if name in self._answers]
+        answers = {name: self._answers[name] for name in receipts.names if name in self._answers}
         return answers, all_receipts
 
     async def _ask(self, name: str, receipts: ReceiptBook) -> None:

@@ -80,6 +80,8 @@ class Answers:
     receipts: Sequence[Receipt]
     groups: Mapping[str, tuple[torch.Tensor, int]] = dataclasses.field(default_factory=dict)
     """Sum and devices of each group that was summed by itself."""
+    by_device: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """The vector of each device, where answers are in plaintext."""
     deviation: float = 0.0
     """Standard deviation of the noise of an element of the mean."""
 
@@ -200,7 +202,7 @@ class DeviceQuestions:
         )
         needed = question.settings.needed
         vectors, receipts = await answers.of(list(cohort.examples), needed=needed)
-        stacked = torch.stack(vectors)
+        stacked = torch.stack(list(vectors.values()))
         total = stacked.sum(0) if question.whole else stacked.mean(0)
         deviation = 0.0 if noisy is None else noisy.release(total, len(vectors))
-        return Answers(total, len(vectors), receipts, deviation=deviation)
+        return Answers(total, len(vectors), receipts, deviation=deviation, by_device=vectors)

@@ -384,3 +384,26 @@ def test_a_task_is_refused_where_a_required_restriction_is_missing(tmp_path, mon
     device = Device(tmp_path, limits=parse("sandbox.required = true", "policy.toml"))
     with pytest.raises(TaskError, match=r"requires a sandbox for tasks .* this kernel lacks Land"):
         device.host.open(opening())
+
+
+def test_the_own_figures_of_an_evaluation_come_from_the_task_s_process(tmp_path, write_task):
+    methods = """
+    def validation_data(self, participant):
+        return rows(15, seed=4)
+
+    def device_metrics(self):
+        return {"accuracy": isthmus.Mean()}
+"""
+    device = Device(tmp_path, methods)
+    work = link_pb2.Evaluate(run_id="run", round=1)
+    try:
+        device.host.open(opening("evaluation.devices=3"))
+        counted = device.host.evaluate("evaluate", work, received(device.host, START))
+    finally:
+        device.close()
+    here = InProcessHost(WHO, None, device.tasks, 1)
+    here.open(opening("evaluation.devices=3"))
+    assert counted == here.evaluate("evaluate", work, received(here, START))
+    summed, units = counted.counts[-24:-22]
+    assert counted.own_figures["accuracy"] == summed / 2**28 / units
+    assert units == 15

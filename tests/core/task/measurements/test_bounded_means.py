@@ -79,3 +79,31 @@ def test_the_noise_of_a_metric_is_not_cut_off(value):
     figures = BoundedMeans(Given({})).figures_of_mean(torch.tensor([value]), deviation=0.25)
     assert figures["devices_loss"] == pytest.approx(1 + 2 * value, abs=1e-6)
     assert figures["devices_loss_noise"] == 0.5
+
+
+class Weighted(Unbounded):
+    def metrics(self, output, target):
+        return {"error": (output.flatten(), target)}
+
+    def device_metrics(self):
+        return {"error": isthmus.Mean(0, 4, weighted=True)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "mean"),
+    [
+        ([(1.0, 3.0), (4.0, 0.5)], 5 / 3.5),
+        ([(1.0, 3.0), (math.nan, 1.0)], 7 / 4),  # not a number: as the upper bound
+        ([(4.0, 0.0)], 2.0),  # no weight: the middle
+    ],
+)
+def test_a_device_sends_its_own_weighted_mean(rows, mean):
+    data = [(torch.tensor([value]), torch.tensor(weight)) for value, weight in rows]
+    sent = numbers_of(BoundedMeans(Weighted({})).measure(torch.nn.Identity(), data, 2))
+    # The step of values of up to 4 is 4 / STEPS, half of that of the numbers from -1 to 1.
+    assert sent.tolist() == pytest.approx([mean / 2 - 1], abs=4 / STEPS)
+
+
+def test_an_owner_sees_the_mean_without_noise():
+    own = BoundedMeans(Given({})).own_figures(torch.tensor([STEPS // 2]))
+    assert own == {"loss": -1 + 2 * 1.5}

@@ -11,7 +11,14 @@ from sklearn.metrics import balanced_accuracy_score, confusion_matrix, roc_auc_s
 
 import isthmus
 from isthmus.errors import TaskError
-from isthmus.task.measurements.metrics import LARGEST, BinnedScores, Confusion, Mean, whole
+from isthmus.task.measurements.metrics import (
+    LARGEST,
+    LARGEST_WEIGHT,
+    BinnedScores,
+    Confusion,
+    Mean,
+    whole,
+)
 
 VALUES = st.lists(st.floats(-3.0, 3.0), min_size=1, max_size=20)
 
@@ -152,3 +159,67 @@ def test_bounds_that_are_not_usable_are_refused(bounds):
 def test_declarations_that_are_not_usable_are_refused(make):
     with pytest.raises(TaskError, match="is not usable"):
         make()
+
+
+WEIGHTED = st.lists(
+    st.tuples(st.floats(-2.0, 2.0), st.floats(1 / 64, 1000.0)), min_size=1, max_size=9
+)
+
+
+@given(devices=st.lists(WEIGHTED, min_size=1, max_size=5))
+def test_a_weighted_mean_equals_that_of_the_pooled_data(devices):
+    metric = Mean(-2.0, 2.0, bins=0, weighted=True)
+    columns = [torch.tensor(each, dtype=torch.float64).unbind(1) for each in devices]
+    values, weights = (torch.cat(each) for each in zip(*columns, strict=True))
+    mean = metric.figures("m", summed(metric, *columns))["m"]
+    pooled = float((values * weights).sum() / weights.sum())
+    # Half a step of the sum and of the weight of each device.
+    assert abs(mean - pooled) <= len(devices) * metric.step / float(weights.sum()) + 1e-15
+
+
+@given(
+    devices=st.lists(
+        st.lists(st.tuples(st.sampled_from([0.0, 1.0]), st.integers(1, 9999)), min_size=1),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_a_share_with_whole_weights_equals_the_pooled_one(devices):
+    metric = Mean(weighted=True)
+    columns = [torch.tensor(each, dtype=torch.float64).unbind(1) for each in devices]
+    pooled = list(itertools.chain(*devices))
+    expected = sum(value * weight for value, weight in pooled) / sum(each[1] for each in pooled)
+    assert metric.figures("m", summed(metric, *columns))["m"] == expected
+
+
+def test_what_is_clipped_or_not_finite_counts_by_weight():
+    metric = Mean(weighted=True, bins=0)
+    clipped = summed(metric, (torch.tensor([3.0, 0.5]), torch.tensor([0.5, 1.0]).double()))
+    assert metric.figures("m", clipped) == {"m": (0.5 + 0.5) / 1.5, "m_clipped": 0.5}
+    light = torch.tensor([1.0, 1e-12]).double()
+    assert math.isnan(
+        metric.figures("m", summed(metric, (torch.tensor([1, math.nan]), light)))["m"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        ([4e6, 2e5], "add up to 4.2e.06, and at most 4194304 can be summed"),
+        ([1e-3, 1e-9], "add up to 0.001, and less than 0.00390625 cannot be counted exactly"),
+    ],
+)
+def test_a_device_with_weights_that_steps_do_not_hold_is_refused(weights, reason):
+    with pytest.raises(TaskError, match=reason):
+        summed(Mean(weighted=True), (torch.ones(2), torch.tensor(weights).double()))
+
+
+def test_the_largest_weight_of_a_device_can_be_sent():
+    metric = Mean(-1, 1, bins=0, weighted=True)
+    total = summed(metric, (torch.tensor([-1.0]), torch.tensor([LARGEST_WEIGHT]).double()))
+    assert total.tolist() == [-LARGEST, LARGEST, 0, 0]
+
+
+def test_weights_belong_to_the_values():
+    with pytest.raises(TaskError, match=r"True or False; return the weights from metrics\(\)"):
+        Mean(weighted=torch.ones(3))

@@ -2,12 +2,14 @@
 
 import io
 import logging
+import math
 
 from click.testing import CliRunner
 from rich.console import Console
 from tests.server.service.conftest import fleet  # noqa: F401 - a fixture
 
 from isthmus_clients.commands import client
+from isthmus_clients.device.own_figures import OwnFigures
 from isthmus_clients.device.update_tally import FILE, UpdateTally
 from isthmus_server.read.report.progress import ProgressView
 from isthmus_server.read.report.report import read_report, show
@@ -104,3 +106,27 @@ async def test_an_owner_asks_whether_the_device_trains(fleet):  # noqa: F811
     (member.directory / FILE).write_text("nonsense")
     UpdateTally(member.directory).note(True)
     assert "1 update, all of them usable" in status()
+
+
+async def test_an_owner_asks_what_models_achieve_on_the_own_data(fleet):  # noqa: F811
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+
+    def status():
+        output = CliRunner().invoke(client, ["status", "--state", str(member.directory)]).output
+        return output.splitlines()[1:]
+
+    assert status() == []
+    OwnFigures(member.directory).note("heart-1", 3, {"loss": 0.25, "accuracy": 0.75})
+    OwnFigures(member.directory).note("other\x1b[2J", 1, {"loss": math.nan})  # after a restart
+    OwnFigures(member.directory).note("heart-1", 4, {"loss": 0.125})
+    assert status() == [
+        "on its own data: other\\x1b[2J, model of round 1: loss nan",
+        "on its own data: heart-1, model of round 4: loss 0.125",
+    ]
+    for number in range(100):
+        OwnFigures(member.directory).note(f"run-{number}", 1, {str(i): 1.0 for i in range(200)})
+    assert len(status()) == 16
+    (member.directory / "figures.json").write_text("nonsense")
+    OwnFigures(member.directory).note("heart-1", 5, {"loss": 0.5})
+    assert status() == ["on its own data: heart-1, model of round 5: loss 0.5"]
