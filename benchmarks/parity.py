@@ -1,25 +1,40 @@
-"""Train small models in many layouts, and compare how they moved with a plain loop in one process.
+"""Train small models with Isthmus in many ways, and compare how they moved with a plain loop.
 
-Each cell of the table is one model, one layout of a datacenter and one optimizer. It is *equal* if
-no parameter's movement differs by more than 1e-4 of it, or *refused* with a sentence before
-training. Everything else is wrong. The plain loop has nothing of Isthmus but the order of the
-examples. Models are own ones and architectures of Hugging Face's transformers, in float32 with
-sizes of some ten thousand parameters.
+Each cell of the table is one model, one layout and one setting (optimizer, schedule, clipping,
+accumulation). Layouts are those of a datacenter's ranks, and federated rounds of four devices,
+plain and by secure sums. The plain loop, in one process, is written by hand and has nothing of
+Isthmus but the initial model and the order of the examples; for devices it is FedAvg. A cell is
+*equal* if no tensor's movement differs by more than 1e-4 of it (by secure sums: the whole model's),
+or *refused* with a sentence before training. Everything else is wrong, also what takes longer than
+five minutes. Models are own ones and architectures of Hugging Face's transformers, in float32 with
+sizes of some ten thousand parameters. Words have ragged masks, devices different numbers of
+examples.
+
+All models are trained in the main layouts, each with the next of the settings in turn; some
+models also with all settings, and in more layouts.
 
     python benchmarks/parity.py --quick
-    python benchmarks/parity.py --only qwen3,gemma3
+    python benchmarks/parity.py --only qwen3,gemma3 --results build/parity.jsonl
 
-Figures: `cells/equal`, `cells/refused`, `cells/wrong`; `error/worst`, of the cells that are equal.
+With `--results` a run that was interrupted goes on with the cells that are not in the file.
+
+Figures: `cells/equal`, `cells/refused`, `cells/wrong`, of which `cells/hanging` took too long;
+`share/equal` of all cells; `error/worst`, of the cells that are equal; `secure/worst`, of secure
+sums of ten jobs whose updates are 1e-6 to 1e6 long and whose devices have 1 to 5,000,000 rows,
+relative to the length of the mean.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness import command_line, figures
 from harness.figures import Target
@@ -28,42 +43,97 @@ from isthmus.errors import UserError
 
 # The comparison is also what the tests use.
 sys.path.append(str(Path(__file__).parents[1]))
+if TYPE_CHECKING:
+    from tests.parity.comparison import Result
 
-TARGETS = {"cells/wrong": Target(at_most=0), "error/worst": Target(at_most=1e-4)}
+TARGETS = {
+    "cells/wrong": Target(at_most=0),
+    "cells/hanging": Target(at_most=0),
+    "share/equal": Target(at_least=0.85),
+    "error/worst": Target(at_most=1e-4),
+    "secure/worst": Target(at_most=1e-4),
+}
+LIMIT_SECONDS = 300.0
+"""For one cell."""
 
-Layout = dict[str, Any]
 
-TWO_RANKS: dict[str, Layout] = {
-    "tp2": {"tensor_parallel": 2},
-    "tp2-recompute": {"tensor_parallel": 2, "checkpoint_activations": True, "accumulate": 2},
-    "tp2-compile": {"tensor_parallel": 2, "compile": True},
-    "pp2": {"pipeline_parallel": 2},
-    "zero0": {"zero_stage": 0},
-    "zero3": {"zero_stage": 3},
+class Layout(NamedTuple):
+    """Where a model is trained."""
+
+    ranks: int
+    """Of the datacenter; one process has all devices."""
+    keys: Mapping[str, Any]
+    side: str = "ranks"
+    """See `tests.parity.comparison.Cell`."""
+
+
+PLAIN = {"secure_aggregation": False}
+SECURE = {"secure_aggregation": True}
+TENSOR = {"tensor_parallel": 2}
+MAIN = {
+    "ddp": Layout(2, {"zero_stage": 0}),
+    "zero3": Layout(2, {"zero_stage": 3}),
+    "tp2": Layout(2, TENSOR),
+    "pp2": Layout(2, {"pipeline_parallel": 2}),
+    "tp2-pp2": Layout(4, {**TENSOR, "pipeline_parallel": 2}),
+    "federated": Layout(1, PLAIN, "devices"),
+    "secure": Layout(1, SECURE, "devices"),
 }
-FOUR_RANKS: dict[str, Layout] = {
-    "tp2-zero0": {"tensor_parallel": 2, "zero_stage": 0},
-    "tp2-zero1": {"tensor_parallel": 2, "zero_stage": 1},
-    "tp2-zero2": {"tensor_parallel": 2, "zero_stage": 2},
-    "tp2-zero3": {"tensor_parallel": 2, "zero_stage": 3},
-    "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
-    "tp4": {"tensor_parallel": 4},
+"""For all models."""
+MORE = {
+    "zero1": Layout(2, {"zero_stage": 1}),
+    "zero2": Layout(2, {"zero_stage": 2}),
+    "compile": Layout(2, {"compile": True}),
+    "tp2-recompute": Layout(2, {**TENSOR, "checkpoint_activations": True}),
+    "tp2-compile": Layout(2, {**TENSOR, "compile": True}),
+    "tp2-zero0": Layout(4, {**TENSOR, "zero_stage": 0}),
+    "tp2-zero1": Layout(4, {**TENSOR, "zero_stage": 1}),
+    "tp2-zero2": Layout(4, {**TENSOR, "zero_stage": 2}),
+    "tp2-zero3": Layout(4, {**TENSOR, "zero_stage": 3}),
+    "tp4": Layout(4, {"tensor_parallel": 4}),
+    "isthmus run": Layout(1, SECURE, "device processes"),
 }
-LAYOUTS = {2: TWO_RANKS, 4: FOUR_RANKS}
-"""By the number of ranks."""
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "SGD": {"lr": 0.1, "momentum": 0.9},
-    # With a usual `eps` its first steps are the signs of gradients, also of those of rounding.
-    "AdamW": {"lr": 0.01, "eps": 1e-3},
-}
+"""For some models."""
+LAYOUTS = {**MAIN, **MORE}
+WIDELY = ("prelu", "batch-norm", "qwen3", "bert", "t5", "vit")
+"""Models that are trained in all layouts and settings."""
 QUICK = {
+    "ddp": ("batch-norm", "lstm", "qwen3"),
+    "zero3": ("prelu", "qwen3", "qwen3_moe"),
     "tp2": ("prelu", "gated", "qwen3", "gemma3", "exaone4", "olmo2", "phi3", "gpt_neox", "opt"),
-    "zero3": ("prelu", "qwen3"),
+    "pp2": ("t5", "bert"),
     "tp2-zero3": ("prelu", "qwen3", "gemma3"),
     "tp2-pp2": ("prelu", "qwen3"),
+    "federated": ("batch-norm", "bert", "vit", "qwen3_moe"),
+    "secure": ("batch-norm", "t5", "weight-norm", "padding", "qwen3"),
 }
 """Models by layout."""
-SMOKE = {"tp2": ("prelu", "gated")}
+SMOKE = {"tp2": ("prelu", "gated"), "secure": ("batch-norm",)}
+
+
+class Key(NamedTuple):
+    """A cell of the table."""
+
+    model: str
+    layout: str
+    setting: str
+
+
+class Outcome(NamedTuple):
+    """What became of a cell."""
+
+    text: str
+    kind: str
+    """equal, refused, wrong or hanging."""
+    error: float
+
+    @classmethod
+    def of(cls, result: Result) -> Outcome:
+        """The outcome of a result."""
+        kind = "equal" if result.equal else "refused" if result.refusal else "wrong"
+        if "took longer than" in result.fault:
+            kind = "hanging"
+        return cls(str(result), kind, result.error)
 
 
 @command_line.script
@@ -71,40 +141,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare all cells, and fail if one is wrong."""
     options = command_line.options(__doc__ or "", argv, _add_options)
     command_line.needs("transformers", "transformers")
-    from tests.parity.comparison import Cell, Result, compare
+    from tests.parity.comparison import SCALED, SETTINGS, Cell, compare, secure_error
     from tests.parity.small_models import NAMES
     from tests.warm_ranks import Ranks
 
-    full = {layout: tuple(NAMES) for layouts in LAYOUTS.values() for layout in layouts}
-    chosen = command_line.of_size(options, full=full, quick=QUICK, smoke=SMOKE)
-    optimizers = command_line.of_size(options, full=[*OPTIMIZERS], quick=["SGD"], smoke=["SGD"])
-    if options.only:
-        unknown = [each for each in options.only.split(",") if each not in NAMES]
-        if unknown:
-            raise UserError(f"--only: there is no {unknown[0]}; there are {', '.join(NAMES)}")
-        chosen = {layout: tuple(options.only.split(",")) for layout in chosen}
-    results: dict[tuple[str, str, str], Result] = {}
-    for count, layouts in LAYOUTS.items():
-        cells = {
-            (layout, model, optimizer): Cell(model, keys, optimizer, OPTIMIZERS[optimizer])
-            for layout, keys in layouts.items()
-            for model in chosen.get(layout, ())
-            for optimizer in optimizers
-        }
-        with Ranks(count) as ranks, tempfile.TemporaryDirectory() as directory:
-            compared = compare(ranks, list(cells.values()), Path(directory))
-            for key, result in zip(cells, compared, strict=True):
-                results[key] = result
-                print(*key, result, file=sys.stderr, flush=True)
-    equal = [each for each in results.values() if each.equal]
-    refused = [each for each in results.values() if each.refusal]
-    measured = {
-        "cells/equal": float(len(equal)),
-        "cells/refused": float(len(refused)),
-        "cells/wrong": float(len(results) - len(equal) - len(refused)),
-        "error/worst": max((each.error for each in equal), default=0.0),
-    }
-    print(_table(results))
+    keys = _keys(options, NAMES, list(SETTINGS))
+    outcomes = _known(options.results, keys)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="parity-")))
+        groups: dict[int, Ranks] = {}
+        for number, key in enumerate(keys):
+            if key in outcomes:
+                continue
+            layout = LAYOUTS[key.layout]
+            if layout.ranks not in groups:
+                groups[layout.ranks] = stack.enter_context(Ranks(layout.ranks, LIMIT_SECONDS))
+            cell = Cell(key.model, layout.keys, key.setting, layout.side)  # type: ignore[arg-type]
+            started = time.monotonic()
+            (result,) = compare(groups[layout.ranks], [cell], directory / str(number))
+            outcomes[key] = Outcome.of(result)
+            seconds = time.monotonic() - started
+            print(f"{' / '.join(key)}: {result} [{seconds:.1f} s]", file=sys.stderr, flush=True)
+            if options.results is not None:
+                with options.results.open("a", encoding="utf-8") as file:
+                    print(json.dumps([key, outcomes[key]]), file=file)
+        scaled = [] if options.only else SCALED[: 1 if options.smoke else None]
+        errors = []
+        for number, (scale, rows) in enumerate(scaled):
+            ranks = groups.setdefault(1, stack.enter_context(Ranks(1, LIMIT_SECONDS)))
+            errors.append(secure_error(ranks, scale, rows, directory / f"scaled-{number}"))
+    measured = _figures(list(outcomes.values()))
+    print(_table(outcomes))
+    if errors:
+        measured["secure/worst"] = max(errors)
+        header = ("updates of about", "rows of the devices", "error of a secure sum")
+        shown = zip(scaled, errors, strict=True)
+        rows_ = [(f"{s:g}", ", ".join(map(str, r)), f"{error:.0e}") for (s, r), error in shown]
+        print(figures.table(header, rows_))
     values = [(key, f"{value:g}") for key, value in measured.items()]
     print(figures.table(("figure", "value"), values))
     machine = figures.machine("transformers")
@@ -112,25 +185,78 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if measured["cells/wrong"] else 0
 
 
-def _table(results: Mapping[tuple[str, str, str], Any]) -> str:
-    """Models by layouts; sentences are below, by number."""
-    layouts = list(dict.fromkeys(layout for layout, _, _ in results))
+def _keys(options: argparse.Namespace, names: Sequence[str], settings: Sequence[str]) -> list[Key]:
+    """The cells of a size, by model.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    only = options.only.split(",") if options.only else None
+    unknown = [each for each in only or () if each not in names]
+    if unknown:
+        raise UserError(f"--only: there is no {unknown[0]}; there are {', '.join(names)}")
+    full = {**dict.fromkeys(MAIN, tuple(names)), **dict.fromkeys(MORE, WIDELY)}
+    chosen = command_line.of_size(options, full=full, quick=QUICK, smoke=SMOKE)
+    if only:
+        chosen = dict.fromkeys(chosen, tuple(only))
+    is_full = not options.quick and not options.smoke
+    keys = []
+    for row, model in enumerate(names):
+        for column, layout in enumerate(LAYOUTS):
+            if model not in chosen.get(layout, ()):
+                continue
+            widely = is_full and model in WIDELY and layout in MAIN
+            turn = (row + column) % len(settings)
+            wanted = settings if widely else settings[turn : turn + 1]
+            keys += [Key(model, layout, setting) for setting in wanted]
+    return keys
+
+
+def _known(file: Path | None, keys: Sequence[Key]) -> dict[Key, Outcome]:
+    """The outcomes of those cells that a file has, with its last ones."""
+    if file is None or not file.exists():
+        return {}
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    found = {Key(*key): Outcome(*outcome) for key, outcome in lines}
+    return {key: found[key] for key in keys if key in found}
+
+
+def _figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    def count(*kinds: str) -> float:
+        return float(sum(each.kind in kinds for each in outcomes))
+
+    return {
+        "cells/equal": count("equal"),
+        "cells/refused": count("refused"),
+        "cells/wrong": count("wrong", "hanging"),
+        "cells/hanging": count("hanging"),
+        "share/equal": count("equal") / len(outcomes),
+        "error/worst": max((each.error for each in outcomes if each.kind == "equal"), default=0.0),
+    }
+
+
+def _table(outcomes: Mapping[Key, Outcome]) -> str:
+    """Models by layouts: the worst error of the settings, or the number of a sentence below."""
+    layouts = [each for each in LAYOUTS if any(each == key.layout for key in outcomes)]
     sentences: list[str] = []
 
-    def cell(key: tuple[str, str, str]) -> str:
-        if key not in results:
-            return ""
-        what, _, rest = str(results[key]).partition(" (")
-        if results[key].equal:
-            return f"{what} ({rest}"
-        sentence = rest.removesuffix(")")
-        if sentence not in sentences:
-            sentences.append(sentence)
-        return f"{what} [{sentences.index(sentence) + 1}]"
+    def numbered(outcome: Outcome) -> str:
+        if outcome.text not in sentences:
+            sentences.append(outcome.text)
+        mark = "" if outcome.kind == "refused" else outcome.kind.upper()
+        return f"{mark}[{sentences.index(outcome.text) + 1}]"
+
+    def cell(model: str, layout: str) -> str:
+        found = [
+            each for key, each in outcomes.items() if (key.model, key.layout) == (model, layout)
+        ]
+        equal = [each.error for each in found if each.kind == "equal"]
+        others = dict.fromkeys(numbered(each) for each in found if each.kind != "equal")
+        return " ".join([*([f"{max(equal):.0e}"] if equal else []), *others])
 
     rows = [
-        (f"{model} {optimizer}", *(cell((layout, model, optimizer)) for layout in layouts))
-        for model, optimizer in dict.fromkeys(key[1:] for key in results)
+        (model, *(cell(model, layout) for layout in layouts))
+        for model in dict.fromkeys(key.model for key in outcomes)
     ]
     notes = [f"[{number}] {sentence}" for number, sentence in enumerate(sentences, 1)]
     return "\n".join([figures.table(("model", *layouts), rows), *notes])
@@ -138,6 +264,12 @@ def _table(results: Mapping[tuple[str, str, str], Any]) -> str:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="A,B", help="models, in all layouts of the size")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="append the outcome of each cell to this file, and skip those that it has",
+    )
 
 
 if __name__ == "__main__":

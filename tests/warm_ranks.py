@@ -31,9 +31,10 @@ _SECONDS = 500.0
 class Ranks:
     """A group of ranks that starts with the first call of `run`, and then stays warm."""
 
-    def __init__(self, count: int) -> None:
-        """Prepare `count` ranks; `run` starts them."""
+    def __init__(self, count: int, seconds: float = _SECONDS) -> None:
+        """Prepare `count` ranks; `run` starts them, and fails after so many `seconds`."""
         self.count = count
+        self._seconds = seconds
         self._members: list[tuple[ForkServerProcess, Connection]] = []
         self._store: TCPStore | None = None
 
@@ -57,7 +58,10 @@ class Ranks:
         try:
             for _, parent_end in self._members:
                 parent_end.send((source, function, arguments))
-            return [_result(rank, parent_end) for rank, (_, parent_end) in enumerate(self._members)]
+            return [
+                _result(rank, parent_end, self._seconds)
+                for rank, (_, parent_end) in enumerate(self._members)
+            ]
         except BaseException:
             self.close()
             raise
@@ -83,9 +87,9 @@ class Ranks:
             self._members.append((process, parent_end))
 
 
-def _result(rank: int, parent_end: Connection) -> Any:
-    if not parent_end.poll(_SECONDS):
-        raise RuntimeError(f"rank {rank} took longer than {_SECONDS:.0f} s")
+def _result(rank: int, parent_end: Connection, seconds: float) -> Any:
+    if not parent_end.poll(seconds):
+        raise RuntimeError(f"rank {rank} took longer than {seconds:.0f} s")
     try:
         error, result = parent_end.recv()
     except EOFError:

@@ -21,6 +21,7 @@ from typing import Any, TypeGuard
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn.utils.parametrize import is_parametrized
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.parallel.attention import Attention, find_head_sharding
@@ -212,7 +213,7 @@ def _plan_of_tied(model: nn.Module, modules: Mapping[str, nn.Module], degree: in
     def is_divisible(users: Sequence[nn.Module]) -> bool:
         return all(
             id(each) in names
-            and (isinstance(each, nn.Linear) or _is_embedding(each))
+            and (_is_linear(each) or _is_embedding(each))
             and each.weight.shape[0] % degree == 0
             for each in users
         )
@@ -231,10 +232,16 @@ def _plan_of_tied(model: nn.Module, modules: Mapping[str, nn.Module], degree: in
     }
 
 
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return isinstance(module, nn.Linear) and linear_widths(module) is not None
+
+
 def _is_embedding(module: nn.Module) -> TypeGuard[nn.Embedding]:
     """Whether a module is an embedding that is called with its indices and nothing else."""
     return (
-        isinstance(module, nn.Embedding) and len(inspect.signature(module.forward).parameters) == 1
+        isinstance(module, nn.Embedding)
+        and not is_parametrized(module)
+        and len(inspect.signature(module.forward).parameters) == 1
     )
 
 

@@ -46,10 +46,17 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.utils.parametrize import is_parametrized
 
 
 def linear_widths(module: nn.Module | None) -> tuple[int, int] | None:
-    """Numbers of inputs and outputs of an `nn.Linear` or `Conv1D`; None for any other module."""
+    """Numbers of inputs and outputs of an `nn.Linear` or `Conv1D`; None for any other module.
+
+    Also None for one with a parametrization, such as weight norm: it computes its matrix from
+    parameters that it does not hold itself, so that there is nothing in it to shard.
+    """
+    if module is not None and is_parametrized(module):
+        return None
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     if module is None or type(module).__name__ != "Conv1D":

@@ -1,4 +1,4 @@
-"""Models with tensor parallelism train like one process, or are refused before training.
+"""Models train on ranks like in one process, or are refused before training.
 
 `benchmarks/parity.py` compares more models and layouts.
 """
@@ -23,7 +23,12 @@ TWO_RANKS = {
     "norms over all heads": Cell("olmo2", TENSOR),
     "an embedding with an own forward()": Cell("opt", TENSOR),
     "a bias that a head and another module share": Cell("bert", TENSOR),
+    "weights that are computed from others": Cell("weight-norm", TENSOR, "AdamW"),
     "experts": Cell("qwen3_moe", TENSOR),
+    "experts of which a batch calls a part, sharded": Cell("qwen3_moe", {"zero_stage": 3}, "AdamW"),
+    "running statistics of parts of a batch": Cell("batch-norm", {}, "SGD, accumulated"),
+    "a recurrent layer, a schedule and clipping": Cell("lstm", {}, "AdamW, cosine, clipped"),
+    "an encoder in a pipeline": Cell("bert", {"pipeline_parallel": 2}),
 }
 FOUR_RANKS = {
     "ZeRO-0": Cell("prelu", {**TENSOR, "zero_stage": 0}),
@@ -35,6 +40,10 @@ REFUSED = {
     "a whole gate of sharded activations": (
         Cell("gated", TENSOR),
         "with its matrices sharded the model gives parameter 'blocks.0.fc2.bias' another gradient",
+    ),
+    "running statistics": (
+        Cell("batch-norm", {"pipeline_parallel": 2}),
+        "cannot be kept with tensor_parallel or pipeline_parallel above 1; set both to 1",
     ),
     "one scale for sharded and whole activations": (
         Cell("twice", TENSOR),
