@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,34 @@ import torch
 from isthmus.errors import AdmissionRefused, TaskError, UpdateError
 from isthmus.job import read_job
 from isthmus.task import Participant, load_task, user_code
-from isthmus.task.definition import Parameters, defines
+from isthmus.task.definition import defines
 from isthmus.task.held_out import HeldOut
-from isthmus.task.made_optimizers import SEVERAL, made_by
-from isthmus.task.optimizers import ScheduleState, TaskOptimizers, job_schedule
-from isthmus.task.scoring import (
-    batches,
-    build_same_model,
-    count_examples,
-    evaluate,
-    losses,
-)
-from isthmus.task.scoring.units import UNUSABLE_WEIGHTS
+from isthmus.task.made_optimizers import made_by
+from isthmus.task.optimizers import ScheduleState, job_schedule
+from isthmus.task.scoring import build_same_model, count_examples, evaluate, training_batches
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.requests import fingerprint_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
+from isthmus_datacenter.messages import ControlSignal
+from isthmus_datacenter.parallel.model_shard import ModelShard, ParameterNames
+from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
+from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.training.data import ExampleOrder
+from isthmus_datacenter.training.forward_backward import ForwardBackward
+from isthmus_datacenter.training.mean_gradient import GradientAverager, accumulate
+from isthmus_datacenter.training.profile import RoundProfile
 from isthmus_datacenter.training.rng import derived_seed
+from isthmus_datacenter.training.step_loop import StartPoint, StepLoop
+from isthmus_datacenter.training.whole_batches import check_optimizers
 
 CPU = torch.device("cpu")
+_State = tuple[int, torch.Tensor, list[dict[str, Any]], dict[str, dict[str, Any]]]
+"""A step, the model (N), the options of the optimizer's groups, and its state by parameter."""
+
+
+def _no_signal() -> ControlSignal:
+    return ControlSignal.CONTINUE
 
 
 class VirtualDatacenter:
@@ -100,8 +107,23 @@ class VirtualDatacenter:
         return self._run
 
 
+class OneRankOptimizer(ShardedOptimizer):
+    """The optimizer of a model that is whole."""
+
+    def global_norm(self, gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The 2-norm of the whole gradient, rounded as `torch.nn.utils.clip_grad_norm_` does.
+
+        A sum of squares that ranks can add rounds otherwise.
+        """
+        return torch.nn.utils.get_total_norm(gradients.values())
+
+
 class VirtualRun:
-    """The open run: model, optimizer and data, at an absolute step."""
+    """The open run: model, optimizer and data, at an absolute step.
+
+    Its steps are those of a rank (`training.step_loop`), of a group of one rank, in which nothing
+    is reduced.
+    """
 
     def __init__(self, open_: link_pb2.OpenRun, name: str, data: Path | None) -> None:
         self.run_id = open_.run_id
@@ -121,11 +143,6 @@ class VirtualRun:
         )
         division.check_datacenter()
         self.layout = division.exchanged
-        if defines(self.task, "training_step"):
-            raise TaskError(
-                "a simulated datacenter trains with loss(), and this task has training_step(); use "
-                "a real one"
-            )
         if self.job.datacenter.privacy is not None:
             raise TaskError(
                 "a simulated datacenter adds no noise, and the job has datacenter.privacy; use a "
@@ -143,9 +160,19 @@ class VirtualRun:
         self.examples = count_examples(self.dataset, "local_data()")
         self.held_out = HeldOut(self.task)
         self.order = ExampleOrder.of(self.task, self.dataset, self.examples, 1, self.job)
+        names = ParameterNames.of(self.model).in_stage(self.model)
+        # A loss or a layer that depends on the batch needs the parts of it that a rank trains in
+        # sequence. Others have the same gradients but for rounding, and are faster whole.
+        whole = not (defines(self.task, "training_step") or self.layout.statistics)
+        accumulate = 1 if whole else section.accumulate
+        dims = ParallelDims(ranks=1, zero_stage=0, accumulate=accumulate)
+        self.shard = ModelShard(dims, {0: self.model}, {0: names})
+        self.forward_backward = ForwardBackward(
+            self.task, self.shard, 0, CPU, self.order.batch_size, waits_for_masks=True
+        )
         self._schedules: Mapping[str, ScheduleState] = {}
         self.round = 0
-        self.optimizers = self._make_optimizers()
+        self.optimizer = self._make_optimizer()
         self.step = 0
         self._before = self._snapshot()
 
@@ -156,7 +183,8 @@ class VirtualRun:
 
         Raises:
             UpdateError: the state of the step to start from is not kept.
-            TaskError: the task's code raised, or the loss is not finite.
+            ConsensusError: the loss or the model is not finite.
+            TaskError: the task's code raised, or training changed what is frozen.
         """
         self.round = command.round
         reset = self.job.datacenter.optimizer_on_load == "reset"
@@ -168,29 +196,34 @@ class VirtualRun:
         if model is not None:
             self.layout.scatter(self.layout.decode(model), self.model)
             if reset:
-                self.optimizers = self._make_optimizers()
-        self.optimizers.go_to(command.position)
-        self._schedules = self.optimizers.schedules
-        rate = self.optimizers.scheduled_rate
-        count = command.until_step - command.from_step
+                self.optimizer = self._make_optimizer()
+        self.optimizer.go_to(command.position)
+        self._schedules = self.optimizer.schedules
+        rate = self.optimizer.scheduled_rate
+        first = command.from_step
+        until = command.until_step
+        count = until - first
+        loop = StepLoop(
+            self.forward_backward,
+            self.optimizer,
+            self.layout.statistics,
+            RoundProfile(CPU),
+            StartPoint(first),
+        )
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derived_seed(self.job.seed, command.from_step, 0))
-            positions = iter(range(command.position, command.position + count))
-            loss = self._steps(
-                command.from_step, command.until_step, lambda: self._update(next(positions))
-            )
-        self.step = command.until_step
-        if not math.isfinite(loss):
-            raise TaskError(
-                f"the loss is {loss} between steps {command.from_step} and {command.until_step}; "
-                "lower the learning rate or check the data"
-            )
-        training = {"loss": loss} if rate is None else {"loss": loss, "learning_rate": rate}
+            torch.manual_seed(derived_seed(self.job.seed, first, 0))
+            for _ in loop.take(self._batches(first, until), command.position, _no_signal):
+                pass
+        self.step = until
+        loss = loop.finish(first, until)
+        training = {} if loss is None else {**loop.parts.result(), "loss": loss}
+        if training and rate is not None:
+            training["learning_rate"] = rate
         trained = link_pb2.Trained(
             examples=count * self.order.batch_size,
             steps=count,
             seconds=step_seconds * count,
-            training=training if count else {},
+            training=training,
             evaluation=self._evaluate() if command.evaluate else {},
         )
         if not command.hand_back:
@@ -205,23 +238,29 @@ class VirtualRun:
         """Compute the mean gradient at `model` over the batches of some steps, without training.
 
         Raises:
+            ConsensusError: the loss is not finite.
             TaskError: the task's code raised.
         """
         parameters_before = self.layout.gather(self.model)
         self.layout.scatter(self.layout.decode(model), self.model)
         count = command.until_step - command.from_step
-        self.model.zero_grad(set_to_none=True)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derived_seed(self.job.seed, command.from_step, 0))
-            loss = self._steps(command.from_step, command.until_step, lambda: None)
-        vector = torch.zeros(self.layout.size)
-        gradients = {name: each.grad for name, each in self.model.named_parameters()}
-        for name, part in self.layout.parts(vector):
-            gradient = gradients.get(name)
-            if gradient is not None:
-                part.copy_(gradient).div_(max(count, 1))
-        self.model.zero_grad(set_to_none=True)
-        self.layout.scatter(parameters_before, self.model)
+        averager = GradientAverager(self.shard, fp16=False)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(derived_seed(self.job.seed, command.from_step, 0))
+                batches = self._batches(command.from_step, command.until_step)
+                loss = accumulate(
+                    averager,
+                    self.forward_backward,
+                    batches,
+                    _no_signal,
+                    self.optimizer,  # says whose parameters each loss is for, and does not step
+                )
+            averager.store_in_parameters()
+            vector = self.layout.gather(self.model)
+            vector[self.layout.trained_size :].zero_()  # in the place of running statistics
+        finally:
+            self.layout.scatter(parameters_before, self.model)
         payload = self.layout.encode(vector)
         return link_pb2.Trained(
             result=describe(payload),
@@ -239,43 +278,23 @@ class VirtualRun:
         """
         if step == self.step:
             return
-        kept_step, parameters, optimizer = self._before
+        kept_step, parameters, options, state = self._before
         if step != kept_step:
             raise UpdateError(f"this virtual datacenter has no state of step {step}")
         self.layout.scatter(parameters, self.model)
-        self.optimizers = self._make_optimizers()
-        for name, state in optimizer.items():
-            self.optimizers.named[name].load_state_dict(state)
-        self.optimizers.restored()
+        self.optimizer = self._make_optimizer()
+        self.optimizer.load_state(options, state, None)
         self.step = step
 
     def encoded(self) -> bytearray:
         """The current model, encoded."""
         return self.layout.encode(self.layout.gather(self.model))
 
-    def _steps(self, first: int, until: int, update: Callable[[], None]) -> float:
-        """Add the gradient of each step's batch and call `update`; returns the mean loss."""
+    def _batches(self, first: int, until: int) -> Iterator[Any]:
+        """The batches of steps `first` (included) to `until`."""
         size = self.order.batch_size
         indices = self.order.examples_between(first * size, until * size)
-        total = torch.zeros((), dtype=torch.float64)
-        units = 0.0
-        for inputs, target in batches(self.task, self.dataset, indices, size, CPU):
-            _, values = losses(self.task, self.model, inputs, target)
-            with user_code("the backward pass"):
-                torch.autograd.backward(values.mean())
-            update()
-            total += values.total64()
-            units += float(values.count())
-        if not math.isfinite(units):
-            raise TaskError(f"loss() returned {UNUSABLE_WEIGHTS}")
-        return float(total) / (units or 1)
-
-    def _update(self, position: int) -> None:
-        self.optimizers.go_to(position)
-        if self.job.datacenter.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.datacenter.clip_norm)
-        self.optimizers.step()
-        self.optimizers.zero_grad()
+        return training_batches(self.task, self.dataset, indices, size, CPU)
 
     def _evaluate(self) -> dict[str, float]:
         size = self.job.evaluation.batch_size
@@ -285,18 +304,22 @@ class VirtualRun:
             ).result()
         )
 
-    def _make_optimizers(self) -> TaskOptimizers:
+    def _make_optimizer(self) -> OneRankOptimizer:
         participant = dataclasses.replace(self.participant, round=self.round)
-        made = made_by(self.task, Parameters(self.model.named_parameters()), participant)
-        if isinstance(made, Mapping):
-            raise TaskError(SEVERAL)
-        schedule = job_schedule(self.job, self.job.datacenter.batch_size)
-        parameters = self.model.parameters()
-        return TaskOptimizers(made, parameters, schedule, self._schedules)
+        section = self.job.datacenter
+        optimizer = OneRankOptimizer(
+            self.shard,
+            lambda parameters: made_by(self.task, parameters, participant),
+            section.clip_norm,
+            fp16=False,
+            job_schedule=job_schedule(self.job, section.batch_size),
+            earlier=self._schedules,
+        )
+        check_optimizers(self.task, self.shard, optimizer.names)
+        return optimizer
 
-    def _snapshot(self) -> tuple[int, torch.Tensor, dict[str, Any]]:
-        tables = {}
-        for name, optimizer in self.optimizers.named.items():
-            tables[name] = optimizer.state_dict()
-            tables[name]["state"] = copy.deepcopy(tables[name]["state"])
-        return self.step, self.layout.gather(self.model), tables
+    def _snapshot(self) -> _State:
+        optimizer = self.optimizer
+        state = {name: optimizer.state_of(each) for name, each in optimizer.named_parameters()}
+        kept = {name: copy.deepcopy(dict(each)) for name, each in state.items() if each}
+        return self.step, self.layout.gather(self.model), optimizer.group_options(), kept

@@ -175,7 +175,7 @@ class ShardedOptimizer:
         if self.clip_norm is not None or self._fp16:
             # Of the gradients of the mean loss, which is what the limit is about; also one pass
             # fewer over them than scaling first.
-            norm = self._global_norm(gradients) * factor
+            norm = self.global_norm(gradients) * factor
             if self._fp16:
                 finite = bool(torch.isfinite(norm))
             if self.clip_norm is not None:
@@ -243,7 +243,7 @@ class ShardedOptimizer:
 
     # -- norm and scale -------------------------------------------------------------------------
 
-    def _global_norm(self, gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def global_norm(self, gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The 2-norm of the whole gradient, over all ranks: each element counted once."""
         dims = self.shard.dims
         squares = [torch.zeros((), dtype=torch.float32, device=self._device())]

@@ -76,7 +76,11 @@ def start_units_all_reduce(
 
 
 def finite_mean_loss(
-    loss_sum: torch.Tensor, units: float, parameters: Iterable[torch.Tensor], steps: tuple[int, int]
+    loss_sum: torch.Tensor,
+    units: float,
+    parameters: Iterable[torch.Tensor],
+    steps: tuple[int, int],
+    ranks: int,
 ) -> float:
     """Compute the mean loss of all ranks, and check that it and all parameters are finite.
 
@@ -87,6 +91,7 @@ def finite_mean_loss(
         units: number of units of all replicas.
         parameters: those of this rank.
         steps: first step and the step after the last.
+        ranks: their number.
 
     Raises:
         ConsensusError: something is not finite, on some rank.
@@ -97,7 +102,7 @@ def finite_mean_loss(
     norms = torch._foreach_norm(parts, math.inf) if parts else []
     largest = torch.stack([norm.double() for norm in norms]).amax() if norms else 0.0 * loss_sum
     sums = torch.stack([loss_sum, largest * 0.0]).cpu()  # the second is NaN if one is not finite
-    if dist.get_world_size() > 1:
+    if ranks > 1:
         dist.all_reduce(sums)
     mean = float(sums[0]) / (units or 1)
     if math.isfinite(mean) and math.isfinite(float(sums[1])):

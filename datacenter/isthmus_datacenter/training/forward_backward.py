@@ -47,9 +47,27 @@ class ForwardBackward:
     """Computes the gradients of one batch at a time."""
 
     def __init__(
-        self, task: Task, shard: ModelShard, rank: int, device: torch.device, batch_size: int
+        self,
+        task: Task,
+        shard: ModelShard,
+        rank: int,
+        device: torch.device,
+        batch_size: int,
+        *,
+        waits_for_masks: bool = False,
     ) -> None:
-        """`batch_size` is the number of examples of one replica in a step."""
+        """Compute gradients on one rank.
+
+        Args:
+            task: has the loss.
+            shard: this rank's part of the model.
+            rank: this rank.
+            device: where the shard is.
+            batch_size: number of examples of one replica in a step.
+            waits_for_masks: whether the sum of a batch's mask is read before the backward pass, so
+                that the loss is divided by it, and not the gradients later. On a GPU, reading it
+                would wait for the forward pass.
+        """
         self.task = task
         self.shard = shard
         self.dims = shard.dims
@@ -63,6 +81,7 @@ class ForwardBackward:
         self.has_output = self.dims.stages - 1 in shard.stages
         """Whether `model` returns an output on this rank."""
         self._by_step = defines(task, "training_step")
+        self._waits_for_masks = waits_for_masks
         self._masked: bool | None = None
         """Whether losses have masks; None before the first."""
 
@@ -133,7 +152,8 @@ class ForwardBackward:
             if index == parts - 1:
                 units = _HostSum(counts, self.device)
                 self._check_masked(units.on_device)
-            if index == parts - 1 and not units.on_device:
+                is_late = units.on_device and not self._waits_for_masks
+            if index == parts - 1 and not is_late:
                 wait = start_all_reduce(units.read())  # overlaps with the backward pass
                 if parts == 1 and (self.dims.ranks == 1 or self.dims.precision == "fp16"):
                     divisor = (wait()[0] or 1) / averaged_over
@@ -150,7 +170,7 @@ class ForwardBackward:
             units = _HostSum(counts, self.device)
             wait = start_all_reduce(units.read())
             self.pipeline.sync_tied()
-        elif units.on_device:
+        elif is_late:
             # The sum of a mask has arrived here when the forward pass is done; by now the backward
             # pass is in the device's queue.
             wait = start_all_reduce(units.read())

@@ -1,23 +1,16 @@
-"""Train one round on one rank: start or resume, take the steps, save and evaluate.
-
-Shape legend: one *unit* is what the task scores (an example, a token); a step's loss is the
-mean over the units of all replicas.
-"""
+"""Train one round on one rank: start or resume, take the steps (`step_loop`), save and evaluate."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from isthmus.errors import StorageError, TaskError
+from isthmus.errors import StorageError
 from isthmus.task.definition import defines
 from isthmus.task.scoring import Averages
-from isthmus.tensors.fingerprint import changed_frozen, newly_frozen, same_values
 from isthmus_datacenter.checkpointing.checkpoints import MidRoundCheckpoint, RankProgress
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
 from isthmus_datacenter.messages import Command, ControlSignal, ReadSignal
@@ -25,12 +18,12 @@ from isthmus_datacenter.training.consensus import (
     ConsensusError,
     StoppedError,
     fail_together,
-    finite_mean_loss,
     gather_averages,
 )
 from isthmus_datacenter.training.engine import Engine
 from isthmus_datacenter.training.profile import ProgressReporter, RoundProfile, SendReport
 from isthmus_datacenter.training.rng import generator_states, restore_generators
+from isthmus_datacenter.training.step_loop import StartPoint, StepLoop
 
 
 def train_round(
@@ -58,19 +51,6 @@ def train_round(
     return _Round(engine, command).run(send_report, read_signal)
 
 
-@dataclasses.dataclass(frozen=True)
-class _StartPoint:
-    """Where training begins: at the round's first step, or where an earlier attempt stopped."""
-
-    step: int
-    loss_sum: float
-    """Losses of the round so far, of the units scored on this rank."""
-    units: float
-    """Units of the round so far, of all replicas."""
-    parts: Mapping[str, tuple[float, float]]
-    """Sums and weights of the named parts of the losses so far, of this rank."""
-
-
 class _Round:
     """One training command."""
 
@@ -88,8 +68,6 @@ class _Round:
         self._resets_optimizer = engine.job.datacenter.optimizer_on_load == "reset"
         self._rate: float | None = None
         """Scheduled learning rate of the first step."""
-        self._parts = Averages()
-        """The named parts of losses of batches as a whole, of this rank."""
         self._flops = 0.0
         """Operations of one step; 0 if unknown."""
 
@@ -103,15 +81,20 @@ class _Round:
         start = self._resume() or self._start()
         with fail_together():
             self._rate = engine.begin_schedules(command.position)
+        loop = StepLoop(
+            engine.forward_backward, engine.optimizer, engine.layout.statistics, profile, start
+        )
         try:
-            loss, units = self._train_steps(start, send_report, read_signal)
+            loss = self._train_steps(loop, start, send_report, read_signal)
         except ConsensusError:
             with contextlib.suppress(StorageError):  # the first failure is the one to report
                 engine.checkpoints.finish_save()  # collective: every rank raises this error
             raise
         per_step = engine.order.replicas * engine.order.batch_size
         steps, trained = (command.until_step - first for first in (command.from_step, start.step))
-        figures = profile.step_figures(trained, trained * per_step, units, self._flops)
+        figures = profile.step_figures(
+            trained, trained * per_step, loop.units - start.units, self._flops
+        )
         with profile.host_time("checkpoint"):
             engine.checkpoints.begin_save(command.until_step, engine.shard, engine.optimizer)
         # Neither of these changes the state, which is being written at the same time.
@@ -134,7 +117,7 @@ class _Round:
             "resumed": start.step if start.step > command.from_step else None,
             "notes": self._notes(),
             "examples": steps * per_step,
-            "training": self._training_figures(loss),
+            "training": self._training_figures(loss, loop.parts),
             "evaluation": evaluation,
             "seconds": profile.seconds,
         }
@@ -168,7 +151,7 @@ class _Round:
         text = f"{before} {command.model_digest} {where} {engine.job.model_dump_json()}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def _start(self) -> _StartPoint:
+    def _start(self) -> StartPoint:
         """Restore the state before the round's first step."""
         engine = self._engine
         command = self._command
@@ -186,9 +169,9 @@ class _Round:
             if self._resets_optimizer:
                 engine.reset_optimizer()
         engine.seed_generators(command.from_step)
-        return _StartPoint(command.from_step, 0.0, 0, {})
+        return StartPoint(command.from_step)
 
-    def _resume(self) -> _StartPoint | None:
+    def _resume(self) -> StartPoint | None:
         """Restore the last state that an earlier attempt saved within this round, if any."""
         engine = self._engine
         command = self._command
@@ -205,7 +188,7 @@ class _Round:
             checkpoint, engine.shard, engine.optimizer, self._position()
         )
         restore_generators(progress.generators, engine.placement.device)
-        return _StartPoint(checkpoint.step, progress.loss_sum, progress.units, progress.parts)
+        return StartPoint(checkpoint.step, progress.loss_sum, progress.units, progress.parts)
 
     def _position(self) -> str:
         coordinates = self._engine.coordinates
@@ -216,13 +199,13 @@ class _Round:
         steps = {self._command.from_step}
         return steps if self._state_step is None else steps | {self._state_step}
 
-    def _training_figures(self, loss: float | None) -> dict[str, float]:
-        """The mean loss, and the learning rate of the first step if there is a schedule of it."""
+    def _training_figures(self, loss: float | None, parts: Averages) -> dict[str, float]:
+        """The mean loss and its named parts, and with a schedule the first step's learning rate."""
         if loss is None:
             return {}
         figures = {"loss": loss}
         if defines(self._engine.task, "training_step"):
-            own = [self._parts] if self._engine.forward_backward.counts_losses else []
+            own = [parts] if self._engine.forward_backward.counts_losses else []
             gathered = gather_averages(own, self._engine.dims.ranks).result()
             figures = {**gathered, **figures}
         return figures if self._rate is None else {**figures, "learning_rate": self._rate}
@@ -247,94 +230,50 @@ class _Round:
     # -- steps ----------------------------------------------------------------------------------
 
     def _train_steps(
-        self, start: _StartPoint, send_report: SendReport, read_signal: ReadSignal
-    ) -> tuple[float | None, float]:
-        """Train; return the mean loss over the round, None without steps, and the units trained."""
+        self, loop: StepLoop, start: StartPoint, send_report: SendReport, read_signal: ReadSignal
+    ) -> float | None:
+        """Train; return the mean loss over the round, None without steps or if it is private."""
         engine = self._engine
         profile = self._profile
-        device = self._engine.placement.device
-        forward_backward = engine.forward_backward
-        optimizer = engine.optimizer
         first = self._command.from_step
         until = self._command.until_step
-        loss_sum = torch.tensor(start.loss_sum, dtype=torch.float64, device=device)
-        units = start.units
         reporter = None
-        reports = forward_backward.counts_losses and engine.coordinates.data == 0
+        reports = engine.forward_backward.counts_losses and engine.coordinates.data == 0
         if reports and not engine.private:  # nobody may know a private loss
             reporter = ProgressReporter(
                 send_report,
                 until - first,
                 engine.order.replicas * engine.order.batch_size,
-                device,
+                engine.placement.device,
                 steps_before=start.step - first,
                 loss_sum_before=start.loss_sum,
             )
-        for name, (part, weight) in start.parts.items():
-            self._parts.add_sum(name, torch.tensor(part, dtype=torch.float64), weight)
-        optimizer.zero_grad()  # of a step that was stopped
-        frozen = engine.shard.frozen_samples()
         profile.begin()
         # By the step and not by what was read before: a resumed round reads what an undisturbed one
         # would.
         batches = profile.timed_reads(engine.batch_source.batches(start.step, until))
-        for step, batch in enumerate(batches, start=start.step):
-            self._flops = engine.step_flops(batch)
-            # Ranks agree on the strongest signal within the step, since all have to stop after the
-            # same one.
-            signal = ControlSignal.CONTINUE
-            local_units = 0.0
-            global_units = 0.0
-            for name in optimizer.names:
-                with optimizer.alone(name):
-                    with profile.device_time("forward_backward"):
-                        result = forward_backward.run(
-                            batch, optimizer.loss_scale, read_signal, self._parts, name
-                        )
-                    if result.signal is ControlSignal.CANCEL:
-                        raise StoppedError(
-                            f"stopped before step {step} because the result is not wanted"
-                        )
-                    if result.signal is ControlSignal.SAVE:
-                        signal = result.signal
-                    with profile.device_time("optimizer"):
-                        optimizer.go_to(self._command.position + step - first)
-                        optimizer.step(result.gradient_factor, name)
-                        engine.shard.average_statistics(engine.layout.statistics)
-                loss_sum += result.loss_sum
-                local_units += result.local_units
-                global_units += result.global_units
-            units += global_units
+        position = self._command.position + start.step - first
+        for taken in loop.take(self._with_flops(batches), position, read_signal):
             if reporter is not None:
-                reporter.step(loss_sum, local_units, global_units)
+                reporter.step(loop.loss_sum, taken.local_units, taken.global_units)
             # The last step has the round's own checkpoint.
-            if self._lineage is not None and step + 1 < until:
-                checkpoint = MidRoundCheckpoint(self._lineage, step + 1)
-                self._save_mid_round(checkpoint, loss_sum, units, signal)
-        engine.shard.check_structure()
-        # Only a sample of each: comparing all would cost a copy of the model. What training
-        # changes, such as weight decay, changes all elements.
-        for name, values in engine.shard.frozen_samples().items():
-            if name not in frozen:
-                raise TaskError(newly_frozen(name))
-            if not same_values(values, frozen[name]):
-                raise TaskError(changed_frozen(name))
-        mean = None
-        if until > first:
-            mean = finite_mean_loss(
-                loss_sum * forward_backward.counts_losses,
-                units,
-                engine.shard.parameters().values(),
-                (first, until),
-            )
+            if self._lineage is not None and taken.step + 1 < until:
+                checkpoint = MidRoundCheckpoint(self._lineage, taken.step + 1)
+                self._save_mid_round(checkpoint, loop, taken.signal)
+        mean = loop.finish(first, until)
         profile.end()
-        return None if engine.private else mean, units - start.units
+        return None if engine.private else mean
+
+    def _with_flops(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The same batches; the operations of a step are counted on the first one."""
+        for batch in batches:
+            self._flops = self._engine.step_flops(batch)
+            yield batch
 
     def _save_mid_round(
         self,
         checkpoint: MidRoundCheckpoint,
-        loss_sum: torch.Tensor,
-        units: float,
+        loop: StepLoop,
         signal: ControlSignal,
     ) -> None:
         """Save the state within the round, at the job's interval or because of a signal.
@@ -351,11 +290,11 @@ class _Round:
             position=self._position(),
             saves=engine.coordinates.tensor == 0,
             generators=generator_states(engine.placement.device),
-            loss_sum=float(loss_sum),
-            units=units,
+            loss_sum=float(loop.loss_sum),
+            units=loop.units,
             parts={
-                name: (float(part), float(self._parts.counts[name]))
-                for name, part in self._parts.sums.items()
+                name: (float(part), float(loop.parts.counts[name]))
+                for name, part in loop.parts.sums.items()
             },
         )
         with self._profile.host_time("checkpoint"):
