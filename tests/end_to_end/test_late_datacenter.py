@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.end_to_end.conftest import RunProcess
-from tests.end_to_end.loopback_fleet import LoopbackFleet
+from tests.end_to_end.loopback_fleet import DATACENTER, LoopbackFleet
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,23 +80,31 @@ def train_on_this_machine(start: Callable[..., RunProcess], report_of: Any) -> A
     return report_of("here")
 
 
-@pytest.mark.parametrize("gate_round", [1, 2], ids=["first round", "second round"])
-def test_a_datacenter_that_connects_during_a_round_is_used_as_one_that_was_there(
+@pytest.mark.parametrize("gate_round", [0, 1, 2], ids=["before", "first round", "second round"])
+def test_a_datacenter_is_used_alike_whenever_it_connects(
     gate_round: int, fleet: LoopbackFleet, start: Any, report_of: Any
 ) -> None:
-    """Devices alone would have a loss that is five times as high for the same budget."""
+    """Devices alone would have a loss that is five times as high for the same budget.
+
+    It connects before the job is submitted, or while the devices are held in round `gate_round`.
+    """
     gate = fleet.folder / "tasks/gate"
     os.mkfifo(gate)
+    if not gate_round:
+        fleet.start_datacenter()
+        fleet.until(lambda: "linked to" in fleet.log(DATACENTER))
     job = fleet.submit(
         "job.toml",
         *COMMON,
         *("federated.clients=0", "datacenter.ranks=0", "time.lease_seconds=10"),
         *(f"task.settings.gate='{gate}'", f"task.settings.gate_round={gate_round}"),
     )
-    fleet.until(lambda: fleet.committed(job) == gate_round - 1)
-    fleet.start_datacenter()
-    fleet.until(lambda: fleet.datacenter_is_ready(job))
-    with gate.open("w"):
+    if gate_round:
+        fleet.until(lambda: fleet.committed(job) == gate_round - 1)
+        fleet.start_datacenter()
+        fleet.until(lambda: fleet.datacenter_is_ready(job))
+    # Held open, so that it waits for no device.
+    with os.fdopen(os.open(gate, os.O_RDWR)):
         fleet.run("logs", job, "--follow", "--state", "alice")
     late = json.loads(fleet.run("report", str(fleet.directory(job)), "--json"))
     there = train_on_this_machine(start, report_of)
@@ -107,6 +115,8 @@ def test_a_datacenter_that_connects_during_a_round_is_used_as_one_that_was_there
     assert cost_of(late, "datacenter") == cost_of(there, "datacenter")
     first, second = (each["rounds"][-1]["metrics"]["loss"] for each in (late, there))
     assert first < 1.2 * second
+    if not gate_round:
+        return
     assert "no datacenter is available" in late["rounds"][gate_round - 1]["reason"]
     assert late["rounds"][gate_round]["reason"].startswith("a datacenter has come: warm round 1")
     run = str(fleet.directory(job))
