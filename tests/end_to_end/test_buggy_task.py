@@ -38,3 +38,22 @@ def test_the_sentence_at_the_end_leads_to_the_traceback(
         task.write_text(mended)
         again = start("--resume", "--run-dir", "run")
         assert again.finish() == 0, again.output
+
+
+@pytest.mark.parametrize("where", BUGS)
+def test_the_exit_status_of_a_device_that_a_task_ends_is_named(
+    folder: Path, start: Any, where: str
+) -> None:
+    """Its log ends with something else, and a device that trained is still listed for a while."""
+    task = folder / "task.py"
+    ends = "os._exit(1)"
+    if where == "training":  # the server makes an optimizer too, and has no data of its own
+        ends = f"{BUGS[where]} if not hasattr(self, 'participant') else os._exit(1)"
+    task.write_text(task.read_text().replace(BUGS[where], ends))
+    changes = ("strategy.policy=federated", "datacenter.ranks=0", "time.lease_seconds=2")
+    run = start("job.toml", "--run-dir", "run", *(p for c in changes for p in ("--set", c)))
+    assert run.finish() == 1
+    last = run.output.strip().splitlines()[-1]
+    assert "declined: its process ended with exit status 1; see " in last, run.output
+    assert re.search(r"/logs/client-\d\.log", last)
+    assert "time.join_seconds" not in last

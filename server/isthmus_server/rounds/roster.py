@@ -85,6 +85,7 @@ class ParticipantRoster(ParticipantListener):
         self._availability = availability
         self._publish = publish
         self._declined: dict[str, tuple[link_pb2.Role, str]] = {}
+        self._will_not_return: dict[str, tuple[link_pb2.Role, str]] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self.started_clients = job.federated.clients
@@ -138,8 +139,13 @@ class ParticipantRoster(ParticipantListener):
         self._link.retract(self._run.package.blob)
 
     def decline(self, name: str, role: link_pb2.Role, reason: str) -> None:
-        """Record why an expected participant will not take part."""
-        if name not in self.clients and name not in self.datacenters:
+        """Record why an expected participant will not take part.
+
+        Of one that is still listed, because its lease has not ended yet, as soon as it has left.
+        """
+        if name in self.clients or name in self.datacenters:
+            self._will_not_return[name] = (role, reason)
+        else:
             self._declined[name] = (role, reason)
             self._publish(ParticipantDeclined(participant=name, reason=reason))
             self._changed.set()
@@ -390,6 +396,7 @@ class ParticipantRoster(ParticipantListener):
     def joined(self, peer: Peer) -> None:
         """Open the run on a new participant."""
         self._declined.pop(peer.name, None)
+        self._will_not_return.pop(peer.name, None)
         self._not_awaited.discard(peer.name)
         # A new process may have what the last one lacked, such as data or a task.
         self._publish(ParticipantJoined(participant=peer.name))
@@ -403,6 +410,8 @@ class ParticipantRoster(ParticipantListener):
         if ready is not None:
             self._publish(ParticipantLeft(participant=peer.name, reason=reason))
             self._changed.set()
+        if gone := self._will_not_return.pop(peer.name, None):
+            self.decline(peer.name, *gone)
 
     def progressed(self, name: str, progress: link_pb2.Progress) -> None:
         """Publish the progress that a participant reports."""

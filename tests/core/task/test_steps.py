@@ -125,3 +125,11 @@ def test_numpy_arrays_count_as_tensors():
         assert (float(units.total64()), float(units.count())) == (1.0, 2.0)
     assert unit_values(numpy.array(["a"]), "metrics()") is None
     assert unit_values(numpy.float32(1), "metrics()") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_values_are_refused(dtype):
+    values = torch.ones(3, dtype=dtype)
+    for returned in (values, (values, torch.ones(3))):
+        with pytest.raises(TaskError, match=r"^metrics\(\) returned complex numbers; return real"):
+            unit_values(returned, "metrics()")

@@ -28,28 +28,38 @@ def order_at(positions: DataPositions, step: int, replicas: int, batch_size: int
     )
 
 
+@pytest.mark.parametrize("global_batch", [None, 24])
 @pytest.mark.parametrize("seed", range(8))
-def test_24_changes_in_five_epochs_use_each_example_five_times(seed: int, tmp_path: Path) -> None:
-    """Attempts that fail are trained anew with other ranks, from the file that they wrote."""
+def test_24_changes_in_five_epochs_use_each_example_five_times(
+    seed: int, global_batch: int | None, tmp_path: Path
+) -> None:
+    """Attempts that fail are trained anew with other ranks, from the file that they wrote.
+
+    No epoch ends with a step, and most changes are in the middle of one.
+    """
+    section = DatacenterSection(batch_size=4, global_batch=global_batch)
     draw = random.Random(seed)
     step = 0
     counted: list[int] = []
     counts = draw.choices([1, 2, 3, 4, 8], k=25)
     for number, replicas in enumerate(counts):
         for replicas_of_attempt in (draw.choice([1, 2, 4]), replicas):
+            size = section.for_replicas(replicas_of_attempt).batch_size
             positions = DataPositions.read(tmp_path).with_size(
-                step, replicas=replicas_of_attempt, batch_size=4
+                step, replicas=replicas_of_attempt, batch_size=size
             )
             positions.write(tmp_path)
-        order = order_at(positions, step, replicas, 4)
+        size = section.for_replicas(replicas).batch_size
+        order = order_at(positions, step, replicas, size)
         steps = draw.randrange(1, 12)
         if number == len(counts) - 1:
-            steps = -(-(5 * EXAMPLES - len(counted)) // (replicas * 4))
+            steps = -(-(5 * EXAMPLES - len(counted)) // (replicas * size))
         for each in range(step, step + steps):
             for replica in range(replicas):
                 counted += order.indices(each, each + 1, replica)
         step += steps
         assert positions.at(step) == len(counted)
+        assert global_batch is None or len(counted) == step * global_batch
     assert set(Counter(counted[: 5 * EXAMPLES]).values()) == {5}
     for epoch in range(5):
         part = counted[epoch * EXAMPLES : (epoch + 1) * EXAMPLES]

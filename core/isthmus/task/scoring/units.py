@@ -141,7 +141,7 @@ def unit_values(returned: Any, single: str) -> UnitValues | None:
         None if it is a single number or something else, see `described`.
 
     Raises:
-        TaskError: the weights do not fit the values.
+        TaskError: the weights do not fit the values, or these are complex.
     """
     values = returned
     weights = None
@@ -151,6 +151,8 @@ def unit_values(returned: Any, single: str) -> UnitValues | None:
     weights = _as_tensor(weights)
     if not isinstance(values, torch.Tensor) or values.ndim == 0:
         return None
+    if values.is_complex():  # their imaginary part would be dropped
+        raise TaskError(f"{single} returned complex numbers; return real ones, as by .abs()")
     if weights is not None and (
         not isinstance(weights, torch.Tensor) or weights.shape != values.shape
     ):

@@ -23,6 +23,9 @@ MAX_STARTS = 5
 OnFailure = Callable[[str, link_pb2.Role, str], None]
 """Called with the name, role and reason of a participant that is not restarted."""
 
+ERROR = "isthmus: "
+"""What the sentence begins with by which a command ends."""
+
 _GRACE_SECONDS = 5.0
 
 
@@ -113,10 +116,7 @@ class LocalProcesses:
                 raise
             if code == 1:  # an error of the user, which would occur again
                 break
-        why = f"its process ended: {_last_line(log)}"
-        if code < 0:  # its log ends with something else
-            why = f"its process was ended by {signal_name(-code)}; see {log}"
-        self._on_failure(name, _role(arguments), why)
+        self._on_failure(name, _role(arguments), _why_it_ended(code, log))
 
 
 def _role(arguments: Sequence[str]) -> link_pb2.Role:
@@ -133,6 +133,13 @@ async def _end(program: Program) -> None:
         await program.ended
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1] if lines else "it logged nothing"
+def _why_it_ended(code: int, log: Path) -> str:
+    """The error with which a program ended, or how its process ended if it could give none."""
+    text = log.read_text(errors="replace").strip() if log.exists() else ""
+    _, error, sentence = ("\n" + text).rpartition("\n" + ERROR)
+    if code > 0 and error:
+        return f"its process ended: {ERROR}{' '.join(sentence.split())}"
+    # A task's code may end the process, by os._exit or in a library; what it logged last is about
+    # something else.
+    how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
+    return f"its process {how}; see {log}"

@@ -125,6 +125,9 @@ class RoleChooser:
             return self._test_or_not(observation, state, forgotten)
         # For good: phases only move forward, so that the policy cannot oscillate.
         state = dataclasses.replace(state, uses_gradient=True, gradient_since=observation.round)
+        # A datacenter that came late was in no round in which the gradients were measured.
+        unmeasured = observation.can_measure_gradients and not evidence.gradient_ratios(observation)
+        measures = measures or unmeasured
         return state, self.rehearsal(observation, state, alike or forgotten, measures=measures)
 
     def _test_or_not(

@@ -54,6 +54,10 @@ class EdgePlanner:
         state = dataclasses.replace(round_.state, pending_comparison="")
         state, role = self._role(observation, state, round_.role)
         keep = FORK if state.race.branch == "fork" else round_.keep
+        # A datacenter that comes goes on from this round's model, which it has to beat. What is
+        # kept is the file that the round writes anyway.
+        if state.missed_warm_start:
+            keep = COLD
         scale, why_scale = self._steps.choose(observation, state)
         windows = tuple(sorted({*state.windows, *self._steps.only_window(observation)}))
         transfer = role.transfer_weight > 0

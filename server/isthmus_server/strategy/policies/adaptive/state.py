@@ -14,7 +14,7 @@ from isthmus_server.strategy.policy import INITIAL
 WARM = "warm"
 """Name under which the model at the end of a warm start is kept."""
 COLD = "cold"
-"""Name of the model from which a warm start that begins late goes on."""
+"""Name of the last model without a datacenter, from which a late warm start goes on."""
 FORK = "fork"
 """Name of the model from which both branches of a race begin."""
 WITH_GRADIENT = "with-gradient"
@@ -108,7 +108,7 @@ class TargetState:
     instead: bool = False
     """Whether the datacenter trains only until the devices, which proved faster, are back."""
     untried: bool = False
-    """Whether the devices train because no datacenter was there, which was not tried so far."""
+    """Whether the devices train because no datacenter was there, so that they proved nothing."""
 
     def in_words(self) -> str:
         """Which side trains, and why."""
@@ -146,17 +146,15 @@ class AdaptiveState:
     warm_rounds: int = 0
     """Warm rounds so far."""
     max_warm_rounds: int = 0
-    """Limit on warm rounds."""
+    """Limit on warm rounds; after an interruption those that were left, and 0 before any."""
     min_warm_rounds: int = 0
     """Warm rounds before a plateau can end the warm start."""
     before_devices: bool = False
     """Whether the warm start began before the devices' window; it ends when that opens."""
     missed_warm_start: bool = False
-    """Whether no datacenter was there for a warm start, which begins once one is."""
-    cold_round: int = 0
-    """The round after which the model was kept for a warm start that begins late; 0 for none."""
+    """Whether no datacenter is there for a warm start, or its rest; it goes on once one is."""
     warm_reference: str = INITIAL
-    """The model that the warm one has to beat: the initial one, or that of `cold_round`."""
+    """The model that the warm one has to beat: the initial one, or `COLD`."""
     warm_accepted: bool = False
     """Whether the warm model beat that one."""
     edge_rounds: int = 0

@@ -5,7 +5,8 @@ rate: the part of what is missing to the target that a round closes, per second 
 change during training, so only rates that were measured directly after each other are compared:
 
     begin    in the datacenter, for a few evaluated rounds (`trial_rounds`). With devices if there
-             is no datacenter yet, which is on trial once it has come
+             is no datacenter yet, or if it has left. Once it has come training goes on there, on
+             trial if the devices have made `trial_rounds`
     trial    of the devices, for as many: directly after these. Later, when the datacenter has made
              `trial_rounds` x 2^(trials so far) rounds since the last one, and a trial would take at
              most `trial_share` of what they took or the target is out of reach at their rate
@@ -68,11 +69,18 @@ class TargetPlanner:
             return now, f"the {other} cannot train now"
         if not _can_train(now.side, observation):
             instead = now.side == "devices" and not now.trial and not now.untried
-            moved = TargetState(other, last, trials=now.trials, instead=instead)
+            # Devices that stand in for a datacenter have not proved to be faster.
+            untried = now.side == "datacenter"
+            moved = TargetState(other, last, trials=now.trials, instead=instead, untried=untried)
             return moved, f"the {now.side} cannot train now"
         if now.side == "devices" and not now.trial and not now.untried:
-            return now, "they approach the target faster than the datacenter"
+            return now, "a trial found that they approach the target no slower than the datacenter"
         measured = progress_by_round(observation, REGIMES[now.side], now.since)[-LATEST:]
+        if len(measured) < self._settings.trial_rounds and now.untried:
+            # As at the start: devices, which cost the most, would be measured for a comparison that
+            # the datacenter may make needless.
+            began = TargetState(other, last, trials=now.trials)
+            return began, "it has come, and training on no device is tried first"
         if len(measured) < self._settings.trial_rounds:
             return now, f"the progress of the {now.side} is being measured"
         progress = statistics.fmean(measured)

@@ -239,38 +239,44 @@ def test_a_datacenter_that_comes_late_begins_the_warm_start_then():
         asked.append(models)
         return [-0.1]
 
+    there = initials(adapt(judge=judge, changes=datacenter_comes_in(1))).count("d")
+    asked.clear()
     plans = adapt(judge=judge, changes=datacenter_comes_in(4))
-    kept = plans[3]
-    assert initials(plans[:4]) == "ffff"
+    assert initials(plans[:4]) == "fffd"
     assert "no datacenter is available" in plans[0].reason
-    assert "a datacenter has come" in kept.reason
-    assert kept.keep == {"cold": "current"}
-    late = initials(plans[4:]).index("f")
-    assert late == 13  # of the 46 rounds with devices that are left in the budget, 30 %
-    assert {plan.start for plan in plans[4 : 4 + late]} == {"current"}
-    assert plans[3 + late].keep == {"warm": "current"}
+    assert [plan.keep for plan in plans[:3]] == 3 * [{"cold": "current"}]
+    late = initials(plans[3:]).index("f")
+    assert late == there == 15  # of the 50 rounds with devices in the budget, 30 %
+    assert {plan.start for plan in plans[3 : 3 + late]} == {"current"}
+    assert plans[2 + late].keep == {"warm": "current"}
     assert asked[0] == ("cold", "current")
-    assert set(initials(plans[4 + late : -1])) == {"f"}
+    assert set(initials(plans[3 + late : -1])) == {"f"}
+
+
+def test_a_late_warm_start_has_no_more_rounds_than_devices_after_it():
+    """8 rounds with devices are left in the budget."""
+    strategy = adaptive(warm_share=0.5)
+    plans = adapt(judge=lambda models: [-0.1], changes=datacenter_comes_in(43), strategy=strategy)
+    assert initials(plans[42:51]) == 8 * "d" + "f"
 
 
 def test_a_late_warm_start_that_does_not_help_goes_back_to_what_devices_trained():
     plans = adapt(judge=lambda models: [0.2], changes=datacenter_comes_in(4))
-    assert initials(plans[:12]) == "ffffdddddfff"
-    assert (plans[9].start, plans[9].reset_optimizer) == ("cold", True)
-    assert "back to the one before" in plans[9].reason
-    assert "d" not in initials(plans[9:-1])
+    assert initials(plans[:12]) == "fffdddddffff"
+    assert (plans[8].start, plans[8].reset_optimizer) == ("cold", True)
+    assert "back to the one before" in plans[8].reason
+    assert "d" not in initials(plans[8:-1])
+    assert not any("cold" in plan.keep for plan in plans[3:-1])
 
 
 def test_a_datacenter_that_leaves_before_its_warm_start_is_awaited_again():
     def changes(round_):
-        ready = round_ == 4 or round_ >= 7
+        ready = round_ >= 7
         names = ["dc"] if ready else []
         return ROOM_FOR_WARM_START | {"datacenter_ready": ready, "datacenter_names": names}
 
     plans = adapt(judge=lambda models: [-0.1], changes=changes)
-    assert initials(plans[:9]) == "fffffffdd"
-    # What was kept in round 4 is not the model from which the datacenter goes on in round 8.
-    assert [round_ for round_, plan in enumerate(plans, 1) if "cold" in plan.keep] == [4, 7]
+    assert initials(plans[:9]) == "ffffffddd"
 
 
 def test_a_datacenter_that_comes_too_late_for_a_warm_start_is_told_why():
@@ -280,12 +286,59 @@ def test_a_datacenter_that_comes_too_late_for_a_warm_start_is_told_why():
     assert "has come" not in plans[20].reason
 
 
+def datacenter_is_there(rounds, **more):
+    """Overrides with which a datacenter is connected in these rounds only."""
+
+    def changes(round_):
+        ready = round_ in rounds
+        names = ["dc"] if ready else []
+        return {"budget": 400.0, "datacenter_ready": ready, "datacenter_names": names, **more}
+
+    return changes
+
+
+@pytest.mark.parametrize("outcome", ["better", "no clear gain"])
+def test_the_rest_of_an_interrupted_warm_start_follows_when_the_datacenter_is_back(outcome):
+    """What it had trained before it left has to prove its use, and so has the rest."""
+    asked = []
+
+    def judge(models):
+        asked.append(models)
+        return [-0.1 if outcome == "better" or len(asked) > 1 else 0.0]
+
+    there = {*range(1, 5), *range(10, 121)}
+    plans = adapt(judge=judge, changes=datacenter_is_there(there))
+    assert initials(plans[:11]) == "ddddfffffdd"
+    assert asked[:2] == [("initial", "current"), ("cold", "current")]
+    assert plans[4].start == ("current" if outcome == "better" else "initial")
+    assert ("the datacenter left after 4 rounds" in plans[4].reason) == (outcome == "better")
+    uninterrupted = initials(adapt(judge=lambda models: [-0.1])).count("d")
+    assert initials(plans).count("d") == uninterrupted
+
+
+def test_a_datacenter_that_comes_and_goes_gets_no_more_rounds_than_one_that_stays():
+    plans = adapt(judge=lambda models: [-0.1], changes=datacenter_is_there(range(1, 121, 2)))
+    uninterrupted = initials(adapt(judge=lambda models: [-0.1])).count("d")
+    assert initials(plans).count("d") <= uninterrupted
+
+
+def test_a_datacenter_that_comes_within_the_devices_hours_begins_the_warm_start_then():
+    """Neither it nor the devices were there at the start."""
+
+    def changes(round_):
+        here = datacenter_comes_in(4)(round_)
+        return here | devices_open_from(2)(round_) | {"budget": 400.0}
+
+    plans = adapt(judge=lambda models: [-0.1], changes=changes)
+    assert initials(plans[:6]) == "fffddd"
+
+
 def test_its_state_is_told_in_words():
     plans = adapt(judge=lambda models: [-0.1], changes=datacenter_comes_in(4))
     told = [state_in_words("adaptive", plan.state) for plan in plans[:-1]]
     missed = "no datacenter was there for a warm start; it begins once one is"
     assert told[0] == ["rounds with devices so far: 1", missed]
-    assert told[4] == ["a warm start has made 1 of at most 13 rounds"]
+    assert told[3] == ["a warm start has made 1 of at most 15 rounds"]
     assert told[30][1] == "devices found the model of the warm start better"
     assert "=" not in str(told)
     assert state_in_words("my.module:Policy", {"b": 2, "a": 1}) == ["a=1, b=2"]

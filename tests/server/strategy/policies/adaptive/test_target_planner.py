@@ -144,3 +144,36 @@ def test_a_datacenter_that_comes_late_is_tried(objective, closes, wins):
     assert regimes[6:8] == "dd"
     assert "a trial of the datacenter: it has come after the devices began" in reasons[6]
     assert regimes[8:12] == 4 * wins
+
+
+@pytest.mark.parametrize(("closes", "wins"), [((0.05, 0.1), "d"), ((0.001, 0.1), "f")])
+def test_devices_that_stand_in_for_a_datacenter_that_left_have_not_proved_faster(closes, wins):
+    """It was the faster one by a trial, or had none; once it is back it is tried."""
+
+    def changes(round_):
+        gone = 10 < round_ < 20
+        return {"datacenter_ready": not gone, "client_price": 1.0, "step_price": 0.005}
+
+    regimes, reasons, _ = run("cost", by_side(*closes), changes=changes)
+    if closes[0] > 0.01:
+        assert regimes[10:19] == 9 * "f"
+        assert "the datacenter cannot train now" in reasons[10]
+        assert "a trial of the datacenter: it has come after the devices began" in reasons[19]
+        assert regimes[19:21] == "dd"
+    assert regimes[22:26] == 4 * wins
+
+
+@pytest.mark.parametrize("objective", ["cost", "time"])
+def test_a_datacenter_that_comes_in_the_first_round_trains_as_one_that_was_there(objective):
+    """Devices are not measured first, which costs the most: their trial follows."""
+
+    def late(round_):
+        return {"datacenter_ready": round_ > 1}
+
+    closes = by_side(0.1, 0.05)
+    on_time, _, _ = run(objective, closes)
+    regimes, reasons, _ = run(objective, closes, changes=late)
+    assert "it has come, and training on no device is tried first" in reasons[1]
+    # That round takes the place of the first one of the datacenter, whose gain nobody knows.
+    assert regimes[:12] == "f" + on_time[1:12]
+    assert regimes.count("f") <= on_time.count("f") + 1

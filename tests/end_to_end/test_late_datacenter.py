@@ -1,0 +1,124 @@
+"""A job whose datacenter connects late ends like one whose datacenter was there at the start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.end_to_end.conftest import RunProcess
+from tests.end_to_end.loopback_fleet import DATACENTER, LoopbackFleet
+
+ROOT = Path(__file__).parents[2]
+
+GATED = '''
+
+class Gated(Digits):
+    """The first device waits in one round until the test has opened the gate, a FIFO."""
+
+    def optimizer(self, parameters, participant):
+        import os
+
+        if participant.name == "phone-0" and participant.round == self.settings.get("gate_round"):
+            os.close(os.open(self.settings["gate"], os.O_RDONLY))
+        return super().optimizer(parameters, participant)
+'''
+
+COMMON = (
+    "task.source=task.py:Gated",
+    f"task.settings.fleet_share={[0.5] * 10}",
+    "task.settings.client_lr=0.02",
+    "strategy.policy=adaptive",
+    "strategy.schedule=[]",
+    "strategy.settings={warm_test=2,warm_length=0.5,warm_share=0.3}",
+    "federated.cohort=3",
+    "federated.quorum=3",
+    "federated.local_epochs=1",
+    "prices.datacenter_step=0.0016",
+    "time.round_seconds=300",
+    "budget=18",  # six rounds with devices, and half as many in the datacenter for next to nothing
+    "rounds=30",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The job of the digits and its task, whose devices the test can hold."""
+    shutil.copy(ROOT / "examples/digits/job.toml", tmp_path)
+    (tmp_path / "tasks").mkdir()
+    task = (ROOT / "examples/digits/task.py").read_text() + GATED
+    (tmp_path / "tasks/task.py").write_text(task)
+    (tmp_path / "task.py").write_text(task)
+    return tmp_path
+
+
+@pytest.fixture
+def fleet(folder: Path) -> Iterator[LoopbackFleet]:
+    with LoopbackFleet(folder, devices=3) as fleet:
+        yield fleet
+
+
+def rounds_of(report: Any) -> str:
+    return "".join(row["regime"][0] for row in report["rounds"])
+
+
+def cost_of(report: Any, regime: str) -> float:
+    rows = [row for row in report["rounds"] if row["regime"] == regime]
+    return sum(float(row["cost"]["price"]) for row in rows)
+
+
+def train_on_this_machine(start: Callable[..., RunProcess], report_of: Any) -> Any:
+    """The same job in `isthmus run`."""
+    changes = (*COMMON, "federated.clients=3", "datacenter.ranks=1")
+    sets = [part for change in changes for part in ("--set", change)]
+    run = start("job.toml", "--run-dir", "here", *sets)
+    assert run.finish() == 0, run.output
+    return report_of("here")
+
+
+@pytest.mark.parametrize("gate_round", [0, 1, 2], ids=["before", "first round", "second round"])
+def test_a_datacenter_is_used_alike_whenever_it_connects(
+    gate_round: int, fleet: LoopbackFleet, start: Any, report_of: Any
+) -> None:
+    """Devices alone would have a loss that is five times as high for the same budget.
+
+    It connects before the job is submitted, or while the devices are held in round `gate_round`.
+    """
+    gate = fleet.folder / "tasks/gate"
+    os.mkfifo(gate)
+    if not gate_round:
+        fleet.start_datacenter()
+        fleet.until(lambda: "linked to" in fleet.log(DATACENTER))
+    job = fleet.submit(
+        "job.toml",
+        *COMMON,
+        *("federated.clients=0", "datacenter.ranks=0", "time.lease_seconds=10"),
+        *(f"task.settings.gate='{gate}'", f"task.settings.gate_round={gate_round}"),
+    )
+    if gate_round:
+        fleet.until(lambda: fleet.committed(job) == gate_round - 1)
+        fleet.start_datacenter()
+        fleet.until(lambda: fleet.datacenter_is_ready(job))
+    # Held open, so that it waits for no device.
+    with os.fdopen(os.open(gate, os.O_RDWR)):
+        fleet.run("logs", job, "--follow", "--state", "alice")
+    late = json.loads(fleet.run("report", str(fleet.directory(job)), "--json"))
+    there = train_on_this_machine(start, report_of)
+
+    assert rounds_of(there).startswith("dddfff")
+    assert rounds_of(late).startswith("f" * gate_round + "dddf")
+    assert rounds_of(late).count("f") in {rounds_of(there).count("f") + more for more in (-1, 0)}
+    assert cost_of(late, "datacenter") == cost_of(there, "datacenter")
+    first, second = (each["rounds"][-1]["metrics"]["loss"] for each in (late, there))
+    assert first < 1.2 * second
+    if not gate_round:
+        return
+    assert "no datacenter is available" in late["rounds"][gate_round - 1]["reason"]
+    assert late["rounds"][gate_round]["reason"].startswith("a datacenter has come: warm round 1")
+    run = str(fleet.directory(job))
+    why = " ".join(fleet.run("why", run, str(gate_round + 1)).split())
+    assert "no datacenter was there for a warm start; it begins once one is" in why
