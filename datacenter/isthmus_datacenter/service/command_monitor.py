@@ -36,11 +36,8 @@ class IncarnationLostError(Exception):
         """Whether the incarnation's ranks still run, and must be killed."""
 
 
-class RanksHangError(IncarnationLostError):
-    """The ranks run, and get no further."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason, ranks_run=True)
+class RanksHangError(Exception):
+    """The ranks run, and get no further: they must be killed."""
 
 
 class CancelIgnoredError(Exception):
@@ -86,7 +83,8 @@ class CommandMonitor:
         """Wait until the ranks report the outcome.
 
         Raises:
-            IncarnationLostError: a rank died or hangs (`RanksHangError`), or the agent has ended.
+            IncarnationLostError: a rank died or is silent, or the agent has ended.
+            RanksHangError: the ranks hang.
             CancelIgnoredError: the command was cancelled, and the ranks did not stop in time.
         """
         while True:
@@ -121,10 +119,12 @@ class CommandMonitor:
             if now - heartbeat_at > self._limits.lease_seconds:
                 self._log_ranks(activities)
                 activity = activities[rank]
-                last = "" if activity is None else f", last seen at {activity.where},"
+                last = ""
+                if activity is not None and activity.in_task:
+                    last = f" (last seen at {activity.where})"
                 raise IncarnationLostError(
-                    f"rank {rank} did not answer for {self._limits.lease_seconds:g} s{last} and "
-                    "was ended",
+                    f"rank {rank} did not answer for {self._limits.lease_seconds:g} s and was "
+                    f"ended{last}",
                     ranks_run=True,
                 )
         working = [each for each in activities if each is not None]
@@ -134,7 +134,7 @@ class CommandMonitor:
         hang = find_hang(working, self._limits, trains=self._trains)
         if hang is not None:
             self._log_ranks(activities)
-            raise RanksHangError(f"{hang} and was ended")
+            raise RanksHangError(hang)
 
     def _log_ranks(self, activities: Sequence[Activity | None]) -> None:
         """Log where each rank is, when the wait for them is given up."""

@@ -65,16 +65,20 @@ def _keep_others_waiting(activities: Sequence[Activity], working: Sequence[int])
     waiting = [
         rank
         for rank, each in enumerate(activities)
-        # With NCCL it is the device that waits, while the main thread may be anywhere.
-        if rank not in working or _has_begun(each)
+        if rank not in working or _waits_elsewhere(each)
     ]
     blamed = [rank for rank in working if rank not in waiting]
     return bool(waiting and blamed) and all(activities[rank].in_task for rank in blamed)
 
 
-def _has_begun(activity: Activity) -> bool:
-    """Whether a collective on a device is under way."""
-    return any(not each.done and each.group.startswith("nccl") for each in activity.collectives)
+def _waits_elsewhere(activity: Activity) -> bool:
+    """Whether a rank waits for others, and not in its main thread."""
+    # A device waits in NCCL's collectives, while the main thread may be anywhere. In those of gloo
+    # a thread waits that writes a checkpoint; the task's code may go on while one is under way.
+    return any(
+        not each.done and (each.group.startswith("nccl") or not activity.in_task)
+        for each in activity.collectives
+    )
 
 
 def _sentence(

@@ -40,8 +40,6 @@ from isthmus_datacenter.service.signed_store import ForgedValueError, make_key_f
 
 KEY_FILE = "control.key"
 """File of the state directory with the key of the control store, for the nodes of a cluster."""
-MAX_HANGS = 2
-"""Hangs of the ranks within one command with which it fails: a third one would last as long."""
 _STACKS_SECONDS = 0.3
 """Time for ranks to write their stacks to their logs before they are killed."""
 MAX_RESTARTS = 3
@@ -84,7 +82,8 @@ class RankGroup:
 
     Guarantees:
       * when this process ends, for whatever reason, the local agent and all ranks end too;
-      * a command is repeated exactly when ranks die or hang while they execute it;
+      * a command is repeated exactly when ranks die or fall silent while they execute it; where
+        they hang it fails, as a repetition may hang for as long;
       * every wait is bounded: by the lease for silence, by `START_SECONDS` for a start.
     """
 
@@ -202,8 +201,7 @@ class RankGroup:
             The values of the outcome, and a description of each loss of ranks.
 
         Raises:
-            CommandError: the ranks failed to execute it or hung again on new ranks, or it was
-                cancelled.
+            CommandError: the ranks failed to execute it or hung, or it was cancelled.
             RankGroupError: the ranks were restarted `MAX_RESTARTS` times and failed again.
         """
         self._signal = ControlSignal.CONTINUE
@@ -211,7 +209,6 @@ class RankGroup:
             self._opened_in = None
             self._open = command
         losses: list[str] = []
-        hangs = 0
         lost_at: float | None = None
         # Ranks that were lost between commands are no loss of this one.
         await self._note_earlier_failure()
@@ -239,13 +236,6 @@ class RankGroup:
                 losses.append(str(lost))
                 lost_at = time.monotonic()
                 log.warning("%s", lost)
-                hangs += isinstance(lost, RanksHangError)
-                if hangs == MAX_HANGS:
-                    raise CommandError(
-                        f"{lost}, for the second time in this request; their "
-                        f"output is in {self.state / 'logs'}, with the stack of each rank; if "
-                        "the code was at work, set datacenter.hang_seconds above its longest step"
-                    ) from None
                 if len(losses) > MAX_RESTARTS:
                     if incarnation is None:
                         self.stop()  # otherwise the agent would keep restarting these ranks
@@ -331,7 +321,7 @@ class RankGroup:
 
         Raises:
             CommandError: as `execute`.
-            IncarnationLostError: the ranks died or hung.
+            IncarnationLostError: ranks died or did not answer.
         """
         number = self._next_number.get(incarnation, 0)
         # Of this incarnation only: another one begins to count anew.
@@ -351,6 +341,15 @@ class RankGroup:
         )
         try:
             outcome = await monitor.wait_for_outcome()
+        except RanksHangError as hang:
+            # Not repeated at once: it may hang again, for as long, and the whole attempt has a
+            # limit. The next one begins with new ranks.
+            self._lost.add(incarnation)
+            await self._kill_ranks(incarnation)
+            raise CommandError(
+                f"{hang}; the stack of each rank is in {self.state / 'logs'}; if the code was at "
+                "work, set datacenter.hang_seconds above its longest step"
+            ) from None
         except IncarnationLostError as lost:
             self._lost.add(incarnation)
             if lost.ranks_run:

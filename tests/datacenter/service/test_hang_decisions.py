@@ -159,6 +159,16 @@ def test_a_device_that_waits_keeps_its_rank_from_being_blamed() -> None:
     assert sentence.startswith("rank 1 hung for 200 s at task.py:2 in loss() (rank 1 has not begun")
 
 
+def test_a_thread_that_waits_keeps_its_rank_from_being_blamed() -> None:
+    saving = working(200.0, at(9), in_task=False)
+    sentence = find_hang([saving, working(200.0, after(8))], LIMITS, trains=True)
+    assert sentence is not None
+    assert sentence.startswith("rank 1 hung")
+    # It may have begun a collective and be at work.
+    rows = [working(200.0, at(9)), working(200.0, after(8))]
+    assert find_hang(rows, LIMITS, trains=True) is None
+
+
 def test_the_longest_step_is_not_a_wait_for_the_first_one() -> None:
     pace = Pace()
     pace.begin(run=True)
