@@ -212,6 +212,25 @@ async def test_ranges_whose_devices_are_lost_at_their_unmasking_are_not_summed_a
     assert relative_error(result, made, names) < 1e-4
 
 
+async def test_an_update_that_is_not_asked_for_is_freed_when_its_round_is_over(opened):
+    run = await opened()
+    lost = run.devices["e"]
+    lost.fails_at = "roster"  # so that it is in no sum, and hears nothing more
+    secure = lost.agent._secure
+    usual = secure.seconds_kept
+    seconds = []
+
+    def at_once(request):
+        seconds.append(usual(request))
+        return 0.0
+
+    secure.seconds_kept = at_once
+    await run.train()
+    await wait_until(lambda: secure._ranged is None)
+    assert seconds[0] > 2 * 6000
+    assert lost.agent.host._spare is not None  # its memory is for the next one
+
+
 async def test_updates_that_the_widest_encoding_loses_are_refused(opened):
     run = await opened("task.settings.lr=1e-10")
     ranges = RangeLog()
