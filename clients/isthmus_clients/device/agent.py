@@ -125,6 +125,8 @@ class Agent:
         )
         self.models = ReceivedModels(shares=shares)
         self._working = asyncio.Lock()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._expiring: asyncio.Task[None] | None = None
         self._cancelled: dict[int, link_pb2.Request] = {}
         """Requests that the server has cancelled, by identity: a lying server may repeat ids."""
 
@@ -249,8 +251,12 @@ class Agent:
             run = self._run(request.train_local.run_id)
             async with self._working:
                 model = await self.models.whole(self.host, run, request, model)
-                return await self._throttled(self._train, request, model, progress)
+                trained = await self._throttled(self._train, request, model, progress)
+            self._free_later(request)
+            return trained
         if kind in ("score", "evaluate"):
+            async with self._working:
+                self._secure.drop_ranged(self.host)  # its round is over
             measure = self._score if kind == "score" else self._evaluate
             run = self._run(getattr(request, kind).run_id)
             if kind == "evaluate" and model is None and run.job.statistics.collect:
@@ -316,6 +322,26 @@ class Agent:
             self._secure.forget_ranged(request)
         if not self._secure.keeps(request):  # another may have the same id, of a lying server
             self.host.release(request.id, accepted)
+
+    def _free_later(self, request: link_pb2.Request) -> None:
+        """Free an update that waits for the second sum of its round when that must be over.
+
+        The server asks only those who are in the first one, and may have lost this device.
+        """
+        seconds = self._secure.seconds_kept(request)
+        if seconds is None:
+            return
+
+        async def free() -> None:
+            async with self._working:
+                self._secure.drop_ranged(self.host, request)
+
+        def expire() -> None:
+            self._expiring = asyncio.create_task(free())
+
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = asyncio.get_running_loop().call_later(seconds, expire)
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
         """Stop training at the next step: its result is no longer needed."""

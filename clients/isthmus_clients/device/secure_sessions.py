@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_STEP_SECONDS = 60.0
+_PAIR_SECONDS = 0.005
+"""Time of a step of the protocol, and for each pair of devices, that a server may give at most."""
+_STEPS = 4
+"""From a device's ranges to the request for its update, without the step of the vectors."""
+
 
 @dataclasses.dataclass(frozen=True)
 class KeptUpdate:
@@ -140,6 +146,26 @@ class SecureSessions:
         """Keep an update in the memory that it was trained in."""
         return kept
 
+    def drop_ranged(self, host: TaskHost, request: link_pb2.Request | None = None) -> None:
+        """Free the update that waits for a range, if there is one and it is of that request."""
+        kept = self._ranged
+        if kept is not None and (request is None or request is kept.request):
+            self._ranged = None
+            host.release(kept.request.id)
+
+    def seconds_kept(self, request: link_pb2.Request) -> float | None:
+        """Time after which the sum that an update waits for is over; None if it does not wait."""
+        kept = self._ranged
+        if kept is None or kept.request is not request:
+            return None
+        from isthmus_privacy.secagg.config import RoundConfig
+
+        time = kept.run.job.time
+        pairs = RoundConfig.from_bytes(request.train_local.ranges).clients_max ** 2
+        step = time.secure_step_seconds or _STEP_SECONDS + _PAIR_SECONDS * pairs
+        upload = time.secure_upload_seconds or step
+        return 2 * time.round_seconds + _STEPS * step + upload
+
     def forget_ranged(self, request: link_pb2.Request) -> None:
         """Forget the update of a request, if it waits for the range of a round's sum."""
         if self._ranged is not None and self._ranged.request is request:
@@ -162,9 +188,7 @@ class SecureSessions:
             UpdateError: this device is not enrolled, cannot record the attempt, or the server has
                 cancelled it.
         """
-        if self._ranged is not None:  # of an attempt that has failed
-            host.release(self._ranged.request.id)
-            self._ranged = None
+        self.drop_ranged(host)  # of an attempt that has failed
         work = request.train_local
         if work.ranges:
             attempt = self._propose_ranges(run, work)

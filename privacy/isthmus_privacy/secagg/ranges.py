@@ -64,6 +64,10 @@ _CODEC_ROUNDING = 1e-2
 _WIDER_EXPONENTS = 4
 _WIDER_STEPS = 2
 """Room for devices that are not in the counts, in bins."""
+_UNKNOWN_CLIP = 2.0**16
+_UNKNOWN_STEPS = 7
+"""Range, and steps of the largest weight above the usual one, where no ranges are known. In a ring
+of 64 bits the steps of elements are still small: with 100 examples a device, 3e-7."""
 
 
 def counts_of(update: torch.Tensor, tensors: Iterable[torch.Tensor], weight: int) -> torch.Tensor:
@@ -140,6 +144,20 @@ class Ranges:
         return ranges
 
     @classmethod
+    def unknown(cls) -> Self:
+        """Of a sum that is lost, or has no meaning: there is no count.
+
+        A second sum of ranges could be of other devices, and the difference of the two that of
+        one. The encoding is so wide that most updates fit it.
+        """
+        return cls.read([0] * SIZE)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are counts."""
+        return sum(self.largest) > 0
+
+    @classmethod
     def read(cls, counts: Sequence[int]) -> Self:
         """The inverse of `counts`."""
         ends = (0, _EXPONENTS, 2 * _EXPONENTS, 3 * _EXPONENTS, SIZE)
@@ -168,6 +186,9 @@ class Ranges:
             levels: of a codec, whose ring cannot be another; None without.
             wider: the sum may have devices that are not in these counts.
         """
+        if not self.is_known:
+            weight = weight_max or LADDER[_FIRST_STEP + _UNKNOWN_STEPS]
+            return Encoding(_UNKNOWN_CLIP if clip is None else clip, weight, 64)
         exponent = _last(self.largest) + _LOWEST + (_WIDER_EXPONENTS if wider else 0)
         step = _last(self.weights) + (_WIDER_STEPS if wider else 0)
         tight = LADDER[min(step, _STEPS - 1)]
@@ -198,6 +219,8 @@ class Ranges:
             encoding: what `encoding` chose.
             levels: of an element in the ring.
         """
+        if not self.is_known:
+            return ""  # the sum tells, see `lost_in_rounding`
         if self._is_precise(encoding.clip, encoding.weight_max, levels, _LOST, math.inf):
             return ""
         return (
@@ -227,6 +250,16 @@ class Ranges:
         return error <= of_update * _middle(self.typical) and error <= of_tensor * _middle(
             self.smallest
         )
+
+
+def lost_in_rounding(mean: torch.Tensor, rounding: float) -> bool:
+    """Whether a mean of updates is mostly rounding, where no ranges were known before.
+
+    Args:
+        mean: of the updates, (N) float32.
+        rounding: bound on the standard deviation of the error of an element.
+    """
+    return rounding > _LOST * math.sqrt(_mean_square(mean))
 
 
 def _last(counts: Sequence[int]) -> int:

@@ -21,7 +21,7 @@ from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.transport.requests import position_message, position_of
 from isthmus.wire import link_pb2
-from isthmus_privacy.purpose import BufferedPurpose, buffer_name
+from isthmus_privacy.purpose import BufferedPurpose, buffer_name, ranges_run_id
 from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
@@ -38,6 +38,11 @@ from isthmus_server.transport.sanitize import check_figures
 
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
+
+_BOUND = (
+    "its device was in a sum about updates to the same model in an earlier attempt, and takes part "
+    "again only with the same devices"
+)
 
 _TOO_LATE = "the round's time was over before its update was here"
 
@@ -181,6 +186,10 @@ class BufferAttempt:
         deadline = asyncio.get_running_loop().time() + seconds
         # A secure sum begins after the training, and has the rest of the round.
         share = TRAINING_SHARE if settings.secure_aggregation else 1.0
+        for name, training in list(self._devices.trained.items()):
+            if self._is_bound(training):
+                del self._devices.trained[name]
+                self._receipts.record(name, "dropped", _BOUND)
         try:
             async with asyncio.timeout(seconds * share) as limit:
                 while self._filled < settings.cohort:
@@ -282,6 +291,23 @@ class BufferAttempt:
             result,
             training={**result.training, "staleness": staleness},
             receipts=self._all_receipts(result.receipts),
+        )
+
+    def _is_bound(self, training: LocalTraining) -> bool:
+        """Whether a device would refuse the sum of this buffer because of an earlier one.
+
+        It trained again on a model after an attempt whose ranges it has unmasked: in that round
+        these are known, and its update is summed with any others. A later round has ranges of its
+        own, and would sum those of that model once more, with other devices.
+        """
+        if training.round == self._spec.round:
+            return False
+        run_id = self._context.run_id
+        log = self._context.unmaskings
+        return any(
+            training.name in entry.devices and entry.round == training.round
+            for run in (run_id, ranges_run_id(run_id))
+            for entry in log.about(run, training.round, None)
         )
 
     def _summable(self, trained: list[LocalTraining]) -> list[LocalTraining]:
@@ -389,6 +415,8 @@ class BufferAttempt:
                 "are taken"
             )
         if settings.secure_aggregation:
+            if self._is_bound(training):
+                raise UpdateError(_BOUND)
             self._devices.trained[training.name] = training
             return
         check_update(trained, layout.nbytes)

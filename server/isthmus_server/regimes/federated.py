@@ -189,7 +189,7 @@ def _check_clipped(result: FederatedResult, spec: AttemptSpec) -> None:
 
     Raises:
         JobError: more of the updates' elements were clipped at the job's bound than it allows.
-        AttemptFailed: at a range that was found for other devices.
+        AttemptFailed: at a range that was found for other devices, or is not known.
     """
     settings = spec.settings
     # A gradient that does not fit is clipped too, and the next one is scaled down for it.
@@ -204,9 +204,9 @@ def _check_clipped(result: FederatedResult, spec: AttemptSpec) -> None:
     if settings.clip is None:
         # No error of the job's: one device can bring it about.
         raise AttemptFailed(
-            f"{share:.2%} of the elements {whose} were outside of the range that was found in an "
-            "earlier attempt with other devices, and were clipped; set federated.clip to more than "
-            "the largest element",
+            f"{share:.2%} of the elements {whose} were outside of the range, which was found in an "
+            "earlier attempt with other devices or is not known, and were clipped; set "
+            "federated.clip to more than the largest element",
             result.receipts,
         )
     raise JobError(

@@ -134,14 +134,14 @@ class CohortSelector:
         """
         ready = set(self._roster.available()) - set(busy)
         if settings.mode == "buffered":
-            unmasked = self._unmasked(round_, None, buffer_name(self._run_id, round_))
+            unmasked = self._unmasked(round_, None, buffer_name(self._run_id, round_), ready)
             allowed = ready - _devices_of(unmasked)
             if unmasked and len(allowed) + len(busy) < settings.needed:
                 raise NoAllowedCohort((), len(allowed), settings.needed)
             return self._usual(round_, allowed, settings.concurrency + settings.cohort)
         if not settings.secure_aggregation:
             return self._usual(round_, ready, settings.invited, settings.needed)
-        unmasked = self._unmasked(round_, model_hash, model_hash)
+        unmasked = self._unmasked(round_, model_hash, model_hash, ready)
         summed = self._unmaskings.about(self._run_id, round_, model_hash)
         return (
             self._groups_again(round_, summed, ready, settings)
@@ -255,7 +255,7 @@ class CohortSelector:
         return None if wait == math.inf else wait
 
     def _unmasked(
-        self, round_: int, model_hash: bytes | None, name: bytes | None
+        self, round_: int, model_hash: bytes | None, name: bytes | None, ready: Collection[str]
     ) -> list[Unmasking]:
         """Sums of updates, and of ranges of which only the devices may know, newest first.
 
@@ -266,8 +266,14 @@ class CohortSelector:
             return unmasked
         ranges = self._unmaskings.about(ranges_run_id(self._run_id), round_, ranged_model(name))
         # Devices may have unmasked these, and the server stopped before it had them. Those that it
-        # has are not summed again.
-        unknown = [each for each in ranges if self._ranges.of(round_, name, each.group) is None]
+        # has are not summed again, nor those of devices that have not all come back: the updates
+        # are summed without.
+        unknown = [
+            each
+            for each in ranges
+            if self._ranges.of(round_, name, each.group) is None
+            and (each.refused or each.devices <= set(ready))
+        ]
         return [*unmasked, *unknown]
 
     @property

@@ -32,6 +32,7 @@ class SummedRanges:
     """The group that they were summed as; empty for a sum of any devices."""
     devices: frozenset[str]
     ranges: Ranges
+    """Unknown ones of a sum that is lost, or has no meaning: there is no second one."""
 
 
 class RangeLog:
@@ -89,6 +90,8 @@ class RangeLog:
         if not newest:
             return None
         ranges = [entry.ranges for entry in newest.values()]
+        if lost := [each for each in ranges if not each.is_known]:
+            ranges = lost
         together = [sum(of_bin) for of_bin in zip(*(each.counts for each in ranges), strict=True)]
         return SummedRanges(
             round=round_,

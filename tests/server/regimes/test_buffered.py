@@ -7,7 +7,7 @@ import torch
 from tests.server.regimes.replies import update_reply
 from tests.server.waiting import wait_until
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, TaskError
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
@@ -296,6 +296,53 @@ async def test_updates_kept_on_devices_are_discounted_and_summed_securely(deploy
     assert stale.training["staleness"] == 3.0
     expected = fresh.pseudo_gradient / 2
     torch.testing.assert_close(stale.pseudo_gradient, expected, atol=1e-5, rtol=0)
+
+
+async def test_an_update_whose_ranges_were_summed_in_an_earlier_round_is_left_out(
+    deployment, network
+):
+    """Its device would refuse the sum of the ranges, and the others would be too few."""
+    await deployment.start(names=())
+    fails = True
+
+    def failing_between_the_sums(work):
+        async def failing(request, *more):
+            if fails and request.agree.secure:
+                raise TaskError("the battery is empty")
+            return await work(request, *more)
+
+        return failing
+
+    for name in "abcdef":
+        device = deployment.device(name)
+        device.work = failing_between_the_sums(device.work)
+        network.dial(device, name)
+    await wait_until(lambda: set("abcdef") <= deployment.link.peers.keys())
+    store = deployment.create_run("run", "federated.mode=buffered", "federated.clients=0")
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+    regime, blob = coordinator.parts.federated, coordinator.model.blob
+    deployment.link.publish(blob, coordinator.model.payload)
+    coordinator.roster.start()
+    await wait_until(lambda: len(coordinator.roster.clients) == 6)
+
+    async def train(round_, attempt, names):
+        work = link_pb2.TrainLocal(
+            run_id=regime.context.run_id, round=1, attempt=attempt, model=blob, keep=True
+        )
+        for name in names:
+            regime.buffered.start(name, 0, 1, work)
+            await wait_until(lambda name=name: regime.buffered.training[name].reply is not None)
+        return await regime.train(spec_of(regime, round_, attempt, blob, {}))
+
+    with pytest.raises(AttemptFailed):
+        await train(1, 1, "abc")
+    fails = False
+    # The first has trained again on the model of round 1, and was too late for its buffer.
+    result = await train(2, 2, "adef")
+    assert accepted(result).keys() == {"d", "e", "f"}
+    (receipt,) = (each for each in result.receipts if each.participant == "a")
+    assert "takes part again only with the same devices" in receipt.reason
+    await coordinator.roster.stop(finished=False)
 
 
 @pytest.mark.parametrize("secure", ["true", "false"])

@@ -6,6 +6,7 @@ import contextlib
 import pytest
 from tests.server.waiting import wait_until
 
+from isthmus.errors import TaskError
 from isthmus_privacy.purpose import ranges_run_id
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
@@ -85,3 +86,55 @@ async def test_the_same_model_after_a_crash_between_the_sums(deployment, devices
     first, second = read_report(again).rounds
     assert first.training["federated"]["clipped"] == second.training["federated"]["clipped"] == 0
     assert first.training["federated"]["range"] > 4
+
+
+def is_unmasking_ranges(request, run_id):
+    step = request.secure_step
+    return step.run_id == ranges_run_id(run_id) and bool(step.consistency_signatures)
+
+
+async def test_a_device_that_never_answers_after_the_ranges_does_not_stop_the_run(
+    deployment, devices
+):
+    store = deployment.create_run("run", *SETTINGS, "attempts=2", "time.join_seconds=5")
+    lost = set()
+
+    def lose(name, request):
+        unmasks = is_unmasking_ranges(request, store.run_id) and request.secure_step.round == 1
+        if unmasks:
+            lost.add(name)
+        # Two of four are too many for the unmasking; one of them comes back.
+        if lost and (name == "d" or (name == "c" and unmasks)):
+            raise TaskError("the battery is empty")
+
+    devices.heard = lose
+    await final_sha256(store, deployment.link)
+    first, second = read_report(store).rounds
+    assert first.attempt > 1
+    assert first.training["federated"]["range"] == 2.0**16
+    assert first.training["federated"]["clipped"] == 0
+    assert second.training["federated"]["range"] < 2.0**16  # found again
+
+
+async def test_a_crash_while_ranges_are_unmasked_waits_for_no_device_for_ever(
+    deployment, devices, network
+):
+    store = deployment.create_run("run", *SETTINGS, "time.join_seconds=2")
+    running = asyncio.create_task(Coordinator(RunParts.of(store, deployment.link)).run())
+
+    def end(name, request):
+        if is_unmasking_ranges(request, store.run_id):
+            running.cancel()
+
+    devices.heard = end
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+    def lose(name, request):
+        if name == "d":
+            raise TaskError("the battery is empty")
+
+    devices.heard = lose
+    again = deployment.reopen(store)
+    await final_sha256(again, deployment.link)
+    assert read_report(again).rounds[0].training["federated"]["clipped"] == 0

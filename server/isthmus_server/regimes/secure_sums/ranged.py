@@ -2,7 +2,9 @@
 
     TrainLocal or Agree -> the sum of ranges | Agree -> the sum of the updates
 
-A device trains once, and keeps its update between the two. The updates themselves are in one sum:
+A device trains once, and keeps its update between the two. A sum of ranges that is lost, or that
+one device has made meaningless, is not repeated with other devices: the updates are then summed in
+an encoding that is wide enough for most. The updates themselves are in one sum:
 ranges that were too narrow could only be mended by a second one of the same updates, and the
 difference of the two would be what was clipped, perhaps on one device.
 """
@@ -11,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg.config import RoundConfig
-from isthmus_privacy.secagg.ranges import Encoding, Ranges
+from isthmus_privacy.secagg.ranges import Encoding, Ranges, lost_in_rounding
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
 from isthmus_server.regimes.call import ReceiptBook
 from isthmus_server.regimes.committed_sums import LARGEST_WEIGHT
@@ -30,6 +33,8 @@ from isthmus_server.storage.unmasking_log import Unmasking
 
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
+
+log = logging.getLogger(__name__)
 
 RANGE = "range"
 """The figure of a round's training that says which range its ranges have given."""
@@ -99,6 +104,8 @@ class RangedAttempt:
         known = self._context.ranges.of(config.round, name, sums.group)
         cohort = sums.cohort
         request = sums.at_once
+        if known is None and self._is_lost():
+            known = self._store(Ranges.unknown(), ())
         if known is None:
             known = await self._find(deadline)
             cohort = known.devices
@@ -115,6 +122,7 @@ class RangedAttempt:
             result = await self._current.run(
                 max(deadline, least), before_unmasking=before_unmasking
             )
+            _check_unknown(known.ranges, result)
         except AttemptFailed as failed:
             raise AttemptFailed(
                 str(failed),
@@ -142,10 +150,10 @@ class RangedAttempt:
             raise AttemptFailed(why, [])
 
     async def _find(self, deadline: float) -> SummedRanges:
-        """Sum the ranges, and store them.
+        """Sum the ranges, and store them, or that they are unknown.
 
         Raises:
-            AttemptFailed: too few devices, or the sum is not one of ranges.
+            AttemptFailed: too few devices.
             OSError, sqlite3.Error: they cannot be stored.
         """
         sums = self._sums
@@ -156,19 +164,46 @@ class RangedAttempt:
         async def note(entry: Unmasking) -> None:
             self._context.unmaskings.add(dataclasses.replace(entry, group=sums.group))
 
-        result = await self._current.run(deadline, before_unmasking=note)
+        try:
+            result = await self._current.run(deadline, before_unmasking=note)
+        except AttemptFailed:
+            # Also if the same devices could give the sum again: one that does not come back, or
+            # that lies, would have them asked for ever.
+            if any(not entry.refused for entry in self._unmasked()):
+                self._store(Ranges.unknown(), ())
+            raise
         self._earlier = result.receipts
+        summed = {each.participant for each in result.receipts if each.status == "accepted"}
         try:
             ranges = Ranges.of(result.pseudo_gradient, int(result.training["examples"]))
         except ValueError as error:
-            receipts = _not_summed(result.receipts, "the ranges cannot be used")
-            raise AttemptFailed(str(error), receipts) from None
-        summed = {each.participant for each in result.receipts if each.status == "accepted"}
+            log.warning("round %d: %s; the range is not found", sums.ranges.round, error)
+            ranges = Ranges.unknown()
+        return self._store(ranges, summed)
+
+    def _unmasked(self) -> list[Unmasking]:
+        """Sums of ranges of updates to this model that devices may have unmasked."""
+        config = self._sums.ranges
+        about = self._context.unmaskings.about(config.run_id, config.round, config.model_hash)
+        return [entry for entry in about if entry.model_hash == config.model_hash]
+
+    def _is_lost(self) -> bool:
+        """Whether devices have unmasked ranges with others, and a crash has lost their sum."""
+        cohort = frozenset(self._sums.cohort)
+        this = self._sums.ranges.attempt
+        return any(
+            entry.devices & cohort and entry.devices != cohort
+            for entry in self._unmasked()
+            if not entry.refused and entry.attempt != this
+        )
+
+    def _store(self, ranges: Ranges, devices: Collection[str]) -> SummedRanges:
+        sums = self._sums
         found = SummedRanges(
             round=sums.ranges.round,
             model_hash=sums.model.sha256,
             group=sums.group,
-            devices=frozenset(summed),
+            devices=frozenset(devices),
             ranges=ranges,
         )
         # Before the first device is asked for its update: after a crash the server could not ask
@@ -202,6 +237,22 @@ class RangedAttempt:
                 )
             merged[first.participant] = first
         return [merged[name] for name in sorted(merged)]
+
+
+def _check_unknown(ranges: Ranges, result: FederatedResult) -> None:
+    """Refuse a sum of updates that were lost in the rounding of an encoding for unknown ranges.
+
+    Raises:
+        AttemptFailed: so it is.
+    """
+    if ranges.is_known or not lost_in_rounding(result.pseudo_gradient, result.rounding):
+        return
+    raise AttemptFailed(
+        "the ranges of the updates to this model are not known, as a device was lost or sent no "
+        "ranges while they were summed, and in the encoding without them the updates are lost in "
+        "rounding: set federated.clip and federated.max_examples, with which none are needed",
+        result.receipts,
+    )
 
 
 def _not_summed(receipts: Sequence[Receipt], reason: str) -> list[Receipt]:

@@ -170,6 +170,75 @@ async def test_ranges_are_summed_once_for_a_model(opened):
     assert relative_error(result, made) < 1e-4
 
 
+def spoil(device):
+    """Have a device join with two in place of one bin, and then with its update as usual."""
+    join = device.agent._secure.join
+
+    def join_with_two(attempt, vector, *more):
+        if attempt.config.whole:
+            vector[:2] += 1
+        return join(attempt, vector, *more)
+
+    device.agent._secure.join = join_with_two
+
+
+async def test_ranges_that_one_device_makes_meaningless_are_done_without(opened, caplog):
+    run = await opened("task.settings.lr=1000")
+    made = record_updates(run)
+    spoil(run.devices["e"])
+    ranges = RangeLog()
+    result = await run.train(ranges=ranges)
+    assert "does not have a count for each" in caplog.text
+    assert relative_error(result, made) < 1e-4
+    assert (result.training["clipped"], result.training["range"]) == (0, 2.0**16)
+    assert not ranges.of(1, run.blob.sha256, "").ranges.is_known
+
+
+async def test_ranges_whose_devices_are_lost_at_their_unmasking_are_not_summed_again(opened):
+    """Neither with them, who may never come back, nor without, which would be a difference."""
+    run = await opened("task.settings.lr=1000")
+    made = record_updates(run)
+    ranges = RangeLog()
+    for name in "abc":
+        run.devices[name].fails_at = "consistency_signatures"
+    with pytest.raises(AttemptFailed):
+        await run.train(ranges=ranges)
+    for name in "ab":
+        run.devices[name].fails_at = None
+    asked = record_requests(run)
+    names = "abde"
+    result = await run.train(attempt=2, ranges=ranges, names=names)
+    assert ("agree", 2) not in asked
+    assert relative_error(result, made, names) < 1e-4
+
+
+async def test_an_update_that_is_not_asked_for_is_freed_when_its_round_is_over(opened):
+    run = await opened()
+    lost = run.devices["e"]
+    lost.fails_at = "roster"  # so that it is in no sum, and hears nothing more
+    secure = lost.agent._secure
+    usual = secure.seconds_kept
+    seconds = []
+
+    def at_once(request):
+        seconds.append(usual(request))
+        return 0.0
+
+    secure.seconds_kept = at_once
+    await run.train()
+    await wait_until(lambda: secure._ranged is None)
+    assert seconds[0] > 2 * 6000
+    assert lost.agent.host._spare is not None  # its memory is for the next one
+
+
+async def test_updates_that_the_widest_encoding_loses_are_refused(opened):
+    run = await opened("task.settings.lr=1e-10")
+    ranges = RangeLog()
+    spoil(run.devices["e"])
+    with pytest.raises(AttemptFailed, match=r"lost in rounding: set federated\.clip"):
+        await run.train(ranges=ranges)
+
+
 def record_requests(run):
     """The kinds of the requests that devices receive, with their attempts."""
     kinds = set()
