@@ -92,11 +92,14 @@ MORE = {
     "tp2-zero3": Layout(4, {**TENSOR, "zero_stage": 3}),
     "tp4": Layout(4, {"tensor_parallel": 4}),
     "isthmus run": Layout(1, SECURE, "device processes"),
+    "recompute": Layout(2, {"checkpoint_activations": True}),
 }
 """For some models."""
 LAYOUTS = {**MAIN, **MORE}
-WIDELY = ("prelu", "batch-norm", "qwen3", "bert", "t5", "vit")
-"""Models that are trained in all layouts and settings."""
+WIDELY = ("prelu", "resnet", "qwen3", "bert", "t5", "vit")
+"""Models that are trained in all layouts, and in the main ones with all settings."""
+IN_PROCESSES = ("prelu", "bert")
+"""Models that `isthmus run` trains, whose processes take a minute to start on a busy machine."""
 QUICK = {
     "ddp": ("batch-norm", "lstm", "qwen3"),
     "zero3": ("prelu", "qwen3", "qwen3_moe"),
@@ -196,6 +199,7 @@ def _keys(options: argparse.Namespace, names: Sequence[str], settings: Sequence[
     if unknown:
         raise UserError(f"--only: there is no {unknown[0]}; there are {', '.join(names)}")
     full = {**dict.fromkeys(MAIN, tuple(names)), **dict.fromkeys(MORE, WIDELY)}
+    full["isthmus run"] = IN_PROCESSES
     chosen = command_line.of_size(options, full=full, quick=QUICK, smoke=SMOKE)
     if only:
         chosen = dict.fromkeys(chosen, tuple(only))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -37,8 +38,9 @@ SEED = 5
 _FLOOR = 1e-3
 """Movements below this fraction of the largest, per element, are compared with that instead: some
 parameters, such as the bias of attention keys, only move by rounding."""
+_ROUNDING = 2.0**-23
+"""An error of a tensor, relative to its values, that is not counted: float32 has no finer steps."""
 
-ROWS = (1, 12, 300, 8_000, 200_000, 5_000_000)
 _SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 # With a usual `eps` its first steps are the signs of gradients, also of those of rounding.
 _ADAMW: dict[str, Any] = {"lr": 0.01, "eps": 1e-3}
@@ -49,8 +51,9 @@ SETTINGS = {
     "SGD, accumulated": Setting("SGD", _SGD, accumulate=2),
 }
 """By name."""
+_ROWS = (1, 12, 300, 8_000, 200_000, 5_000_000)
 SCALED = [
-    (10.0**exponent, [ROWS[(number + device) % len(ROWS)] for device in range(len(DEVICES))])
+    (10.0**exponent, [_ROWS[(number + device) % len(_ROWS)] for device in range(len(DEVICES))])
     for number, exponent in enumerate((-6, -5, -4, -3, -2, 0, 1, 2, 4, 6))
 ]
 """Jobs whose updates have other ranges: their scale, and the rows of the devices."""
@@ -253,8 +256,11 @@ def _largest_error(plain: Trained, trained: State) -> tuple[float, str]:
     worst = (0.0, "")
     for name, movement in moved.items():
         error = _root_mean_square(trained[name] - plain.end[name])
+        if not math.isfinite(error):
+            return float("inf"), name
+        error = max(0.0, error - _ROUNDING * _root_mean_square(plain.end[name]))
         scale = max(_root_mean_square(movement), _FLOOR * typical)
-        worst = max(worst, (error / scale if error == error else float("inf"), name))
+        worst = max(worst, (error / scale, name))
     return worst
 
 

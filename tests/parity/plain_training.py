@@ -7,6 +7,7 @@ together. `average` is what devices should: FedAvg (McMahan et al. 2017), weight
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,6 +75,7 @@ def train(job: Job, setting: Setting, replicas: int, steps: int) -> Trained:
     participant = Participant(name="test", regime="datacenter")
     optimizer = task.optimizer(model.parameters(), participant)
     data: Any = task.local_data(participant)
+    statistics = _changing(model, data)
     size = job.datacenter.batch_size
     order = ExampleOrder(examples=len(data), replicas=replicas, batch_size=size, seed=job.seed)
     for step in range(steps):
@@ -81,14 +83,15 @@ def train(job: Job, setting: Setting, replicas: int, steps: int) -> Trained:
             [data[index] for index in order.indices(step, step + 1, replica)]
             for replica in range(replicas)
         ]
-        _step(task, model, optimizer, setting, batches, size // job.datacenter.accumulate, step)
+        part = size // job.datacenter.accumulate
+        _step(task, model, statistics, optimizer, setting, batches, part, step)
     return Trained(layout, start, _state(model, layout))
 
 
 def average(job: Job, setting: Setting) -> Trained:
     """Train on devices in turn, and average their models after each round."""
-    task, model, layout = _begun(job)
-    start = _state(model, layout)
+    task, built, layout = _begun(job)
+    start = _state(built, layout)
     part = job.federated.batch_size // job.federated.accumulate
     now = start
     for round_ in range(1, job.rounds + 1):
@@ -97,11 +100,14 @@ def average(job: Job, setting: Setting) -> Trained:
         for name in DEVICES:
             participant = Participant(name=name, regime="federated", round=round_)
             data: Any = task.local_data(participant)
+            # What is not exchanged begins as it was built.
+            model = copy.deepcopy(built)
             _load(model, now)
+            statistics = _changing(model, data)
             optimizer = task.optimizer(model.parameters(), participant)
             before = (round_ - 1) * (job.federated.local_steps or 0)
             for step, rows in enumerate(_rows(task, data, job, round_, name)):
-                _step(task, model, optimizer, setting, [rows], part, before + step)
+                _step(task, model, statistics, optimizer, setting, [rows], part, before + step)
             for key, each in _state(model, layout).items():
                 total[key] += len(data) * each.double()
             examples += len(data)
@@ -127,14 +133,17 @@ def _rows(task: Task, data: Any, job: Job, round_: int, name: str) -> Iterator[l
 def _step(
     task: Task,
     model: nn.Module,
+    statistics: Sequence[torch.Tensor],
     optimizer: torch.optim.Optimizer,
     setting: Setting,
     batches: Sequence[list[Any]],
     part: int,
     step: int,
 ) -> None:
-    """One optimizer step for the batches of all replicas, of which each trains `part` at a time."""
-    statistics = _statistics(model)
+    """One optimizer step for the batches of all replicas, of which each trains `part` at a time.
+
+    `statistics` are the buffers that a call changes; they become the mean of the replicas.
+    """
     if not statistics:
         # Nothing depends on how the examples are divided.
         batches = [[row for batch in batches for row in batch]]
@@ -171,9 +180,15 @@ def _copy(values: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> No
         tensor.copy_(value)
 
 
-def _statistics(model: nn.Module) -> list[torch.Tensor]:
-    """Running means and variances."""
-    return [each for name, each in model.named_buffers() if "running_" in name]
+def _changing(model: nn.Module, data: Any) -> list[torch.Tensor]:
+    """The buffers that a call changes, such as running statistics."""
+    buffers = [each for each in model.buffers() if each.is_floating_point()]
+    before = [each.clone() for each in buffers]
+    inputs = torch.stack([data[0][0], data[-1][0]])
+    model(inputs)
+    changing = [i for i, each in enumerate(buffers) if not torch.equal(each, before[i])]
+    _copy(before, buffers)
+    return [buffers[i] for i in changing]
 
 
 def _state(model: nn.Module, layout: TensorLayout) -> State:

@@ -16,7 +16,7 @@ from torch import nn
 WORDS = 96
 TOKENS = 16
 CLASSES = 8
-PICTURE = 8
+PICTURE = 16
 """Height and width of a picture with three channels."""
 SOUND = 200
 """Samples of a sound."""
@@ -196,6 +196,8 @@ _CONVOLUTIONS: Size = {
     "hidden_sizes": [8, 16],
     "depths": [1, 1],
     "num_labels": CLASSES,
+    # At the kink of a ReLU a rounding becomes another gradient.
+    "hidden_act": "gelu",
 }
 SEEING: dict[str, tuple[str, Size]] = {
     "vit": ("vit", {**_DECODER, **_PICTURES, "patch_size": 4}),
@@ -454,15 +456,15 @@ class Padded(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Convolutions with a normalisation after each."""
+    """Convolutions with BatchNorm."""
 
-    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         # A bias before a normalisation would move by rounding only.
         self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-        self.norm1 = norm(8)
+        self.norm1 = nn.BatchNorm2d(8)
         self.conv2 = nn.Conv2d(8, 16, 3, stride=2, bias=False)
-        self.norm2 = norm(16)
+        self.norm2 = nn.BatchNorm2d(16)
         self.head = nn.Linear(16, CLASSES)
 
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
@@ -470,6 +472,12 @@ class Convolutions(nn.Module):
         hidden = self.norm2(self.conv2(hidden)).relu()
         output: torch.Tensor = self.head(hidden.mean((2, 3)))
         return output
+
+
+def _spectral_norm() -> nn.Module:
+    block = Perceptron(16, nn.Tanh())
+    nn.utils.parametrizations.spectral_norm(block.fc1)
+    return block
 
 
 def _weight_norm() -> nn.Module:
@@ -491,8 +499,8 @@ OWN: dict[str, tuple[Input, Callable[[], nn.Module]]] = {
     "lstm": ("words", lambda: Words(lambda: Recurrent(nn.LSTM(16, 16, batch_first=True)))),
     "gru": ("words", lambda: Words(lambda: Recurrent(nn.GRU(16, 16, batch_first=True)))),
     "padding": ("words of classes", Padded),
-    "batch-norm": ("pictures", lambda: Convolutions(nn.BatchNorm2d)),
-    "group-norm": ("pictures", lambda: Convolutions(lambda width: nn.GroupNorm(2, width))),
+    "batch-norm": ("pictures", Convolutions),
+    "spectral-norm": ("words", lambda: Words(_spectral_norm)),
 }
 """Own models: what they take, and how they are built."""
 

@@ -27,6 +27,11 @@ TWO_RANKS = {
     "experts": Cell("qwen3_moe", TENSOR),
     "experts of which a batch calls a part, sharded": Cell("qwen3_moe", {"zero_stage": 3}, "AdamW"),
     "running statistics of parts of a batch": Cell("batch-norm", {}, "SGD, accumulated"),
+    "running statistics beside sharded matrices": Cell("resnet", TENSOR, "SGD, accumulated"),
+    "running statistics of recomputed blocks": Cell("resnet", {"checkpoint_activations": True}),
+    "spectral norm of recomputed blocks": Cell(
+        "spectral-norm", {"checkpoint_activations": True}, "SGD, accumulated"
+    ),
     "a recurrent layer, a schedule and clipping": Cell("lstm", {}, "AdamW, cosine, clipped"),
     "an encoder in a pipeline": Cell("bert", {"pipeline_parallel": 2}),
 }
@@ -43,7 +48,11 @@ REFUSED = {
     ),
     "running statistics": (
         Cell("batch-norm", {"pipeline_parallel": 2}),
-        "cannot be kept with tensor_parallel or pipeline_parallel above 1; set both to 1",
+        "cannot be kept with pipeline_parallel above 1; set it to 1, or exchange.buffers",
+    ),
+    "a buffer that each call changes": (
+        Cell("spectral-norm", {"pipeline_parallel": 2}),
+        "each call of the model in training changes its buffer 'blocks.0.fc1.parametrizations.",
     ),
     "one scale for sharded and whole activations": (
         Cell("twice", TENSOR),

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
+from isthmus_datacenter.parallel.recomputation import recompute
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -115,7 +115,7 @@ def wrap_unit(unit: nn.Module, dims: ParallelDims, backend: Any) -> None:
         # torch.compile skips PyTorch's own modules unless a function of another package calls them.
         unit.forward = torch.compile(_calling(unit), backend=backend)
     if dims.checkpoint_activations:
-        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+        recompute(unit)
 
 
 def _calling(unit: nn.Module) -> Callable[..., Any]:

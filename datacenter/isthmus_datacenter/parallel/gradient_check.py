@@ -32,10 +32,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.parallel.random_draws import DrawsByModule, FixedDraws
+from isthmus_datacenter.parallel.recomputation import recompute
 
 INPUTS = "the inputs"
 """Stands for a stage's inputs among the names of parameters."""
@@ -120,7 +120,7 @@ def record_gradients(
             take = functools.partial(_take_gradient, name, found)
             hook = each.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]  # PyTorch's own
             restored.callback(hook.remove)
-        restored.enter_context(_training(module))
+        restored.enter_context(in_training(module))
         restored.enter_context(_replaced_zeros(parameters, zeros))
         restored.enter_context(_recomputed(units))
         restored.enter_context(_full_precision())
@@ -341,7 +341,7 @@ def _replaced_zeros(
 
 
 @contextlib.contextmanager
-def _training(module: nn.Module) -> Iterator[None]:
+def in_training(module: nn.Module) -> Iterator[None]:
     """Within it the module trains; its modes, buffers and the random generators are restored."""
     modes = {each: each.training for each in module.modules()}
     buffers = [(each, each.detach().clone()) for each in module.buffers()]
@@ -368,7 +368,7 @@ def _recomputed(units: Sequence[nn.Module]) -> Iterator[None]:
     before = [(unit, vars(unit).get("forward")) for unit in units]
     try:
         for unit in units:
-            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+            recompute(unit)
         yield
     finally:
         for unit, forward in before:

@@ -35,6 +35,7 @@ from isthmus_datacenter.parallel.gradient_check import (
     Reductions,
     compare_gradients,
     exchange_records,
+    in_training,
     record_gradients,
 )
 from isthmus_datacenter.parallel.model_shard import (
@@ -206,7 +207,34 @@ def _stages(
     structure.check(model)
     if dims.pipeline == 1:
         return [model], [((inputs,), output)]
+    _check_calls_change_nothing(_CalledByTask(task, model), inputs)
     return split_into_stages(task, model, dims, inputs, output)
+
+
+def _check_calls_change_nothing(called: nn.Module, inputs: Any) -> None:
+    """Refuse a model that counts its calls in training, of which micro-batches are more.
+
+    Raises:
+        TaskError: a buffer changes, such as the vectors of spectral norm.
+    """
+    before = {name: each.clone() for name, each in called.named_buffers()}
+    with (
+        user_code("the model's forward pass on two examples"),
+        in_training(called),
+        torch.no_grad(),
+    ):
+        called(inputs)
+        changed = [
+            name
+            for name, each in called.named_buffers()
+            if each.is_floating_point() and name in before and not torch.equal(each, before[name])
+        ]
+    if changed:
+        raise TaskError(
+            f"each call of the model in training changes its buffer "
+            f"{changed[0].removeprefix('model.')!r}, and a pipeline calls it for every micro-batch "
+            "instead of once; set pipeline_parallel = 1"
+        )
 
 
 class _CalledByTask(nn.Module):

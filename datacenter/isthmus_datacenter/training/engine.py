@@ -271,12 +271,12 @@ class Engine:
         return dims
 
     def _check_statistics(self) -> None:
-        """Refuse layouts in which running statistics would be those of a part of the examples."""
-        if self.layout.statistics and (self.dims.tensor > 1 or self.dims.pipeline > 1):
+        """Refuse pipelines, which would normalise by a micro-batch and not by a batch."""
+        if self.layout.statistics and self.dims.pipeline > 1:
             raise TaskError(
                 f"the model has running statistics ({self.layout.statistics[0]!r}), which cannot "
-                "be kept with tensor_parallel or pipeline_parallel above 1; set both to 1, or "
-                "exchange.buffers = 'frozen'"
+                "be kept with pipeline_parallel above 1; set it to 1, or exchange.buffers = "
+                "'frozen'"
             )
 
     def _build_initial_state(self) -> tuple[ModelShard, ForwardBackward, ShardedOptimizer]:

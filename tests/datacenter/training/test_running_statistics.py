@@ -76,7 +76,7 @@ def test_statistics_are_recomputed_at_a_model(make_setup, warm_datacenter, decod
     torch.testing.assert_close(result, expected(setup, 3), rtol=1e-4, atol=1e-5)
 
 
-def test_layouts_that_split_the_model_are_refused(make_setup, warm_datacenter):
-    setup = make_setup("Normalised", tensor_parallel=2)
-    with pytest.raises(Exception, match=r"running statistics .* cannot be kept with tensor_par"):
-        warm_datacenter.open("statistics-tensor", setup)
+def test_layouts_that_split_the_batch_are_refused(make_setup, warm_datacenter):
+    setup = make_setup("Normalised", pipeline_parallel=2)
+    with pytest.raises(Exception, match=r"running statistics .* cannot be kept with pipeline_par"):
+        warm_datacenter.open("statistics-pipeline", setup)
