@@ -60,6 +60,8 @@ class Stream:
         """Monotonic time of the last sent message."""
         self.silent_since = math.inf
         """Monotonic time at which the pending receive began; infinity if there is none."""
+        self.received_size = 0
+        """Bytes of the last message that was received, pings excepted."""
 
     async def send(self, message: link_pb2.Envelope | bytes) -> None:
         """Send one message; returns when the transport has room for the next.
@@ -99,6 +101,7 @@ class Stream:
                 data = await self._call.read()
         if data is grpc.aio.EOF:
             return None
+        self.received_size = len(data)
         piece = piece_of(data)
         if piece is not None:
             return piece

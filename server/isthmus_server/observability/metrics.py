@@ -34,7 +34,7 @@ METRICS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "isthmus_bytes_total": (
         "counter",
-        "Bytes of models and updates, up from participants and down to them.",
+        "Bytes of models, updates and messages, up from participants and down to them.",
         ("direction",),
     ),
     "isthmus_running": ("gauge", "1 until the run ends or is interrupted.", ()),

@@ -83,9 +83,7 @@ def with_earlier(earlier: Sequence[Receipt], receipts: Sequence[Receipt]) -> lis
                 started=first.started or receipt.started,
                 steps=first.steps + receipt.steps,
                 seconds=first.seconds + receipt.seconds,
-                bytes_in=first.bytes_in + receipt.bytes_in,
-                bytes_out=first.bytes_out + receipt.bytes_out,
-            )
+            ).with_moved(first.moved + receipt.moved)
         added.append(receipt)
     return [*before.values(), *added]
 

@@ -33,7 +33,7 @@ from isthmus_server.regimes.secure_sums.attempt import (
 from isthmus_server.regimes.secure_sums.ranged import RangedAttempt, RangedSum
 from isthmus_server.regimes.secure_sums.round_configs import range_config, training_config
 from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
-from isthmus_server.storage.records import Receipt
+from isthmus_server.storage.records import Moved, Receipt
 from isthmus_server.transport.sanitize import check_figures
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class LocalTraining:
     """Why there will be no reply."""
     seconds: float = 0.0
     """Time until the reply, as the server measures it."""
-    bytes_out: int = 0
-    """Bytes of blobs sent to it for the training, if its update is summed later."""
+    moved: Moved = dataclasses.field(default_factory=Moved)
+    """Bytes from and to it for the training, if its update is summed later."""
 
 
 class BufferedDevices:
@@ -342,8 +342,7 @@ class BufferAttempt:
             staleness=self._spec.round - training.round,
             seconds=training.seconds,
             started=True,
-            bytes_out=receipt.bytes_out + training.bytes_out,
-        )
+        ).with_moved(receipt.moved + training.moved)
 
     def _cancel_devices_without_model(self) -> None:
         """Cancel devices asked here that lack the model: it is not published after the round."""
@@ -394,7 +393,7 @@ class BufferAttempt:
                 await self._add(training, reply.trained)
             if name in self._devices.trained:
                 # The receipt is written by the sum that has its update, perhaps in a later round.
-                _, training.bytes_out = self._receipts.take_bytes(name)
+                training.moved = self._receipts.take_bytes(name)
         except CallFailed:
             return
         except asyncio.CancelledError:

@@ -30,8 +30,9 @@ from isthmus.printable import in_a_line
 from isthmus.transport.requests import blob_of, blobs_of
 from isthmus.wire import link_pb2
 from isthmus_server.regimes.reasons import anonymous
-from isthmus_server.storage.records import Receipt, Status
+from isthmus_server.storage.records import Moved, Receipt, Status
 from isthmus_server.transport.link import Link
+from isthmus_server.transport.peer import Peer
 from isthmus_server.transport.sanitize import reason_of
 
 TOO_LATE = "the round is over"
@@ -82,7 +83,7 @@ class CallFailed(Exception):
 class ReceiptBook:
     """The receipts of one attempt: one for each invited participant.
 
-    Each has the bytes of blobs that moved in the participant's calls, whatever became of them.
+    Each has the bytes that moved in the participant's calls, whatever became of them.
     """
 
     def __init__(self, names: Iterable[str], regime: Literal["datacenter", "federated"]) -> None:
@@ -92,8 +93,8 @@ class ReceiptBook:
         self.accepted = 0
         """Number of accepted participants."""
         self._details: dict[str, dict[str, Any]] = {}
-        self._moved: dict[str, tuple[int, int]] = {}
-        """Bytes of blobs from and to participants that were called."""
+        self._moved: dict[str, Moved] = {}
+        """Bytes from and to participants that were called."""
         self._blamed: set[str] = set()
         self.task_failures: set[str] = set()
         """How the tasks of participants failed, without the participants' names."""
@@ -165,20 +166,30 @@ class ReceiptBook:
                 self.record(name, "dropped", reason)
         return [self._with_bytes(self._receipts[name]) for name in self.names]
 
-    def add_bytes(self, name: str, received: int, sent: int) -> None:
-        """Count bytes of blobs from and to a participant."""
-        earlier_in, earlier_out = self._moved.get(name, (0, 0))
-        self._moved[name] = earlier_in + received, earlier_out + sent
+    def add_bytes(self, name: str, moved: Moved) -> None:
+        """Count bytes from and to a participant."""
+        self._moved[name] = self._moved.get(name, Moved()) + moved
 
-    def take_bytes(self, name: str) -> tuple[int, int]:
+    def take_bytes(self, name: str) -> Moved:
         """The bytes of a participant, which its receipt here then lacks."""
-        return self._moved.pop(name, (0, 0))
+        return self._moved.pop(name, Moved())
 
     def _with_bytes(self, receipt: Receipt) -> Receipt:
         moved = self._moved.get(receipt.participant)
-        if moved is None:
-            return receipt
-        return dataclasses.replace(receipt, bytes_in=moved[0], bytes_out=moved[1])
+        return receipt if moved is None else receipt.with_moved(moved)
+
+
+def _moved(peer: Peer, request: link_pb2.Request, reply: link_pb2.Reply | None) -> Moved:
+    """The bytes of a call that has ended, its messages included."""
+    results = [] if reply is None else [blob_of(reply).sha256]
+    models = [blob.sha256 for blob in blobs_of(request)]
+    about = [request.id.encode(), *results, *models]
+    return Moved(
+        peer.received.take(results),
+        peer.sent.take(models),
+        peer.messages_received.take(about),
+        peer.messages_sent.take(about),
+    )
 
 
 @asynccontextmanager
@@ -273,12 +284,13 @@ async def call(
                     receipts.task_failures.add(anonymous(failure.reason, name))
                 if not was_lost and failure.code not in PRIVACY_REFUSALS | CLOCK_REFUSALS:
                     receipts.blame(name)
-        if receipts is not None and peer is not None:
-            results = [] if reply is None else [blob_of(reply)]
-            receipts.add_bytes(name, peer.received.take(results), peer.sent.take(blobs_of(request)))
         if reply is not None:
             # An update that was complete when the call was cancelled stays in the sum.
             used = accepted or (receipts is not None and receipts.is_accepted(name))
             link.acknowledge(name, request.id, used, "" if used else reason)
+        if peer is not None:
+            moved = _moved(peer, request, reply)
+            if receipts is not None:
+                receipts.add_bytes(name, moved)
     if failure is not None:
         raise failure

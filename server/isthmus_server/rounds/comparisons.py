@@ -181,7 +181,7 @@ class ComparisonRunner:
             result=result,
             error=error,
             price=self._price(question, receipts),
-            device_bytes=sum(r.bytes_in + r.bytes_out for r in receipts),
+            device_bytes=sum(receipt.moved.total for receipt in receipts),
             seconds=self._clock.now() - begun.started,
             receipts=receipts,
             policy_state=dict(policy_state),

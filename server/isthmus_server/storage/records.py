@@ -86,6 +86,39 @@ class Record:
 # -- participants ----------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """Bytes from and to a participant."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    messages_in: int = 0
+    messages_out: int = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(
+            self.bytes_in + other.bytes_in,
+            self.bytes_out + other.bytes_out,
+            self.messages_in + other.messages_in,
+            self.messages_out + other.messages_out,
+        )
+
+    @property
+    def up(self) -> int:
+        """Bytes from the participant, blobs and messages."""
+        return self.bytes_in + self.messages_in
+
+    @property
+    def down(self) -> int:
+        """Bytes to the participant, blobs and messages."""
+        return self.bytes_out + self.messages_out
+
+    @property
+    def total(self) -> int:
+        """Bytes in both directions."""
+        return self.up + self.down
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Receipt(Record):
     """The outcome of one participant in one attempt at a round."""
@@ -117,6 +150,20 @@ class Receipt(Record):
     """Bytes of blobs received from it."""
     bytes_out: int = 0
     """Bytes of blobs sent to it."""
+    messages_in: int = 0
+    """Bytes of the messages received from it: replies, such as keys, shares and masks of secure
+    aggregation, and what encloses blobs."""
+    messages_out: int = 0
+    """Bytes of the messages sent to it: requests, and what encloses blobs."""
+
+    @property
+    def moved(self) -> Moved:
+        """All bytes from and to it."""
+        return Moved(self.bytes_in, self.bytes_out, self.messages_in, self.messages_out)
+
+    def with_moved(self, moved: Moved) -> Receipt:
+        """The receipt with other numbers of bytes."""
+        return dataclasses.replace(self, **dataclasses.asdict(moved))
 
     @property
     def outcome(self) -> str:
@@ -181,13 +228,13 @@ class ComparisonRecord(Record):
 
     @property
     def bytes_down(self) -> int:
-        """Bytes of blobs sent to devices."""
-        return sum(receipt.bytes_out for receipt in self.receipts)
+        """Bytes sent to devices."""
+        return sum(receipt.moved.down for receipt in self.receipts)
 
     @property
     def bytes_up(self) -> int:
-        """Bytes of blobs received from devices."""
-        return sum(receipt.bytes_in for receipt in self.receipts)
+        """Bytes received from devices."""
+        return sum(receipt.moved.up for receipt in self.receipts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,9 +244,9 @@ class Cost(Record):
     price: float
     """In the job's unit of price."""
     bytes_up: int
-    """Bytes of blobs received from participants."""
+    """Bytes received from participants, blobs and messages."""
     bytes_down: int
-    """Bytes of blobs sent to them."""
+    """Bytes sent to them."""
     device_bytes: int
     """Bytes to and from devices."""
     device_seconds: float
@@ -219,9 +266,9 @@ class Cost(Record):
         measured: list[ComparisonRecord | SummedEvaluation] = [*comparisons]
         if evaluation is not None:
             measured.append(evaluation)
-        moved = sum(receipt.bytes_in + receipt.bytes_out for receipt in devices)
-        up = sum(receipt.bytes_in for receipt in receipts)
-        down = sum(receipt.bytes_out for receipt in receipts)
+        moved = sum(receipt.moved.total for receipt in devices)
+        up = sum(receipt.moved.up for receipt in receipts)
+        down = sum(receipt.moved.down for receipt in receipts)
         return cls(
             price=price + sum(each.price for each in measured),
             bytes_up=up + sum(each.bytes_up for each in measured),
@@ -343,9 +390,7 @@ class RoundRecord(AttemptRecord):
             accepted=self.participants.accepted,
             bytes_up=self.cost.bytes_up,
             bytes_down=self.cost.bytes_down,
-            bytes_each=max(
-                (receipt.bytes_in + receipt.bytes_out for receipt in devices), default=0
-            ),
+            bytes_each=max((receipt.moved.total for receipt in devices), default=0),
             device_seconds=self.cost.device_seconds,
             datacenter_seconds=self.cost.datacenter_seconds,
             datacenter_steps=sum(receipt.steps for receipt in ranks),

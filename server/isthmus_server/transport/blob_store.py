@@ -93,6 +93,7 @@ class BlobStore:
             else:
                 peer.offered_file = pull.sha256
             peer.last_blob = pull.sha256
+            peer.messages_sent.add(pull.sha256, file.ByteSize())
             await stream.send(file)
             return
         try:
@@ -103,6 +104,7 @@ class BlobStore:
                     break
                 # Before it is sent: the reply may be here before this task goes on.
                 peer.sent.add(pull.sha256, size)
+                peer.messages_sent.add(pull.sha256, len(message) - size)
                 await stream.send(message)
         except OSError:
             log.exception("a blob cannot be sent to %s", peer.name)

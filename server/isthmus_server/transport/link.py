@@ -164,8 +164,7 @@ class Link(AllTurns):
         reply: asyncio.Future[link_pb2.Reply] = asyncio.get_running_loop().create_future()
         peer.pending[request.id] = (request, reply)
         try:
-            if peer.stream is not None:
-                await peer.stream.send_quietly(link_pb2.Envelope(request=request))
+            await peer.send_request(request)
             return await reply
         except asyncio.CancelledError:
             if request.id in peer.unacknowledged:
@@ -346,8 +345,9 @@ class Link(AllTurns):
     # -- messages ----------------------------------------------------------------------------------
 
     async def _handle(self, peer: Peer, stream: Stream, message: link_pb2.Envelope | Piece) -> None:
+        size = stream.received_size
         if isinstance(message, Piece):
-            await peer.add_chunk(message)
+            await peer.add_chunk(message, size)
             return
         kind = message.WhichOneof("body")
         if kind is not None and kind not in PARTICIPANT_MESSAGES:
@@ -355,13 +355,17 @@ class Link(AllTurns):
                 f"a {link_pb2.Role.Name(peer.role).lower()} may not send {kind!r}"
             )
         if kind == "chunk":
-            await peer.add_chunk(message.chunk)
+            await peer.add_chunk(message.chunk, size)
         elif kind == "pull":
+            peer.messages_received.add(message.pull.sha256, size)
             self._blobs.send(peer, stream, message.pull)
         elif kind == "reply":
+            if message.reply.id in peer.pending:
+                peer.messages_received.add(message.reply.id.encode(), size)
             await self._handle_reply(peer, stream, message.reply)
         elif kind == "progress":
             if message.progress.id in peer.pending:
+                peer.messages_received.add(message.progress.id.encode(), size)
                 self.listeners.progressed(peer.name, message.progress)
         elif kind == "renew":
             request = message.renew.signing_request

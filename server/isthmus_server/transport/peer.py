@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Iterable
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.identity.tls import Subject
@@ -86,27 +86,31 @@ class Fetch:
             pass
 
 
-class BlobBytes:
-    """Bytes of blobs that have moved in one direction and were not charged to a request yet."""
+class MovedBytes:
+    """Bytes that have moved in one direction and were not charged to a request yet.
 
-    _KEPT = 16
-    """Blobs whose bytes are kept; those of requests that nobody waits for are forgotten."""
+    Those of blobs by the SHA-256 of each; those of messages by the id of their request, or by the
+    SHA-256 of the blob that they ask for or carry.
+    """
+
+    _KEPT = 64
+    """Keys whose bytes are kept; those of requests that nobody waits for are forgotten."""
 
     def __init__(self) -> None:
         self._of: Counter[bytes] = Counter()
         self.total = 0
-        """Bytes of all blobs."""
+        """Bytes of all keys."""
 
-    def add(self, sha256: bytes, count: int) -> None:
-        """Count bytes of a blob."""
+    def add(self, key: bytes, count: int) -> None:
+        """Count bytes."""
         self.total += count
-        self._of[sha256] += count
+        self._of[key] += count
         if len(self._of) > self._KEPT:
             del self._of[next(iter(self._of))]
 
-    def take(self, blobs: Iterable[link_pb2.Blob]) -> int:
-        """Bytes of these blobs since they were taken last."""
-        return sum(self._of.pop(blob.sha256, 0) for blob in blobs)
+    def take(self, keys: Iterable[bytes]) -> int:
+        """Bytes of these keys since they were taken last."""
+        return sum(self._of.pop(key, 0) for key in keys)
 
 
 class Peer:
@@ -142,8 +146,10 @@ class Peer:
         """SHA-256 of the blob that it asked for last and has completely."""
         self.offered_file = b""
         """SHA-256 of the blob that it was last offered as a file, until it has read it."""
-        self.sent = BlobBytes()
-        self.received = BlobBytes()
+        self.sent = MovedBytes()
+        self.received = MovedBytes()
+        self.messages_sent = MovedBytes()
+        self.messages_received = MovedBytes()
 
     def send_and_keep(self, message: link_pb2.Envelope) -> None:
         """Send a receipt or cancellation now, and again on every stream that is opened later.
@@ -154,6 +160,8 @@ class Peer:
         data = message.SerializeToString()
         self.outbox.append(data)
         if self.stream is not None:
+            body = message.receipt if message.HasField("receipt") else message.cancel
+            self.messages_sent.add(body.id.encode(), len(data))
             self.stream.spawn(self.stream.send_quietly(data))
 
     async def resume(self, stream: Stream) -> None:
@@ -161,11 +169,22 @@ class Peer:
         for message in list(self.outbox):
             await stream.send(message)
         for request, _ in list(self.pending.values()):
-            await stream.send(link_pb2.Envelope(request=request))
+            await stream.send(self._counted(request.id.encode(), request=request))
         for sha256, fetch in list(self.fetches.items()):
             await fetch.idle()
             pull = link_pb2.Pull(sha256=sha256, offset=fetch.assembly.offset)
-            await stream.send(link_pb2.Envelope(pull=pull))
+            await stream.send(self._counted(sha256, pull=pull))
+
+    def _counted(self, key: bytes, **body: Any) -> bytes:
+        """The message with this body, serialised, whose bytes are charged to the key."""
+        data = link_pb2.Envelope(**body).SerializeToString()
+        self.messages_sent.add(key, len(data))
+        return data
+
+    async def send_request(self, request: link_pb2.Request) -> None:
+        """Send a request, if there is a stream; it is sent again on each later one."""
+        if self.stream is not None:
+            await self.stream.send_quietly(self._counted(request.id.encode(), request=request))
 
     async def fetch(
         self, blob: link_pb2.Blob, write: Write, take: Take | None, machine: str
@@ -176,14 +195,17 @@ class Peer:
         try:
             if self.stream is not None:
                 pull = link_pb2.Pull(sha256=blob.sha256, machine=machine if take else "")
-                await self.stream.send_quietly(link_pb2.Envelope(pull=pull))
+                await self.stream.send_quietly(self._counted(blob.sha256, pull=pull))
             await done
         finally:
             self.fetches.pop(blob.sha256, None)
             await to_the_end(fetch.idle())
 
-    async def add_chunk(self, chunk: link_pb2.Chunk | Piece) -> None:
-        """Add a chunk to the blob that it belongs to; a chunk that was not requested is dropped."""
+    async def add_chunk(self, chunk: link_pb2.Chunk | Piece, size: int) -> None:
+        """Add a chunk to the blob that it belongs to; a chunk that was not requested is dropped.
+
+        `size` is that of the message with the chunk.
+        """
         fetch = self.fetches.get(chunk.sha256)
         if fetch is None or fetch.done.done():
             return
@@ -192,9 +214,10 @@ class Peer:
                 self.received.add(chunk.sha256, fetch.assembly.blob.size)
             elif self.stream is not None:
                 pull = link_pb2.Pull(sha256=chunk.sha256)
-                await self.stream.send_quietly(link_pb2.Envelope(pull=pull))
+                await self.stream.send_quietly(self._counted(chunk.sha256, pull=pull))
             return
         self.received.add(bytes(chunk.sha256), len(chunk.data))
+        self.messages_received.add(bytes(chunk.sha256), size - len(chunk.data))
         if not chunk.absent:
             await fetch.add(chunk)
             return

@@ -1,7 +1,8 @@
 """What participants are sent of the model, counted on the wire: no model that they hold.
 
-Receipts have the bytes of blobs: models, changes and updates. What else is on the wire are
-messages, which only secure aggregation makes as large as a few kB.
+Receipts have the bytes of blobs (models, changes and updates) and of messages, of which secure
+aggregation has the most. What else is on the wire is the framing of HTTP/2, and what opens and
+closes the run, which belongs to no attempt.
 """
 
 import pytest
@@ -46,6 +47,10 @@ SETTINGS = (
     "rounds=4",
     "time.join_seconds=100",
 )
+MESSAGES = 20_000
+"""More than the bytes of messages to a device in a secure sum of four."""
+FRAMING = 80
+"""More than the bytes of HTTP/2's frames of a call, in one direction."""
 SMALL = (
     "federated.secure_aggregation=true",
     "federated.compression={bits=3,one_in=5}",
@@ -54,7 +59,10 @@ SMALL = (
 
 
 async def counted_run(deployment, network, *overrides, methods=LARGE):
-    """A run of which each device has a proxy: its attempts, figures, bytes by device, and model."""
+    """A run of which each device has a proxy: attempts, figures, bytes by device, calls, model.
+
+    Without the bytes of requests that open and close the run, and of the answers.
+    """
     await deployment.start(methods, names=())
     proxies = []
     for name in NAMES:
@@ -66,23 +74,27 @@ async def counted_run(deployment, network, *overrides, methods=LARGE):
     parts = RunParts.of(store, deployment.link)
     figures = RunFigures("run", store.job)
     parts.events.subscribe(figures)
-    messages = {"up": 0, "down": 0}
+    opening = {"up": 0, "down": 0}
+    calls = 0
     ask = deployment.link.ask
 
     async def counting_ask(name, request):
-        messages["down"] += request.ByteSize()
+        nonlocal calls
+        calls += 1
         reply = await ask(name, request)
-        messages["up"] += reply.ByteSize()
+        if request.WhichOneof("work") in ("open", "close"):
+            opening["down"] += request.ByteSize() / len(NAMES)
+            opening["up"] += reply.ByteSize() / len(NAMES)
         return reply
 
     deployment.link.ask = counting_ask
     before = [carried(proxy) for proxy in proxies]
     await Coordinator(parts).run()
     moved = [
-        {direction: after[direction] - first[direction] for direction in after}
+        {way: after[way] - first[way] - opening[way] for way in after}
         for after, first in zip(map(carried, proxies), before, strict=True)
     ]
-    return list(store.attempts()), figures, moved, messages, parts.model
+    return list(store.attempts()), figures, moved, calls, parts.model
 
 
 def carried(proxy):
@@ -90,15 +102,26 @@ def carried(proxy):
     return {way: sum(each[way] for each in proxy.carried) for way in ("up", "down")}
 
 
-@pytest.mark.parametrize("settings", [SMALL, ("federated.secure_aggregation=false",)])
+@pytest.mark.parametrize(
+    ("methods", "settings"),
+    [
+        (LARGE, SMALL),
+        (LARGE, ("federated.secure_aggregation=false",)),
+        (WITHOUT_CENTRAL, ("federated.secure_aggregation=true",)),
+    ],
+    ids=["compressed", "plain", "tiny"],
+)
 async def test_receipts_and_metrics_have_the_bytes_that_are_on_the_wire(
-    deployment, network, tmp_path, settings
+    deployment, network, tmp_path, methods, settings
 ):
-    """With evaluations, a comparison, compression and an attempt that fails."""
+    """With evaluations, a comparison, compression and an attempt that fails.
+
+    The model of 15 parameters is smaller than the messages of a secure sum.
+    """
     policy = write_policy(tmp_path, "compares", COMPARES)
     deployment.faults["c"] = {(2, 1): "the battery is empty"}
-    attempts, figures, moved, messages, _ = await counted_run(
-        deployment, network, policy, *settings
+    attempts, figures, moved, calls, _ = await counted_run(
+        deployment, network, policy, *settings, methods=methods
     )
     assert [(each.round, each.attempt) for each in attempts] == [
         (1, 1),
@@ -110,11 +133,12 @@ async def test_receipts_and_metrics_have_the_bytes_that_are_on_the_wire(
     for way, counted in (("down", figures.bytes_down), ("up", figures.bytes_up)):
         wire = sum(each[way] for each in moved)
         assert counted == sum(getattr(each.cost, f"bytes_{way}") for each in attempts)
-        if "download_bits" in " ".join(settings):
-            wire -= messages[way]
         # What is received is acknowledged: gRPC's flow control takes a thousandth of it.
         acknowledged = 0.002 * figures.bytes_down if way == "up" else 0
-        assert counted == pytest.approx(wire, abs=0.01 * wire + acknowledged), way
+        # The frames of a request or a reply, with its receipt: only of tiny models they are more
+        # than a hundredth of the bytes.
+        framing = FRAMING * calls
+        assert counted <= wire <= 1.01 * counted + acknowledged + framing, way
 
 
 async def test_a_device_is_sent_each_model_once(deployment, network, tmp_path):
@@ -131,7 +155,8 @@ async def test_a_device_is_sent_each_model_once(deployment, network, tmp_path):
     # The first model comes with the first training, and each later one with its evaluation.
     assert received == [dict.fromkeys(NAMES, size)] + [dict.fromkeys(NAMES, 0)] * 4
     rounds = [each for each in attempts if isinstance(each, RoundRecord)]
-    assert [each.evaluation.bytes_down for each in rounds] == [4 * size] * 4
+    for each in rounds:
+        assert 4 * size < each.evaluation.bytes_down < 4 * size + 8000  # and messages
     # Of the two models that are compared devices hold the current one.
     (comparison,) = rounds[2].comparisons
     assert [receipt.bytes_out for receipt in comparison.receipts] == [size] * 4
@@ -140,13 +165,14 @@ async def test_a_device_is_sent_each_model_once(deployment, network, tmp_path):
 
 
 async def test_an_evaluation_sends_the_change_of_the_model(deployment, network):
-    attempts, _, moved, messages, model = await counted_run(deployment, network, *SMALL)
+    attempts, _, moved, _, model = await counted_run(deployment, network, *SMALL)
     layout = model.layout
     change = ChangeCodec(layout.size, layout.trained_size, 3).nbytes
     evaluated = [each.evaluation.bytes_down for each in attempts]
-    assert all(0 < sent <= 4 * change for sent in evaluated)
+    # With the messages of a secure sum of four, and of the loss of devices in it.
+    assert all(0 < sent <= 4 * (change + MESSAGES) for sent in evaluated)
     trained = [{receipt.bytes_out for receipt in each.receipts} for each in attempts]
     assert trained == [{layout.nbytes}, {0}, {0}, {0}]
     for each in moved:
         # Each round has two secure sums of the training, and one of its evaluation.
-        assert each["down"] < 1.01 * (layout.nbytes + 4 * change) + 1.1 * messages["down"] / 4
+        assert each["down"] < 1.01 * (layout.nbytes + 4 * change + 12 * MESSAGES)

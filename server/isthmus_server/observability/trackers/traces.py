@@ -118,8 +118,8 @@ def _about(receipt: Receipt, record: EndedAttempt) -> dict[str, str | int | floa
         "isthmus.reason": receipt.reason,
         "isthmus.examples": receipt.examples,
         "isthmus.steps": receipt.steps,
-        "isthmus.bytes_in": receipt.bytes_in,
-        "isthmus.bytes_out": receipt.bytes_out,
+        "isthmus.bytes_in": receipt.moved.up,
+        "isthmus.bytes_out": receipt.moved.down,
         **{f"isthmus.ranks.{name}": value for name, value in profile.items()},
     }
 

@@ -252,8 +252,8 @@ def _moved(attempts: Sequence[EndedAttempt]) -> list[str]:
         receipts = [
             receipt for each in attempts for receipt in each.receipts if receipt.regime == regime
         ]
-        sent = [receipt.bytes_in for receipt in receipts]
-        received = [receipt.bytes_out for receipt in receipts]
+        sent = [receipt.moved.up for receipt in receipts]
+        received = [receipt.moved.down for receipt in receipts]
         total = sum(sent) + sum(received)
         if not total:
             continue

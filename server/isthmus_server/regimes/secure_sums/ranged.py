@@ -232,9 +232,7 @@ class RangedAttempt:
                     receipt,
                     seconds=first.seconds,
                     started=first.started,
-                    bytes_in=first.bytes_in + receipt.bytes_in,
-                    bytes_out=first.bytes_out + receipt.bytes_out,
-                )
+                ).with_moved(first.moved + receipt.moved)
             merged[first.participant] = first
         return [merged[name] for name in sorted(merged)]
 

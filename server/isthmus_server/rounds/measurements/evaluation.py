@@ -183,8 +183,8 @@ class RoundEvaluator:
             clipped={name: each.sentence for name, each in clipped.items()},
             error=None if failure is None else str(failure),
             price=reached * self._job.prices.client_evaluation,
-            device_bytes=sum(receipt.bytes_in + receipt.bytes_out for receipt in receipts),
-            bytes_down=sum(receipt.bytes_out for receipt in receipts),
+            device_bytes=sum(receipt.moved.total for receipt in receipts),
+            bytes_down=sum(receipt.moved.down for receipt in receipts),
             seconds=self._clock.now() - started,
         )
 
