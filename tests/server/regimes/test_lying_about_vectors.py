@@ -18,6 +18,7 @@ from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.storage.range_log import SummedRanges
+from isthmus_server.storage.unmasking_log import UnmaskingLog
 
 CODE = "another-vector-for-model"
 SENTENCE = "gives no other one"
@@ -40,6 +41,8 @@ class Attempts:
         self.opened = "run", server.run.job
         self.opening = server.run.opening(server.run.job)
         self.number = 0
+        self.unmaskings = UnmaskingLog()
+        """What an honest server would store."""
 
     async def open(self, job=None, run_id="run"):
         self.opened = run_id, job or self.server.run.job
@@ -52,7 +55,9 @@ class Attempts:
         job = self.opened[1]
         blob = self.server.published(torch.linspace(-model, model, LAYOUT.size))
         run = self.server.run
-        context = FederatedContext(self.server.link, job, self.opening, LAYOUT, run.directory)
+        context = FederatedContext(
+            self.server.link, job, self.opening, LAYOUT, run.directory, unmaskings=self.unmaskings
+        )
         if job.finds_ranges:
             known = SummedRanges(
                 round=round_,
@@ -182,6 +187,41 @@ async def test_a_device_refuses_coarser_rounding_than_the_ring_needs(attempts, l
     assert all(f"{levels} levels" in reason for reason in reasons)
     with disabled("encoding-not-of-job"):
         await attempts.sum()
+
+
+# -- an honest server ------------------------------------------------------------------------------
+
+
+async def test_an_exact_repetition_has_the_encoding_and_the_position_of_before(attempts):
+    """Whatever the ranges are by then, and wherever the run is in its schedules."""
+    schedule = {
+        "learning_rate.schedule": "inverse_sqrt",
+        "learning_rate.warmup_steps": 4,
+        "federated.local_steps": 2,
+    }
+    await attempts.open(with_changes(attempts.server.run.job, schedule))
+    first = await attempts.sum(position=RoundPosition(10, 5, 5))
+    again = await attempts.sum(
+        exact=True, round_=2, largest=9, weight=5000, position=RoundPosition(20, 5, 5)
+    )
+    assert (again.training["range"], again.training["weight_max"]) == (4, 1000)
+    assert torch.equal(first.pseudo_gradient, again.pseudo_gradient)
+
+
+async def test_a_sum_of_another_vector_is_not_repeated(attempts, server):
+    """The server then knows that its devices can be in no sum of this model."""
+    await attempts.sum()
+    changes = {"federated.local_steps": 2}
+    await attempts.open(with_changes(server.run.job, changes))
+    await attempts.refused(exact=True)
+    name = server.published(torch.linspace(-0.5, 0.5, LAYOUT.size)).sha256
+    refused = {
+        device
+        for entry in attempts.unmaskings.about("run", 1, name)
+        for device in entry.devices
+        if entry.refused
+    }
+    assert refused == set(NAMES)
 
 
 # -- rounding --------------------------------------------------------------------------------------
