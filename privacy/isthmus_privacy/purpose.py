@@ -96,6 +96,13 @@ class RunPurpose(Message):
             tagged_hash("frozen-parameters", *fields),
         )
 
+    def of_vector(self, settings: str) -> Self:
+        """What a device's vector depends on: the settings that count in place of the whole job.
+
+        `settings`: see `isthmus.job.vector_settings`.
+        """
+        return dataclasses.replace(self, job=hashlib.sha256(settings.encode()).digest())
+
 
 @dataclasses.dataclass(frozen=True)
 class _Purpose(Message):
@@ -128,6 +135,18 @@ class TrainingPurpose(_Purpose):
     """The group whose devices alone are in the sum; empty for any devices."""
     position: Position = (0, 0, 0)
     """Position of the round in the schedules of the learning rate."""
+
+
+def device_vector(purpose: bytes, trained: int, state: str = "") -> bytes:
+    """Hash of what a device's vector depends on besides the model, its data and the encoding.
+
+    Args:
+        purpose: hash of a purpose whose run is that of `RunPurpose.of_vector`, and which has no
+            group: with whom a vector is summed does not change it.
+        trained: the round whose random numbers it has.
+        state: names what the device keeps between rounds and the vector depends on.
+    """
+    return tagged_hash("device-vector", purpose, NUMBER.write(trained), state.encode())
 
 
 def check_group(group: str, *, own: str, clients_min: int, minimum: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -164,6 +165,20 @@ class ActiveRun:
             )
         return self.purpose
 
+    @functools.cached_property
+    def vector_purpose(self) -> RunPurpose:
+        """What this device's vectors depend on, of what the run was opened with.
+
+        Raises:
+            UpdateError: the run was opened without secure aggregation.
+        """
+        from isthmus.job.vector_settings import vector_settings
+
+        purpose = self.secure_purpose.of_vector(vector_settings(self.job))
+        if self.job.statistics.collect:  # of the device's data, and not of a model
+            purpose = dataclasses.replace(purpose, layout=bytes(32), frozen=bytes(32))
+        return purpose
+
     @property
     def training_slots(self) -> Sequence[Slot]:
         """The figures that this device gives with an update; no loss if a server adds noise."""
@@ -321,8 +336,10 @@ class ActiveRun:
 
         Raises:
             PeerMisbehaved: the range is not that of the job, nor a power of two; or the largest
-                weight is not that of the job, nor on the ladder of `secagg.ranges`.
+                weight is not that of the job, nor on the ladder of `secagg.ranges`; or the elements
+                are rounded more coarsely than the ring needs.
         """
+        from isthmus_privacy.secagg.config import WIDE_LEVELS
         from isthmus_privacy.secagg.ranges import LADDER
 
         federated = self.job.federated
@@ -334,14 +351,20 @@ class ActiveRun:
             if federated.clip is not None
             else math.frexp(config.clip)[0] == 0.5
         )
-        if not in_range or config.weight_max not in (
-            LADDER if weight_max is None else (weight_max,)
-        ):
+        # With few levels a vector would be a comparison of each element with a bound of the
+        # server's choice.
+        finest = WIDE_LEVELS
+        if config.bits != 64:
+            finest = dataclasses.replace(config, bits=32, levels=0).levels
+        is_fine = config.codec is not None or config.levels == finest
+        weights = LADDER if weight_max is None else (weight_max,)
+        if not (in_range and is_fine) or config.weight_max not in weights:
             refusal.refuse(
                 "encoding-not-of-job",
                 f"{self.job.name!r} was opened with federated.clip={federated.clip} and "
                 f"federated.max_examples={federated.max_examples}, and this sum has a range of "
-                f"{config.clip:g} and a largest weight of {config.weight_max}",
+                f"{config.clip:g}, {config.levels} levels and a largest weight of "
+                f"{config.weight_max}",
             )
 
     def with_account(self, account: ExamplesAccount, examples: int) -> ActiveRun:

@@ -43,7 +43,8 @@ def score(
     import torch
 
     from isthmus.task import paired_scores
-    from isthmus_privacy.purpose import ComparisonPurpose
+    from isthmus_privacy.purpose import ComparisonPurpose, device_vector
+    from isthmus_privacy.secagg.history import StartModel
     from isthmus_privacy.slots import SCORING_SLOTS
 
     work = request.score
@@ -51,7 +52,12 @@ def score(
     candidates = tuple(tuple(mean.of) for mean in work.candidates)
     purpose = ComparisonPurpose(run.secure_purpose, candidates)
     slots = () if run.adds_noise else SCORING_SLOTS
-    attempt = sessions.propose(about, work.secure, work.models, purpose.hash, slots)
+    own = ComparisonPurpose(run.vector_purpose, candidates)
+    state = f"{work.run_id}/{work.comparison}" if run.personal.size else ""
+    start = StartModel(
+        work.comparison, work.models.sha256, vector=device_vector(own.hash, 0, state), trained=0
+    )
+    attempt = sessions.propose(about, work.secure, work.models, purpose.hash, slots, start=start)
     norm = paired_scores.centred_norm(len(work.candidates))
     run.check_measuring_noise(attempt.config, norm, sessions.rho(work.run_id))
     vector = attempted(
@@ -64,7 +70,7 @@ def score(
         vector = torch.zeros(paired_scores.vector_size(len(work.candidates)))
     elif run.job.privacy is not None:
         vector = paired_scores.centred(vector)
-    seed = sessions.seed(run, -work.comparison)
+    seed = sessions.seed(run, -work.comparison, attempt)
     return sessions.join(attempt, vector, int(usable), _figures(attempt, usable), seed)
 
 
@@ -89,8 +95,14 @@ def evaluate(
     import torch
 
     from isthmus.task.measurements.bounded_means import measured_norm, numbers_of
-    from isthmus_privacy.purpose import EvaluationPurpose, evaluated_model, statistics_of
+    from isthmus_privacy.purpose import (
+        EvaluationPurpose,
+        device_vector,
+        evaluated_model,
+        statistics_of,
+    )
     from isthmus_privacy.secagg.config import RoundConfig
+    from isthmus_privacy.secagg.history import StartModel
     from isthmus_privacy.slots import SCORING_SLOTS
 
     work = request.evaluate
@@ -101,18 +113,31 @@ def evaluate(
     if run.job.statistics.collect:
         name = statistics_of(run.secure_purpose.task)
     private = run.job.privacy is not None
+    # Only a fine-tuning has random numbers, and is repeated with those of its round.
+    state = f"{work.run_id}/{work.round}" if run.personal.size else ""
+    trained = 0
+    if run.job.federated.fine_tune_steps:
+        trained = work.round if state else sessions.repeated_round(name, work.round)
+    purpose = EvaluationPurpose(run.vector_purpose)
+    start = StartModel(
+        work.round, name, vector=device_vector(purpose.hash, trained, state), trained=trained
+    )
     attempt = sessions.propose(
         (evaluations_run_id(work.run_id), work.round, work.attempt),
         work.secure,
         link_pb2.Blob(sha256=name),
         EvaluationPurpose(run.secure_purpose, work.group).hash,
         () if run.adds_noise else SCORING_SLOTS,
+        start=start,
         whole=not private,
     )
     run.check_measuring_noise(attempt.config, measured_norm(config.size), sessions.rho(work.run_id))
+    asked = link_pb2.Evaluate()
+    asked.CopyFrom(work)
+    asked.round = trained or work.round
     counts = attempted(
         f"evaluation in round {work.round} of {work.run_id}",
-        lambda: _counts(host.evaluate(request.id, work, payload), config.size, work, own),
+        lambda: _counts(host.evaluate(request.id, asked, payload), config.size, work, own),
     )
     check_wanted(wanted)
     usable = counts is not None
@@ -120,7 +145,7 @@ def evaluate(
         counts = torch.zeros(config.size, dtype=torch.int64)
     vector = numbers_of(counts) if private else counts
     # Whole numbers need no seed, which is that of rounding.
-    seed = sessions.seed(run, -work.round) if private else b""
+    seed = sessions.seed(run, -work.round, attempt) if private else b""
     return sessions.join(attempt, vector, int(usable), _figures(attempt, usable), seed)
 
 

@@ -6,6 +6,8 @@ PyTorch is imported with the first attempt, so that an idle device stays small.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import hmac
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -51,6 +53,8 @@ class KeptUpdate:
     """As it was open then."""
     result: TrainingResult | None
     """None if it is unusable."""
+    trained: int
+    """The round whose random numbers it has, see `SecureSessions.trained_round`."""
     residual: Residual | None = None
     """With compression: what earlier updates have left."""
 
@@ -68,8 +72,12 @@ class SecureSessions:
       * whatever the task does with this device's data, the server receives a masked vector; one
         without a usable update is zero, with weight 0;
       * nothing that the server does ends in such a zero vector: work that it cancels, or whose run
-        it closes, fails. It could otherwise have all devices of a sum but one send zeros.
+        it closes, fails. It could otherwise have all devices of a sum but one send zeros;
+      * a vector that is given again for a model is the same: trained with the same random numbers,
+        and rounded with the same ones, which a server on another machine cannot compute.
     """
+
+    _rounding_secret: bytes | None = None
 
     def __init__(
         self,
@@ -85,7 +93,8 @@ class SecureSessions:
 
         Args:
             name: of the device.
-            signing_key: the device's identity; None generates a key for this process.
+            signing_key: the device's identity, which its secrets follow from; None generates a key
+                for this process, whose rounding follows from the job's seed.
             history_file: persists which sums this device was in; None keeps it in memory for a run.
             privacy: what the owner requires; None for the defaults of the protocol, with any
                 selection of devices.
@@ -95,6 +104,9 @@ class SecureSessions:
         """
         self._name = name
         self._tally = tally or UpdateTally(None)
+        if signing_key is not None:
+            seed = signing_key.private_bytes_raw()
+            self._rounding_secret = hashlib.sha256(b"isthmus/rounding-secret/" + seed).digest()
         self._signing_key = signing_key or Ed25519PrivateKey.generate()
         self._history_file = history_file
         self._privacy = privacy
@@ -190,24 +202,45 @@ class SecureSessions:
         """
         self.drop_ranged(host)  # of an attempt that has failed
         work = request.train_local
+        trained = self.trained_round(run, work)
         if work.ranges:
-            attempt = self._propose_ranges(run, work)
+            attempt = self._propose_ranges(run, work, trained)
         else:
-            attempt = self._propose_update(run, work, work.secure)
+            attempt = self._propose_update(run, work, work.secure, trained)
         run.charge(work)
         compressed = run.job.federated.compression is not None and not work.gradient_scale
         residual = self.step_ahead(run, work, payload) if compressed else None
-        result = train_silently(host, request, payload)
+        result = train_silently(host, _in_round(request, trained), payload)
         check_wanted(wanted)
         if work.ranges:
             layout = run.result_layout(work)
             reply, result = self._join_with_ranges(attempt, run, layout, result)
-            self._ranged = self.hold(host, KeptUpdate(request, run, result, residual))
+            kept = KeptUpdate(request, run, result, trained, residual)
+            self._ranged = self.hold(host, kept)
             return reply
         return self._join_in_round(attempt, run, work, result, residual)
 
+    def trained_round(self, run: ActiveRun, work: link_pb2.TrainLocal) -> int:
+        """The round whose random numbers a training has.
+
+        Once a sum with this device's vector for a model was unmasked, it gives that vector again,
+        also in a later round: two trainings with other examples differ by what a server could
+        subtract.
+        """
+        from isthmus_privacy.purpose import ranged_model
+
+        if _state(run, work):
+            return work.round
+        own = self.repeated_round(ranged_model(work.model.sha256), work.round)
+        return self.repeated_round(work.model.sha256, own)
+
+    def repeated_round(self, name: bytes, round_: int) -> int:
+        """The round whose random numbers the vector for a model had, else `round_`."""
+        known = self._enrolled().history.trained_round(name)
+        return round_ if known is None else known
+
     def _propose_update(
-        self, run: ActiveRun, work: link_pb2.TrainLocal, config: bytes
+        self, run: ActiveRun, work: link_pb2.TrainLocal, config: bytes, trained: int
     ) -> SecureParticipation:
         """Check the configuration of a sum of a round's updates."""
         from isthmus_privacy.secagg.config import RoundConfig
@@ -220,19 +253,24 @@ class SecureSessions:
             work.model,
             _purpose(run, work),
             MEASURING_SLOTS if work.gradient_scale else run.training_slots,
+            start=_start(run, work, trained),
         )
         run.check_privacy(attempt.config, self.rho(work.run_id))
         run.check_codec(attempt.config)
         run.check_encoding(attempt.config)
         return attempt
 
-    def _propose_ranges(self, run: ActiveRun, work: link_pb2.TrainLocal) -> SecureParticipation:
+    def _propose_ranges(
+        self, run: ActiveRun, work: link_pb2.TrainLocal, trained: int
+    ) -> SecureParticipation:
         """Check the configuration of a sum of the ranges of a round's updates."""
         from isthmus_privacy.secagg.config import RoundConfig
 
         run.check_group(work.group, RoundConfig.from_bytes(work.ranges).clients_min)
         about = (work.run_id, work.round, work.attempt)
-        return self._propose_ranges_of(run, about, work.ranges, work.model, _purpose(run, work))
+        start = _start(run, work, trained)
+        purpose = _purpose(run, work)
+        return self._propose_ranges_of(run, about, work.ranges, work.model, purpose, start)
 
     def _propose_ranges_of(
         self,
@@ -241,22 +279,28 @@ class SecureSessions:
         config: bytes,
         blob: link_pb2.Blob,
         purpose: bytes,
+        start: StartModel,
         *,
         selected: bool = True,
-        start: StartModel | None = None,
     ) -> SecureParticipation:
+        """`start` is that of the updates."""
         from isthmus_privacy.purpose import RangePurpose, ranged_model, ranges_run_id
         from isthmus_privacy.slots import SCORING_SLOTS
 
         run.check_ranges_wanted()
+        ranged = dataclasses.replace(
+            start,
+            model_hash=ranged_model(start.model_hash),
+            vector=RangePurpose(start.vector).hash,
+        )
         return self.propose(
             (ranges_run_id(about[0]), *about[1:]),
             config,
             link_pb2.Blob(sha256=ranged_model(blob.sha256)),
             RangePurpose(purpose).hash,
             SCORING_SLOTS,
+            start=ranged,
             selected=selected,
-            start=start,
             whole=True,
         )
 
@@ -302,9 +346,10 @@ class SecureSessions:
             UpdateError: the server has cancelled it.
         """
         run.charge(request.train_local)
-        result = train_silently(host, request, payload)
+        trained = self.trained_round(run, request.train_local)
+        result = train_silently(host, _in_round(request, trained), payload)
         check_wanted(wanted)
-        self._kept = KeptUpdate(request, run, result)
+        self._kept = KeptUpdate(request, run, result, trained)
 
     def agree(self, host: TaskHost, work: link_pb2.Agree) -> link_pb2.Reply:
         """Join the sum of a round's updates with the kept one, or those of a buffer.
@@ -320,7 +365,7 @@ class SecureSessions:
         if kept is None or kept.about != about or work.ranges:
             raise UpdateError("this device keeps no update of that run")
         trained = kept.request.train_local
-        attempt = self._propose_update(kept.run, trained, work.secure)
+        attempt = self._propose_update(kept.run, trained, work.secure, kept.trained)
         self._ranged = None
         reply = self._join_in_round(attempt, kept.run, trained, kept.result, kept.residual)
         host.release(kept.request.id)
@@ -330,8 +375,7 @@ class SecureSessions:
         self, host: TaskHost, work: link_pb2.Agree, kept: KeptUpdate
     ) -> link_pb2.Reply:
         """Join the sums of a buffer: of the ranges, and of the updates, discounted by their age."""
-        from isthmus_privacy.purpose import BufferedPurpose, buffer_name, ranged_model
-        from isthmus_privacy.secagg.history import StartModel
+        from isthmus_privacy.purpose import BufferedPurpose, buffer_name
 
         # The run as it was when the update was trained: the server may have opened it again since,
         # with another job.
@@ -347,11 +391,11 @@ class SecureSessions:
         staleness = purpose.check_start(own, work.round, buffer.max_staleness)
         about = (work.run_id, work.round, work.attempt)
         blob = link_pb2.Blob(sha256=buffer_name(work.run_id, work.round))
-        own_start = StartModel(start.round, start.model.sha256, shared=len(starts) == 1)
+        scale = buffer.discount(staleness)
+        own_start = _start(run, start, kept.trained, scale=scale, shared=len(starts) == 1)
         if work.ranges:
-            ranged = dataclasses.replace(own_start, model_hash=ranged_model(own_start.model_hash))
             attempt = self._propose_ranges_of(
-                run, about, work.ranges, blob, purpose.hash, selected=False, start=ranged
+                run, about, work.ranges, blob, purpose.hash, own_start, selected=False
             )
             reply, result = self._join_with_ranges(attempt, run, run.layout, kept.result)
             self._kept = dataclasses.replace(kept, result=result)
@@ -362,12 +406,11 @@ class SecureSessions:
             blob,
             purpose.hash,
             run.training_slots,
-            selected=False,
             start=own_start,
+            selected=False,
         )
         run.check_encoding(attempt.config)
         self._kept = None
-        scale = buffer.discount(staleness)
         reply = self._join_with_update(attempt, run, run.layout, kept.result, scale)
         host.release(kept.request.id)
         return reply
@@ -380,8 +423,8 @@ class SecureSessions:
         purpose: bytes,
         slots: Sequence[Slot],
         *,
+        start: StartModel,
         selected: bool = True,
-        start: StartModel | None = None,
         whole: bool = False,
     ) -> SecureParticipation:
         """Check the configuration that the server proposes, before any work is done for it.
@@ -392,8 +435,8 @@ class SecureSessions:
             blob: names the model that came with it.
             purpose: hash of the requested work, see `isthmus_privacy.purpose`.
             slots: the figures that this device gives for such a request.
+            start: model and vector of the device, which remembers them.
             selected: False for a full buffer, whose devices are those that finished first.
-            start: model of the device's update, if not that of the configuration.
             whole: whether this device sends whole numbers in place of an update.
 
         Raises:
@@ -478,7 +521,7 @@ class SecureSessions:
 
         config = attempt.config
         privacy = run.job.privacy
-        seed = self.seed(run, config.round)
+        seed = self.seed(run, attempt.trained, attempt)
         figures = dict.fromkeys((slot.name for slot in config.slots), 0.0)
         if result is None:
             zeros = torch.zeros(1).expand(layout.size)  # takes no memory
@@ -513,10 +556,17 @@ class SecureSessions:
         names = (run_id, evaluations_run_id(run_id), comparisons_run_id(run_id))
         return sum(map(history.rho, names))
 
-    def seed(self, run: ActiveRun, round_: int) -> bytes:
-        """Seed of this device in a round; equal in all attempts, so that they are repeatable."""
+    def seed(self, run: ActiveRun, round_: int, attempt: SecureParticipation) -> bytes:
+        """Seed of the rounding of this device's vector, equal whenever it gives the same one.
+
+        On a machine of its own a device has a secret: who knows the rounding of a vector with few
+        levels knows on which side of a bound each element is. A process of `isthmus run` or
+        `isthmus simulate` is on the server's machine, and follows the job's seed.
+        """
         from isthmus_clients.training.example_order import local_seed
 
+        if self._rounding_secret is not None:
+            return hmac.digest(self._rounding_secret, attempt.rounding, "sha256")
         return local_seed(run.job.seed, round_, self._name)
 
     def join(
@@ -593,6 +643,59 @@ def _purpose(run: ActiveRun, work: link_pb2.TrainLocal) -> bytes:
     return TrainingPurpose(
         run.secure_purpose, work.with_gradient, work.gradient_scale, work.group, position
     ).hash
+
+
+def _start(
+    run: ActiveRun,
+    work: link_pb2.TrainLocal,
+    trained: int,
+    *,
+    scale: float = 1.0,
+    shared: bool = True,
+) -> StartModel:
+    """The model and the vector of a training.
+
+    Args:
+        run: as it was open then.
+        work: the training.
+        trained: the round whose random numbers it has.
+        scale: factor of an update that was kept.
+        shared: whether all updates of the sum start from this model.
+    """
+    from isthmus_privacy.purpose import TrainingPurpose, device_vector
+    from isthmus_privacy.secagg.history import StartModel
+
+    purpose = TrainingPurpose(
+        run.vector_purpose,
+        work.with_gradient,
+        work.gradient_scale,
+        position=position_of(work.position) if run.job.learning_rate.is_used else (0, 0, 0),
+    ).hash
+    state = f"{_state(run, work)} {scale!r}"
+    vector = device_vector(purpose, trained, state)
+    return StartModel(work.round, work.model.sha256, shared, vector, trained)
+
+
+def _state(run: ActiveRun, work: link_pb2.TrainLocal) -> str:
+    """Names what a training depends on that this device keeps between rounds; empty for nothing.
+
+    Then it cannot be repeated in another round.
+    """
+    compressed = run.job.federated.compression is not None and not work.gradient_scale
+    if not compressed and not run.personal.size:
+        return ""
+    committed = f"{work.summed_round}/{work.summed_attempt}" if compressed else ""
+    return f"{work.run_id}/{work.round}/{committed}"
+
+
+def _in_round(request: link_pb2.Request, trained: int) -> link_pb2.Request:
+    """A request for training, with the random numbers of that round."""
+    if request.train_local.round == trained:
+        return request
+    repeated = link_pb2.Request()
+    repeated.CopyFrom(request)
+    repeated.train_local.round = trained
+    return repeated
 
 
 def unusable(figures: Mapping[str, float]) -> dict[str, float]:

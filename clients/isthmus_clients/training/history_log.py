@@ -172,16 +172,20 @@ def _encode(entry: Entry) -> bytes:
     values = [
         value.hex() if isinstance(value, bytes) else value for value in dataclasses.astuple(entry)
     ]
+    if isinstance(entry, Unmasked) and not entry.vector:
+        del values[4:]  # as the earlier version wrote it
     return json.dumps([kind, *values], separators=(",", ":")).encode()
 
 
 def _decode(body: bytes) -> Entry:
     kind, *values = json.loads(body)
     made: Any = _KINDS[kind]
+    # Entries of earlier versions end before the fields that have a default.
+    fields = dataclasses.fields(made)[: len(values)]
     entry: Entry = made(
         *(
             bytes.fromhex(value) if field.type == "bytes" else value
-            for field, value in zip(dataclasses.fields(made), values, strict=True)
+            for field, value in zip(fields, values, strict=True)
         )
     )
     return entry

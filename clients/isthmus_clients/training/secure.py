@@ -104,6 +104,11 @@ class SecureParticipation:
       * the plain update is overwritten when it is masked.
     """
 
+    rounding: bytes
+    """Names the rounding of the device's vector, 32 bytes, see `ClientSession.rounding`."""
+    trained: int
+    """The round whose random numbers the vector has."""
+
     def __init__(
         self,
         about: tuple[str, int, int],
@@ -129,7 +134,7 @@ class SecureParticipation:
             credentials: the device's.
             selected: whether the devices must have been selected by the lottery, if the device
                 requires one.
-            start: model of the device's update, if not that of the configuration.
+            start: model and vector of the device; None for those that the configuration names.
             whole: whether this device sends whole numbers in place of an update.
 
         Raises:
@@ -168,6 +173,8 @@ class SecureParticipation:
                 epsilon,
                 requirements.delta,
             )
+        self.rounding = self.session.rounding
+        self.trained = self.session.trained
         self._encoded: Encoded | None = None
         self.sent: torch.Tensor | None = None
         """With a codec: (N) float32, what the encoded vector has of the update; None before."""

@@ -100,7 +100,8 @@ def check_installed(
     `movable`: whether another directory can be given with --tasks, for the error message.
 
     Raises:
-        TaskError: it is not `path/to/file.py:Name` with a file in that directory.
+        TaskError: it is not `path/to/file.py:Name` with a file in that directory, or the path is
+            spelled in another way than the file is named there.
         AdmissionRefused: its folder was installed from a package and contains other files.
     """
     where = source.rpartition(":")[0]
@@ -111,23 +112,31 @@ def check_installed(
             "its owner allows; put it there"
             + (", or name another directory with --tasks" if movable else "")
         )
-    # One spelling for each file: what is checked here, and remembered elsewhere, is what is loaded.
-    if not _is_plain_path(where):
-        raise TaskError(
-            f"{key}={source!r} is not spelled plainly: write it as DIRECTORY/FILE.py:Name, without "
-            "'.', '..' and a slash at its beginning"
-        )
+    _check_spelling(where, tasks, f"{key}={source!r}")
     packages.check_loadable(tasks, where.partition("/")[0])
 
 
-def _is_plain_path(text: str) -> bool:
-    """Whether a relative path has one spelling only: no `.`, `..`, empty part or backslash.
+def _check_spelling(where: str, base: Path, setting: str) -> None:
+    """Refuse a path that names a file in another way than its directories do.
 
-    >>> [_is_plain_path(each) for each in ("a/b.py", "./b.py", "a/../b.py", "a//b.py", "/b.py")]
-    [True, False, False, False, False]
+    The digest of a task's code contains the names of its files, and a device remembers statistics
+    by that digest: `a/../a/task.py`, or `a/TASK.py` where names have no case, would be another one.
+
+    Raises:
+        TaskError: so it is.
     """
-    parts = text.split("/")
-    return not any(part in ("", ".", "..") or "\\" in part for part in parts)
+    folder = base
+    for part in where.split("/"):
+        try:
+            names = {each.name for each in folder.iterdir()}
+        except OSError as error:
+            raise TaskError(f"{setting}: {folder} cannot be read: {error.strerror}") from None
+        if part in ("", ".", "..") or part not in names:
+            raise TaskError(
+                f"{setting}: write the path as its files are named in {base}, without '.', '..' "
+                "and repeated slashes"
+            )
+        folder /= part
 
 
 def _load_file(path: Path, folders: Sequence[Path] = ()) -> Any:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from isthmus_privacy.crypto import keys, refusal, shamir
-from isthmus_privacy.crypto.canonical import PositionSet
+from isthmus_privacy.crypto.canonical import NUMBER, PositionSet, tagged_hash
 from isthmus_privacy.crypto.keys import OneTimeKey, SigningKey
 from isthmus_privacy.secagg.cohort import Cohort, check_roster
 from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
@@ -82,7 +82,7 @@ class ClientSession:
             history: this client's memory, which records the attempt.
             model_hash: SHA-256 of the model that this client has received.
             purpose: hash of what this client was asked to do, see `isthmus_privacy.purpose`.
-            start: model of this client's update; None for that of the configuration.
+            start: model and vector of this client; None for those that the configuration names.
             requirements: this device's minimum security; None for the defaults.
 
         Raises:
@@ -103,6 +103,8 @@ class ClientSession:
                 "its task, its tensors, its mode, start models or candidates differ",
             )
         requirements.check_selection(config, enrolment.population, directory.now())
+        self._start = start or StartModel(config.round, config.model_hash, vector=purpose)
+        history.check_vector(config, self._start)
         history.begin(config, requirements)
         self.config = config
         self.stage = Stage.ADVERTISE_KEYS
@@ -110,7 +112,6 @@ class ClientSession:
         self._enrolment = enrolment
         self._directory = directory
         self._history = history
-        self._start = start or StartModel(config.round, config.model_hash)
         self._sealing_key: OneTimeKey | None = OneTimeKey()
         self._mask_key: OneTimeKey | None = OneTimeKey()
         self._self_mask_seed = bytearray(os.urandom(shamir.SECRET_BYTES))
@@ -123,6 +124,21 @@ class ClientSession:
         self._survivors: Survivors
         self._share_pairs: dict[int, bytearray] = {}
         """Owner to the concatenated shares of its seed and of its mask key."""
+
+    @property
+    def rounding(self) -> bytes:
+        """Names the rounding of this client's vector, 32 bytes: of a model, and of an encoding."""
+        return tagged_hash(
+            "rounding",
+            self._start.model_hash,
+            NUMBER.write(self.trained),
+            self.config.encoding_hash,
+        )
+
+    @property
+    def trained(self) -> int:
+        """The round whose random numbers this client's vector has."""
+        return self._start.trained_round
 
     def advertise_keys(self) -> AdvertiseKeys:
         """Sign this attempt's one-time keys."""

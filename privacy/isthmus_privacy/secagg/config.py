@@ -148,6 +148,42 @@ class RoundConfig(Message):
         """SHA-256 of this configuration, which clients sign."""
         return tagged_hash("config-hash", self.to_bytes())
 
+    @functools.cached_property
+    def encoding_hash(self) -> bytes:
+        """SHA-256 of what a client's masked vector depends on, besides what is encoded.
+
+        With a codec, the round selects the elements.
+        """
+        encoding = dataclasses.replace(
+            self,
+            run_id="",
+            round=0 if self.codec is None else self.round,
+            attempt=0,
+            model_hash=bytes(32),
+            purpose=bytes(32),
+            clients_max=0,
+            clients_min=0,
+            corrupt_permille=0,
+            dropout_permille=0,
+            complete_up_to=0,
+            draw=0,
+            selected_ppm=0,
+        )
+        return tagged_hash("encoding-hash", encoding.to_bytes())
+
+    def encoded_as(self, other: RoundConfig) -> RoundConfig:
+        """The attempt of this configuration with the cohort and the encoding of another one."""
+        return dataclasses.replace(
+            other,
+            run_id=self.run_id,
+            round=self.round,
+            attempt=self.attempt,
+            model_hash=self.model_hash,
+            purpose=self.purpose,
+            draw=self.draw,
+            selected_ppm=self.selected_ppm,
+        )
+
     @property
     def length(self) -> int:
         """Elements of a masked vector.

@@ -26,6 +26,12 @@ them corrupt (`GraphParameters`); on a complete graph a client reveals none of i
 these are at least `threshold + 1 - corrupt` honest ones, more than half of all. Each of them is in
 no later sum over another set, and earlier ones have coefficient zero. So the combination contains
 the updates of all of them, with the coefficient of S: none is about fewer honest clients.
+
+**One vector for each model.** The same holds if a client's vectors for a model differ, because it
+was asked to train or to encode them in another way. With its shares a client binds itself to the
+vector as well, so that those that have revealed shares for S are in no later sum with another one.
+Otherwise a server could choose two encodings in which all vectors but one are the same, and
+subtract the sums of one set.
 """
 
 from __future__ import annotations
@@ -56,6 +62,16 @@ class StartModel:
     """SHA-256."""
     shared: bool = True
     """Whether all updates of the sum start from it; False for a buffer of several."""
+    vector: bytes = bytes(32)
+    """Hash of what else the client's vector depends on, but for its data and the encoding: see
+    `isthmus_privacy.purpose.device_vector`."""
+    trained: int | None = None
+    """The round whose random numbers the vector has; None for `round`."""
+
+    @property
+    def trained_round(self) -> int:
+        """The round whose random numbers the vector has."""
+        return self.round if self.trained is None else self.trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +109,11 @@ class Unmasked:
     """SHA-256 of the start model."""
     survivors: bytes
     """Hash of the survivor set, 32 bytes."""
+    vector: bytes = b""
+    """Hash of all that this client's vector depends on but the model and its data, 16 bytes; empty
+    in an entry of an earlier version, with which no vector agrees."""
+    trained: int = 0
+    """The round whose random numbers the vector was computed with."""
 
 
 Entry = Begun | Masked | Unmasked
@@ -122,7 +143,8 @@ class History:
       * a client never takes part in an attempt twice, nor in one before an attempt already begun;
       * it is in one attempt at a time, the last that it has begun;
       * once it has unmasked a sum of updates to a model, in any run, or of a round, it takes part
-        for that model or round only with exactly the same survivors;
+        for that model or round only with exactly the same survivors, and gives for that model only
+        the same vector;
       * an entry is recorded before the client acts on it;
       * memory of about 300 bytes for each unmasked sum and each run, and one short entry recorded
         for each step that matters, however many there were before.
@@ -150,6 +172,8 @@ class History:
         """Model to the run with masked updates to it, until a sum is unmasked."""
         self._unmasked: dict[bytes, bytes] = {}
         """Model, and round of a run, to the survivor set."""
+        self._vectors: dict[bytes, tuple[bytes, int]] = {}
+        """Model to the vector of its unmasked sum, and the round that it was trained in."""
         self._record = record
         for entry in entries:
             self._take(entry)
@@ -165,6 +189,35 @@ class History:
         if run_id is None:
             return sum(begun.rho for begun in self._begun.values())
         return self._begun[run_id].rho if run_id in self._begun else 0.0
+
+    def trained_round(self, model_hash: bytes) -> int | None:
+        """The round in which this client has trained from a model whose sum was unmasked.
+
+        A vector that is given again has the random numbers of that round, and is thus the same.
+        None if no sum of this model was unmasked.
+        """
+        known = self._vectors.get(_model_key(model_hash))
+        return None if known is None else known[1]
+
+    def check_vector(self, config: RoundConfig, start: StartModel) -> None:
+        """Refuse to give another vector for a model than the one of an unmasked sum.
+
+        Args:
+            config: of the attempt.
+            start: of the vector that is asked for.
+
+        Raises:
+            PeerMisbehaved: it would be computed, or encoded, in another way.
+        """
+        known = self._vectors.get(_model_key(start.model_hash))
+        if known is not None and known[0] != _vector_key(config, start):
+            refusal.refuse(
+                "another-vector-for-model",
+                "this device has helped to unmask a sum with its vector for the same model, and "
+                "gives no other one: it was computed with other settings or code, or encoded in "
+                "another range or with another largest weight; go on with those, or change the "
+                "job's seed, which gives another model",
+            )
 
     def begin(self, config: RoundConfig, requirements: ClientRequirements) -> None:
         """Record that an attempt begins.
@@ -249,7 +302,7 @@ class History:
             self._store(Masked(config.run_id, start.model_hash))
 
     def check(self, config: RoundConfig, start: StartModel, survivors: bytes) -> None:
-        """Refuse a survivor set that differs from the one of an unmasked sum.
+        """Refuse a survivor set, or a vector, that differs from that of an unmasked sum.
 
         Args:
             config: of the attempt.
@@ -257,8 +310,8 @@ class History:
             survivors: hash of the set.
 
         Raises:
-            PeerMisbehaved: it differs, for the same model or round; or the client has begun another
-                attempt since.
+            PeerMisbehaved: it differs, for the same model or round; or see `check_vector`; or the
+                client has begun another attempt since.
         """
         if self._current != (config.run_id, config.round, config.attempt):
             refusal.refuse(
@@ -274,13 +327,22 @@ class History:
                     "same round, and takes part again only with exactly the same devices; to train "
                     "the same job again with others, change its seed",
                 )
+        self.check_vector(config, start)
 
     def note_unmasked(self, config: RoundConfig, start: StartModel, survivors: bytes) -> None:
         """Record that this client helps to unmask the sum over `survivors`."""
         self.check(config, start, survivors)
         keys = _keys(config.run_id, start.round, start.model_hash)
         if any(key not in self._unmasked for key in keys):
-            self._store(Unmasked(config.run_id, start.round, start.model_hash, survivors))
+            entry = Unmasked(
+                config.run_id,
+                start.round,
+                start.model_hash,
+                survivors,
+                _vector_key(config, start),
+                start.trained_round,
+            )
+            self._store(entry)
 
     def _store(self, entry: Entry) -> None:
         self._record(entry)
@@ -298,10 +360,17 @@ class History:
                 self._masked.pop(_model_key(entry.model_hash), None)
                 for key in _keys(entry.run_id, entry.round, entry.model_hash):
                     self._unmasked[key] = entry.survivors
+                key = _model_key(entry.model_hash)
+                # The first: later ones are of the same vector, perhaps in a later round.
+                self._vectors.setdefault(key, (entry.vector, entry.trained))
 
 
 def _model_key(model_hash: bytes) -> bytes:
     return tagged_hash("history-model", model_hash)[:_KEY_BYTES]
+
+
+def _vector_key(config: RoundConfig, start: StartModel) -> bytes:
+    return tagged_hash("history-vector", start.vector, config.encoding_hash)[:_KEY_BYTES]
 
 
 def _keys(run_id: str, round_: int, model_hash: bytes) -> tuple[bytes, bytes]:

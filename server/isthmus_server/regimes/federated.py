@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from isthmus.errors import JobError
-from isthmus.transport.requests import position_message
+from isthmus.transport.requests import position_message, position_of
 from isthmus.wire import link_pb2
-from isthmus_privacy.purpose import TrainingPurpose
+from isthmus_privacy.purpose import TrainingPurpose, ranged_model
 from isthmus_server.regimes.base import (
     AttemptFailed,
     AttemptSpec,
@@ -63,6 +63,8 @@ class FederatedRegime:
         Raises:
             AttemptFailed: fewer updates than the quorum.
         """
+        if spec.exact and not self.context.link.enrolments.simulated:
+            spec = self._as_before(spec)
         # Kept for `cancelled`: only the attempt knows how far its devices got.
         self._attempt = self._attempt_for(spec)
         result = await self._attempt.run()
@@ -79,6 +81,30 @@ class FederatedRegime:
             return result
         groups = {name: self._split(one, spec) for name, one in result.groups.items()}
         return dataclasses.replace(self._split(result, spec), groups=groups)
+
+    def _as_before(self, spec: AttemptSpec) -> AttemptSpec:
+        """The attempt with the training of the sum that it repeats exactly.
+
+        Its devices give no other vector for this model. The position in the schedules moves on
+        between rounds, and the factor of gradients follows the last ones. If the plan wants another
+        kind of vector, devices refuse it, and others are asked.
+        """
+        name = spec.model.sha256
+        cohorts = spec.groups.values() or (spec.cohort,)
+        for model in (name, ranged_model(name)):
+            for devices in cohorts:
+                request = self.context.unmaskings.request_of(model, devices)
+                if request is None:
+                    continue
+                work = request.train_local
+                same = bool(work.gradient_scale) == bool(spec.gradient_scale)
+                if same and work.with_gradient == spec.with_gradient:
+                    return dataclasses.replace(
+                        spec,
+                        position=position_of(work.position),
+                        gradient_scale=work.gradient_scale,
+                    )
+        return spec
 
     def _split(self, result: FederatedResult, spec: AttemptSpec) -> FederatedResult:
         """The result with the gradient apart from the update."""

@@ -23,7 +23,7 @@ from isthmus_server.storage.events import RunStopped
 from isthmus_server.storage.records import FinalModel, PlannedAttempt
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.strategy.decision import Decision, decide
-from isthmus_server.strategy.policy import BEST, CURRENT, SERVED, Compare, Plan, Stop
+from isthmus_server.strategy.policy import BEST, CURRENT, INITIAL, SERVED, Compare, Plan, Stop
 from isthmus_server.strategy.round_spec import RoundSpec
 
 MEND_TASK = (
@@ -200,6 +200,8 @@ class Coordinator:
         """SHA-256 of the model that a plan starts from; None if no device can have it."""
         if plan.start == CURRENT:
             return None if self.state.model_in_datacenter else self.model.blob.sha256
+        if plan.start == INITIAL:
+            return self.parts.versions.initial_sha256
         saved = self.state.models.get(plan.start)
         return None if saved is None else bytes.fromhex(saved.sha256)
 

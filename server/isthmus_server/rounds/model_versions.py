@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from isthmus.job.measurements import EvaluationSection
+from isthmus.transport.blobs import describe
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.storage.checkpoints import Checkpoints, Saved
 from isthmus_server.storage.run_state import RunState
@@ -67,6 +69,11 @@ class ModelVersions:
         payload = bytearray(self._model.layout.nbytes)
         self._checkpoints.read_model(saved[name], payload)
         return self._model.layout.decode(payload)
+
+    @functools.cached_property
+    def initial_sha256(self) -> bytes:
+        """SHA-256 of the model that the run began with, from which devices may have trained."""
+        return describe(self._model.layout.encode(self._model.initial())).sha256
 
     def sha256(self, name: str, saved: Mapping[str, Saved]) -> bytes:
         """SHA-256 of a version as an encoded model; empty if it is not known."""

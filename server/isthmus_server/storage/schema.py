@@ -9,7 +9,7 @@ from pathlib import Path
 
 from isthmus_server.storage.sealed_database import SealedDatabase
 
-FORMAT = 3
+FORMAT = 4
 """Version of the contents of a run directory."""
 
 SCHEMA = f"""
@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS events (
 CREATE TABLE IF NOT EXISTS unmaskings (
     run_id TEXT NOT NULL, round INTEGER NOT NULL, attempt INTEGER NOT NULL,
     model_hash TEXT NOT NULL, draw INTEGER NOT NULL, devices TEXT NOT NULL,
-    sum_group TEXT NOT NULL, refused INTEGER NOT NULL
+    sum_group TEXT NOT NULL, refused INTEGER NOT NULL, request BLOB NOT NULL
 );
 CREATE TABLE IF NOT EXISTS ranges (
     round INTEGER NOT NULL, model_hash TEXT NOT NULL, sum_group TEXT NOT NULL,

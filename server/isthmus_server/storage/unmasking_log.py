@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from isthmus.wire import link_pb2
 from isthmus_server.storage.sealed_database import SealedDatabase
 
 KEPT = 128
@@ -34,6 +35,8 @@ class Unmasking:
     """The survivors; after a refusal, the device that refused."""
     group: str = ""
     """The group that they were summed as; empty for a sum of any devices."""
+    request: bytes = b""
+    """The request in which a device joined it, encoded; a repetition asks for the same vectors."""
     refused: bool = False
     """A device refused because of a sum that is not in this log; its survivors are unknown."""
 
@@ -53,8 +56,8 @@ class UnmaskingLog:
         if self._known is None:
             assert self._db is not None
             rows = self._db.execute(
-                "SELECT run_id, round, attempt, model_hash, draw, devices, sum_group, refused "
-                "FROM unmaskings ORDER BY rowid"
+                "SELECT run_id, round, attempt, model_hash, draw, devices, sum_group, refused, "
+                "request FROM unmaskings ORDER BY rowid"
             )
             self._known = [
                 Unmasking(
@@ -66,8 +69,11 @@ class UnmaskingLog:
                     devices=frozenset(json.loads(devices)),
                     group=group,
                     refused=bool(refused),
+                    request=request,
                 )
-                for run_id, round_, attempt, model_hash, draw, devices, group, refused in rows
+                for run_id, round_, attempt, model_hash, draw, devices, group, refused, request in (
+                    rows
+                )
             ]
         return self._known
 
@@ -99,7 +105,7 @@ class UnmaskingLog:
     def _insert(self, db: sqlite3.Connection, entries: Sequence[Unmasking]) -> None:
         for entry in entries:
             db.execute(
-                "INSERT INTO unmaskings VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO unmaskings VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     entry.run_id,
                     entry.round,
@@ -109,6 +115,7 @@ class UnmaskingLog:
                     json.dumps(sorted(entry.devices)),
                     entry.group,
                     entry.refused,
+                    entry.request,
                 ),
             )
         if len(self.entries) + len(entries) > KEPT:
@@ -116,6 +123,17 @@ class UnmaskingLog:
                 "DELETE FROM unmaskings WHERE rowid <= (SELECT MAX(rowid) FROM unmaskings) - ?",
                 (KEPT,),
             )
+
+    def request_of(self, model_hash: bytes, devices: Collection[str]) -> link_pb2.Request | None:
+        """How these devices joined a sum of this model that they may have unmasked.
+
+        Of the last one; None if there is none.
+        """
+        for entry in reversed(self._entries):
+            same = entry.model_hash == model_hash and entry.devices == frozenset(devices)
+            if same and entry.request and not entry.refused:
+                return link_pb2.Request.FromString(entry.request)
+        return None
 
     def about(self, run_id: str, round_: int, model_hash: bytes | None) -> list[Unmasking]:
         """Entries for the model in any round, or for the round with any model; newest first."""

@@ -55,6 +55,7 @@ class UnmaskedParticipation(SecureParticipation):
         if (self.config.run_id, self.config.round, self.config.attempt) != about:
             raise UpdateError("the configuration is of another round than the request")
         self.config.check_form(slots, whole=whole)
+        self.trained = self.config.round  # it has no history, by which it could be another one
         self.sent = None
 
 
@@ -118,8 +119,8 @@ class UnmaskedSessions(SecureSessions):
         purpose: bytes,
         slots: Sequence[Slot],
         *,
+        start: StartModel,
         selected: bool = True,
-        start: StartModel | None = None,
         whole: bool = False,
     ) -> SecureParticipation:
         """See `SecureSessions.propose`."""

@@ -214,6 +214,34 @@ def test_a_remote_server_can_only_name_tasks_that_the_owner_installed(
         DeviceRun(work, who, None, tmp_path / "tasks")
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "survey/../survey/task.py:Learn",
+        "./survey/task.py:Learn",
+        "survey/./task.py:Learn",
+        "survey//task.py:Learn",
+        "../tasks/survey/task.py:Learn",
+        "{}:Learn",
+    ],
+)
+def test_a_remote_server_names_a_task_in_one_way(write_task, make_job, tmp_path, source):
+    """A device remembers statistics by the code, whose digest has the names of the files."""
+    folder = tmp_path / "tasks" / "survey"
+    folder.mkdir(parents=True)
+    path = write_task().rename(folder / "task.py")
+    who = Participant(name="a", regime="federated")
+
+    def opened(source):
+        job = make_job(f"task.source={source}").model_dump_json()
+        work = link_pb2.OpenRun(run_id="run", job=job, base=str(tmp_path), layout=LAYOUT.header)
+        return DeviceRun(work, who, None, tmp_path / "tasks")
+
+    with pytest.raises(TaskError, match="write the path as its files are named in"):
+        opened(source.format(path))
+    assert opened("survey/task.py:Learn").examples
+
+
 def test_the_owner_s_copy_of_a_task_and_the_owner_s_data_are_used(write_task, make_job, tmp_path):
     read = """
         def local_data(self, participant):

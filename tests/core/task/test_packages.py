@@ -151,7 +151,7 @@ def test_a_task_has_one_spelling(folder, tmp_path, where):
     (tasks / "other" / "extra.py").write_text("VALUE = 3\n")
     with pytest.raises(AdmissionRefused):
         check_installed("other/task.py:VALUE", tasks)
-    with pytest.raises(TaskError, match="is not spelled plainly"):
+    with pytest.raises(TaskError, match="write the path as its files are named in"):
         check_installed(f"{where.format(tasks)}:VALUE", tasks)
 
 

@@ -78,6 +78,29 @@ def the_same_kept_update_in_two_buffers():
         device.attempt(start=start, round=round_)
 
 
+@expect_refusal("another-vector-for-model")
+def the_same_model_in_another_range():
+    """With the same devices: twice one sum less those in the next ranges is what was clipped."""
+    device = Device()
+    device.attempt(**FIRST)
+    device.attempt(**{**FIRST, "attempt": 1}, clip=2.0)
+
+
+@expect_refusal("another-vector-for-model")
+def the_same_model_with_another_largest_weight_in_another_run():
+    device = Device()
+    device.attempt(**FIRST)
+    device.attempt(run_id="other", weight_max=20)
+
+
+@expect_refusal("another-vector-for-model")
+def the_same_model_for_other_work():
+    """Another job, or another position in the schedules of its learning rate."""
+    device = Device()
+    device.attempt(**FIRST)
+    device.attempt(**{**FIRST, "attempt": 1}, purpose=bytes([1]) * 32)
+
+
 @expect_refusal("masked-in-another-run")
 def two_runs_at_once_with_the_same_model():
     """Half of the clients finish one run first, half the other, so both sums are unmasked."""

@@ -57,6 +57,8 @@ class OpenedSum:
     run_id: str
     starts: dict[str, StartModel]
     """Honest devices, and what their updates started from."""
+    clip: float
+    """The range in which they are encoded."""
     bound: int
     """Fewest honest devices that ADR 0029 promises for a combination that begins with this sum."""
 
@@ -164,6 +166,7 @@ class LyingAttempt:
             self.opened = OpenedSum(
                 self.config.run_id,
                 {name: self.starts[name] for name in self.survivors - self.corrupt},
+                self.config.clip,
                 self.graph.threshold + 1 - self.graph.corrupt,
             )
 
@@ -196,6 +199,7 @@ def play(seed):
             round=1 + number // 4,
             attempt=number - chance.choice((0, 0, 0, 1)) + 1,
             model_hash=chance.choice((*MODELS[:1] * 3, MODELS[1])),
+            clip=chance.choice((1.0, 1.0, 2.0)),
             clients_max=count,
             corrupt_permille=permille,
             dropout_permille=min(400, (999 - permille) // 2),
@@ -253,9 +257,21 @@ def fewest_devices(sums):
 def broken_bounds(opened):
     """The bound, and the fewest devices, for all linear combinations that are of fewer devices.
 
-    Updates to one model are taken to be equal in all sums, or those of one round of a run.
+    Updates to one model are taken to be equal in all sums, or those of one round of a run; or those
+    of all devices but one, which is outside of a range and clipped there.
     """
+    everyone = {name for s in opened for name in s.starts}
     views = [
+        [
+            {
+                (name, (start.model_hash, s.clip if name == large else 0))
+                for name, start in s.starts.items()
+            }
+            for s in opened
+        ]
+        for large in sorted(everyone)
+    ]
+    views += [
         [{(name, start.model_hash) for name, start in s.starts.items()} for s in opened],
         [{(name, (s.run_id, start.round)) for name, start in s.starts.items()} for s in opened],
     ]
@@ -273,14 +289,19 @@ def without_encryption(monkeypatch):
 
 
 def test_no_combination_of_opened_sums_is_about_few_devices(without_encryption):
-    opened = [play(seed) for seed in range(20)]
-    assert [broken_bounds(sums) for sums in opened] == [[]] * 20
+    opened = [play(seed) for seed in range(24)]
+    assert [broken_bounds(sums) for sums in opened] == [[]] * 24
     assert sum(len(sums) > 1 for sums in opened) >= 3
 
 
 def test_the_random_server_breaks_the_bound_if_devices_do_not_remember(without_encryption):
     with disabled("unmasked-for-model"):
         assert any(broken_bounds(play(seed)) for seed in range(2, 6))
+
+
+def test_the_random_server_breaks_the_bound_if_devices_give_other_vectors(without_encryption):
+    with disabled("another-vector-for-model"):
+        assert any(broken_bounds(play(seed)) for seed in range(22, 24))
 
 
 def test_the_rank_and_the_fewest_devices_of_known_sums():

@@ -84,6 +84,7 @@ class SecureAggregationAttempt:
         first_request: FirstRequest,
         *,
         exact: bool = False,
+        alone: FirstRequest | None = None,
     ) -> None:
         """Prepare.
 
@@ -95,13 +96,16 @@ class SecureAggregationAttempt:
             exact: the sum must be that of the whole cohort, because its devices may have unmasked
                 an earlier one of the same model; without one of them the attempt fails before
                 any of them signs.
+            alone: makes the request with which a device would join without a sum of ranges before;
+                None for `first_request`. The log of unmaskings has it.
         """
         self._context = context
         self._config = config
         self._first_request = first_request
         self._session = ServerSession(config, context.directory, invited=cohort)
         self._receipts = ReceiptBook(sorted(cohort), "federated")
-        self._unmaskings = AttemptUnmaskings(context.unmaskings, config)
+        joining = (alone or first_request)(config.to_bytes())
+        self._unmaskings = AttemptUnmaskings(context.unmaskings, config, joining)
         self._draw = StatedDraw(config.draw, context.link.enrolments)
         self._exact = exact
         self._needed = len(cohort) if exact else config.clients_min
@@ -110,6 +114,11 @@ class SecureAggregationAttempt:
         self._logs = LocalLogs(context.spool / "logs", self._receipts.names)
         self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
         self._adding = asyncio.Lock()
+
+    @property
+    def config(self) -> RoundConfig:
+        """The configuration that the devices sign."""
+        return self._config
 
     async def run(
         self,
@@ -270,7 +279,7 @@ class SecureAggregationAttempt:
             # sum of this model, of which this log may not know: that of another run, for example.
             except CallFailed as failed:
                 if failed.code in PRIVACY_REFUSALS:
-                    self._unmaskings.note_refusal(name)
+                    self._unmaskings.note_refusal(name, failed.code)
                 self._draw.note_failure(name, failed)
 
         # Sorted, so that two runs ask in the same order.

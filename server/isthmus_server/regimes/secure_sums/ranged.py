@@ -70,7 +70,8 @@ class RangedAttempt:
 
     Guarantees:
       * the ranges of updates to a model are summed once, and are stored before anything follows
-        from them. A repeated attempt uses them, with more room if it has other devices.
+        from them. A repeated attempt uses them, with more room if it has other devices;
+      * devices that may have unmasked a sum of updates are asked for the same encoding again.
     """
 
     def __init__(self, context: FederatedContext, sums: RangedSum) -> None:
@@ -110,11 +111,16 @@ class RangedAttempt:
             known = await self._find(deadline)
             cohort = known.devices
             request = sums.send
+        # Devices that have unmasked a sum of updates to this model are in this one only if it is
+        # that one again, which has the encoding of before. All others may have another one.
         wider = known.round != config.round or not known.devices.issuperset(cohort)
         try:
             config = sums.config(known.ranges, wider)
+            self._current = secure_attempt(
+                self._context, config, cohort, request, exact=sums.exact, alone=sums.at_once
+            )
+            config = self._current.config
             self._check_differences(known.ranges, config)
-            self._current = secure_attempt(self._context, config, cohort, request, exact=sums.exact)
             self._sends = True
             # The training may have taken all of the round's time.
             limits = StepLimits.of(self._context.job.time, config, clients=len(cohort))

@@ -269,6 +269,25 @@ def _with_noise(
     return dataclasses.replace(config, slots=(), noise=noise, bits=bits, levels=0)
 
 
+OTHER_VECTOR = "another-vector-for-model"
+"""Code with which a device refuses, because it has given another vector for the same model."""
+
+
+def as_before(log: UnmaskingLog, config: RoundConfig, cohort: Collection[str]) -> RoundConfig:
+    """The configuration of a sum that devices repeat: encoded as they have given it before.
+
+    Those that have unmasked a sum of a model give the same vector again and no other one. Devices
+    that are not bound in this way are in no sum with them, so a new encoding has no effect on them.
+    """
+    request = log.request_of(config.model_hash, cohort)
+    if request is None:
+        return config
+    work = getattr(request, str(request.WhichOneof("work")))
+    kept = RoundConfig.from_bytes(getattr(work, "ranges", b"") or work.secure)
+    # What the plan asks for may have changed; then devices refuse it, and others are asked.
+    return config.encoded_as(kept) if kept.size == config.size else config
+
+
 BeforeUnmasking = Callable[[Unmasking], Awaitable[None]]
 """Stores an entry for the log of unmaskings."""
 
@@ -276,9 +295,11 @@ BeforeUnmasking = Callable[[Unmasking], Awaitable[None]]
 class AttemptUnmaskings:
     """What one attempt adds to the log of unmaskings."""
 
-    def __init__(self, log: UnmaskingLog, config: RoundConfig) -> None:
+    def __init__(self, log: UnmaskingLog, config: RoundConfig, request: link_pb2.Request) -> None:
+        """`request`: in which a device joins this sum, or would if it had trained for no other."""
         self._log = log
         self._config = config
+        self._request = request.SerializeToString()
 
     def note(self, survivors: Collection[str]) -> None:
         """Store that these devices may unmask the sum; called before they are asked to."""
@@ -291,12 +312,15 @@ class AttemptUnmaskings:
         else:
             await store(self.entry(survivors))
 
-    def note_refusal(self, name: str) -> None:
-        """Store that a device has unmasked a sum of this model, unless the log has that sum."""
+    def note_refusal(self, name: str, code: str) -> None:
+        """Store that a device has unmasked a sum of this model, unless the log has that sum.
+
+        Also if it has, and the device gave another vector than it would now.
+        """
         config = self._config
         # An entry of a sum says more than a refusal: with which others the device would take part.
         known = self._log.about(config.run_id, config.round, config.model_hash)
-        if not any(name in entry.devices for entry in known):
+        if code == OTHER_VECTOR or not any(name in entry.devices for entry in known):
             self._log.add(dataclasses.replace(self.entry([name]), refused=True))
 
     def entry(self, devices: Collection[str]) -> Unmasking:
@@ -308,4 +332,5 @@ class AttemptUnmaskings:
             model_hash=self._config.model_hash,
             draw=self._config.draw,
             devices=frozenset(devices),
+            request=self._request,
         )

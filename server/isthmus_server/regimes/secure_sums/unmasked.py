@@ -23,7 +23,7 @@ from isthmus_server.regimes.secure_sums.attempt import (
     FirstRequest,
     SecureAggregationAttempt,
 )
-from isthmus_server.regimes.secure_sums.round_configs import BeforeUnmasking
+from isthmus_server.regimes.secure_sums.round_configs import BeforeUnmasking, as_before
 
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
@@ -43,9 +43,10 @@ class UnmaskedAttempt(SecureAggregationAttempt):
         first_request: FirstRequest,
         *,
         exact: bool = False,
+        alone: FirstRequest | None = None,
     ) -> None:
         """Prepare; see `SecureAggregationAttempt`."""
-        super().__init__(context, config, cohort, first_request, exact=exact)
+        super().__init__(context, config, cohort, first_request, exact=exact, alone=alone)
         self._total = config.new_vector()
         self._vector = bytearray(config.payload_bytes)
         """Memory of the vector that is being added."""
@@ -105,7 +106,16 @@ def secure_attempt(
     first_request: FirstRequest,
     *,
     exact: bool = False,
+    alone: FirstRequest | None = None,
 ) -> SecureAggregationAttempt:
-    """The attempt for the participants of a link; for the arguments see its class."""
-    kind = UnmaskedAttempt if context.link.enrolments.simulated else SecureAggregationAttempt
-    return kind(context, config, cohort, first_request, exact=exact)
+    """The attempt for the participants of a link; for the arguments see its class.
+
+    One that is repeated exactly has the encoding of before. Simulated devices remember nothing.
+    """
+    if context.link.enrolments.simulated:
+        kind: type[SecureAggregationAttempt] = UnmaskedAttempt
+    else:
+        kind = SecureAggregationAttempt
+        if exact:
+            config = as_before(context.unmaskings, config, cohort)
+    return kind(context, config, cohort, first_request, exact=exact, alone=alone)

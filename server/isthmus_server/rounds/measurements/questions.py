@@ -129,10 +129,11 @@ class DeviceQuestions:
     ) -> Answers:
         config = self._config(question, cohort, question.settings, "")
         config = config if noisy is None else noisy.config(config)
-        result = await self._sum(question, cohort, list(cohort.examples), config, "").run()
+        attempt = self._sum(question, cohort, list(cohort.examples), config, "")
+        result = await attempt.run()
         devices = int(result.training["examples"])  # every usable vector has a weight of 1
         total = result.pseudo_gradient
-        deviation = 0.0 if noisy is None else noisy.release(total, devices, config)
+        deviation = 0.0 if noisy is None else noisy.release(total, devices, attempt.config)
         return Answers(total, devices, result.receipts, deviation=deviation)
 
     async def _by_group(self, question: Question, cohort: SelectedCohort) -> Answers:

@@ -1,0 +1,78 @@
+"""The settings of a job that a device's vector depends on.
+
+A device gives one vector for a model, in all runs: it remembers a hash of these settings. All
+settings count but those that are known to change nothing of what one device computes, so that a new
+one counts until somebody has thought about it.
+
+>>> from isthmus.job import parse_job
+>>> text = 'name = "a"' + chr(10) + '[task]' + chr(10) + 'source = "task.py:A"'
+>>> first = vector_settings(parse_job(text))
+>>> vector_settings(parse_job(text, ["rounds=20", "time.round_seconds=60"])) == first
+True
+>>> vector_settings(parse_job(text, ["federated.max_examples=50"])) == first
+False
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from isthmus.job.schema import Job
+
+_OF_SERVER = (
+    "name",
+    "budget",
+    "seconds",
+    "device_bytes",
+    "attempts",
+    "strategy",
+    "datacenter",
+    "time",
+    "simulation",
+    "prices",
+)
+"""Tables and keys that say when a run goes on, with whom, and what the server does."""
+
+_OF_SELECTION = {
+    "federated": (
+        "clients",
+        "over_selection",
+        "quorum",
+        "selection",
+        "selection_settings",
+        "utility",
+        "participation",
+        "hours",
+        "max_clipped",
+        "groups",
+    ),
+    "evaluation": ("every", "devices", "quorum", "keep_best", "patience", "deliver"),
+    "statistics": ("devices", "quorum", "minimum"),
+}
+"""Keys of other tables that say which devices are asked, and what is done with the sum."""
+
+
+def vector_settings(job: Job) -> str:
+    """The settings as canonical JSON, without those that have their default.
+
+    Statistics depend on the task alone.
+    """
+    table: dict[str, Any] = job.model_dump(mode="json", exclude_defaults=True)
+    if job.statistics.collect:
+        return _canonical({"task": table["task"], "statistics": True})
+    for key in _OF_SERVER:
+        table.pop(key, None)
+    for name, keys in _OF_SELECTION.items():
+        table[name] = {key: value for key, value in table.get(name, {}).items() if key not in keys}
+    # The length of the run counts by its schedule of the learning rate, and by what its noise is
+    # made for.
+    if job.privacy is None and job.federated.privacy is None:
+        table.pop("rounds", None)
+    if job.learning_rate.needs_total:
+        table["schedule_steps"] = job.schedule_steps
+    return _canonical(table)
+
+
+def _canonical(table: dict[str, Any]) -> str:
+    return json.dumps(table, sort_keys=True, separators=(",", ":"))
