@@ -117,11 +117,33 @@ def test_a_tracker_from_outside(extended):
 
 def test_an_update_codec_from_outside(extended):
     report, _ = extended(
-        "isthmus.update_codecs", "half", "HalfPrecision", "--set=federated.codec=half"
+        "isthmus.update_codecs",
+        "half",
+        "HalfPrecision",
+        "--set=federated.codec=half",
+        "--set=federated.download_codec=half",
     )
     assert accepted(report) == [3, 3]
     sent = {receipt["bytes_in"] for row in report["rounds"] for receipt in row["receipts"]}
-    assert sent == {TensorLayout.from_shapes(SHAPES).nbytes - 2 * 15}  # 15 elements, halved
+    model = TensorLayout.from_shapes(SHAPES).nbytes
+    assert sent == {model - 2 * 15}  # 15 elements, halved
+    received = [{receipt["bytes_out"] for receipt in row["receipts"]} for row in report["rounds"]]
+    assert received == [{model}, {8 + 2 * 15}]
+
+
+def test_a_codec_of_secure_sums_from_outside(extended):
+    report, _ = extended(
+        "isthmus.update_codecs",
+        "projection",
+        "Projection",
+        "--set=federated.secure_aggregation=true",
+        "--set=federated.compression={codec='projection', settings={one_in=3}}",
+    )
+    assert accepted(report) == [3, 3]
+    # Of 15 elements 5 are sent, in 26 bits each, and in 5 as soon as their magnitude is known.
+    sent = [{receipt["bytes_in"] for receipt in row["receipts"]} for row in report["rounds"]]
+    (first,), (second,) = sent
+    assert first - second == 17 - 4
 
 
 def test_a_launcher_from_outside(tmp_path, monkeypatch):
