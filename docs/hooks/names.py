@@ -63,6 +63,7 @@ API: dict[str, tuple[str, list[str]]] = {
             "isthmus_privacy.compression.codecs.SummableCodec",
             "isthmus_privacy.compression.codecs.EncodedRound",
             "isthmus.job.codec_choice.CodecChoice",
+            "isthmus.transport.blob_sources.BlobSource",
             "isthmus_server.observability.trackers.tracker.Tracker",
             "isthmus_server.observability.trackers.tracker.TrackedRun",
         ],
