@@ -281,17 +281,18 @@ class ActiveRun:
         codec = config.codec
         if codec is None:
             return
+        own = None if compression is None else sum_codec(self.job, self.layout, codec.bits)
         if (
             compression is None
+            or codec != own
             or codec.bits < compression.bits
-            or codec != sum_codec(self.job, self.layout, codec.bits)
             or config.size != self.layout.size
         ):
             refusal.refuse(
                 "codec-differs",
                 f"{self.job.name!r} was opened with seed={self.job.seed} and federated.compression="
-                f"{compression}, and this sum has {codec}{codec.more}, and {config.size} elements "
-                "in all",
+                f"{compression}, with which this device has {own}, and this sum has {codec}"
+                f"{codec.more}, and {config.size} elements in all",
             )
 
     def result_layout(self, work: link_pb2.TrainLocal) -> TensorLayout:

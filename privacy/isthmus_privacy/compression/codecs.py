@@ -68,7 +68,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, payload: memoryview, facts: EncodedRound) -> torch.Tensor:
-        """The values, float32 (T), of bytes that an unknown participant has sent.
+        """The values, a new float32 (T), of bytes that an unknown participant has sent.
 
         Raises:
             UpdateError: these are not bytes that `encode` returns; one sentence.
@@ -94,11 +94,11 @@ class SummableCodec(Protocol):
         ...
 
     def project(self, values: torch.Tensor, facts: EncodedRound) -> torch.Tensor:
-        """The shorter vector, float32 (length), of values, float32 (T), which do not change."""
+        """The shorter vector, a new float32 (length), of values, float32 (T), which stay."""
         ...
 
     def restore(self, values: torch.Tensor, facts: EncodedRound) -> torch.Tensor:
-        """The update, float32 (T), that a shorter vector, float32 (length), stands for."""
+        """The update, a new float32 (T), that a shorter vector, float32 (length), stands for."""
         ...
 
 
@@ -178,7 +178,7 @@ class CodecCalls:
 
     Guarantees:
       * what a codec raises becomes an `UpdateError` that names it;
-      * its vectors have the right length, are on the CPU and are new float32 tensors.
+      * its vectors have the right length, are on the CPU and are float32.
     """
 
     def __init__(self, codec: Codec, choice: CodecChoice, *, seed: int, size: int) -> None:

@@ -7,6 +7,7 @@ import torch
 from isthmus.errors import UpdateError
 from isthmus.job import Job
 from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.tensors.finite import is_finite
 from isthmus_privacy.compression.codecs import CodecCalls, load_codec
 
 
@@ -112,7 +113,7 @@ class DatacenterMessages:
             UpdateError: it is not finite, or the codec failed.
         """
         values = update[: self._trained]
-        if not bool(torch.isfinite(torch.stack(torch.aminmax(values))).all() if len(values) else 1):
+        if not is_finite(values):
             raise UpdateError("the update is not finite, so that it cannot be compressed")
         payload = bytearray(self._codec.encode_and_leave(values, round_))
         statistics = update[self._trained :]
@@ -134,11 +135,11 @@ class DatacenterMessages:
                 f"its compressed update has {len(view)} bytes, too few for this model"
             )
         end = len(view) - rest
-        update = torch.empty(self._size)
-        update[: self._trained] = self._codec.decode(view[:end], round_)
+        update = self._codec.decode(view[:end], round_)
         if rest:
-            update[self._trained :] = torch.frombuffer(bytearray(view[end:]), dtype=torch.float32)
-        if not bool(torch.isfinite(update).all()):
+            statistics = torch.frombuffer(bytearray(view[end:]), dtype=torch.float32)
+            update = torch.cat([update, statistics])
+        if not is_finite(update):
             raise UpdateError("its compressed update is not finite")
         return update
 
