@@ -18,7 +18,8 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -32,6 +33,9 @@ SOURCES = "isthmus.blob_sources"
 
 SILENT_SECONDS = 30.0
 """A source that gives nothing for so long is given up; a blob then comes from the next one."""
+
+REST_SECONDS = 600.0
+"""A source that was given up is not asked again for so long, so that it delays few requests."""
 
 _TRIES = 3
 """Times that a source is opened without giving anything in between."""
@@ -75,6 +79,7 @@ class NamedSource:
                 "file:/srv/blobs"
             )
         self.named = named
+        self._rests_until = 0.0
         self._source: BlobSource = make_provided(SOURCES, kind, f"--blobs {named}", target)
         if not callable(getattr(self._source, "open", None)):
             raise UserError(f"--blobs {named} is not a source of blobs: it has no open()")
@@ -82,6 +87,15 @@ class NamedSource:
     def open(self, sha256: str, size: int, offset: int) -> IO[bytes] | None:
         """See `BlobSource.open`."""
         return self._source.open(sha256, size, offset)
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is not to be asked now."""
+        return time.monotonic() < self._rests_until
+
+    def rest(self) -> None:
+        """Note that it hung."""
+        self._rests_until = time.monotonic() + REST_SECONDS
 
 
 class Filling:
@@ -97,6 +111,7 @@ class Filling:
         """Prepare; `run` begins."""
         self._sources = sources
         self._begun = assembly
+        self._is_abandoned = False
         self._lock = threading.Lock()
         self._current: Assembly | None = None
         """What the source that is being read fills; None if nobody waits for it."""
@@ -107,42 +122,29 @@ class Filling:
     def abandon(self) -> None:
         """Write nothing more; a source that hangs may keep its thread, but not the memory."""
         with self._lock:
+            self._is_abandoned = True
             self._current = None
 
     async def run(self) -> Assembly:
         """Try the sources one after the other until one had the blob; returns the assembly."""
         for number, source in enumerate(self._sources, 1):
+            if source.rests:
+                continue
             with self._lock:
-                if number > 1 and self._current is None:
+                if self._is_abandoned:
                     break
                 self._current = self._begun.copy()
                 self._number = number
                 self._moved_at = time.monotonic()
-            await self._read(_Reader(self, number, source, self._begun))
+            if not await _ended(_Reader(self, number, source, self._begun), self._silence):
+                source.rest()
             if self._current is not None and self._current.complete:
                 return self._current
         return self._begun
 
-    async def _read(self, reader: _Reader) -> None:
-        """Have a source read in a thread, which is left behind if it gives nothing for too long."""
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-
-        def read() -> None:
-            try:
-                reader.read()
-            finally:
-                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                    loop.call_soon_threadsafe(ended.set)
-
-        threading.Thread(target=read, name=reader.shown, daemon=True).start()
-        while not ended.is_set():
-            left = SILENT_SECONDS - (time.monotonic() - self._moved_at)
-            if left <= 0:
-                log.warning("%s: it gave nothing for %g s", reader.shown, SILENT_SECONDS)
-                return
-            with contextlib.suppress(TimeoutError):  # it may have given something meanwhile
-                await asyncio.wait_for(ended.wait(), left)
+    def _silence(self) -> float:
+        """Seconds since the current source gave something."""
+        return time.monotonic() - self._moved_at
 
     def add(self, number: int, data: bytes) -> None:
         """Add the next bytes of a source.
@@ -164,10 +166,10 @@ class _Unwanted(Exception):
 
 
 class _Reader:
-    """Reads a blob from one source, without a reference to the memory that it is for."""
+    """Reads a blob from one source; one that hangs keeps nothing of the memory that it is for."""
 
     def __init__(self, filling: Filling, number: int, source: NamedSource, begun: Assembly) -> None:
-        self._filling = filling
+        self._filling = weakref.ref(filling)
         self._number = number
         self._source = source
         self._sha256 = begun.blob.sha256.hex()
@@ -211,8 +213,50 @@ class _Reader:
                 return
             if len(data) > wanted:
                 raise UpdateError(f"it gave {len(data)} bytes where {wanted} were wanted")
-            self._filling.add(self._number, data)
+            self._give(data)
             self._offset += len(data)
+
+    def _give(self, data: bytes) -> None:
+        filling = self._filling()
+        if filling is None:
+            raise _Unwanted
+        filling.add(self._number, data)
+
+
+async def _ended(reader: _Reader, silence: Callable[[], float]) -> bool:
+    """Have a source read in a thread, which is left behind if it gives nothing for too long.
+
+    Args:
+        reader: of the source.
+        silence: seconds since it gave something.
+
+    Returns:
+        Whether it has ended.
+    """
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+
+    def read() -> None:
+        try:
+            reader.read()
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=read, name=reader.shown, daemon=True).start()
+    while not ended.is_set():
+        left = SILENT_SECONDS - silence()
+        if left <= 0:
+            log.warning(
+                "%s: it gave nothing for %g s, and is not asked again for %g s",
+                reader.shown,
+                SILENT_SECONDS,
+                REST_SECONDS,
+            )
+            return False
+        with contextlib.suppress(TimeoutError):  # it may have given something meanwhile
+            await asyncio.wait_for(ended.wait(), left)
+    return True
 
 
 class FolderSource:

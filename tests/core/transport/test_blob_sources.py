@@ -30,11 +30,11 @@ class Nothing:
 """
 
 
-class Scripted:
+class Scripted(NamedSource):
     """A source whose streams a test makes; records where they were to begin."""
 
     def __init__(self, make):
-        self.named = "scripted:x"
+        super().__init__("file:/scripted")
         self.make = make
         self.offsets = []
 
@@ -170,14 +170,26 @@ async def test_a_source_that_hangs_is_given_up_and_writes_nothing_later(
             super().close()
             ended.set()
 
-    found, memory = await filled(
-        name, Scripted(lambda offset: Hanging()), NamedSource(f"file:{folder}")
-    )
+    hanging = Scripted(lambda offset: Hanging())
+    found, memory = await filled(name, hanging, NamedSource(f"file:{folder}"))
     assert found.complete
     assert "it gave nothing for 0.05 s" in caplog.text
+    # It is asked again after a while, so that it does not delay each request.
+    for _ in range(2):
+        await filled(name, hanging)
+    assert hanging.offsets == [0]
     released.set()
     assert ended.wait(100)
     assert memory == payload
+
+
+async def test_what_was_abandoned_before_it_began_is_not_asked_for(blob):
+    _, name = blob
+    source = Scripted(lambda offset: None)
+    filling = Filling(empty(name)[0], [source])
+    filling.abandon()
+    assert not (await filling.run()).complete
+    assert source.offsets == []
 
 
 async def test_after_it_was_abandoned_nothing_is_written(blob):

@@ -15,12 +15,11 @@ from isthmus.wire import link_pb2
 SIZE = 5 * CHUNK_BYTES + 3
 
 
-class Waiting:
+class Waiting(NamedSource):
     """A source that has a blob once it is released."""
 
-    named = "waiting:x"
-
     def __init__(self, payload):
+        super().__init__("file:/waiting")
         self.payload = payload
         self.opened = threading.Event()
         self.released = threading.Event()
