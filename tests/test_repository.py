@@ -56,8 +56,8 @@ COMMANDS = [
     "isthmus client new-history --state",
     "isthmus client spent --delta --state",
     (
-        "isthmus client start --data --device --die-with-parent --hours --log-file --name --policy "
-        "--print-systemd --server --shard --state --tasks --threads"
+        "isthmus client start --blobs --data --device --die-with-parent --hours --log-file --name "
+        "--policy --print-systemd --server --shard --state --tasks --threads"
     ),
     "isthmus client status --state",
     "isthmus compare --json --policies --run-dir --seeds --set --vary JOB",
@@ -65,12 +65,12 @@ COMMANDS = [
     "isthmus datacenter agent --control --state",
     "isthmus datacenter join --state --token-file TOKEN URL",
     (
-        "isthmus datacenter launch --data --die-with-parent --dry-run --env-file --grace --name "
-        "--nodes --option --prologue --ranks --scheduler --server --state --tasks"
+        "isthmus datacenter launch --blobs --data --die-with-parent --dry-run --env-file --grace "
+        "--name --nodes --option --prologue --ranks --scheduler --server --state --tasks"
     ),
     (
-        "isthmus datacenter serve --control --data --grace --name --nodes --ranks --server --state "
-        "--tasks"
+        "isthmus datacenter serve --blobs --control --data --grace --name --nodes --ranks --server "
+        "--state --tasks"
     ),
     "isthmus doctor datacenter --json --state",
     "isthmus doctor device --json STATE",

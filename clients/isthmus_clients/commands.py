@@ -8,6 +8,7 @@ import logging
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -17,6 +18,7 @@ from isthmus.identity import joining
 from isthmus.identity.membership import Membership, default_state
 from isthmus.system import process
 from isthmus.task import Participant
+from isthmus.transport.blob_sources import NamedSource
 from isthmus_clients.device import resource_limits
 from isthmus_clients.device.agent import Agent, serve
 from isthmus_clients.device.own_figures import OwnFigures
@@ -177,6 +179,13 @@ def status(state: Path) -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="The owner's limits. Default: policy.toml in --state.",
 )
+@click.option(
+    "--blobs",
+    multiple=True,
+    metavar="KIND:TARGET",
+    help="Where models and packages may be besides the server, such as file:/srv/blobs; may be "
+    "repeated.",
+)
 @click.option("--print-systemd", is_flag=True, help="Print a systemd unit and exit.")
 @click.option("--die-with-parent", is_flag=True, help="Exit when the parent process exits.")
 @click.option(
@@ -195,6 +204,7 @@ def start(
     device: str,
     hours: tuple[str, ...],
     policy_file: Path | None,
+    blobs: tuple[str, ...],
     print_systemd: bool,
     die_with_parent: bool,
     log_file: Path | None,
@@ -212,6 +222,7 @@ def start(
     _check_hours(hours)
     check_choice(device)
     split = _parse_shard(shard)
+    sources = [NamedSource(named) for named in blobs]
     if name is not None:
         if policy_file is not None or tasks is not None or print_systemd:
             raise UserError(
@@ -234,7 +245,7 @@ def start(
             own_figures=OwnFigures(None),
             shares=die_with_parent,
         )
-        asyncio.run(_serve_until_stopped(server, agent, None))
+        asyncio.run(_serve_until_stopped(server, agent, None, sources))
         return
     if log_file is not None:
         raise UserError("--log-file would tell a remote server about this machine; remove it")
@@ -272,12 +283,14 @@ def start(
             host=host,
             group=limits.privacy.group or "",
         )
-        asyncio.run(_serve_until_stopped(server or member.server, agent, member))
+        asyncio.run(_serve_until_stopped(server or member.server, agent, member, sources))
 
 
-async def _serve_until_stopped(address: str, agent: Agent, member: Membership | None) -> None:
+async def _serve_until_stopped(
+    address: str, agent: Agent, member: Membership | None, sources: Sequence[NamedSource]
+) -> None:
     """Serve until Ctrl-C or SIGTERM: the first lets the running request end, a second does not."""
-    uplink = agent.uplink(address, member)
+    uplink = agent.uplink(address, member, sources)
     serving = asyncio.create_task(serve(uplink, agent))
     leaving: asyncio.Task[None] | None = None
 

@@ -68,6 +68,13 @@ def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Directory of the tasks that may be loaded. Default: membership/tasks in --state.",
         ),
         click.option(
+            "--blobs",
+            multiple=True,
+            metavar="KIND:TARGET",
+            help="Where models and packages may be besides the server, such as file:/srv/blobs; "
+            "may be repeated.",
+        ),
+        click.option(
             "--grace",
             default=60.0,
             show_default=True,
@@ -118,6 +125,7 @@ def launch(
     state: Path,
     data: Path | None,
     tasks: Path | None,
+    blobs: tuple[str, ...],
     grace: float,
     scheduler: str,
     env_file: Path | None,
@@ -140,6 +148,7 @@ def launch(
         tasks=None if tasks is None else tasks.resolve(),
         environment=None if env_file is None else env_file.resolve(),
         prologue=None if prologue is None else prologue.resolve(),
+        blobs=blobs,
         options=parse_options(options),
         grace_seconds=grace,
     )
@@ -157,7 +166,7 @@ def launch(
             process.die_with_parent()
         # The process that starts this one ends it only when the round is not needed any more.
         grace = 0.0 if die_with_parent else grace
-        _serve(server, name, ranks, state, data, tasks, None, grace, member)
+        _serve(server, name, ranks, state, data, tasks, None, grace, member, blobs)
         return
     start(request, find_launcher(scheduler), dry_run)
 
@@ -175,6 +184,7 @@ def serve(
     state: Path,
     data: Path | None,
     tasks: Path | None,
+    blobs: tuple[str, ...],
     grace: float,
     control: str,
 ) -> None:
@@ -184,7 +194,7 @@ def serve(
 
     cluster = None if port == 0 else Nodes(count=nodes, host=host, port=port)
     server, name, member = _membership(server, name, state)
-    _serve(server, name, ranks, state, data, tasks, cluster, grace, member)
+    _serve(server, name, ranks, state, data, tasks, cluster, grace, member, blobs)
 
 
 @datacenter.command()
@@ -235,7 +245,11 @@ def _serve(
     nodes: Any,
     grace: float,
     member: Membership | None,
+    blobs: tuple[str, ...],
 ) -> None:
+    from isthmus.transport.blob_sources import NamedSource
+
+    sources = [NamedSource(named) for named in blobs]
     if tasks is not None and not tasks.is_dir():
         raise UserError(f"--tasks {tasks} is not a directory on this machine")
     # Before torch is imported: its store warns about every wait that times out.
@@ -253,7 +267,7 @@ def _serve(
         service = DatacenterService(
             name, ranks, state, data, tasks=tasks, nodes=nodes, fork_server=fork_server
         )
-        asyncio.run(_serve_until_signal(service, service.serve(server, member), grace))
+        asyncio.run(_serve_until_signal(service, service.serve(server, member, sources), grace))
 
 
 async def _serve_until_signal(

@@ -14,9 +14,9 @@ from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus.task.measurements.evaluation import EvaluationVector, check_evaluates_on_devices
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.division import divide
-from isthmus.tensors.sending_rates import check_compression
 from isthmus.tensors.structure import Structure
-from isthmus_privacy.compression.single_updates import load_codec
+from isthmus_privacy.compression.codecs import check_codecs
+from isthmus_privacy.compression.sum_codecs import check_sums
 from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.model.optimizers import check_round_length, make_optimizer
 from isthmus_server.regimes.run_aggregation import aggregation_of
@@ -49,13 +49,11 @@ def check(job: Job, task: Task, base: Path) -> str:
         )
     model = build_model(task, job.seed)
     division = divide(model, job.exchange)
-    if job.federated.compression is not None:
-        one_in_of = job.federated.compression.one_in_of
-        check_compression(division.exchanged, one_in_of, job.exchange.buffers)
+    check_sums(job, division.exchanged)
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
     check_round_length(job, task, model)
     aggregation_of(job.federated, division.exchanged)
-    load_codec(job.federated)
+    check_codecs(job)
     check_budgets(job)
     vector = _device_metrics(job, task)
     on_devices = []

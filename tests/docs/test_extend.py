@@ -1,14 +1,20 @@
 """The examples of docs/extend.md work: packages outside the repository, each used by a real job."""
 
+import hashlib
+import http.server
 import json
 import re
+import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import yaml
 from tests.outside_package import OutsidePackage
 
 from isthmus.tensors.exchange_set import TensorLayout
+from isthmus.transport.blob_sources import Filling, NamedSource
+from isthmus.transport.blobs import Assembly, describe, into
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extend.md").read_text()
@@ -117,11 +123,88 @@ def test_a_tracker_from_outside(extended):
 
 def test_an_update_codec_from_outside(extended):
     report, _ = extended(
-        "isthmus.update_codecs", "half", "HalfPrecision", "--set=federated.codec=half"
+        "isthmus.update_codecs",
+        "half",
+        "HalfPrecision",
+        "--set=federated.codec=half",
+        "--set=federated.download_codec=half",
     )
     assert accepted(report) == [3, 3]
     sent = {receipt["bytes_in"] for row in report["rounds"] for receipt in row["receipts"]}
-    assert sent == {TensorLayout.from_shapes(SHAPES).nbytes - 2 * 15}  # 15 elements, halved
+    model = TensorLayout.from_shapes(SHAPES).nbytes
+    assert sent == {model - 2 * 15}  # 15 elements, halved
+    received = [{receipt["bytes_out"] for receipt in row["receipts"]} for row in report["rounds"]]
+    assert received == [{model}, {8 + 2 * 15}]
+
+
+def test_a_codec_of_secure_sums_from_outside(extended):
+    report, _ = extended(
+        "isthmus.update_codecs",
+        "projection",
+        "Projection",
+        "--set=federated.secure_aggregation=true",
+        "--set=federated.compression={codec='projection', settings={one_in=3}}",
+    )
+    assert accepted(report) == [3, 3]
+    # Of 15 elements 5 are sent, in 26 bits each, and in 5 as soon as their magnitude is known.
+    sent = [{receipt["bytes_in"] for receipt in row["receipts"]} for row in report["rounds"]]
+    (first,), (second,) = sent
+    assert first - second == 17 - 4
+
+
+class Mirror(http.server.BaseHTTPRequestHandler):
+    """Serves one blob, of which it sends half before it closes the first connection."""
+
+    blob = b""
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self):
+        self.asked.append(self.headers["Range"])
+        if hashlib.sha256(self.blob).hexdigest() != self.path.rpartition("/")[2]:
+            self.send_error(404)
+            return
+        start = int(self.headers["Range"].removeprefix("bytes=").partition("-")[0])
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(self.blob) - start))
+        self.end_headers()
+        end = len(self.blob) // 2 if len(self.asked) == 1 else None
+        self.wfile.write(self.blob[start:end])
+
+    def log_message(self, *_):
+        pass
+
+
+async def test_a_source_of_blobs_from_outside(tmp_path, monkeypatch):
+    entry = {"isthmus.blob_sources/http": "WebSource"}
+    package = OutsidePackage(tmp_path, "outside_web", example("WebSource"), entry)
+    Mirror.blob = bytes(range(256)) * (1 << 13)  # 2 MiB
+    Mirror.asked.clear()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mirror)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    try:
+        with package.on_path(monkeypatch):
+            source = NamedSource(f"http://127.0.0.1:{server.server_port}/blobs")
+            for payload, is_there in ((Mirror.blob, True), (b"another", False)):
+                name = describe(payload)
+                memory = bytearray(name.size)
+                found = await Filling(Assembly(name, into(memory)), [source]).run()
+                assert (found.complete, bytes(memory) == payload) == (is_there, is_there)
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
+    half, size = 1 << 20, 1 << 21
+    assert Mirror.asked == [f"bytes=0-{size - 1}", f"bytes={half}-{size - 1}", "bytes=0-6"]
+
+
+@pytest.mark.parametrize("command", [("client", "start"), ("datacenter", "launch", "--ranks", "1")])
+def test_a_source_that_is_not_installed_is_refused(tmp_path, command):
+    package = OutsidePackage(tmp_path / "site", "nothing", "", {})
+    words = ("--server", "127.0.0.1:9", "--name", "a", "--state", tmp_path / "state")
+    refused = package.isthmus(*command, *words, "--blobs", "http://mirror", cwd=tmp_path)
+    assert refused.returncode == 1
+    assert refused.stderr == ("isthmus: --blobs http://mirror is unknown; installed are file\n")
 
 
 def test_a_launcher_from_outside(tmp_path, monkeypatch):

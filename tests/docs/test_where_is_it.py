@@ -11,6 +11,7 @@ PAGES = ["where-is-it.md", "architecture.md", "extend.md", "life-of-a-round.md"]
 ENTRY_POINT_GROUPS = {
     "isthmus.aggregation_rules",
     "isthmus.app_checks",
+    "isthmus.blob_sources",
     "isthmus.checks",
     "isthmus.commands",
     "isthmus.device_selections",

@@ -15,7 +15,6 @@ from isthmus.task import check_installed, check_named
 from isthmus.task.code_digest import code_digest
 from isthmus.task.measurements.metrics import MAX_COUNTS
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus.tensors.sending_rates import sending_rates
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.requests import fingerprint_of
 from isthmus.wire import link_pb2
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from isthmus.job.privacy import PrivacySection
     from isthmus_clients.training.examples_account import ExamplesAccount, RunAccount
-    from isthmus_privacy.compression.model_change import ChangeCodec
+    from isthmus_privacy.compression.changes import ChangesCodec
     from isthmus_privacy.compression.single_updates import UpdateMessages
     from isthmus_privacy.purpose import RunPurpose
     from isthmus_privacy.secagg.config import RoundConfig
@@ -61,6 +60,8 @@ class ActiveRun:
     """Account of this device's examples, for a job that protects them."""
     messages: UpdateMessages | None = None
     """Encodes single updates, for a job with `federated.codec`."""
+    changes: ChangesCodec | None = None
+    """Decodes the model's changes, for a job with `federated.download_bits` or another codec."""
 
     @classmethod
     def of(cls, work: link_pb2.OpenRun, tasks: Path | None = None) -> ActiveRun:
@@ -75,16 +76,20 @@ class ActiveRun:
             TaskError: with secure aggregation, the task's code is missing here, or it differs from
                 the server's.
             UpdateError: the layout is not valid.
-            UserError: the job's codec is not installed here, or its settings cannot be used.
+            UserError: a codec of the job is not installed here, or its settings cannot be used.
         """
         job = read_job(work.job)
         if job.federated.app is not None:
             return cls(work.run_id, job, _NOTHING)
         layout = TensorLayout.from_header(work.layout)
         personal = TensorLayout.from_header(work.personal) if work.personal else _NOTHING
+        changes = _changes(job, layout)
         if not job.federated.secure_aggregation:
             messages = _messages(job, layout)
-            return cls(work.run_id, job, layout, personal=personal, messages=messages)
+            return cls(
+                work.run_id, job, layout, personal=personal, messages=messages, changes=changes
+            )
+        _check_sum_codec(job, layout)
         from isthmus_privacy.purpose import RunPurpose
 
         base = Path(work.base) if tasks is None else tasks
@@ -101,7 +106,7 @@ class ActiveRun:
         purpose = RunPurpose.of(
             job=work.job, task=digest, layout=work.layout, frozen=fingerprint_of(work.frozen)
         )
-        return cls(work.run_id, job, layout, purpose, personal=personal)
+        return cls(work.run_id, job, layout, purpose, personal=personal, changes=changes)
 
     @property
     def has_app(self) -> bool:
@@ -141,15 +146,6 @@ class ActiveRun:
     def room_for(self, request: link_pb2.Request) -> int:
         """Bytes of its result in front of the payload of a request, see `TaskHost.buffer`."""
         return self.layout.gradient_room if request.train_local.gradient_scale else 0
-
-    @property
-    def change_codec(self) -> ChangeCodec:
-        """Decodes the model's changes of one round; for jobs with `federated.download_bits`."""
-        from isthmus_privacy.compression.model_change import ChangeCodec
-
-        bits = self.job.federated.download_bits
-        assert bits is not None
-        return ChangeCodec(self.layout.size, self.layout.trained_size, bits)
 
     @property
     def secure_purpose(self) -> RunPurpose:
@@ -294,23 +290,24 @@ class ActiveRun:
             PeerMisbehaved: other elements are wanted, or coarser ones; finer ones are wanted before
                 the magnitude of updates is known.
         """
+        from isthmus_privacy.compression.sum_codecs import sum_codec
+
         compression = self.job.federated.compression
         codec = config.codec
         if codec is None:
             return
+        own = None if compression is None else sum_codec(self.job, self.layout, codec.bits)
         if (
             compression is None
-            or codec.one_in != compression.one_in
+            or codec != own
             or codec.bits < compression.bits
-            or codec.seed != self.job.seed
-            or codec.rates != sending_rates(self.layout, compression.one_in_of)
             or config.size != self.layout.size
         ):
             refusal.refuse(
                 "codec-differs",
                 f"{self.job.name!r} was opened with seed={self.job.seed} and federated.compression="
-                f"{compression}, and this sum has {codec}, {len(codec.rates)} ranges of elements "
-                f"with another one_in, and {config.size} elements in all",
+                f"{compression}, with which this device has {own}, and this sum has {codec}"
+                f"{codec.more}, and {config.size} elements in all",
             )
 
     def result_layout(self, work: link_pb2.TrainLocal) -> TensorLayout:
@@ -466,6 +463,28 @@ class ActiveRun:
                 f"{self.job.name!r} was opened with federated.secure_aggregation, and this request "
                 "would send this device's own figures in plaintext"
             )
+
+
+def _changes(job: Job, layout: TensorLayout) -> ChangesCodec | None:
+    """The codec of the model's changes; None if whole models are sent."""
+    if not job.federated.sends_changes:
+        return None
+    from isthmus_privacy.compression.changes import changes_codec
+
+    return changes_codec(job, layout)
+
+
+def _check_sum_codec(job: Job, layout: TensorLayout) -> None:
+    """Refuse a job whose codec of secure sums is not installed here.
+
+    Raises:
+        UserError: so it is, or its settings cannot be used.
+    """
+    if (compression := job.federated.compression) is None:
+        return
+    from isthmus_privacy.compression.sum_codecs import sum_codec
+
+    sum_codec(job, layout, compression.bits)
 
 
 def _messages(job: Job, layout: TensorLayout) -> UpdateMessages | None:

@@ -14,6 +14,7 @@ from isthmus.errors import AdmissionRefused, JobError, UpdateError
 from isthmus.identity.membership import Membership
 from isthmus.job import Job, read_job
 from isthmus.task import Participant
+from isthmus.transport.blob_sources import NamedSource
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.requests import model_of
 from isthmus.transport.uplink import Uplink
@@ -139,8 +140,13 @@ class Agent:
         """Take the enrolment of this device's identity from the server's welcome."""
         self._secure.welcomed(welcome)
 
-    def uplink(self, address: str, membership: Membership | None = None) -> Uplink:
-        """Create this device's connection to the server.
+    def uplink(
+        self,
+        address: str,
+        membership: Membership | None = None,
+        sources: Sequence[NamedSource] = (),
+    ) -> Uplink:
+        """Create this device's connection to the server; `sources` may have what it sends.
 
         Raises:
             UserError: the server is on another machine, and this device has not joined it.
@@ -156,6 +162,7 @@ class Agent:
             shares=self._shares,
             wanted=self.models.wanted,
             held=self.models.held,
+            sources=sources,
         )
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:

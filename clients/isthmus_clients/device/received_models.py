@@ -32,7 +32,7 @@ class ReceivedModels:
     def __init__(self, *, shares: bool = False) -> None:
         """`shares`: models come as open files, which cost no more than the copy of one.
 
-        Then a copy is kept only in jobs with `federated.download_bits`.
+        Then a copy is kept only in jobs that send changes.
         """
         self._shares = shares
         self._run_id = ""
@@ -66,7 +66,7 @@ class ReceivedModels:
         model = model_of(request)
         if change is None or model is None or size != change.blob.size:
             return size
-        each = run.change_codec.nbytes
+        each = 0 if run.changes is None else run.changes.nbytes
         if not 0 < size <= MAX_CHANGES * each:
             raise UpdateError(
                 f"a change of the model in {size} bytes was announced; one round's has at most "
@@ -106,7 +106,8 @@ class ReceivedModels:
     def _advance(
         self, run: ActiveRun, kept: bytearray, changes: Buffer, model: link_pb2.Blob
     ) -> None:
-        codec = run.change_codec
+        codec = run.changes
+        assert codec is not None  # else no change is asked for
         view = memoryview(changes)
         vector = run.layout.decode(kept)
         try:
@@ -121,7 +122,7 @@ class ReceivedModels:
 
     def _keep(self, run: ActiveRun, request: link_pb2.Request, received: Buffer) -> None:
         """Keep a copy of the first model that was received for a request."""
-        takes_changes = run.job.federated.download_bits is not None
+        takes_changes = run.changes is not None
         if not self._is_linked or (self._shares and not takes_changes):
             return
         first = first_model_of(request)

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from isthmus.errors import UpdateError
 from isthmus.system.private_files import make_private_directory, write_private_file
 from isthmus.tensors.finite import is_finite
 from isthmus_privacy.compression.update_codec import magnitude_of
@@ -138,8 +139,12 @@ class Residual:
         update.mul_(share).add_(self.vector)
         self._unsent = update
         assert config.codec is not None
-        kept = config.codec.coordinates(config.round, config.size)
-        return update, magnitude_of(update[kept])
+        codec = config.codec.in_round(config.round, config.size)
+        try:
+            sent = codec.project(update)
+        except UpdateError:  # which the encoding will report; then this update does not count
+            return update, 0.0
+        return update, magnitude_of(sent)
 
     def save(self, about: tuple[int, int], sent: torch.Tensor | None) -> None:
         """Store what a sum that is not committed yet leaves and keep what the one before it left.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from isthmus.job.codec_choice import CodecChoice
 from isthmus.job.privacy import DatacenterPrivacy
-from isthmus.job.section import Section
+from isthmus.job.section import FREE, ProvidedName, Section
+
+_BLOCK_TOP_K = "block-top-k"
 
 
 class DatacenterCompression(Section):
@@ -18,8 +21,34 @@ class DatacenterCompression(Section):
     positions. What it did not send stays there: it trains on from it, and sends it later.
     """
 
+    codec: ProvidedName = _BLOCK_TOP_K
+    """How an update is encoded: `block-top-k`, as above; or a codec that a package provides, which
+    the datacenters need too."""
+    settings: Annotated[dict[str, Any], FREE] = Field(default={})
+    """Settings of a codec that a package provides, see docs/extend.md."""
     keep: Annotated[int, Field(ge=1, le=4096)] = 64
     """Elements that are sent of each block of 4,096 neighbouring ones."""
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> DatacenterCompression:
+        if self.codec == _BLOCK_TOP_K and self.settings:
+            raise ValueError(
+                f"settings has no effect on codec={_BLOCK_TOP_K!r}, whose key is keep; remove it"
+            )
+        if self.codec != _BLOCK_TOP_K and self.keep != type(self).model_fields["keep"].default:
+            raise ValueError(
+                f"keep has no effect on codec={self.codec!r}; remove it, and set what the codec "
+                "reads in settings"
+            )
+        return self
+
+    @property
+    def choice(self) -> CodecChoice:
+        """The codec of datacenters' updates."""
+        key = "datacenter.compression"
+        if self.codec != _BLOCK_TOP_K:
+            return CodecChoice(f"{key}.codec", self.codec, f"{key}.settings", self.settings)
+        return CodecChoice(f"{key}.codec", self.codec, key, {"keep": self.keep})
 
 
 _SHARDED = (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from isthmus.job.section import Section
+from isthmus.job.codec_choice import CodecChoice
+from isthmus.job.section import FREE, ProvidedName, Section
 
 Pattern = Annotated[str, Field(min_length=1)]
 OneIn = Annotated[int, Field(ge=1, le=256)]
@@ -61,6 +62,11 @@ class Compression(Section):
     did not send, or rounded away, stays with them and is added to their next update.
     """
 
+    codec: ProvidedName = "sampled"
+    """Which numbers are sent of an update: `sampled`, some of its elements; or what a codec for
+    sums that a package provides makes of it, which the devices need too."""
+    settings: Annotated[dict[str, Any], FREE] = Field(default={})
+    """Settings of a codec that a package provides, see docs/extend.md."""
     bits: Annotated[int, Field(ge=2, le=8)] = 3
     """An element has one of 2**bits - 1 values."""
     one_in: OneIn = 4
@@ -72,3 +78,34 @@ class Compression(Section):
     """A device trains from the model to which it has added this part of what it has not sent yet;
     true is all of it, false nothing. It protects from large losses; where little is lost without
     it, it may lose some tenths of a point itself. Simulated devices then train one by one."""
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> Compression:
+        if self.codec == SAMPLED:
+            if self.settings:
+                raise ValueError(
+                    f"settings has no effect on codec={SAMPLED!r}, whose keys are one_in and "
+                    "one_in_of; remove it"
+                )
+            return self
+        default = type(self).model_fields["one_in"].default
+        unused = "one_in" if self.one_in != default else "one_in_of" if self.one_in_of else None
+        if unused is not None:
+            raise ValueError(
+                f"{unused} has no effect on codec={self.codec!r}; remove it, and set what the "
+                "codec reads in settings"
+            )
+        return self
+
+    @property
+    def choice(self) -> CodecChoice:
+        """The codec of secure sums."""
+        key = "federated.compression"
+        if self.codec != SAMPLED:
+            return CodecChoice(f"{key}.codec", self.codec, f"{key}.settings", self.settings)
+        settings = {"one_in": self.one_in, "one_in_of": self.one_in_of}
+        return CodecChoice(f"{key}.codec", self.codec, key, settings)
+
+
+SAMPLED = "sampled"
+"""The codec of secure sums that is Isthmus' own."""

@@ -8,13 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from isthmus.errors import JobError
+from isthmus.job.codec_choice import CodecChoice
 from isthmus.job.exchange import Compression
 from isthmus.job.flower import FlowerSection
 from isthmus.job.privacy import FederatedPrivacy
-from isthmus.job.section import FREE, DeviceHours, GroupName, PositiveSeconds, Section
-
-ProvidedName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
-"""Name of what Isthmus or another installed package provides, by an entry point."""
+from isthmus.job.section import (
+    FREE,
+    DeviceHours,
+    GroupName,
+    PositiveSeconds,
+    ProvidedName,
+    Section,
+)
 
 
 class Participation(Section):
@@ -186,6 +191,11 @@ class FederatedSection(Section):
     download_bits: Annotated[int, Field(ge=2, le=8)] | None = None
     """Send devices that have the model of one of the last rounds its change, with that many bits
     for each parameter. Default: every device receives the whole model, 32 bits for each."""
+    download_codec: ProvidedName | None = None
+    """How these changes are encoded: a codec that a package provides, which the devices need too.
+    Default: with `download_bits`, `rounded`."""
+    download_codec_settings: Annotated[dict[str, Any], FREE] = Field(default={})
+    """Settings of this codec, see docs/extend.md."""
     compression: Compression | None = None
     """Send fewer bytes from devices. Default: 32 bits for every element."""
     codec: ProvidedName | None = None
@@ -379,11 +389,52 @@ class FederatedSection(Section):
 
     @model_validator(mode="after")
     def _changes_can_be_sent(self) -> FederatedSection:
-        if self.download_bits is not None and (self.mode != "rounds" or self.flower is not None):
+        key = "download_bits" if self.download_codec is None else "download_codec"
+        if self.download_bits is not None and self.download_codec is not None:
             raise ValueError(
-                "download_bits needs mode = 'rounds' and no flower; remove it, or change these"
+                f"download_bits has no effect with download_codec={self.download_codec!r}; remove "
+                "one of them"
+            )
+        if self.download_codec is None and self.download_codec_settings:
+            raise ValueError(
+                "download_codec_settings has no effect without download_codec; name one"
+            )
+        if self.sends_changes and (self.mode != "rounds" or self.flower is not None):
+            raise ValueError(
+                f"{key} needs mode = 'rounds' and no flower; remove it, or change these"
             )
         return self
+
+    @property
+    def sends_changes(self) -> bool:
+        """Whether devices that have an earlier model are sent its change."""
+        return self.download_bits is not None or self.download_codec is not None
+
+    @property
+    def names_codecs(self) -> bool:
+        """Whether something is encoded by a codec."""
+        return self.codec is not None or self.sends_changes or self.compression is not None
+
+    @property
+    def update_codec(self) -> CodecChoice | None:
+        """The codec of single updates; None if they are sent as they are."""
+        if self.codec is None:
+            return None
+        key = "federated.codec"
+        return CodecChoice(key, self.codec, f"{key}_settings", self.codec_settings)
+
+    @property
+    def change_codec(self) -> CodecChoice | None:
+        """The codec of the model's changes; None if whole models are sent."""
+        if self.download_bits is not None:
+            key = "federated.download_bits"
+            return CodecChoice(key, "rounded", key, {"bits": self.download_bits})
+        if self.download_codec is None:
+            return None
+        key = "federated.download_codec"
+        return CodecChoice(
+            key, self.download_codec, f"{key}_settings", self.download_codec_settings
+        )
 
     @property
     def app(self) -> str | None:

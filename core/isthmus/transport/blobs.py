@@ -237,6 +237,13 @@ class Assembly:
         if end == self.blob.size and not self.complete:
             raise UpdateError("a transfer does not match its SHA-256: it was damaged in transit")
 
+    def copy(self) -> Assembly:
+        """Another one that goes on from here, into the same memory."""
+        copy = Assembly(self.blob, self._write)
+        copy.offset = self.offset
+        copy._hash = self._hash.copy()
+        return copy
+
     @property
     def complete(self) -> bool:
         """Whether all bytes arrived and match the SHA-256."""

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 from isthmus.errors import IsthmusError, UpdateError
 from isthmus.job.learning_rate import RoundPosition
+from isthmus.transport.blob_sources import Filling, NamedSource
 from isthmus.transport.blobs import Assembly, Buffer, Piece, chunks, into
 from isthmus.transport.shared_memory import answer, opened, read_into
 from isthmus.transport.stream import Stream, to_the_end
@@ -38,6 +39,8 @@ class OpenRequest:
     read_on: Stream | None = None
     """The stream on which the server offered the file from which the whole blob was read."""
     reading: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    filling: Filling | None = None
+    """The blob is being filled from sources of this participant, before the rest is pulled."""
     task: asyncio.Task[None] | None = None
     reply: link_pb2.Reply | None = None
     payload: Buffer | None = None
@@ -61,6 +64,27 @@ class OpenRequest:
             self.assembly.add(Piece(blob.sha256, 0, memoryview(held)))
         except UpdateError:
             self.assembly = Assembly(blob, into(self.buffer))
+
+    def filled_from(self, sources: Sequence[NamedSource]) -> Filling | None:
+        """Prepare to take the blob from sources; None if it is here, or for this participant alone.
+
+        Records of an app are.
+        """
+        assert self.assembly is not None
+        kind = self.request.WhichOneof("work")
+        if sources and kind != "app" and not self.assembly.complete:
+            self.filling = Filling(self.assembly, sources)
+        return self.filling
+
+    async def fill(self, filling: Filling) -> None:
+        """Fill the blob from sources, if one of them has it."""
+        self.assembly = await filling.run()
+        self.filling = None
+
+    def abandon(self) -> None:
+        """Have nothing more written into the memory of the blob."""
+        if self.filling is not None:
+            self.filling.abandon()
 
     def pull(self, machine: str) -> link_pb2.Envelope:
         """Ask for the rest of the blob, or for a file with it that `machine` can open."""

@@ -13,7 +13,8 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -24,6 +25,7 @@ from isthmus.grpc_errors import details_of, short_message
 from isthmus.identity.membership import Membership, check_dialling
 from isthmus.printable import in_a_line
 from isthmus.transport.backoff import Backoff
+from isthmus.transport.blob_sources import Filling, NamedSource
 from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, into
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.renewal import CertificateRenewal
@@ -85,7 +87,8 @@ class Uplink:
       * a stream on which the server sends nothing for a lease is closed and opened again;
       * with a membership, both ends authenticate with certificates, and the participant's is
         renewed before it expires; without one, only a server on this machine is accepted;
-      * an expired certificate or a wrong clock never ends `run`.
+      * an expired certificate or a wrong clock never ends `run`;
+      * what is taken from a source is verified, and what no source has is pulled on the link.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Uplink:
         shares: bool = False,
         wanted: Callable[[link_pb2.Request], link_pb2.Blob | None] = model_of,
         held: Callable[[link_pb2.Request], Buffer | None] = lambda request: None,
+        sources: Sequence[NamedSource] = (),
     ) -> None:
         """Set up the connection; `run` opens it.
 
@@ -120,6 +124,7 @@ class Uplink:
             shares: blobs may pass as open files, with a server that started this process.
             wanted: returns the blob that the worker needs for a request.
             held: returns the beginning of that blob, as far as the worker has it already.
+            sources: where a blob may be, in the order in which they are asked before the link.
 
         Raises:
             UserError: the server is on another machine and there is no membership, or the
@@ -137,6 +142,7 @@ class Uplink:
         self.longest_pause = longest_pause
         self._wanted = wanted
         self._held = held
+        self._sources = sources
         self._instance = uuid.uuid4().hex
         self._machine = machine() if shares else ""
         self._jobs: dict[str, OpenRequest] = {}
@@ -147,6 +153,7 @@ class Uplink:
         self._welcome: link_pb2.Welcome | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Task[object] | None = None
+        self._filling: set[asyncio.Task[None]] = set()
         self._leaving = False
         self._ended = asyncio.Event()
         """Set when a request may have ended."""
@@ -189,8 +196,11 @@ class Uplink:
                 await asyncio.sleep(backoff.pause())
         finally:
             for job in self._jobs.values():
+                job.abandon()
                 if job.task is not None:
                     job.task.cancel()
+            for filling in self._filling:
+                filling.cancel()
 
     async def leave(self, grace_seconds: float) -> None:
         """Begin no more requests, give the running ones that long to end, then end `run`.
@@ -278,6 +288,7 @@ class Uplink:
             self._drop(job, False, reason)
 
     def _drop(self, job: OpenRequest, accepted: bool, reason: str) -> None:
+        job.abandon()  # before the worker may use its memory for something else
         if job.is_running:
             self._limits.drop(job)
             self.worker.cancel(job.request, reason)  # acknowledged when it has stopped
@@ -339,17 +350,42 @@ class Uplink:
                     job.assembly = Assembly(blob, into(job.buffer))
                     if (held := self._held(request)) is not None:
                         await to_the_end(asyncio.to_thread(job.take, held))
+                    if (filling := job.filled_from(self._sources)) is not None:
+                        self._spawn(self._fill(job, filling))
+                        return
         if job.reply is not None:
             await stream.send(link_pb2.Envelope(reply=job.reply))
-        elif job.task is None:
-            if job.assembly is None:
-                self._start(job)
-            else:
-                job.wanted_on = stream
-                await stream.send(job.pull(self._machine))
-                # Without anything left to pull, this has told the server that the blob is here.
-                if job.assembly.complete:
-                    self._start(job)
+        elif job.filling is None:
+            await self._pull(stream, job)
+
+    async def _pull(self, stream: Stream, job: OpenRequest) -> None:
+        """Ask for what is not here of a request's blob, and begin if nothing is missing.
+
+        A request that has begun is left as it is: the server repeats it on a new stream, perhaps
+        just when its blob has come from a source.
+        """
+        if job.task is None and job.assembly is None:
+            self._start(job)
+        if job.task is not None or job.assembly is None:
+            return
+        job.wanted_on = stream
+        await stream.send(job.pull(self._machine))
+        # Without anything left to pull, this has told the server that the blob is here.
+        if job.task is None and job.assembly.complete and self._jobs.get(job.id) is job:
+            self._start(job)
+
+    async def _fill(self, job: OpenRequest, filling: Filling) -> None:
+        """Take a request's blob from the sources, and pull it if they do not have it."""
+        await job.fill(filling)
+        if self._jobs.get(job.id) is not job or self._stream is None:
+            return  # dropped, or the server repeats the request on the next stream
+        self._stream.spawn(self._pull(self._stream, job))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something besides the stream, which a broken stream does not end."""
+        task = asyncio.create_task(work)
+        self._filling.add(task)
+        task.add_done_callback(self._filling.discard)
 
     def _chunk(self, stream: Stream, chunk: link_pb2.Chunk | Piece) -> None:
         for job in self._jobs.values():

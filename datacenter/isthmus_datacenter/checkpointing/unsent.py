@@ -18,7 +18,7 @@ import torch
 from isthmus.system.private_files import sync_directory
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
-from isthmus_privacy.compression.block_top_k import BlockTopK
+from isthmus_privacy.compression.single_updates import DatacenterMessages
 
 NO_ROUND = (0, 0)
 _NAME = "unsent"
@@ -33,11 +33,11 @@ class UnsentUpdates:
       * they are mapped, so that this process has no copy in its own memory.
     """
 
-    def __init__(self, directory: Path, layout: TensorLayout, codec: BlockTopK) -> None:
+    def __init__(self, directory: Path, layout: TensorLayout, messages: DatacenterMessages) -> None:
         """Set up; `directory` has the checkpoints of the run, too, which are folders."""
         self._directory = directory
         self._layout = layout
-        self._codec = codec
+        self._messages = messages
 
     def apply(self, committed: tuple[int, int], model: Buffer) -> str:
         """Bring what earlier updates left into a model that was received, before it is trained.
@@ -77,7 +77,7 @@ class UnsentUpdates:
             The message, and a sentence if what was left before cannot be used.
 
         Raises:
-            UpdateError: the update is not finite.
+            UpdateError: the update is not finite, or the codec failed.
             OSError: the disk is full.
         """
         draft = self._directory / f"{_NAME}-{uuid.uuid4().hex}.draft"
@@ -85,7 +85,7 @@ class UnsentUpdates:
             if other != self._file(committed):
                 other.unlink()
         try:
-            payload, notes = self._compress(draft, committed, before, after)
+            payload, notes = self._compress(draft, about[0], committed, before, after)
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
@@ -94,7 +94,7 @@ class UnsentUpdates:
         return payload, notes
 
     def _compress(
-        self, draft: Path, committed: tuple[int, int], before: Buffer, after: Buffer
+        self, draft: Path, round_: int, committed: tuple[int, int], before: Buffer, after: Buffer
     ) -> tuple[bytearray, list[str]]:
         notes = []
         with draft.open("wb") as file:
@@ -109,7 +109,7 @@ class UnsentUpdates:
                         f"what was not sent up to round {committed[0]} is lost, because its file "
                         f"cannot be used ({error}); this update is sent without it"
                     )
-            payload = self._codec.encode(update)
+            payload = self._messages.encode(update, round_)
             file.seek(0, os.SEEK_END)
             file.write(_digest(update))
             file.flush()

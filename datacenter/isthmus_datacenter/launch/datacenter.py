@@ -18,6 +18,8 @@ class DatacenterLaunch(Launch):
     """host:port"""
     data: Path | None = None
     tasks: Path | None = None
+    blobs: tuple[str, ...] = ()
+    """Sources of blobs, see `isthmus.transport.blob_sources`."""
     title: ClassVar[str] = "isthmus-"
     named_by: ClassVar[str] = "--name"
     kept_by: ClassVar[str] = "--state"
@@ -37,5 +39,6 @@ class DatacenterLaunch(Launch):
             *("--state", str(self.state), "--grace", f"{self.grace_seconds:g}"),
             *(() if self.data is None else ("--data", str(self.data))),
             *(() if self.tasks is None else ("--tasks", str(self.tasks))),
+            *(word for named in self.blobs for word in ("--blobs", named)),
         ]
         return f"{shlex.join(words)} --control {shell.control}"

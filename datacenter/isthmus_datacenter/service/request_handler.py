@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import UpdateError, UserError
-from isthmus.job import Job, read_job
+from isthmus.job import read_job
 from isthmus.task import check_installed
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, describe
@@ -29,7 +29,7 @@ from isthmus_datacenter.messages import Command, ProgressReport
 from isthmus_datacenter.service.hangs import HangLimits
 from isthmus_datacenter.service.rank_group import RankGroup
 from isthmus_datacenter.service.transfer_files import TransferFiles, check_model
-from isthmus_privacy.compression.block_top_k import BlockTopK
+from isthmus_privacy.compression.single_updates import DatacenterMessages
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _RESERVED_NAMES = {"exchange", "logs", "lock", "membership"}
@@ -123,6 +123,7 @@ class RequestHandler:
             raise UserError(f"run_id={open_.run_id!r} cannot name a directory")
         job = read_job(open_.job)
         layout = TensorLayout.from_header(open_.layout)
+        messages = DatacenterMessages.of(job, layout)  # a codec may be missing here
         base = Path(open_.base)
         data = self._data
         if self._tasks is not None:
@@ -155,14 +156,11 @@ class RequestHandler:
         values, _ = await self._group.execute(command, send_progress)
         if values["note"]:
             progress(link_pb2.Progress(note=values["note"]))
-        self._run = DatacenterRun(open_.run_id, layout, self._unsent(open_.run_id, job, layout))
+        unsent = None
+        if messages is not None:
+            unsent = UnsentUpdates(self._state / open_.run_id, layout, messages)
+        self._run = DatacenterRun(open_.run_id, layout, unsent)
         return link_pb2.Reply(opened=link_pb2.Opened(examples=values["examples"]))
-
-    def _unsent(self, run_id: str, job: Job, layout: TensorLayout) -> UnsentUpdates | None:
-        if (compression := job.datacenter.compression) is None:
-            return None
-        codec = BlockTopK.of(layout, compression.keep)
-        return UnsentUpdates(self._state / run_id, layout, codec)
 
     async def _train(
         self,

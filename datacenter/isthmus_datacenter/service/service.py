@@ -7,11 +7,13 @@ import contextlib
 import fcntl
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from isthmus.errors import IsthmusError, StorageError, UserError
 from isthmus.identity.membership import Membership
+from isthmus.transport.blob_sources import NamedSource
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.uplink import Uplink
 from isthmus.transport.worker import ReportProgress
@@ -99,8 +101,15 @@ class DatacenterService:
         self.group.close()
         self._lock_file.close()
 
-    async def serve(self, address: str, membership: Membership | None = None) -> None:
+    async def serve(
+        self,
+        address: str,
+        membership: Membership | None = None,
+        sources: Sequence[NamedSource] = (),
+    ) -> None:
         """Connect to the server and serve its requests until cancelled.
+
+        `sources` may have the models and packages that it sends.
 
         Raises:
             AdmissionRefused: the server does not admit this participant.
@@ -113,6 +122,7 @@ class DatacenterService:
             self,
             membership=membership,
             held=self._handler.held_model,
+            sources=sources,
         )
         # Before the connection, so that the ranks are warm when the first request comes.
         self.start()

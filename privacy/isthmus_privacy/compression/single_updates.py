@@ -1,85 +1,14 @@
-"""Codecs of single updates: how devices encode what they send in rounds without secure sums.
-
-A package provides a codec by an entry point of the group `isthmus.update_codecs`: a name, which
-jobs write in `federated.codec`, and a class that is called with the job's `[federated]`. It has to
-be installed on the server and on the devices. The class checks `federated.codec_settings`, and
-raises `UserError` if they cannot be used.
-
-Secure sums add elements of one ring, which all devices encode alike; `federated.compression` is
-for these.
-"""
+"""Messages with one participant's update, encoded by the codec that the job names."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Annotated, Protocol
-
 import torch
-from pydantic import Field
 
-from isthmus.errors import JobError, UpdateError, UserError
-from isthmus.job import Job, parse_settings
-from isthmus.job.federated import FederatedSection
-from isthmus.job.section import Section
-from isthmus.provided import make_provided
+from isthmus.errors import UpdateError
+from isthmus.job import Job
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus_privacy.compression.block_top_k import BLOCK, BlockTopK
-from isthmus_privacy.compression.model_change import MAX_BITS, ChangeCodec
-
-CODECS = "isthmus.update_codecs"
-"""Entry-point group of codecs."""
-
-SETTINGS = "federated.codec_settings"
-
-_METHODS = ("max_bytes", "encode", "decode")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EncodedRound:
-    """What both sides know of a round, for codecs that draw elements or a rotation by it."""
-
-    round: int
-    """Its number, from 1."""
-    seed: int
-    """The job's."""
-    size: int
-    """T: trained elements of an update, which are those that are encoded."""
-
-
-class SingleUpdateCodec(Protocol):
-    """Encodes a vector on a device, and decodes it on the server."""
-
-    def max_bytes(self, size: int) -> int:
-        """Most bytes of an encoded vector of `size` elements; a longer message is refused."""
-        ...
-
-    def encode(self, values: torch.Tensor, facts: EncodedRound) -> bytes | bytearray:
-        """Encode finite values, float32 (T), which it may change."""
-        ...
-
-    def decode(self, payload: memoryview, facts: EncodedRound) -> torch.Tensor:
-        """The values, float32 (T), of bytes that an unknown device has sent.
-
-        Raises:
-            UpdateError: these are not bytes that `encode` returns; one sentence.
-        """
-        ...
-
-
-def load_codec(federated: FederatedSection) -> SingleUpdateCodec | None:
-    """Construct the codec that a job names, which checks its settings; None without one.
-
-    Raises:
-        UserError: it is not installed, its settings cannot be used, or it is no codec.
-    """
-    if federated.codec is None:
-        return None
-    shown = f"federated.codec={federated.codec!r}"
-    codec = make_provided(CODECS, federated.codec, shown, federated)
-    if missing := [each for each in _METHODS if not callable(getattr(codec, each, None))]:
-        raise JobError(f"{shown} is not an update codec: it has no {missing[0]}()")
-    found: SingleUpdateCodec = codec
-    return found
+from isthmus.tensors.finite import is_finite
+from isthmus_privacy.compression.codecs import CodecCalls, load_codec
 
 
 class UpdateMessages:
@@ -89,12 +18,10 @@ class UpdateMessages:
     whole because a rounded variance could become negative, and the codec's bytes.
     """
 
-    def __init__(self, codec: SingleUpdateCodec, job: Job, layout: TensorLayout) -> None:
-        """Use a codec for the updates of a job's exchange set."""
+    def __init__(self, codec: CodecCalls, layout: TensorLayout) -> None:
+        """Use a codec for the updates of an exchange set."""
         self._codec = codec
-        self._seed = job.seed
         self._layout = layout
-        self._shown = f"federated.codec={job.federated.codec!r}"
 
     @classmethod
     def of(cls, job: Job, layout: TensorLayout) -> UpdateMessages | None:
@@ -103,8 +30,11 @@ class UpdateMessages:
         Raises:
             UserError: its codec cannot be used.
         """
-        codec = load_codec(job.federated)
-        return None if codec is None else cls(codec, job, layout)
+        choice = job.federated.update_codec
+        codec = load_codec(choice)
+        if codec is None or choice is None:
+            return None
+        return cls(CodecCalls(codec, choice, seed=job.seed, size=layout.trained_size), layout)
 
     @property
     def max_bytes(self) -> int:
@@ -113,10 +43,7 @@ class UpdateMessages:
         Raises:
             UpdateError: the codec failed.
         """
-        try:
-            return self._begin + int(self._codec.max_bytes(self._layout.trained_size))
-        except Exception as error:  # third-party code may raise anything
-            raise UpdateError(f"{self._shown} has no largest size: {_said(error)}") from error
+        return self._begin + self._codec.max_bytes
 
     @property
     def _begin(self) -> int:
@@ -131,10 +58,7 @@ class UpdateMessages:
         """
         trained = self._layout.trained_size
         statistics = update[trained:].contiguous().numpy().tobytes()
-        try:
-            encoded = bytes(self._codec.encode(update[:trained], self._facts(round_)))
-        except Exception as error:  # third-party code may raise anything
-            raise UpdateError(f"{self._shown} cannot encode the update: {_said(error)}") from error
+        encoded = self._codec.encode(update[:trained], round_)
         return bytes(self._layout.header) + statistics + encoded
 
     def decode(self, message: memoryview, round_: int) -> torch.Tensor:
@@ -146,109 +70,88 @@ class UpdateMessages:
         header = len(self._layout.header)
         if len(message) < self._begin or bytes(message[:header]) != self._layout.header:
             raise UpdateError("it is not an encoded update of this exchange set")
-        facts = self._facts(round_)
-        try:
-            values = self._codec.decode(message[self._begin :], facts)
-        except Exception as error:  # third-party code may raise anything
-            raise UpdateError(f"{self._shown} cannot decode it: {_said(error)}") from error
-        is_vector = isinstance(values, torch.Tensor) and values.shape == (facts.size,)
-        is_plain = is_vector and values.layout is torch.strided and values.device.type == "cpu"
-        if not is_plain or not values.is_floating_point():
-            raise UpdateError(
-                f"{self._shown} decoded no vector of {facts.size} elements (floating point, on the "
-                "CPU)"
-            )
+        trained = self._layout.trained_size
+        values = self._codec.decode(message[self._begin :], round_)
         update = torch.empty(self._layout.size)
-        update[: facts.size] = values.detach()
-        if facts.size < self._layout.size:
+        update[:trained] = values
+        if trained < self._layout.size:
             whole = bytearray(message[header : self._begin])
-            update[facts.size :] = torch.frombuffer(whole, dtype=torch.float32)
+            update[trained:] = torch.frombuffer(whole, dtype=torch.float32)
         return update
 
-    def _facts(self, round_: int) -> EncodedRound:
-        return EncodedRound(round=round_, seed=self._seed, size=self._layout.trained_size)
 
+class DatacenterMessages:
+    """The messages with updates of datacenters, which keep what these lack.
 
-def _said(error: Exception) -> str:
-    """One line about an exception; of a `UserError` the sentence alone."""
-    reason = " ".join(str(error).split())
-    return reason if isinstance(error, UserError) else f"{type(error).__name__}: {reason}"
+    A message has the codec's bytes and the running statistics (float32), which are sent whole.
+    """
 
+    def __init__(self, codec: CodecCalls, layout: TensorLayout) -> None:
+        """Use a codec for the updates of an exchange set."""
+        self._codec = codec
+        self._trained = layout.trained_size
+        self._size = layout.size
 
-# -- the codecs of Isthmus -------------------------------------------------------------------------
-
-
-class RoundedSettings(Section):
-    """Settings of `rounded`."""
-
-    bits: Annotated[int, Field(ge=2, le=MAX_BITS)] = 8
-    """Of each element."""
-
-
-class RoundedUpdate:
-    """Few bits for each element, with a step for each 1024 of them: see `model_change`."""
-
-    def __init__(self, federated: FederatedSection) -> None:
-        """Read the settings.
+    @classmethod
+    def of(cls, job: Job, layout: TensorLayout) -> DatacenterMessages | None:
+        """Those of a job; None if its datacenters send their models.
 
         Raises:
-            JobError: they cannot be used.
+            UserError: its codec cannot be used.
         """
-        self._bits = parse_settings(RoundedSettings, federated.codec_settings, SETTINGS).bits
+        if job.datacenter.compression is None:
+            return None
+        choice = job.datacenter.compression.choice
+        codec = load_codec(choice)
+        assert codec is not None
+        return cls(CodecCalls(codec, choice, seed=job.seed, size=layout.trained_size), layout)
 
-    def max_bytes(self, size: int) -> int:
-        """See `SingleUpdateCodec.max_bytes`."""
-        return self._codec(size).nbytes
-
-    def encode(self, values: torch.Tensor, facts: EncodedRound) -> bytearray:
-        """See `SingleUpdateCodec.encode`."""
-        return self._codec(facts.size).encode(torch.zeros_like(values), values)
-
-    def decode(self, payload: memoryview, facts: EncodedRound) -> torch.Tensor:
-        """See `SingleUpdateCodec.decode`."""
-        values = torch.zeros(facts.size)
-        try:
-            taken = self._codec(facts.size).apply(values, payload)
-        except ValueError as error:
-            raise UpdateError(str(error)) from error
-        if taken != len(payload):
-            raise UpdateError(f"{len(payload) - taken} bytes follow its {taken} bytes")
-        return values
-
-    def _codec(self, size: int) -> ChangeCodec:
-        return ChangeCodec(size=size, trained=size, bits=self._bits)
-
-
-class LargestElementsSettings(Section):
-    """Settings of `block-top-k`."""
-
-    keep: Annotated[int, Field(ge=1, le=BLOCK)] = 512
-    """Elements of a block of 4096 that are sent."""
-
-
-class LargestElements:
-    """The largest elements of each block, in two bits each: see `block_top_k`."""
-
-    def __init__(self, federated: FederatedSection) -> None:
-        """Read the settings.
+    def encode(self, update: torch.Tensor, round_: int) -> bytearray:
+        """A message about an update, float32 (N), which is replaced by what the message lacks.
 
         Raises:
-            JobError: they cannot be used.
+            UpdateError: it is not finite, or the codec failed.
         """
-        table = federated.codec_settings
-        self._keep = parse_settings(LargestElementsSettings, table, SETTINGS).keep
+        values = update[: self._trained]
+        if not is_finite(values):
+            raise UpdateError("the update is not finite, so that it cannot be compressed")
+        payload = bytearray(self._codec.encode_and_leave(values, round_))
+        statistics = update[self._trained :]
+        payload += statistics.contiguous().numpy().tobytes()
+        statistics.zero_()
+        return payload
 
-    def max_bytes(self, size: int) -> int:
-        """See `SingleUpdateCodec.max_bytes`."""
-        return self._codec(size).nbytes
+    def decode(self, payload: bytes | bytearray | memoryview, round_: int) -> torch.Tensor:
+        """The update that a message is about, float32 (N).
 
-    def encode(self, values: torch.Tensor, facts: EncodedRound) -> bytearray:
-        """See `SingleUpdateCodec.encode`."""
-        return self._codec(facts.size).encode(values)
+        Raises:
+            UpdateError: the message is none of this codec and exchange set, or not finite.
+        """
+        self.check_size(len(payload))
+        view = memoryview(payload)
+        rest = 4 * (self._size - self._trained)
+        if len(view) < rest:
+            raise UpdateError(
+                f"its compressed update has {len(view)} bytes, too few for this model"
+            )
+        end = len(view) - rest
+        update = self._codec.decode(view[:end], round_)
+        if rest:
+            statistics = torch.frombuffer(bytearray(view[end:]), dtype=torch.float32)
+            update = torch.cat([update, statistics])
+        if not is_finite(update):
+            raise UpdateError("its compressed update is not finite")
+        return update
 
-    def decode(self, payload: memoryview, facts: EncodedRound) -> torch.Tensor:
-        """See `SingleUpdateCodec.decode`."""
-        return self._codec(facts.size).decode(payload)
+    def check_size(self, nbytes: int) -> None:
+        """Refuse a message of too many bytes, before there is memory for it.
 
-    def _codec(self, size: int) -> BlockTopK:
-        return BlockTopK(size=size, trained=size, keep=self._keep)
+        Raises:
+            UpdateError: with both numbers.
+        """
+        most = self._codec.max_bytes + 4 * (self._size - self._trained)
+        if nbytes > most:
+            raise UpdateError(
+                f"its compressed update has {nbytes} bytes where this exchange set takes at most "
+                f"{most}"
+            )

@@ -39,11 +39,31 @@ MAX_MAGNITUDE = 60.0
 """Largest absolute value of `magnitude_of`."""
 
 
+class Levels:
+    """Numbers of an element with `bits` bits."""
+
+    bits: int
+
+    @property
+    def levels(self) -> int:
+        """L: number of different values of an element."""
+        return (1 << self.bits) - 1
+
+    @property
+    def highest(self) -> int:
+        """The number of an element's highest level; that of the lowest is 0."""
+        return self.levels - 1
+
+    def ring_bits(self, clients: int) -> int:
+        """Fewest bits of a ring in which a sum over that many clients cannot wrap."""
+        return (clients * self.highest).bit_length()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UpdateCodec(Message):
+class UpdateCodec(Levels, Message):
     """The elements of an update that are sent in a secure sum, and their precision.
 
-    Not the codec of another package, which is `single_updates.SingleUpdateCodec`.
+    A codec of another package is `sum_codecs.ProvidedSumCodec` in its place.
     """
 
     TAG = "update-codec-3"
@@ -65,14 +85,9 @@ class UpdateCodec(Message):
     and this number, ascending."""
 
     @property
-    def levels(self) -> int:
-        """L: number of different values of an element."""
-        return (1 << self.bits) - 1
-
-    @property
-    def highest(self) -> int:
-        """The number of an element's highest level; that of the lowest is 0."""
-        return self.levels - 1
+    def more(self) -> str:
+        """What a message about it says besides its fields."""
+        return f", {len(self.rates)} ranges of elements with another one_in"
 
     def fits(self, highest: int, size: int) -> bool:
         """Whether its fields are in their ranges, and go with a configuration's fields."""
@@ -82,14 +97,14 @@ class UpdateCodec(Message):
         starts_before_end = all(start < end for start, end, _ in self.rates)
         return in_range and highest == self.highest and starts_before_end and ends == sorted(ends)
 
-    def ring_bits(self, clients: int) -> int:
-        """Fewest bits of a ring in which a sum over that many clients cannot wrap."""
-        return (clients * self.highest).bit_length()
-
     def kept(self, size: int) -> int:
         """Number of elements that are sent of an update of N = `size`."""
         each = self._ranges(size).items()
         return sum(-(-sum(end - start for start, end in ranges) // n) for n, ranges in each)
+
+    def in_round(self, round_: int, size: int) -> SentElements:
+        """What is done with an update of N = `size` in a round."""
+        return SentElements(self.coordinates(round_, size), size)
 
     def coordinates(self, round_: int, size: int) -> torch.Tensor:
         """Indices (kept) of the elements that are sent in a round, int64, each once.
@@ -132,6 +147,24 @@ class UpdateCodec(Message):
         cipher(seed).update_into(bytes(len(stream)), stream)
         drawn = ring_vector(stream, 16).to(torch.int64)
         return first + (drawn + step) % (count - first).clamp(max=one_in)
+
+
+@dataclasses.dataclass(frozen=True)
+class SentElements:
+    """The elements that are sent in one round."""
+
+    indices: torch.Tensor
+    """(kept) int64."""
+    size: int
+    """N."""
+
+    def project(self, values: torch.Tensor) -> torch.Tensor:
+        """The elements (kept) that are sent of an update (N)."""
+        return values[self.indices]
+
+    def restore(self, values: torch.Tensor) -> torch.Tensor:
+        """The update, float32 (N), that sent elements, float32 (kept), stand for."""
+        return torch.zeros(self.size).index_copy_(0, self.indices, values)
 
 
 def magnitude_of(values: torch.Tensor) -> float:

@@ -228,6 +228,20 @@ def nested(kind: type[Message]) -> Field[Any]:
     return Field(lambda value: value.to_bytes(), kind.read)
 
 
+def one_of(*kinds: type[Message]) -> Field[Any]:
+    """A message of one of some classes as a field of another message; their tags differ."""
+
+    def read(reader: Reader) -> Message:
+        start = reader.position
+        for kind in kinds[:-1]:
+            tag = tagged(kind.TAG)
+            if bytes(reader.data[start : start + len(tag)]) == tag:
+                return kind.read(reader)
+        return kinds[-1].read(reader)
+
+    return Field(lambda value: value.to_bytes(), read)
+
+
 def _flag(value: int) -> bool:
     if value > 1:
         _not_canonical("a flag that is neither 0 nor 1")

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from isthmus.system.clocks import utc
 from isthmus_privacy.compression.round_vector import FIGURE_BITS, RoundVector
+from isthmus_privacy.compression.sum_codecs import ProvidedSumCodec
 from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.crypto.canonical import (
@@ -31,6 +32,7 @@ from isthmus_privacy.crypto.canonical import (
     exactly,
     items,
     nested,
+    one_of,
     optional,
     tagged_hash,
     text,
@@ -90,7 +92,7 @@ class RoundConfig(Message):
         "draw": NUMBER,
         "selected_ppm": NUMBER,
         "noise": optional(nested(DistributedNoise)),
-        "codec": optional(nested(UpdateCodec)),
+        "codec": optional(one_of(ProvidedSumCodec, UpdateCodec)),
     }
 
     run_id: str
@@ -131,7 +133,7 @@ class RoundConfig(Message):
     noise: DistributedNoise | None = None
     """Noise that the clients add, for differential privacy. The masked vector then has the clipped
     update and nothing else; `levels` and `clip` are not used, and every weight is 1."""
-    codec: UpdateCodec | None = None
+    codec: UpdateCodec | ProvidedSumCodec | None = None
     """How clients compress their update, which they have multiplied by their weight / `weight_max`
     before; then `clip` bounds what they send, and `bits` and `levels` go with the codec."""
 

@@ -38,6 +38,7 @@ from types import MappingProxyType
 
 import torch
 
+from isthmus.errors import AggregationAborted, UpdateError
 from isthmus_privacy.compression.round_vector import RoundVector
 from isthmus_privacy.compression.update_codec import round_to_levels, value_of
 from isthmus_privacy.crypto import refusal
@@ -118,11 +119,10 @@ def encode(
             config.figures, torch.empty(0), weight=weight, figures=figures, dither_key=dither_key
         )
         ring.figures.copy_(others.vector)
-        indices = config.codec.coordinates(config.round, config.size)
-        numbers, values = round_to_levels(update[indices], config.clip, config.codec.levels)
+        codec = config.codec.in_round(config.round, config.size)
+        numbers, values = round_to_levels(codec.project(update), config.clip, config.codec.levels)
         vector.copy_(numbers)
-        sent = torch.zeros(config.size).index_copy_(0, indices, values)
-        return Encoded(config.hash, ring, sent=sent)
+        return Encoded(config.hash, ring, sent=codec.restore(values))
     if config.noise is not None:
         counted = update if weight else torch.zeros(1).expand(config.size)
         noisy_vector.encode(config.noise, counted, seed=_rotation_seed(config), out=vector)
@@ -223,8 +223,10 @@ def _decode_compressed(
     mean = decode(config.figures, figures, clients=clients)
     scale = config.weight_max / mean.weight
     values = value_of(numbers, clients, config.clip, codec.levels).mul_(scale)
-    indices = codec.coordinates(config.round, config.size)
-    vector = torch.zeros(config.size).index_copy_(0, indices, values.float())
+    try:
+        vector = codec.in_round(config.round, config.size).restore(values.float())
+    except UpdateError as error:  # of a codec of another package
+        raise AggregationAborted(str(error)) from error
     rounding = math.sqrt(clients / 3) * scale * config.clip / codec.highest
     return dataclasses.replace(mean, vector=vector, clipped=None, rounding=rounding)
 

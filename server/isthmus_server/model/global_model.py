@@ -25,10 +25,11 @@ from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.division import divide
 from isthmus.tensors.finite import is_finite
-from isthmus.tensors.sending_rates import check_compression
 from isthmus.tensors.structure import Structure
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
+from isthmus_privacy.compression.changes import ChangesCodec, changes_codec
+from isthmus_privacy.compression.sum_codecs import check_sums
 from isthmus_server.model.mmap_buffer import MmapBuffer
 from isthmus_server.model.model_changes import ModelChanges, OfferedChange, is_state
 from isthmus_server.model.optimizers import make_optimizer
@@ -51,7 +52,6 @@ class GlobalModel:
         exchange: ExchangeSection | None = None,
         *,
         shared: bool = False,
-        change_bits: int | None = None,
     ) -> None:
         """Build the task's model and the server optimizer.
 
@@ -62,8 +62,6 @@ class GlobalModel:
             served_average: decay of the moving average that is served, 0 to 1; 0 serves the model.
             exchange: what is exchanged; None for the defaults.
             shared: whether participants on this machine may open the model's memory.
-            change_bits: of each parameter in the model's changes, which are rounded; None for
-                steps without rounding.
 
         Raises:
             TaskError: the task's `model()` failed, or its result cannot be used.
@@ -98,7 +96,7 @@ class GlobalModel:
         ]
         self._share_memory()
         self.optimizer = make_optimizer(optimizer, self._views)
-        self._changes = None if change_bits is None else ModelChanges(self.layout, change_bits)
+        self._changes: ModelChanges | None = None
         self._blob: link_pb2.Blob | None = None
         self._stored: Path | None = None
         """A file with the same bytes as `payload`, if there is one."""
@@ -106,7 +104,7 @@ class GlobalModel:
 
     @classmethod
     def of(cls, job: Job, task: Task, *, shared: bool = False) -> GlobalModel:
-        """The model of a job; raises the same errors, and those of `check_compression`."""
+        """The model of a job; raises the same errors, and those of `check_sums`."""
         model = cls(
             task,
             job.seed,
@@ -114,12 +112,15 @@ class GlobalModel:
             job.strategy.served_average,
             job.exchange,
             shared=shared,
-            change_bits=job.federated.download_bits,
         )
-        if job.federated.compression is not None:
-            one_in_of = job.federated.compression.one_in_of
-            check_compression(model.layout, one_in_of, job.exchange.buffers)
+        if (codec := changes_codec(job, model.layout)) is not None:
+            model.round_changes(codec)
+        check_sums(job, model.layout)
         return model
+
+    def round_changes(self, codec: ChangesCodec) -> None:
+        """Round the model's changes from here on, so that they can be sent in its place."""
+        self._changes = ModelChanges(codec)
 
     @property
     def payload(self) -> memoryview:

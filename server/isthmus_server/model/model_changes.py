@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
-from isthmus_privacy.compression.model_change import ChangeCodec
+from isthmus_privacy.compression.changes import ChangesCodec
 
 MAX_CHANGES = 4
 """Rounds that a device may have missed and still need less than half of a model."""
@@ -52,9 +51,9 @@ class ModelChanges:
         then receive the whole model once.
     """
 
-    def __init__(self, layout: TensorLayout, bits: int) -> None:
-        """`bits` for each trained element."""
-        self._codec = ChangeCodec(layout.size, layout.trained_size, bits)
+    def __init__(self, codec: ChangesCodec) -> None:
+        """`codec` encodes a change."""
+        self._codec = codec
         self._changes: deque[_Change] = deque(maxlen=MAX_CHANGES)
         self._residual: torch.Tensor | None = None
         """What the model lacks because of rounding, float32 (N); None for nothing."""

@@ -13,7 +13,7 @@ from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.finite import is_finite
 from isthmus.transport.blobs import into
 from isthmus.wire import link_pb2
-from isthmus_privacy.compression.block_top_k import BlockTopK
+from isthmus_privacy.compression.single_updates import DatacenterMessages
 from isthmus_server.regimes.base import AttemptFailed, DatacenterResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.regimes.committed_sums import CommittedSums
@@ -39,9 +39,7 @@ class DatacenterRegime:
         self._run_id = run_id
         self._layout = layout
         self._sums = sums or CommittedSums()
-        self._codec: BlockTopK | None = None
-        if (compression := job.datacenter.compression) is not None:
-            self._codec = BlockTopK.of(layout, compression.keep)
+        self._messages = DatacenterMessages.of(job, layout)
 
     async def train(
         self, name: str, spec: RoundSpec, model: link_pb2.Blob | None
@@ -61,7 +59,7 @@ class DatacenterRegime:
             evaluate=spec.evaluate,
             hand_back=spec.hand_back,
             position=spec.position.start,
-            compressed=self._codec is not None and spec.compressed,
+            compressed=self._messages is not None and spec.compressed,
         )
         request = link_pb2.Request(train_steps=work)
         self._sums.tell(name, request)
@@ -149,7 +147,9 @@ class DatacenterRegime:
                 # record.
                 check_figures(trained)
                 if compressed:
-                    vector = await self._fetch_update(name, trained.result)
+                    vector = await self._fetch_update(
+                        name, trained.result, request.train_steps.round
+                    )
                 elif vector_kind is not None:
                     vector = await self._fetch(name, trained.result, vector_kind)
                 receipts.record(
@@ -186,13 +186,13 @@ class DatacenterRegime:
             raise UpdateError(f"its {kind} is not finite")
         return vector
 
-    async def _fetch_update(self, name: str, blob: link_pb2.Blob) -> torch.Tensor:
-        assert self._codec is not None
-        # Before there is memory for it, as above; blocks of the vector have messages of known size.
-        self._codec.check_size(blob.size)
+    async def _fetch_update(self, name: str, blob: link_pb2.Blob, round_: int) -> torch.Tensor:
+        assert self._messages is not None
+        # Before there is memory for it, as above; the codec says how long a message may be.
+        self._messages.check_size(blob.size)
         payload = bytearray(blob.size)
         await self._link.fetch(name, blob, into(payload))
-        return await asyncio.to_thread(self._codec.decode, payload)
+        return await asyncio.to_thread(self._messages.decode, payload, round_)
 
 
 def _attempt_failed(name: str, failed: CallFailed, receipts: ReceiptBook) -> AttemptFailed:

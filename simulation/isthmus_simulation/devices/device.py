@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.errors import ParticipantLost, TaskError
 from isthmus.task import Participant
-from isthmus.tensors.sending_rates import sending_rates
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
@@ -23,7 +22,7 @@ from isthmus_clients.device.agent import Agent
 from isthmus_clients.device.task_host import InProcessHost, TrainingResult, states_key
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.training.personal_state import PersonalStates
-from isthmus_privacy.compression.update_codec import UpdateCodec
+from isthmus_privacy.compression.sum_codecs import sum_codec
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_simulation.devices.fleet import FleetRun, VirtualFleet
 from isthmus_simulation.devices.profiles import DeviceProfile
@@ -196,8 +195,7 @@ class VirtualDevice(Agent):
         compression = federated.compression
         if compression is None:
             return plain
-        rates = sending_rates(run.layout, compression.one_in_of)
-        codec = UpdateCodec(one_in=compression.one_in, bits=compression.bits, rates=rates)
+        codec = sum_codec(run.job, run.layout, compression.bits)
         return codec.kept(run.layout.size) * codec.ring_bits(federated.cohort) // 8
 
     def _update_bytes(self, run: DeviceRun) -> int:

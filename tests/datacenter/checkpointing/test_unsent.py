@@ -8,13 +8,31 @@ import pytest
 import torch
 
 from isthmus.errors import UpdateError
+from isthmus.job import parse_job
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.unsent import NO_ROUND, UnsentUpdates
 from isthmus_privacy.compression.block_top_k import BlockTopK
+from isthmus_privacy.compression.single_updates import DatacenterMessages
 
 LAYOUT = TensorLayout.from_shapes({"bias": (50,), "weight": (90, 100), "mean": (3,)}, ["mean"])
-CODEC = BlockTopK.of(LAYOUT, 64)
+BLOCKS = BlockTopK.of(LAYOUT, 64)
+"""The same bytes as those of the messages, and the same decoding."""
+JOB = """
+name = "small"
+[task]
+source = "task.py:Learn"
+[strategy]
+policy = "datacenter"
+[datacenter.compression]
+keep = 64
+"""
 START = torch.zeros(LAYOUT.size)
+
+
+def messages() -> DatacenterMessages:
+    made = DatacenterMessages.of(parse_job(JOB), LAYOUT)
+    assert made is not None
+    return made
 
 
 def update(seed: int) -> torch.Tensor:
@@ -30,10 +48,12 @@ class Sender:
     def send(
         self, about: tuple[int, int], committed: tuple[int, int], vector: torch.Tensor
     ) -> tuple[torch.Tensor, list[str]]:
-        unsent = UnsentUpdates(self.state, LAYOUT, CODEC)
+        unsent = UnsentUpdates(self.state, LAYOUT, messages())
         before, after = LAYOUT.encode(START), LAYOUT.encode(START - vector)
         payload, notes = unsent.compress(about, committed, before, after)
-        return CODEC.decode(payload), notes
+        decoded = messages().decode(payload, about[0])
+        assert torch.equal(decoded, BLOCKS.decode(payload))
+        return decoded, notes
 
     def left(self, about: tuple[int, int]) -> torch.Tensor:
         data = (self.state / f"unsent-{about[0]}-{about[1]}").read_bytes()
@@ -95,7 +115,7 @@ def test_a_remainder_that_cannot_be_used_is_reported_and_left_out(how: str, send
 
 def test_training_begins_with_what_was_left(sender: Sender) -> None:
     sender.send((1, 1), NO_ROUND, update(1))
-    unsent, model = UnsentUpdates(sender.state, LAYOUT, CODEC), LAYOUT.encode(update(2))
+    unsent, model = UnsentUpdates(sender.state, LAYOUT, messages()), LAYOUT.encode(update(2))
     assert unsent.apply(NO_ROUND, model) == ""
     assert LAYOUT.decode(model).equal(update(2))
     first = unsent.apply((1, 1), model)

@@ -6,7 +6,8 @@ from tests.outside_package import OutsidePackage
 
 from isthmus.errors import JobError, UpdateError, UserError
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus_privacy.compression.single_updates import UpdateMessages, load_codec
+from isthmus_privacy.compression.codecs import load_codec
+from isthmus_privacy.compression.single_updates import UpdateMessages
 
 LAYOUT = TensorLayout.from_shapes({"mean": (2,), "weight": (70, 70)}, statistics=["mean"])
 
@@ -15,8 +16,8 @@ import torch
 
 
 class Odd:
-    def __init__(self, federated):
-        self.kind = federated.codec_settings["kind"]
+    def __init__(self, choice):
+        self.kind = choice.settings["kind"]
 
     def max_bytes(self, size):
         return 4 * size
@@ -28,7 +29,7 @@ class Odd:
         return torch.zeros(facts.size + 1) if self.kind == "shape" else {}[self.kind]
 
 
-def number(federated):
+def number(choice):
     return 7
 """
 
@@ -103,7 +104,10 @@ def test_a_codec_that_breaks_its_contract_is_named(make_job, tmp_path, monkeypat
     [
         (["federated.codec=ruonded"], r"codec='ruonded' is unknown; did you mean rounded\?"),
         (["federated.codec=rounded", "federated.codec_settings.bits=9"], r"codec_settings\.bits=9"),
-        (["federated.codec=number"], r"'number' is not an update codec: it has no max_bytes\(\)"),
+        (
+            ["federated.codec=number"],
+            r"'number' is not a codec for single updates: it has no max_bytes\(\)",
+        ),
     ],
 )
 def test_a_codec_that_cannot_be_used_is_reported(
@@ -112,7 +116,7 @@ def test_a_codec_that_cannot_be_used_is_reported(
     entries = {"isthmus.update_codecs/number": "number"}
     package = OutsidePackage(tmp_path, "no_codecs", OUTSIDE, entries)
     with package.on_path(monkeypatch), pytest.raises(UserError, match=sentence):
-        load_codec(make_job(*overrides).federated)
+        load_codec(make_job(*overrides).federated.update_codec)
 
 
 @pytest.mark.parametrize(

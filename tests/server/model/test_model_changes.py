@@ -18,7 +18,10 @@ def make_model(write_task, tmp_path):
         write_task("pass")
         task = load_task("task.py:Learn", {}, base=tmp_path)
         optimizer = ServerOptimizer(name="SGD", options={"lr": lr, "momentum": 0.5})
-        return GlobalModel(task, 0, optimizer, change_bits=bits)
+        model = GlobalModel(task, 0, optimizer)
+        if bits is not None:
+            model.round_changes(ChangeCodec(model.layout.size, model.layout.trained_size, bits))
+        return model
 
     return make
 

@@ -8,7 +8,8 @@ from tests.server.regimes.test_plaintext import PreparedAttempt
 from isthmus.errors import TaskError
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
-from isthmus_privacy.compression.single_updates import RoundedUpdate, UpdateMessages
+from isthmus_privacy.compression.shipped_codecs import RoundedUpdate
+from isthmus_privacy.compression.single_updates import UpdateMessages
 from isthmus_server.storage.records import Participants
 
 

@@ -7,12 +7,12 @@ import math
 from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, TypedDict
 
-from isthmus.job.exchange import Compression
+from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus.tensors.sending_rates import sending_rates
 from isthmus.wire import link_pb2
 from isthmus_privacy.compression.round_vector import FIGURE_BITS
+from isthmus_privacy.compression.sum_codecs import sum_codec
 from isthmus_privacy.compression.update_codec import (
     MAX_BITS,
     MAX_MAGNITUDE,
@@ -138,9 +138,8 @@ def training_config(
         selected_ppm=spec.selected_ppm,
     )
     if settings.compression is not None and not spec.gradient_scale:
-        seed = context.job.seed
         magnitude = context.sums.magnitude_for(config.weight_max)
-        return _compressed(config, settings.compression, context.layout, seed, magnitude)
+        return _compressed(config, context.job, context.layout, magnitude)
     if context.job.federated.privacy is not None:  # devices send no loss and count the same
         config = dataclasses.replace(config, slots=SCORING_SLOTS, weight_max=1)
     privacy = context.privacy
@@ -193,16 +192,14 @@ def _most_bits(clients: int) -> int:
 
 
 def _compressed(
-    config: RoundConfig,
-    compression: Compression,
-    layout: TensorLayout,
-    seed: int,
-    magnitude: float | None,
+    config: RoundConfig, job: Job, layout: TensorLayout, magnitude: float | None
 ) -> RoundConfig:
     """The configuration of a sum of compressed updates.
 
     Before the magnitude of updates is known, each element has as many bits as the ring allows.
     """
+    compression = job.federated.compression
+    assert compression is not None
     bits = compression.bits
     clients = config.clients_max
     if magnitude is None:
@@ -212,8 +209,7 @@ def _compressed(
         # Of few examples the mean is mostly rounding, by which one device can move it.
         magnitude = max(-MAX_MAGNITUDE, min(MAX_MAGNITUDE, magnitude))
         bound = UNITS_PER_BIT * (bits + 1) * 2.0**magnitude
-    rates = sending_rates(layout, compression.one_in_of)
-    codec = UpdateCodec(one_in=compression.one_in, bits=bits, seed=seed, rates=rates)
+    codec = sum_codec(job, layout, bits)
     return dataclasses.replace(
         config,
         codec=codec,

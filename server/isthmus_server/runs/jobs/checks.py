@@ -49,10 +49,10 @@ def check_job(job: Job, tasks: Path, lease: float) -> None:
     if ":" not in job.strategy.policy:  # an external module is in the folder of the task
         load_policy(job.strategy)
     CheckedSelection(federated)
-    if federated.codec is not None:
-        from isthmus_privacy.compression.single_updates import load_codec  # loads PyTorch
+    if federated.names_codecs or job.datacenter.compression is not None:
+        from isthmus_privacy.compression.codecs import check_codecs  # loads PyTorch
 
-        load_codec(federated)
+        check_codecs(job)
     load_rule(federated)
     check_budgets(job)
     if job.task.data is not None:

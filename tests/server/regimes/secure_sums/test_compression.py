@@ -97,9 +97,7 @@ async def test_what_is_not_sent_in_a_round_is_sent_in_later_ones(run, tmp_path):
 @pytest.mark.parametrize("magnitude", [-1e4, -137.1, 64.0, 1e4])
 def test_a_magnitude_that_no_device_has_does_not_end_the_run(make_job, magnitude):
     """Of few examples it is mostly rounding, by which one device can move it."""
-    compression = make_job(
-        "federated.compression={}", "federated.secure_aggregation=true"
-    ).federated.compression
-    config = _compressed(make_config(size=LAYOUT.size), compression, LAYOUT, 0, magnitude)
+    job = make_job("federated.compression={}", "federated.secure_aggregation=true")
+    config = _compressed(make_config(size=LAYOUT.size), job, LAYOUT, magnitude)
     config.check()
     assert config.clip == UNITS_PER_BIT * 4 * 2.0 ** (60 if magnitude > 0 else -60)
