@@ -129,7 +129,7 @@ class UnmaskingLog:
 
         Of the last one; None if there is none.
         """
-        for entry in reversed(self._entries):
+        for entry in reversed(self.entries):
             same = entry.model_hash == model_hash and entry.devices == frozenset(devices)
             if same and entry.request and not entry.refused:
                 return link_pb2.Request.FromString(entry.request)
