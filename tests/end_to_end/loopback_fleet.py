@@ -124,7 +124,7 @@ class LoopbackFleet:
             event["kind"] == "ready" and event["participant"] == DATACENTER for event in events
         )
 
-    def until(self, condition: Callable[[], T]) -> T:
+    def until(self, condition: Callable[[], T | None]) -> T:
         """Wait for what the processes leave on disk, and return it."""
         end = time.monotonic() + 200
         while not (found := condition()):

@@ -15,8 +15,9 @@ open::
       |                                  +--does not: the initial model again-----------------^
       +--neither------------------------------------------------------------------------------^
 
-    edge, no datacenter   it was not there for a warm start: once it is, and if rounds are still to
-                          spare, the warm start begins from the current model and has to beat that
+    edge, no datacenter   it was not there for a warm start, or left: once it is, and if rounds are
+                          still to spare, the warm start (or its rest) begins from the current model
+                          and has to beat that
     edge, probation       after some rounds the served model must not lose to the warm one. If it
                           does, training returns to the warm model with zero momentum and half
                           steps; after the second time quarter steps, and no further tests
