@@ -12,6 +12,7 @@ ROUND_SHARE = 0.25
 """Share of `time.round_seconds` that a step may take if the job does not say how long."""
 LONGEST_STEPS = 10
 """Longest steps so far that a step may take, in the same case."""
+_ADVICE = "if the code was at work, set datacenter.hang_seconds above its longest step"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,8 @@ def find_hang(activities: Sequence[Activity], limits: HangLimits, *, trains: boo
     difference = first_difference([each.collectives for each in activities])
     working = [rank for rank, each in enumerate(activities) if not each.waits]
     limit = limits.hang_seconds
-    if not working and difference is not None:
+    deadlock = not working and difference is not None and all(map(_has_begun, activities))
+    if deadlock:
         limit = min(limit or limits.lease_seconds, limits.lease_seconds)
     elif limit is None:
         if not trains or not _keep_others_waiting(activities, working):
@@ -57,7 +59,15 @@ def find_hang(activities: Sequence[Activity], limits: HangLimits, *, trains: boo
         limit = max(
             limits.lease_seconds, ROUND_SHARE * limits.round_seconds, LONGEST_STEPS * longest
         )
-    return None if seconds < limit else _sentence(activities, working, difference, seconds)
+    if seconds < limit:
+        return None
+    sentence = _sentence(activities, working, difference, seconds)
+    return sentence if deadlock else f"{sentence}; {_ADVICE}"
+
+
+def _has_begun(activity: Activity) -> bool:
+    """Whether a collective is under way; code that waits for ranks may also read a checkpoint."""
+    return any(not each.done for each in activity.collectives)
 
 
 def _keep_others_waiting(activities: Sequence[Activity], working: Sequence[int]) -> bool:

@@ -347,8 +347,7 @@ class RankGroup:
             self._lost.add(incarnation)
             await self._kill_ranks(incarnation)
             raise CommandError(
-                f"{hang}; the stack of each rank is in {self.state / 'logs'}; if the code was at "
-                "work, set datacenter.hang_seconds above its longest step"
+                f"{hang}; the stack of each rank is in {self.state / 'logs'}"
             ) from None
         except IncarnationLostError as lost:
             self._lost.add(incarnation)

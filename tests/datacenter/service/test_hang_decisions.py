@@ -135,6 +135,9 @@ def test_ranks_that_wait_for_each_other_hang_after_a_lease() -> None:
     )
     earlier = [dataclasses.replace(each, seconds=9.9) for each in rows]
     assert find_hang(earlier, LIMITS, trains=False) is None
+    # Code that reads a checkpoint looks as if it waited, and has begun no collective.
+    reading = [waiting(1e6, at(4)), waiting(1e6, after(3))]
+    assert find_hang(reading, LIMITS, trains=True) is None
     assert describe_ranks([rows[0], None]) == [
         "rank 0 waits for other ranks at w.py:1 in w(), for 10 s, in all_reduce 4 of all ranks",
         "rank 1 has no command",

@@ -47,8 +47,8 @@ def test_a_rank_that_keeps_others_waiting_ends_the_attempt(
     before = begin(warm_datacenter, f"hangs-{how}", setup)
     sentence = (
         rf"^rank 1 hung for \d+ s at {LINE} \(rank 1 has not begun all_reduce \d+ of all ranks, in "
-        r"which rank 0 waits\); the stack of each rank is in .*/logs; if the code was at work, set "
-        r"datacenter\.hang_seconds"
+        r"which rank 0 waits\); if the code was at work, set datacenter\.hang_seconds above its "
+        r"longest step; the stack of each rank is in .*/logs$"
     )
     with pytest.raises(UserError, match=sentence):
         warm_datacenter.train(f"hangs-{how}", 0, 6)
