@@ -10,7 +10,12 @@ from typing import Any
 
 from isthmus_server.fleet.registry_file import NAME
 from isthmus_server.read.console.sources import ConsoleSource
-from isthmus_server.storage.events import ParticipantDeclined, ParticipantLeft
+from isthmus_server.storage.events import (
+    ParticipantDeclined,
+    ParticipantLeft,
+    RunAdopted,
+    RunStopped,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +83,7 @@ def _of_run(source: ConsoleSource) -> list[DeviceRow]:
     rows: dict[str, DeviceRow] = {}
     run = source.run(source.run_names()[0])
     for event in run.store.events():
-        if event.kind in ("stopped", "adopted"):  # of the run
+        if isinstance(event, RunStopped | RunAdopted):  # of the run, and of no device
             continue
         reason = event.reason if isinstance(event, ParticipantDeclined | ParticipantLeft) else ""
         rows[event.participant] = DeviceRow(
