@@ -43,7 +43,11 @@ LOSS = Slot(name="loss", maximum=1000.0)
 OVER_RANGE = Slot(name="over_range", maximum=1.0, exact=True)
 """1 from a client whose loss is beyond the largest value of its slot, as which it then counts."""
 
-TRAINING_SLOTS = (LOSS, OVER_RANGE, UNUSABLE)
+OVER_WEIGHT = Slot(name="over_weight", maximum=1.0, exact=True)
+"""1 from a client with more examples than the largest weight of the sum, as which it then counts;
+0 where the job itself sets that weight."""
+
+TRAINING_SLOTS = (LOSS, OVER_RANGE, OVER_WEIGHT, UNUSABLE)
 """Figures of a client that has trained."""
 
 GRADIENT_LOST = Slot(name="gradient_lost", maximum=1.0)
@@ -65,5 +69,5 @@ MAGNITUDE = Slot(name="magnitude", maximum=64.0)
 """Binary logarithm of the root mean square of what a client with a codec sends, before it is
 rounded."""
 
-COMPRESSED_SLOTS = (LOSS, MAGNITUDE, OVER_RANGE, UNUSABLE)
+COMPRESSED_SLOTS = (LOSS, MAGNITUDE, OVER_RANGE, OVER_WEIGHT, UNUSABLE)
 """Figures of a client that has trained, in a job with `[federated.compression]`."""

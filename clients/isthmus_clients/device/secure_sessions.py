@@ -517,7 +517,14 @@ class SecureSessions:
 
         from isthmus_privacy.dp.clipping import clip_to_norm
         from isthmus_privacy.secagg.encoding import lost_in_clipping
-        from isthmus_privacy.slots import GRADIENT_LOST, LOSS, MAGNITUDE, OVER_RANGE, WITHIN_CLIP
+        from isthmus_privacy.slots import (
+            GRADIENT_LOST,
+            LOSS,
+            MAGNITUDE,
+            OVER_RANGE,
+            OVER_WEIGHT,
+            WITHIN_CLIP,
+        )
 
         config = attempt.config
         privacy = run.job.privacy
@@ -539,6 +546,8 @@ class SecureSessions:
             loss = trained.training.get("loss", 0.0)
             figures[LOSS.name] = loss
             figures[OVER_RANGE.name] = float(abs(loss) > LOSS.maximum)
+            chosen = run.job.federated.max_examples is None
+            figures[OVER_WEIGHT.name] = float(chosen and trained.examples > config.weight_max)
         if residual is not None:
             vector, magnitude = residual.add_to(vector, trained.examples, config)
             figures[MAGNITUDE.name] = magnitude

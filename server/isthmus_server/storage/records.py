@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from isthmus.errors import DamagedError
-from isthmus_privacy.slots import LOSS, OVER_RANGE
+from isthmus_privacy.slots import LOSS, OVER_RANGE, OVER_WEIGHT
 from isthmus_server.model.summed_evaluation import SummedEvaluation
 from isthmus_server.storage.checkpoints import Saved
 from isthmus_server.strategy.decision import Decision
@@ -372,9 +372,22 @@ class RoundRecord(AttemptRecord):
         )
 
     @property
+    def clipped_weights(self) -> str:
+        """How many devices had more examples than they count as, in a range that was found."""
+        count = int(self.training.get("federated", {}).get(OVER_WEIGHT.name, 0))
+        if not count:
+            return ""
+        largest = self.training["federated"].get("weight_max", 0.0)
+        return (
+            f"{count} of {self.summed_devices} devices have more examples than the largest weight "
+            f"of this sum, which was found without them, and counted as {largest:,.0f}; "
+            "federated.max_examples sets it for all"
+        )
+
+    @property
     def incidents(self) -> list[str]:
         """What changes what the sum of a round says, as sentences."""
-        sentences = (self.unusable, self.clipped, self.clipped_losses)
+        sentences = (self.unusable, self.clipped, self.clipped_losses, self.clipped_weights)
         return [sentence for sentence in sentences if sentence]
 
     def as_past_round(self) -> PastRound:

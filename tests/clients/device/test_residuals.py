@@ -179,7 +179,13 @@ def test_an_update_that_cannot_be_encoded_leaves_what_was_left_before(
     )
     sessions, attempt = sessions_of(config)
     whole, magnitude = residual.add_to(torch.full((4,), update), 10, config)
-    figures = {"loss": loss, "magnitude": magnitude, "over_range": 0.0, "unusable": 0.0}
+    figures = {
+        "loss": loss,
+        "magnitude": magnitude,
+        "over_range": 0.0,
+        "over_weight": 0.0,
+        "unusable": 0.0,
+    }
     sessions.join(attempt, whole, 10, figures, bytes(32))
     residual.save((3, 1), attempt.sent)
     after = Residuals(tmp_path).open("run", "tablet", (3, 1), 4)

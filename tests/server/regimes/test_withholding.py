@@ -340,7 +340,10 @@ async def test_the_server_cannot_choose_the_figures(attacker):
     work = link_pb2.TrainLocal(run_id="run", round=1, attempt=spec.attempt, model=spec.model)
     work.secure = exact.to_bytes()
     reply = await attacker.ask(train_local=work)
-    assert "this device gives ['loss', 'over_range', 'unusable']" in reply.failure.reason
+    assert (
+        "this device gives ['loss', 'over_range', 'over_weight', 'unusable']"
+        in reply.failure.reason
+    )
 
 
 @pytest.fixture

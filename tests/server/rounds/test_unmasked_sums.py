@@ -12,7 +12,13 @@ from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundPlanned, WaitingForParticipants
 from isthmus_server.storage.unmasking_log import Unmasking
 
-SETTINGS = ("federated.clients=0", "rounds=2")
+SETTINGS = (
+    "federated.clients=0",
+    "rounds=2",
+    # Without sums of ranges, which are not repeated.
+    "federated.clip=4",
+    "federated.max_examples=1000",
+)
 
 
 class Vanishing:

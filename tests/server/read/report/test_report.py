@@ -133,6 +133,10 @@ def test_a_report_needs_the_directory_of_a_run():
             {"over_range": 1.0},
             "1 of 3 devices had a training loss outside of -1000 to 1000, which counts as the end",
         ),
+        (
+            {"over_weight": 1.0, "weight_max": 4000.0},
+            "1 of 3 devices have more examples than the largest weight of this sum, which was",
+        ),
         ({"clipped": 1e-9}, "less than 0.01% of the elements of the devices' updates were out of"),
     ],
 )

@@ -264,6 +264,24 @@ async def test_other_devices_than_those_of_the_ranges_have_room(opened):
     assert again.training["range"] == 16 * first.training["range"]
 
 
+async def test_a_device_with_more_examples_than_the_found_weight_is_counted(opened):
+    """It was not in the sum of ranges: a retry with others would count it for less unnoticed."""
+    rows = "task.settings.rows={a=5000, b=20, c=20, d=20, e=20}"
+    run = await opened(rows, "federated.batch_size=64")
+    ranges = RangeLog()
+    run.devices["a"].fails_at = "train_local"
+    await run.train(ranges=ranges)
+    known = ranges.of(1, run.blob.sha256, "")
+    fresh = await opened(rows, "federated.batch_size=64")
+    result = await fresh.train(attempt=2, ranges=ranges)
+    assert known.devices == frozenset("bcde")
+    assert (result.training["over_weight"], result.training["weight_max"]) == (1, 1000)
+    assert result.training["examples"] == 1080
+    limited = await opened(rows, "federated.batch_size=64", "federated.max_examples=1000")
+    result = await limited.train(attempt=3)
+    assert result.training["over_weight"] == 0  # the job says so
+
+
 async def test_an_update_that_is_not_finite_does_not_count(opened):
     run = await opened()
     made = record_updates(run)
