@@ -63,7 +63,7 @@ class Layout(NamedTuple):
     ranks: int
     """Of the datacenter; one process has all devices."""
     keys: Mapping[str, Any]
-    side: str = "ranks"
+    side: Any = "ranks"
     """See `tests.parity.comparison.Cell`."""
 
 
@@ -150,16 +150,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     keys = _keys(options, NAMES, list(SETTINGS))
     outcomes = _known(options.results, keys)
+    scaled = [] if options.only else SCALED[: 1 if options.smoke else None]
+    errors = []
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="parity-")))
-        groups: dict[int, Ranks] = {}
+        counts = {layout.ranks for layout in LAYOUTS.values()}
+        groups = {count: stack.enter_context(Ranks(count, LIMIT_SECONDS)) for count in counts}
         for number, key in enumerate(keys):
             if key in outcomes:
                 continue
             layout = LAYOUTS[key.layout]
-            if layout.ranks not in groups:
-                groups[layout.ranks] = stack.enter_context(Ranks(layout.ranks, LIMIT_SECONDS))
-            cell = Cell(key.model, layout.keys, key.setting, layout.side)  # type: ignore[arg-type]
+            cell = Cell(key.model, layout.keys, key.setting, layout.side)
             started = time.monotonic()
             (result,) = compare(groups[layout.ranks], [cell], directory / str(number))
             outcomes[key] = Outcome.of(result)
@@ -168,19 +169,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.results is not None:
                 with options.results.open("a", encoding="utf-8") as file:
                     print(json.dumps([key, outcomes[key]]), file=file)
-        scaled = [] if options.only else SCALED[: 1 if options.smoke else None]
-        errors = []
         for number, (scale, rows) in enumerate(scaled):
-            ranks = groups.setdefault(1, stack.enter_context(Ranks(1, LIMIT_SECONDS)))
-            errors.append(secure_error(ranks, scale, rows, directory / f"scaled-{number}"))
+            error = secure_error(groups[1], scale, rows, directory / f"scaled-{number}")
+            errors.append((f"{scale:g}", ", ".join(map(str, rows)), error))
     measured = _figures(list(outcomes.values()))
     print(_table(outcomes))
     if errors:
-        measured["secure/worst"] = max(errors)
-        header = ("updates of about", "rows of the devices", "error of a secure sum")
-        shown = zip(scaled, errors, strict=True)
-        rows_ = [(f"{s:g}", ", ".join(map(str, r)), f"{error:.0e}") for (s, r), error in shown]
-        print(figures.table(header, rows_))
+        measured["secure/worst"] = max(error for _, _, error in errors)
+        lines = [(scale, rows, f"{error:.0e}") for scale, rows, error in errors]
+        print(figures.table(("updates of about", "rows of the devices", "error"), lines))
     values = [(key, f"{value:g}") for key, value in measured.items()]
     print(figures.table(("figure", "value"), values))
     machine = figures.machine("transformers")

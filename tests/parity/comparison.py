@@ -36,10 +36,9 @@ BATCH = 8
 """Examples of all replicas in a step. A device has half of them."""
 SEED = 5
 _FLOOR = 1e-3
-"""Movements below this fraction of the largest, per element, are compared with that instead: some
-parameters, such as the bias of attention keys, only move by rounding."""
-_ROUNDING = 2.0**-23
-"""An error of a tensor, relative to its values, that is not counted: float32 has no finer steps."""
+"""Movements below this fraction of the largest, per element, are compared with that instead, since
+some parameters, such as the bias of attention keys, only move by rounding; so are those below this
+fraction of a tensor's own values, of which float32 does not have a ten-thousandth."""
 
 _SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 # With a usual `eps` its first steps are the signs of gradients, also of those of rounding.
@@ -258,8 +257,8 @@ def _largest_error(plain: Trained, trained: State) -> tuple[float, str]:
         error = _root_mean_square(trained[name] - plain.end[name])
         if not math.isfinite(error):
             return float("inf"), name
-        error = max(0.0, error - _ROUNDING * _root_mean_square(plain.end[name]))
-        scale = max(_root_mean_square(movement), _FLOOR * typical)
+        own = _root_mean_square(plain.end[name])
+        scale = max(_root_mean_square(movement), _FLOOR * typical, _FLOOR * own)
         worst = max(worst, (error / scale, name))
     return worst
 

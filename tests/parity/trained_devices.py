@@ -19,12 +19,14 @@ from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.store import Store
 
 HERE = Path(__file__).parent
+_RUNNER = asyncio.Runner()
+"""One event loop for all jobs: gRPC keeps the first one of a process."""
 
 
 def train(rank: int, job: str, directory: str) -> str:
     """Train a job in a run directory; return the sentence if it is refused."""
     try:
-        asyncio.run(_train(Job.model_validate_json(job), Path(directory)))
+        _RUNNER.run(_train(Job.model_validate_json(job), Path(directory)))
     except UserError as error:
         return str(error)
     return ""
