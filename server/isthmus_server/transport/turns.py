@@ -110,7 +110,10 @@ class Turns:
         """Wait for participants, and hold them all for the block: a round."""
         assert not account.held, "a job that holds participants may not wait for more"
         wanted = frozenset(names)
-        async with self._holding(account, wanted, short=False):
+        # The first turn has what a device does once, such as loading code for the first step. It
+        # may take as long as many rounds, after which the job would wait for as many of others.
+        charged = account.turns > 0
+        async with self._holding(account, wanted, short=False, charged=charged):
             account.held = wanted
             account.turns += 1
             account.participations += len(wanted)

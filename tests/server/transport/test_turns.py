@@ -160,3 +160,17 @@ async def test_what_is_not_charged_delays_no_later_turn():
 
     await fleet.run(60.0, repeat(fleet, large, ("a",), 0.5), begin_late())
     assert fleet.log.count("large") / fleet.log.count("small") == pytest.approx(4, rel=0.25)
+
+
+async def test_a_long_first_turn_delays_no_later_one():
+    """In which devices load what they need once."""
+    fleet = Fleet()
+    large, small = fleet.turns.begin("large", 4.0), fleet.turns.begin("small", 1.0)
+
+    async def slow_at_first():
+        await fleet.work(small, ("a",), 20.0)
+        fleet.log.clear()
+        await repeat(fleet, small, ("a",), 0.5)
+
+    await fleet.run(60.0, repeat(fleet, large, ("a",), 0.5), slow_at_first())
+    assert fleet.log.count("large") / fleet.log.count("small") == pytest.approx(4, rel=0.25)
