@@ -145,7 +145,10 @@ class JobLink(LinkView):
             return await super().ask(name, request)
 
     async def _open(self, name: str, request: link_pb2.Request) -> link_pb2.Reply:
-        async with self._turns.moment(self.account, name):
+        # Once for each participant: starting PyTorch may take as long as a hundred rounds, and a
+        # job with a small share would then wait for its first. Opening a run again is charged: a
+        # job that needs it in each round would otherwise take the time of those that do not.
+        async with self._turns.moment(self.account, name, charged=False):
             peer = self._peer(name)
             self._shared.note_open(peer, None)
             reply = await self._opened(name, request)

@@ -110,7 +110,10 @@ class Turns:
         """Wait for participants, and hold them all for the block: a round."""
         assert not account.held, "a job that holds participants may not wait for more"
         wanted = frozenset(names)
-        async with self._holding(account, wanted, short=False):
+        # The first turn has what a device does once, such as loading code for the first step. It
+        # may take as long as many rounds, after which the job would wait for as many of others.
+        charged = account.turns > 0
+        async with self._holding(account, wanted, short=False, charged=charged):
             account.held = wanted
             account.turns += 1
             account.participations += len(wanted)
@@ -122,14 +125,19 @@ class Turns:
                 account._returns_until = self._now() + ANTICIPATION_SECONDS
 
     @contextlib.asynccontextmanager
-    async def moment(self, account: Account, name: str) -> AsyncIterator[None]:
-        """Wait for one participant before all that wait for a turn, and hold it for the block."""
-        async with self._holding(account, frozenset([name]), short=True):
+    async def moment(
+        self, account: Account, name: str, *, charged: bool = True
+    ) -> AsyncIterator[None]:
+        """Wait for one participant before all that wait for a turn, and hold it for the block.
+
+        What is not `charged` delays no later turn of the job.
+        """
+        async with self._holding(account, frozenset([name]), short=True, charged=charged):
             yield
 
     @contextlib.asynccontextmanager
     async def _holding(
-        self, account: Account, names: frozenset[str], *, short: bool
+        self, account: Account, names: frozenset[str], *, short: bool, charged: bool = True
     ) -> AsyncIterator[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not short:
@@ -152,7 +160,8 @@ class Turns:
         finally:
             used = (self._now() - begun) * len(names)
             account.used += used
-            account.virtual_time += used / account.share
+            if charged:
+                account.virtual_time += used / account.share
             self._release(names)
             # After what the job does next in this step of the event loop.
             asyncio.get_running_loop().call_soon(self._grant)

@@ -145,3 +145,32 @@ async def test_one_participant_is_had_for_a_moment_before_all_turns():
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
     assert order == ["moment", "round"]
+
+
+async def test_what_is_not_charged_delays_no_later_turn():
+    """A job that took 30 s to begin has its share from then on."""
+    fleet = Fleet()
+    large, small = fleet.turns.begin("large", 4.0), fleet.turns.begin("small", 1.0)
+
+    async def begin_late():
+        async with fleet.turns.moment(small, "a", charged=False):
+            await fleet.until(30)
+        fleet.log.clear()
+        await repeat(fleet, small, ("a",), 0.5)
+
+    await fleet.run(60.0, repeat(fleet, large, ("a",), 0.5), begin_late())
+    assert fleet.log.count("large") / fleet.log.count("small") == pytest.approx(4, rel=0.25)
+
+
+async def test_a_long_first_turn_delays_no_later_one():
+    """In which devices load what they need once."""
+    fleet = Fleet()
+    large, small = fleet.turns.begin("large", 4.0), fleet.turns.begin("small", 1.0)
+
+    async def slow_at_first():
+        await fleet.work(small, ("a",), 20.0)
+        fleet.log.clear()
+        await repeat(fleet, small, ("a",), 0.5)
+
+    await fleet.run(60.0, repeat(fleet, large, ("a",), 0.5), slow_at_first())
+    assert fleet.log.count("large") / fleet.log.count("small") == pytest.approx(4, rel=0.25)
