@@ -352,7 +352,7 @@ class DeviceRun:
             source = self._private or self.data
             batches = source.steps(seed, round_, settings)
             count = self.data.step_count(settings)
-            steps = take_steps(stepped, optimizers, batches, terms, (position, count), check)
+            steps = take_steps(stepped, optimizers, batches, terms, position, count, check)
         if diverged is not None:
             raise diverged
         return steps, stepped.averages

@@ -47,7 +47,8 @@ def take_steps(
     optimizers: TaskOptimizers,
     batches: Iterable[Iterable[_Part]],
     terms: GradientTerms,
-    positions: tuple[RoundPosition, int],
+    position: RoundPosition,
+    count: int,
     check: Callable[[], None] = lambda: None,
 ) -> int:
     """Take the local steps of a round.
@@ -57,7 +58,8 @@ def take_steps(
         optimizers: of its parameters.
         batches: the parts of each step's batch; those of one are read before the next begins.
         terms: of the gradients.
-        positions: where the round is in the schedules, and how many steps they stretch over it.
+        position: of the round in the schedules.
+        count: number of steps over which the schedules stretch the round.
         check: called before each step, and during long ways of a schedule; it may raise.
 
     Returns:
@@ -66,12 +68,11 @@ def take_steps(
     Raises:
         TaskError: the task's code raised, or a loss is not finite.
     """
-    round_, count = positions
     steps = 0
     for step, parts in enumerate(batches):
         check()
         # Before the step: a schedule's rate is that of the step it is used in.
-        optimizers.go_to(round_.of_step(step, count), check)
+        optimizers.go_to(position.of_step(step, count), check)
         for name, own in _each_optimizer(optimizers, parts):
             model.compute_gradients(own, name)
             if terms:

@@ -268,7 +268,7 @@ class StackedTraining:
             may_descend=not (terms or clip_norm),
         )
         steps = zip(inputs, targets, weights, strict=True)
-        take_steps(stack, optimizers, steps, terms, (position, steps_max))
+        take_steps(stack, optimizers, steps, terms, position, steps_max)
         losses = torch.stack(stack.losses)
         total = torch.where(present > 0, losses, 0.0).sum(2).double().sum(0)
         check_schedules()
