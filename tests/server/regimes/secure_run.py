@@ -91,8 +91,8 @@ class SecureRun:
         gradient_scale=0.0,
         names=NAMES,
     ):
-        """One attempt from a fixed model."""
-        self.model = LAYOUT.encode(torch.linspace(-1, 1, LAYOUT.size))
+        """One attempt from a fixed model, another one in each round."""
+        self.model = LAYOUT.encode(torch.linspace(-1, 1 + (round_ - 1) / 100, LAYOUT.size))
         blob = self.blob = describe(self.model)
         self.network.link.publish(blob, self.model)
         opening = self.opening(self.job)

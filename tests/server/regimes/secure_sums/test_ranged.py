@@ -256,12 +256,18 @@ def record_requests(run):
 async def test_other_devices_than_those_of_the_ranges_have_room(opened):
     run = await opened("task.settings.lr=1000")
     ranges = RangeLog()
-    first = await run.train(ranges=ranges)
-    of_others = dataclasses.replace(ranges.of(1, run.blob.sha256, ""), devices=frozenset("abx"))
+    for name in "abc":  # no sum of updates is unmasked, so that they may encode anew
+        run.devices[name].fails_at = "agree"
+    with pytest.raises(AttemptFailed):
+        await run.train(ranges=ranges)
+    for device in run.devices.values():
+        device.fails_at = None
+    known = ranges.of(1, run.blob.sha256, "")
+    of_others = dataclasses.replace(known, devices=frozenset("abx"))
     others = RangeLog()
     others.add(of_others)
     again = await run.train(attempt=2, ranges=others)
-    assert again.training["range"] == 16 * first.training["range"]
+    assert again.training["range"] == 16 * known.ranges.encoding(clients=5).clip > 64
 
 
 async def test_a_device_with_more_examples_than_the_found_weight_is_counted(opened):
