@@ -25,9 +25,9 @@ from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.rounds.ticket_selection import TicketLottery
+from isthmus_server.storage.range_log import RangeLog
 from isthmus_server.storage.records import PlannedAttempt
-from isthmus_server.storage.store import Store
-from isthmus_server.storage.unmasking_log import Unmasking
+from isthmus_server.storage.unmasking_log import Unmasking, UnmaskingLog
 from isthmus_server.strategy.device_selection import select_devices
 from isthmus_server.strategy.gradients import REST
 from isthmus_server.strategy.selection import CheckedSelection, SelectionRequest
@@ -80,7 +80,9 @@ class CohortSelector:
         availability: DeviceAvailability,
         clock: Clock,
         enrolments: Enrolments,
-        store: Store,
+        run_id: str,
+        unmaskings: UnmaskingLog,
+        ranges: RangeLog,
     ) -> None:
         """Load the selection that the job names.
 
@@ -93,9 +95,9 @@ class CohortSelector:
         self._clock = clock
         self._lottery = TicketLottery(enrolments) if enrolments.requires_tickets else None
         """Selects for secure sums; None if devices do not require tickets."""
-        self._run_id = store.run_id
-        self._unmaskings = store.unmaskings
-        self._ranges = store.ranges
+        self._run_id = run_id
+        self._unmaskings = unmaskings
+        self._ranges = ranges
         self._repeated: PlannedAttempt | None = None
         self._selection = CheckedSelection(job.federated)
 

@@ -174,7 +174,9 @@ class RunParts:
                 availability=availability,
                 clock=clock,
                 enrolments=link.enrolments,
-                store=store,
+                run_id=store.run_id,
+                unmaskings=store.unmaskings,
+                ranges=store.ranges,
             )
             observer = RunObserver(
                 job=job,

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import importlib.util
+import shutil
 
 import pytest
 import torch
@@ -67,6 +68,9 @@ def test_a_run_without_a_final_model_is_not_exported(make_job, tmp_path):
     with contextlib.closing(Store.create(tmp_path / "run", make_job(), tmp_path)) as store:
         with pytest.raises(UserError, match="has no final model yet, it is running; `isthmus run"):
             invoke(store.directory)
+        copy = shutil.copytree(store.directory, tmp_path / "copy")
+        with pytest.raises(UserError, match=f"it is a copy; the original, in {store.directory}, "):
+            invoke(copy)
         store.finish("finished", "its ServerApp has ended", None)
         with pytest.raises(UserError, match="was directed by a ServerApp, which keeps its own"):
             invoke(store.directory)
