@@ -674,11 +674,13 @@ def _start(
     from isthmus_privacy.purpose import TrainingPurpose, device_vector
     from isthmus_privacy.secagg.history import StartModel
 
+    position = position_of(work.position)
+    if not run.job.learning_rate.is_used:
+        # The task may have a schedule of its own, which only its code knows. The cohort scales
+        # nothing but the rates of a job.
+        position = position._replace(cohort=0)
     purpose = TrainingPurpose(
-        run.vector_purpose,
-        work.with_gradient,
-        work.gradient_scale,
-        position=position_of(work.position) if run.job.learning_rate.is_used else (0, 0, 0),
+        run.vector_purpose, work.with_gradient, work.gradient_scale, position=position
     ).hash
     state = f"{_state(run, work)} {scale!r}"
     vector = device_vector(purpose, trained, state)

@@ -40,6 +40,9 @@ REST_SECONDS = 600.0
 _TRIES = 3
 """Times that a source is opened without giving anything in between."""
 
+_LEAST_BYTES = 64 << 10
+"""A source that gives less of a blob in `SILENT_SECONDS`, and not the rest of it, hangs too."""
+
 log = logging.getLogger(__name__)
 
 
@@ -80,6 +83,8 @@ class NamedSource:
             )
         self.named = named
         self._rests_until = 0.0
+        self._left: list[threading.Thread] = []
+        """Threads that were left behind in it."""
         self._source: BlobSource = make_provided(SOURCES, kind, f"--blobs {named}", target)
         if not callable(getattr(self._source, "open", None)):
             raise UserError(f"--blobs {named} is not a source of blobs: it has no open()")
@@ -91,11 +96,15 @@ class NamedSource:
     @property
     def rests(self) -> bool:
         """Whether it is not to be asked now."""
-        return time.monotonic() < self._rests_until
+        # Not while a thread hangs in it, either: they would add up, one for each request.
+        self._left = [thread for thread in self._left if thread.is_alive()]
+        return bool(self._left) or time.monotonic() < self._rests_until
 
-    def rest(self) -> None:
-        """Note that it hung."""
+    def rest(self, left: threading.Thread | None = None) -> None:
+        """Note that it hung, and perhaps the thread that was left behind in it."""
         self._rests_until = time.monotonic() + REST_SECONDS
+        if left is not None:
+            self._left.append(left)
 
 
 class Filling:
@@ -117,13 +126,22 @@ class Filling:
         """What the source that is being read fills; None if nobody waits for it."""
         self._number = 0
         """Of this source, from 1."""
+        self._reading: NamedSource | None = None
+        self._begun_at = 0.0
+        """When it was asked."""
         self._moved_at = 0.0
+        self._moved = 0
+        """Bytes that it has given since then."""
 
     def abandon(self) -> None:
         """Write nothing more; a source that hangs may keep its thread, but not the memory."""
         with self._lock:
             self._is_abandoned = True
             self._current = None
+            reading = self._reading
+        # The round may have ended because of it: the next one is not to wait for it again.
+        if reading is not None and time.monotonic() - self._begun_at >= SILENT_SECONDS:
+            reading.rest()
 
     async def run(self) -> Assembly:
         """Try the sources one after the other until one had the blob; returns the assembly."""
@@ -135,15 +153,22 @@ class Filling:
                     break
                 self._current = self._begun.copy()
                 self._number = number
-                self._moved_at = time.monotonic()
-            if not await _ended(_Reader(self, number, source, self._begun), self._silence):
-                source.rest()
-            if self._current is not None and self._current.complete:
-                return self._current
+                self._reading = source
+                self._begun_at = self._moved_at = time.monotonic()
+                self._moved = 0
+            left = await _ended(_Reader(self, number, source, self._begun), self._silence)
+            if left is not None:
+                source.rest(left)
+            # Under the lock, so that a source that is given up writes nothing afterwards.
+            with self._lock:
+                assembly = self._current
+                self._current = self._reading = None
+            if assembly is not None and assembly.complete:
+                return assembly
         return self._begun
 
     def _silence(self) -> float:
-        """Seconds since the current source gave something."""
+        """Seconds since the current source gave as much as it must."""
         return time.monotonic() - self._moved_at
 
     def add(self, number: int, data: bytes) -> None:
@@ -157,7 +182,10 @@ class Filling:
             assembly = self._current
             if assembly is None or number != self._number:
                 raise _Unwanted
-            self._moved_at = time.monotonic()
+            self._moved += len(data)
+            if self._moved >= _LEAST_BYTES:
+                self._moved_at = time.monotonic()
+                self._moved = 0
             assembly.add(Piece(assembly.blob.sha256, assembly.offset, memoryview(data)))
 
 
@@ -223,15 +251,15 @@ class _Reader:
         filling.add(self._number, data)
 
 
-async def _ended(reader: _Reader, silence: Callable[[], float]) -> bool:
-    """Have a source read in a thread, which is left behind if it gives nothing for too long.
+async def _ended(reader: _Reader, silence: Callable[[], float]) -> threading.Thread | None:
+    """Have a source read in a thread, which is left behind if it gives too little for too long.
 
     Args:
         reader: of the source.
-        silence: seconds since it gave something.
+        silence: seconds since it gave enough.
 
     Returns:
-        Whether it has ended.
+        The thread that is left behind; None if it has ended.
     """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
@@ -243,20 +271,21 @@ async def _ended(reader: _Reader, silence: Callable[[], float]) -> bool:
             with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(ended.set)
 
-    threading.Thread(target=read, name=reader.shown, daemon=True).start()
+    thread = threading.Thread(target=read, name=reader.shown, daemon=True)
+    thread.start()
     while not ended.is_set():
         left = SILENT_SECONDS - silence()
         if left <= 0:
             log.warning(
-                "%s: it gave nothing for %g s, and is not asked again for %g s",
+                "%s: it gave too little for %g s, and is not asked again for %g s",
                 reader.shown,
                 SILENT_SECONDS,
                 REST_SECONDS,
             )
-            return False
+            return thread
         with contextlib.suppress(TimeoutError):  # it may have given something meanwhile
             await asyncio.wait_for(ended.wait(), left)
-    return True
+    return None
 
 
 class FolderSource:

@@ -12,7 +12,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -106,6 +106,8 @@ class Registry:
         """
         self._now = now
         self._directory = directory
+        self._noted: set[int] = set()
+        """Entries for the audit log of the transaction that runs, or ran last."""
         path = directory / NAME
         try:
             # Only if it is new: closing a file that SQLite has open releases SQLite's locks.
@@ -116,7 +118,7 @@ class Registry:
             self._log = SealedDatabase.checked(path, SCHEMA)
             self._db = self._log.connection
             self._rollouts = Rollouts(self._db)
-            self._record_changes(left_over=True)
+            self._record_changes()
         except (OSError, sqlite3.Error) as error:
             raise database_error(path, error) from None
 
@@ -375,6 +377,7 @@ class Registry:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         self._db.execute("BEGIN IMMEDIATE")
+        self._noted.clear()
         try:
             yield
         except BaseException:
@@ -383,17 +386,21 @@ class Registry:
             raise
         self._db.execute("COMMIT")
         self._log.write_head()
-        self._record_changes()
+        self._record_changes(self._noted)
 
     def _note(self, action: str, *, by: str, **details: str) -> None:
         """Commit an entry of the audit log together with the change that it is about."""
-        self._db.execute(
+        noted = self._db.execute(
             "INSERT INTO unrecorded (made, action, author, details) VALUES (?, ?, ?, ?)",
             (time.time(), action, by, json.dumps(details)),
         )
+        self._noted.add(int(noted.lastrowid or 0))
 
-    def _record_changes(self, *, left_over: bool = False) -> None:
-        """Write noted entries into the audit log; `left_over`: of a process that may have ended.
+    def _record_changes(self, own: Collection[int] = ()) -> None:
+        """Write noted entries into the audit log.
+
+        Those that are not this transaction's `own` are of a process that has ended, or of a time
+        when the log could not be written: they may be there already.
 
         Raises:
             UserError: the log cannot be read or written; the entries stay.
@@ -405,11 +412,12 @@ class Registry:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             noted = self._db.execute(query).fetchall()
-            written = audit.read(self._directory) if left_over else []
+            is_left = any(number not in own for number, *_ in noted)
+            written = audit.read(self._directory) if is_left else []
             for number, made, action, by, text in noted:
                 details = json.loads(text)
                 # It may have ended after it wrote there, and before it could say so here.
-                known = any(
+                known = number not in own and any(
                     entry.time >= made - 1 and (entry.action, entry.by) == (action, by)
                     for entry in written
                     if entry.details == details

@@ -173,7 +173,7 @@ async def test_a_source_that_hangs_is_given_up_and_writes_nothing_later(
     hanging = Scripted(lambda offset: Hanging())
     found, memory = await filled(name, hanging, NamedSource(f"file:{folder}"))
     assert found.complete
-    assert "it gave nothing for 0.05 s" in caplog.text
+    assert "it gave too little for 0.05 s" in caplog.text
     # It is asked again after a while, so that it does not delay each request.
     for _ in range(2):
         await filled(name, hanging)
@@ -181,6 +181,62 @@ async def test_a_source_that_hangs_is_given_up_and_writes_nothing_later(
     released.set()
     assert ended.wait(100)
     assert memory == payload
+
+
+async def test_a_source_that_drips_is_given_up(folder, blob, monkeypatch, caplog):
+    """It would keep a device out of each round: what it gives is no sign of an end."""
+    payload, name = blob
+    monkeypatch.setattr(blob_sources, "SILENT_SECONDS", 0.05)
+
+    def drip(offset):
+        return io.BytesIO(payload[offset : offset + 1])
+
+    dripping = Scripted(drip)
+    found, memory = await filled(name, dripping, NamedSource(f"file:{folder}"))
+    assert found.complete
+    assert memory == payload
+    assert "it gave too little for 0.05 s" in caplog.text
+    assert dripping.rests
+
+
+async def test_a_source_is_not_asked_while_a_thread_hangs_in_it(blob, monkeypatch):
+    """However long: threads would add up, one for each request."""
+    payload, name = blob
+    monkeypatch.setattr(blob_sources, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(blob_sources, "REST_SECONDS", 0.0)
+    released = threading.Event()
+    threads = []
+
+    def hang(offset):
+        threads.append(threading.current_thread())
+        assert released.wait(100)
+        return io.BytesIO(payload[offset:])
+
+    hanging = Scripted(hang)
+    for _ in range(2):
+        found, memory = await filled(name, hanging)
+        assert not found.complete
+    assert hanging.offsets == [0]
+    released.set()
+    threads[0].join()
+    assert not any(memory)
+    found, memory = await filled(name, hanging)
+    assert memory == payload
+
+
+@pytest.mark.parametrize("slow", [True, False])
+async def test_a_source_rests_if_a_request_ended_while_it_gave_slowly(blob, monkeypatch, slow):
+    payload, name = blob
+    monkeypatch.setattr(blob_sources, "SILENT_SECONDS", 0.0 if slow else 100.0)
+
+    def make(offset):
+        filling.abandon()
+        return io.BytesIO(payload[offset:])
+
+    source = Scripted(make)
+    filling = Filling(empty(name)[0], [source])
+    await filling.run()
+    assert source.rests == slow
 
 
 async def test_what_was_abandoned_before_it_began_is_not_asked_for(blob):

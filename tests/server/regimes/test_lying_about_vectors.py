@@ -142,9 +142,29 @@ async def test_the_position_in_a_schedule_stays_that_of_the_first_sum(attempts):
     await attempts.sum(position=RoundPosition(10, 5, 5))
 
 
-async def test_without_a_schedule_the_position_changes_nothing(attempts):
+OWN_SCHEDULE = """
+def optimizer(self, parameters, participant):
+    sgd = torch.optim.SGD(parameters, lr=0.5)
+    return sgd, torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5)
+"""
+
+
+@pytest.mark.parametrize("other", [RoundPosition(12, 5, 5), RoundPosition(10, 8, 5)])
+async def test_the_position_in_a_schedule_of_the_task_stays_too(attempts, other, write_task):
+    """With a longer round, only devices that make several steps would give another vector."""
+    write_task(OWN_SCHEDULE)
+    await attempts.open(with_changes(attempts.server.run.job, {"federated.local_steps": 3}))
     first = await attempts.sum(position=RoundPosition(10, 5, 5))
-    second = await attempts.sum(position=RoundPosition(20, 5, 5))
+    assert all(SENTENCE in reason for reason in await attempts.refused(position=other))
+    with disabled(CODE):
+        changed = await attempts.sum(position=other)
+    assert not torch.equal(first.pseudo_gradient, changed.pseudo_gradient)
+    await attempts.sum(position=RoundPosition(10, 5, 5))
+
+
+async def test_without_a_schedule_an_exact_repetition_has_the_position_of_before(attempts):
+    first = await attempts.sum(position=RoundPosition(10, 5, 5))
+    second = await attempts.sum(exact=True, round_=2, position=RoundPosition(20, 5, 4))
     assert torch.equal(first.pseudo_gradient, second.pseudo_gradient)
 
 

@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import shutil
 import sqlite3
 import subprocess
@@ -249,6 +250,45 @@ def test_processes_see_each_other_s_changes_and_lose_none(tmp_path, registry):
     seen = elsewhere(tmp_path, "print(*(entry.name for entry in registry.participants()))")
     assert seen.split() == [b"a", b"b"]
     second.close()
+
+
+KILLED = """
+import os, signal
+record = audit.record
+def record_and_die(*args, **details):
+    record(*args, **details)
+    os.kill(os.getpid(), signal.SIGKILL)
+audit.record = record_and_die
+registry.revoke("a")
+"""
+
+
+def test_what_a_killed_command_has_written_into_the_audit_log_is_not_written_again(
+    tmp_path, registry
+):
+    """Nor by a server that runs, and does not open the registry again."""
+    allow(registry, "a")
+    with pytest.raises(subprocess.CalledProcessError):
+        elsewhere(tmp_path, KILLED)
+    allow(registry, "b", digest=b"u")
+    written = [(entry.action, entry.details["name"]) for entry in audit.read(tmp_path)]
+    assert written == [("token", "a"), ("revoke", "a"), ("token", "b")]
+
+
+def test_what_a_full_disk_has_kept_from_the_audit_log_is_written_later_once(
+    tmp_path, registry, monkeypatch
+):
+    """The entry was written, and the head of the log was not."""
+    with monkeypatch.context() as full:
+
+        def no_space(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        full.setattr(audit, "write_sealed", no_space)
+        with pytest.raises(UserError, match="No space left on device"):
+            allow(registry, "a")
+    allow(registry, "b", digest=b"u")
+    assert [entry.details["name"] for entry in audit.read(tmp_path)] == ["a", "b"]
 
 
 def test_a_participant_does_not_fill_the_registry_with_certificates(registry, monkeypatch):

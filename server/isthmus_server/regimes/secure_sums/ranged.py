@@ -129,6 +129,7 @@ class RangedAttempt:
                 max(deadline, least), before_unmasking=before_unmasking
             )
             _check_unknown(known.ranges, result)
+            self._note_false(known.ranges, result)
         except AttemptFailed as failed:
             raise AttemptFailed(
                 str(failed),
@@ -186,6 +187,20 @@ class RangedAttempt:
             log.warning("round %d: %s; the range is not found", sums.ranges.round, error)
             ranges = Ranges.unknown()
         return self._store(ranges, summed)
+
+    def _note_false(self, ranges: Ranges, result: FederatedResult) -> None:
+        """Store that ranges are unknown that were not those of the updates, which were clipped.
+
+        One device can add counts that leave one for each, and move those of the others. The next
+        attempt, which other devices have to make, would be clipped as much.
+        """
+        job = self._context.job
+        # A gradient is clipped too, and the next one is scaled down for it.
+        has_gradient = len(result.pseudo_gradient) != self._context.layout.size
+        if job.federated.clip is not None or has_gradient or not ranges.is_known:
+            return
+        if result.training.get("clipped", 0.0) > job.federated.max_clipped:
+            self._store(Ranges.unknown(), ())
 
     def _unmasked(self) -> list[Unmasking]:
         """Sums of ranges of updates to this model that devices may have unmasked."""

@@ -194,6 +194,32 @@ async def test_ranges_that_one_device_makes_meaningless_are_done_without(opened,
     assert not ranges.of(1, run.blob.sha256, "").ranges.is_known
 
 
+async def test_ranges_that_one_device_makes_too_narrow_are_used_once(opened):
+    """It moves the counts of the others, so that there is still one for each device."""
+    run = await opened("task.settings.lr=1000")
+    await run.train()
+    honest = run.context.ranges.of(1, run.blob.sha256, "").ranges.counts
+    narrow = torch.zeros(SIZE, dtype=torch.int64)
+    narrow[[40, 296, 552, 778]] = len(NAMES)  # of elements of 2^-88
+    run = await opened("task.settings.lr=1000")
+    secure = run.devices["e"].agent._secure
+    join = secure.join
+
+    def join_with_all(attempt, vector, *more):
+        if attempt.config.whole:
+            vector += narrow - torch.tensor(honest)
+        return join(attempt, vector, *more)
+
+    secure.join = join_with_all
+    ranges = RangeLog()
+    with pytest.raises(AttemptFailed, match="were outside of the range, which was found"):
+        await run.train(ranges=ranges)
+    others = await opened("task.settings.lr=1000")
+    made = record_updates(others)
+    result = await others.train(attempt=2, ranges=ranges)
+    assert relative_error(result, made) < 1e-4
+
+
 async def test_ranges_whose_devices_are_lost_at_their_unmasking_are_not_summed_again(opened):
     """Neither with them, who may never come back, nor without, which would be a difference."""
     run = await opened("task.settings.lr=1000")
