@@ -57,8 +57,8 @@ class InvariantChecker:
         self.attempts: dict[str, int] = {}
         """Attempts of each job, failed ones included."""
         self._reported: set[str] = set()
-        self._sums: dict[str, dict[tuple[str, ...], str]] = {}
-        """By device: the survivors of each sum that it has helped to unmask."""
+        self._sums: dict[str, dict[tuple[str, ...], list[str]]] = {}
+        """By device: survivors and vector of each sum that it has helped to unmask."""
         self._charges: dict[Path, int] = {}
         """Lines of each ledger when it was last read."""
 
@@ -127,19 +127,23 @@ class InvariantChecker:
         """Compare the sums that each device has helped to unmask, from its history.
 
         The history has one line for each entry: the hash of the chain, and a JSON list, such as
-        `["unmasked", run, round, model, survivors]`.
+        `["unmasked", run, round, model, survivors, vector, trained]`.
         """
         for name in device_names(self.deployment.devices):
             path = self.deployment.participant_state(name) / "history.log"
             text = path.read_bytes() if path.exists() else b""
-            sums: dict[tuple[str, ...], str] = {}
+            sums: dict[tuple[str, ...], list[str]] = {}
             for line in text.split(b"\n")[:-1]:  # what follows the last line end is incomplete
                 kind, *values = json.loads(line.partition(b" ")[2])
                 if kind != "unmasked":
                     continue
-                run, round_, model, survivors = values
-                for key in ((model,), (run, str(round_))):
-                    if sums.setdefault(key, survivors) != survivors:
+                run, round_, model, survivors, vector, _ = values
+                # A round that is trained again from another model has another vector.
+                for key, summed in (
+                    ((model,), [survivors, vector]),
+                    ((run, str(round_)), [survivors]),
+                ):
+                    if sums.setdefault(key, summed) != summed:
                         yield f"{name} has unmasked two sums for {' round '.join(key)}"
             earlier = self._sums.setdefault(name, {})
             if not earlier.items() <= sums.items():

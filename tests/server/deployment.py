@@ -147,6 +147,8 @@ class Deployment:
         self.own_figures = {}
         """Where a device by this name keeps its own evaluations for its owner."""
         self._signing_keys = {}
+        self.of_one_machine = False
+        """Whether devices have no identity of their own, as those of `isthmus run`."""
         self._stores = []
 
     async def start(self, methods="pass", names=NAMES):
@@ -160,7 +162,9 @@ class Deployment:
     def device(self, name):
         """A device that is not connected; a second one of the name has the key of the first."""
         faults = self.faults.setdefault(name, {})
-        key = self._signing_keys.setdefault(name, Ed25519PrivateKey.generate())
+        key = None
+        if not self.of_one_machine:
+            key = self._signing_keys.setdefault(name, Ed25519PrivateKey.generate())
         wait, group = (lambda: self.before_training()), self.groups.get(name, "")
         own = self.own_figures.get(name)
         return FaultyDevice(name, self._training_lock, faults, wait, key, group, own)

@@ -214,7 +214,7 @@ def test_the_manifest_matches_the_schema(folder):
     options = ("image=registry/isthmus:1", "claim=shared", "mount=/shared", "gpus=0")
     words = [word for option in options for word in ("--option", option)]
     text = launched(shared, *words, scheduler="kubernetes")
-    service, job = Manifest.model_validate_json(text).items
+    service, _, job = Manifest.model_validate_json(text).items
     (container,) = job.spec.template.spec.containers
     assert job.spec.completions == job.spec.parallelism == 2
     assert service.metadata.name == job.spec.template.spec.subdomain == "isthmus-simulate-table"

@@ -67,6 +67,7 @@ async def test_devices_one_by_one_give_the_bits_of_real_devices(simulate, deploy
         "strategy.policy=federated",
         f"federated.secure_aggregation={secure}",
     )
+    deployment.of_one_machine = True
     await deployment.start(names=[f"client-{index}" for index in range(6)])
     real, _ = await deployment.run("real", *same)  # six agents, which mask their updates
     virtual = await asyncio.to_thread(simulate, *same, ONE_BY_ONE)
@@ -107,6 +108,7 @@ async def test_factors_of_different_ranks_give_the_bits_of_real_devices(
         "exchange.low_rank={include=['weight'],rank=2,alpha=4}",
         f"federated.secure_aggregation={secure}",
     )
+    deployment.of_one_machine = True
     await deployment.start(FACTORS, names=[f"client-{index}" for index in range(6)])
     real, _ = await deployment.run("real", *same)
     virtual = await asyncio.to_thread(simulate, *same)  # stacked models cannot, and so fall back
