@@ -276,6 +276,11 @@ def check(job: Job) -> None:
             "`isthmus simulate` trains a task, and federated.flower names an app; use "
             "`isthmus run`, or Flower's own simulation"
         )
+    if job.federated.control_variates is not None:
+        raise JobError(
+            "simulated devices keep no control variates; remove federated.control_variates, or use "
+            "`isthmus run`"
+        )
     if job.statistics.collect:
         raise JobError("statistics.collect counts real data; use `isthmus statistics`")
 

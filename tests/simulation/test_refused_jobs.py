@@ -72,6 +72,13 @@ def test_stacked_training_that_the_job_cannot_have_is_refused_before_there_is_a_
     assert not (tmp_path / "run").exists()
 
 
+def test_simulated_devices_keep_no_control_variates(make_job, tmp_path):
+    job = make_job(SIMULATED, "federated.control_variates=8", "federated.secure_aggregation=false")
+    with pytest.raises(JobError, match=r"remove federated\.control_variates, or use"):
+        Simulation.new(job, tmp_path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.fixture
 def refused_simulation(make_job, tmp_path):
     """The directory of a simulation that was refused."""

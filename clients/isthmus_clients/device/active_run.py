@@ -109,6 +109,12 @@ class ActiveRun:
         return cls(work.run_id, job, layout, purpose, personal=personal, changes=changes)
 
     @property
+    def kept(self) -> TensorLayout:
+        """Layout of what stays on the device between rounds; empty for nothing."""
+        controlled = self.job.federated.control_variates is not None
+        return self.layout if controlled else self.personal
+
+    @property
     def has_app(self) -> bool:
         """Whether an app runs instead of the task."""
         return self.job.federated.app is not None

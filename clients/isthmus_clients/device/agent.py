@@ -441,7 +441,7 @@ class Agent:
         run = dataclasses.replace(run, group=self._group_in(run.job))
         if self._guard is not None:
             allowed = PersonalStates(None, self._guard.limits.personal_mb)
-            allowed.check(run.personal)
+            allowed.check(run.kept)
             if run.job.federated.compression is not None:
                 allowed.check(run.layout)  # of residuals, which are kept between rounds, too
         self._secure.run_opened(work.run_id)

@@ -63,7 +63,8 @@ class TaskHost(Protocol):
     ) -> TrainingResult:
         """Train from the first model in `payload`; returns figures and the encoded update.
 
-        A second vector in `payload` is added to the gradient of every step. If `work` has a factor
+        A second vector in `payload` is added to the gradient of every step, or is the server's
+        control variate, see `DeviceRun.train`. If `work` has a factor
         for the gradient at the model, the result is `TensorLayout.gradient_and_update`, and
         `payload` has to be from `buffer` with room for it. The contents of `payload` are
         overwritten; the result is valid until `release`.
@@ -238,7 +239,9 @@ class InProcessHost:
         with _random_numbers:
             run = DeviceRun(work, self._participant, self._data, self._tasks, self._device)
         if self._states is not None:
-            self._personal = self._states.open(states_key(work, self._participant), run.personal)
+            controlled = federated.control_variates is not None
+            key = states_key(work, self._participant)
+            self._personal = self._states.open(key, run.kept, follows_commits=controlled)
         self.run = run
         log.info("opened %s with %d examples", work.run_id, self.run.examples)
         return self.run.examples
@@ -266,7 +269,9 @@ class InProcessHost:
 
         memory = memoryview(payload).obj
         assert isinstance(memory, (bytearray, MemoryFile))
-        state = None if self._personal is None else self._personal.begin(work.round)
+        state = None
+        if self._personal is not None:
+            state = self._personal.begin(work.round, work.summed_round)
         with _random_numbers:
             trained, result = train_in(self.run, work, memory, progress, stopped, state)
         if self._personal is not None and state is not None:

@@ -32,6 +32,7 @@ from isthmus.transport.requests import fingerprint_of, position_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.training.accelerator import Arithmetic
+from isthmus_clients.training.control_variates import ControlVariate, check_sent
 from isthmus_clients.training.example_order import local_seed, number
 from isthmus_clients.training.initial_buffers import InitialBuffers
 from isthmus_clients.training.local_data import LocalData, locate
@@ -150,6 +151,12 @@ class DeviceRun:
         other._low_rank = self._low_rank.for_device(participant)
         return other
 
+    @property
+    def kept(self) -> TensorLayout:
+        """Layout of what stays on the device between rounds; empty for nothing."""
+        controlled = self.job.federated.control_variates is not None
+        return self.layout if controlled else self.personal
+
     def seed_of(self, round_: int) -> bytes:
         """Seed of this device in a round; equal in all attempts, so that they are repeatable."""
         return local_seed(self.job.seed, round_, self.participant.name)
@@ -176,6 +183,9 @@ class DeviceRun:
         An encoded state `personal` of this device is loaded too, and replaced by the one that
         training ends with; zeros stand for the initial values.
 
+        With control variates `gradient` is the server's, `personal` is the device's, and its change
+        is written in place of the mean gradient.
+
         The update is the pseudo-gradient, start minus end (Reddi et al. 2021). It depends only
         on the job's seed, the round, the device's name and its data. The figures lack `result`,
         the digest of an update that is sent in plaintext.
@@ -190,14 +200,24 @@ class DeviceRun:
         started = time.monotonic()
         start = self.layout.decode(payload)
         self._load(start, personal)
-        added = {} if gradient is None else dict(self._on_device(self.layout.decode(gradient)))
+        term = None if gradient is None else self.layout.decode(gradient)
+        control = None
+        if self.job.federated.control_variates is not None:
+            check_sent(work)
+            assert term is not None
+            assert personal is not None
+            control = ControlVariate(self.layout, term, personal)
+            term = control.correction
+        added = {} if term is None else dict(self._on_device(term))
         gradient_is_finite = True
+        measured = None
         if work.gradient_scale:
             assert result is not None
             measured, update = self._halves(result)
             # The model may already be where the update goes, so that no second vector is needed.
             if update.data_ptr() != start.data_ptr():
                 start = update.copy_(start)
+        if measured is not None and control is None:
             # Before the training: it is the gradient at the received model. The model is loaded
             # again after it, since the pass changes buffers such as running statistics.
             self._write_gradient(work.round, measured, stopped)
@@ -208,14 +228,19 @@ class DeviceRun:
             scale_gradient(measured, work.gradient_scale)
         position = position_of(work.position)
         steps, averages = self._steps(
-            work.round, position, start, added, progress, stopped, self.job.federated
+            work.round, position, start, added, progress, stopped, self.job.federated, control
         )
         # Before the vector is read from it: a missing tensor could not be, and another one in its
         # place was not trained.
         self._structure.check(self.model)
         self._subtract_end(start)
         normalize(start, self.layout, self.job.federated, steps)
-        personal_is_finite = self._keep(personal)
+        if control is not None:
+            assert measured is not None
+            control.advance(start, steps, measured)
+            personal_is_finite = is_finite(measured)
+        else:
+            personal_is_finite = self._keep(personal)
         if not gradient_is_finite:
             raise TaskError(
                 f"the gradient of {self.participant.name} at the round's model is not finite; "
@@ -241,7 +266,8 @@ class DeviceRun:
         """Load the exchange set (N) and a personal state, and the buffers as they were built."""
         self._buffers.restore()
         self.layout.scatter(vector, self.model)
-        if personal is None or is_initial(personal):
+        # A control variate is no part of the model.
+        if personal is None or self.kept is not self.personal or is_initial(personal):
             self.personal.scatter(self._initial, self.model)
         else:
             self.personal.scatter(self.personal.decode(personal), self.model)
@@ -300,6 +326,7 @@ class DeviceRun:
         progress: ReportProgress,
         stopped: Callable[[], bool],
         settings: FederatedSection,
+        control: ControlVariate | None = None,
     ) -> tuple[int, Averages]:
         """Take the steps of some settings, from the loaded model."""
         diverged: TaskError | None = None
@@ -330,6 +357,8 @@ class DeviceRun:
                 self.job, made, factors.trained, position, self._schedules, check
             )
             self._schedules = optimizers.schedules
+            if control is not None:
+                control.use(optimizers, factors.trained)
             self.model.train()
             self._arithmetic.begin()
             terms = GradientTerms(

@@ -1,5 +1,7 @@
 """What stays on a device between rounds: its personal parameters and statistics, in files.
 
+Or its control variate, which differs in what a round starts from, see `PersonalState.begin`.
+
 A state belongs to the round that it was trained in. The one before it is kept until the next round
 begins, so that a repeated attempt at a round starts where the first one did. A file is named after
 its round, the round that it was trained from, and its SHA-256, and is a valid safetensors file.
@@ -70,12 +72,15 @@ class PersonalStates:
                 f"personal_mb={self._max_mb} for all runs"
             )
 
-    def open(self, key: str, layout: TensorLayout) -> PersonalState | None:
+    def open(
+        self, key: str, layout: TensorLayout, *, follows_commits: bool = False
+    ) -> PersonalState | None:
         """The states of a run; None if its job keeps nothing.
 
         Args:
             key: names the run, the device and the task, so that no other reads these states.
             layout: of a state.
+            follows_commits: see `PersonalState`.
 
         Raises:
             AdmissionRefused: see `check`.
@@ -91,7 +96,7 @@ class PersonalStates:
         make_private_directory(self._directory)
         make_private_directory(folder)
         self._make_room(folder, 2 * layout.nbytes)
-        return PersonalState(folder, layout)
+        return PersonalState(folder, layout, follows_commits=follows_commits)
 
     def _make_room(self, folder: Path, needed: int) -> None:
         assert self._directory is not None
@@ -108,22 +113,34 @@ class PersonalStates:
 class PersonalState:
     """The personal states of one run on one device."""
 
-    def __init__(self, folder: Path, layout: TensorLayout) -> None:
-        """Set up for states of a layout."""
+    def __init__(
+        self, folder: Path, layout: TensorLayout, *, follows_commits: bool = False
+    ) -> None:
+        """Set up for states of a layout.
+
+        `follows_commits`: only the state of a round that the server has committed is one to start
+        from, since the server has what belongs to it. Others are the last that was trained.
+        """
         self.layout = layout
         self._folder = folder
+        self._follows_commits = follows_commits
         self._base = 0
         """Round of the state that the current training began from."""
         self._notes: list[str] = []
 
-    def begin(self, round_: int) -> bytearray:
+    def begin(self, round_: int, committed: int = 0) -> bytearray:
         """What training in a round starts from, encoded; zeros for the initial values.
 
         Attempts at the same round start from the same state. After `isthmus runs rollback` to a
         round before all stored ones, it is the oldest of them. In place of a damaged state the one
         before it is used, see `take_notes`.
+
+        A state that follows commits starts from that of the round `committed`, the last one that
+        has an update of this device; 0 for none. If it is lost, it starts from zeros.
         """
         stored = self._stored()
+        if self._follows_commits:
+            return self._begin_after(committed, stored)
         # A state of this round is that of an earlier attempt: this one begins where that began.
         own = next((each for each in stored if each.round == round_), None)
         if own is None:
@@ -135,6 +152,23 @@ class PersonalState:
         base, state = self._first_whole(candidates)
         self._base = 0 if base is None else base.round
         return state
+
+    def _begin_after(self, committed: int, stored: list[_Stored]) -> bytearray:
+        self._base = committed
+        for each in stored:
+            if each.round == committed:
+                state = self._read(each)
+                if state is not None:
+                    return state
+        if committed:
+            self._base = 0
+            note = (
+                f"the control variate of this device after round {committed} is missing or "
+                "damaged; it begins at zero again"
+            )
+            self._notes.append(note)
+            log.warning("%s", note)
+        return bytearray(self.layout.nbytes)
 
     def save(self, round_: int, state: Buffer) -> None:
         """Store the state that training in a round ended with.
@@ -152,6 +186,8 @@ class PersonalState:
 
     def drop(self, round_: int) -> None:
         """Forget the state of a round whose update the server did not use."""
+        if self._follows_commits:
+            return  # the server says so in its next request, and may have used it after all
         for each in self._stored():
             if each.round == round_:
                 each.path.unlink()

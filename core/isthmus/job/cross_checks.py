@@ -43,6 +43,7 @@ def check(job: JobTables) -> None:
         _gradient_transfer,
         _exchange,
         _personal_parameters,
+        _control_variates,
         _evaluation_on_devices,
         _statistics,
         _privacy_of_updates,
@@ -156,6 +157,51 @@ def _personal_parameters(job: JobTables) -> Iterator[str]:
             f"exchange.buffers='local' keeps running statistics on devices, and datacenter."
             f"ranks={job.datacenter.ranks} would train without them; set ranks = 0, or "
             "buffers = 'average'"
+        )
+
+
+def _control_variates(job: JobTables) -> Iterator[str]:
+    """A device's mean gradient follows from its update, which is summed as it is."""
+    federated = job.federated
+    devices = federated.control_variates
+    if devices is None:
+        return
+    shown = f"federated.control_variates={devices}"
+    if federated.secure_aggregation:
+        yield (
+            f"{shown} sends changes of control variates with single updates; set "
+            "federated.secure_aggregation = false if the server may see each of them"
+        )
+    # The mean gradient is computed from the way of the model: whatever else changes a step, or what
+    # is sent of it, would be in it.
+    others = {
+        "federated.mode='buffered'": federated.mode == "buffered",
+        "federated.proximal": federated.proximal > 0,
+        "federated.normalized_steps": federated.normalized_steps is not None,
+        "federated.clip_norm": federated.clip_norm is not None,
+        "federated.precision": federated.precision != "fp32",
+        "federated.aggregation": federated.aggregation != "mean",
+        "federated.flower": federated.flower is not None,
+        "federated.codec": federated.codec is not None,
+        "federated.download_bits": federated.download_bits is not None,
+        "federated.download_codec": federated.download_codec is not None,
+        "federated.privacy": federated.privacy is not None,
+        "[privacy]": job.privacy is not None,
+        "exchange.low_rank": job.exchange.low_rank is not None,
+        "exchange.personal or exchange.buffers='local'": job.exchange.has_personal,
+        "learning_rate.schedule or warmup_steps": job.learning_rate.varies,
+        "strategy.merge='transfer'": job.strategy.merge == "transfer",
+    }
+    for name, is_used in others.items():
+        if is_used:
+            yield (
+                f"{shown} is for rounds of plain SGD whose updates are summed as they are, and "
+                f"not with {name}; remove one of them"
+            )
+    if max(federated.clients, federated.invited) > devices:
+        yield (
+            f"{shown} is the number of all devices of the run, and federated.clients="
+            f"{federated.clients} and a cohort of {federated.invited} need more; raise it"
         )
 
 

@@ -153,6 +153,10 @@ class FederatedSection(Section):
     """Each device multiplies its update by this number / the steps that it made, so that those with
     more data or epochs do not draw the model to themselves (FedNova, Wang et al. 2020, with this
     number as tau_eff, for plain SGD). Default: updates stay as long as they are."""
+    control_variates: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = None
+    """Number of devices that take part in the run, with which devices correct each local step by
+    the server's control variate minus their own (SCAFFOLD, Karimireddy et al. 2020, option II).
+    Every device counts the same. For plain SGD, without secure aggregation. Default: none."""
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Largest 2-norm of the whole gradient of a local step; a longer one is scaled down. Default:
     no limit."""
@@ -554,6 +558,7 @@ _TRAINING = (
     "accumulate",
     "proximal",
     "normalized_steps",
+    "control_variates",
     "clip_norm",
     "precision",
     "compile",

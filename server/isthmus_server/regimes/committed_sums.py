@@ -1,4 +1,4 @@
-"""What the committed rounds of a run say about its compressed updates."""
+"""What the committed rounds of a run say about its compressed updates and control variates."""
 
 from __future__ import annotations
 
@@ -23,8 +23,16 @@ class CommittedSums:
     killed continues with the same.
     """
 
-    def __init__(self, attempts: Iterable[AttemptRecord] = ()) -> None:
-        """`attempts` are those of the run so far, oldest first."""
+    def __init__(
+        self, attempts: Iterable[AttemptRecord] = (), *, of_all_updates: bool = False
+    ) -> None:
+        """Read the run so far.
+
+        Args:
+            attempts: those of the run, oldest first.
+            of_all_updates: whether all updates of devices count, and not only compressed ones.
+        """
+        self._of_all_updates = of_all_updates
         self.magnitude: float | None = None
         """Mean binary logarithm of the root mean square of what devices sent; None before the
         first compressed round."""
@@ -36,9 +44,10 @@ class CommittedSums:
 
     @classmethod
     def of(cls, job: Job, attempts: Callable[[], Iterable[AttemptRecord]]) -> Self:
-        """The sums of a run; `attempts` reads its log, for a job with compression only."""
+        """The sums of a run; `attempts` reads its log, for a job whose participants keep state."""
+        controlled = job.federated.control_variates is not None
         compressed = job.federated.compression or job.datacenter.compression
-        return cls(attempts() if compressed else ())
+        return cls(attempts() if compressed or controlled else (), of_all_updates=controlled)
 
     def add(self, record: AttemptRecord) -> None:
         """Take note of an ended attempt; only committed ones count."""
@@ -49,6 +58,8 @@ class CommittedSums:
         if MAGNITUDE.name in figures:
             self.magnitude = figures[MAGNITUDE.name]
             self._weight_max = figures.get(LARGEST_WEIGHT)
+            used = [receipt for receipt in used if receipt.regime == "federated"]
+        elif self._of_all_updates:
             used = [receipt for receipt in used if receipt.regime == "federated"]
         elif record.regime != "datacenter" or len(used) == 1:
             return  # its updates were not compressed
@@ -67,6 +78,10 @@ class CommittedSums:
         if kind == "train_local" or (kind == "train_steps" and request.train_steps.compressed):
             work = getattr(request, kind)
             work.summed_round, work.summed_attempt = self.last(name)
+
+    def participants_with(self, names: Iterable[str]) -> int:
+        """How many participants there are in committed sums, and in one of these names."""
+        return len(self._last.keys() | set(names))
 
     def last(self, name: str) -> tuple[int, int]:
         """Round and attempt of the last committed sum that a participant is in; zeros for none."""

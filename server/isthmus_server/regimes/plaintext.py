@@ -135,6 +135,7 @@ class PlaintextAttempt:
             first_model=spec.first_model,
         )
         request = link_pb2.Request(train_local=work)
+        self._context.sums.tell(name, request)
         link = self._context.link
         with contextlib.suppress(CallFailed):
             async with call(link, name, request, "trained", self._receipts) as reply:
@@ -163,18 +164,24 @@ class PlaintextAttempt:
 
 
 class WeightedMeanAggregator:
-    """The mean of the updates, weighted by examples, exact in any order of arrival."""
+    """The mean of the updates, weighted by examples, exact in any order of arrival.
+
+    Devices whose updates have noise, or a change of a control variate, count the same.
+    """
 
     def __init__(self, context: FederatedContext, spec: AttemptSpec) -> None:
         self._context = context
         self._round = spec.round
         self._layout = spec.result_layout(context.layout)
+        controlled = context.job.federated.control_variates is not None
+        self._counts_devices = controlled or context.privacy is not None
+        """Whether each device has the weight 1."""
         self._total = context.weighted_sum(sum(spec.cohort.values()), self._layout.size)
 
     async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
         """Add an update while it arrives; see `Aggregator.add`."""
         layout = self._layout
-        weight = trained.examples if self._context.privacy is None else 1
+        weight = 1 if self._counts_devices else trained.examples
         if self._context.messages is not None:
             size = trained.result.size
             with UpdateSpool(self._context.spool, expected_bytes=size) as spool:

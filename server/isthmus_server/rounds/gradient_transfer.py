@@ -41,8 +41,14 @@ class GradientTransfer:
         """Refuse a transfer that cannot work before a datacenter computes for it.
 
         Raises:
-            JobError: devices run a Flower app, whose training Isthmus does not control.
+            JobError: devices run a Flower app, whose training Isthmus does not control, or add
+                control variates.
         """
+        if self._job.federated.control_variates is not None:
+            raise JobError(
+                'merge="transfer" has devices add a gradient to their own, where '
+                "federated.control_variates adds another vector; remove one of them"
+            )
         if self._job.federated.app is not None:
             raise JobError(
                 'merge="transfer" has devices add a gradient to their own, which a Flower app '

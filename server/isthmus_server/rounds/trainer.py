@@ -65,7 +65,9 @@ class Trainer:
         """
         # Whatever can be refused is refused before a participant works, and is paid for it.
         self._statistics.check(spec)
-        if self._federated.extension is not None and spec.plan.reset_optimizer:
+        # A control variate is no state of an optimizer: the devices keep theirs, whose mean it is.
+        keeps = spec.federated.control_variates is not None
+        if self._federated.extension is not None and spec.plan.reset_optimizer and not keeps:
             self._federated.extension.reset()
         if spec.transfers:
             self._transfer.check()

@@ -90,6 +90,7 @@ def observe(
         and job.federated.flower is None
         and job.federated.aggregation == "mean"
         and job.federated.codec is None
+        and job.federated.control_variates is None
         and job.privacy is None
         and job.federated.privacy is None,
         can_compare=can_compare(job),

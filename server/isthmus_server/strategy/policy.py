@@ -200,7 +200,7 @@ class Observation:
     """How a hybrid round merges the two sides, unless the plan overrides it."""
     can_measure_gradients: bool = True
     """Whether a plan may set `measure_gradients`: not in buffered mode, with Flower, another
-    aggregation than the mean or a codec, or with `[privacy]`."""
+    aggregation than the mean, a codec or control variates, or with `[privacy]`."""
     can_compare: bool = True
     """Whether a policy may ask for comparisons: with `[privacy]` only if `measurements` is set, and
     never with `[federated.privacy]`."""

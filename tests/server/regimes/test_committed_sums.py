@@ -33,6 +33,20 @@ def test_the_last_committed_sum_of_each_device_is_told_to_it():
     assert (request.train_local.summed_round, request.train_local.summed_attempt) == (1, 1)
 
 
+def test_all_updates_of_devices_count_where_control_variates_follow_from_them():
+    dc = Receipt(participant="dc", regime="datacenter", status="accepted")
+    sums = CommittedSums(
+        [
+            round_record(1, attempt=2, receipts=receipts(a="accepted", b="accepted")),
+            round_record(2, regime="hybrid", receipts=[*receipts(a="accepted", b="dropped"), dc]),
+            failed_attempt(3, receipts=receipts(b="accepted")),
+        ],
+        of_all_updates=True,
+    )
+    assert [sums.last(name) for name in ("a", "b", "dc")] == [(2, 1), (1, 2), (0, 0)]
+    assert [sums.participants_with(names) for names in ("", "ab", "cd")] == [2, 2, 4]
+
+
 def test_rounds_of_several_datacenters_are_told_to_them():
     dc, east = (
         Receipt(participant=name, regime="datacenter", status="accepted") for name in ("dc", "east")

@@ -161,7 +161,8 @@ class ProcessHost:
             opened = _Opened(work, ActiveRun.of(work, self._tasks))
         # Another run may have taken the disk space of its states.
         key = states_key(work, self._settings.participant)
-        opened.personal = self._states.open(key, opened.run.personal)
+        controlled = opened.run.job.federated.control_variates is not None
+        opened.personal = self._states.open(key, opened.run.kept, follows_commits=controlled)
         with self._lock:
             self._opened = opened
         try:
@@ -194,11 +195,12 @@ class ProcessHost:
                 progress(link_pb2.Progress(steps=received.steps, loss=received.loss))
 
         request = link_pb2.Request(id=request_id, train_local=work)
-        states = [] if opened.personal is None else [opened.personal.begin(work.round)]
-        shared = [_shared(state) for state in states]
+        shared = []
+        if opened.personal is not None:
+            shared.append(_shared(opened.personal.begin(work.round, work.summed_round)))
         trained = self._call(opened, request, [memory, *shared], report).trained
         if opened.personal is not None:
-            opened.personal.save(work.round, _copy_of(shared[0], opened.run.personal))
+            opened.personal.save(work.round, _copy_of(shared[0], opened.run.kept))
             self._saved = request_id, opened.personal, work.round
         # Private before it is read: the task may still write to the memory that it shares.
         layout = opened.run.layout

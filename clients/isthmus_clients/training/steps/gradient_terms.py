@@ -22,7 +22,8 @@ class GradientTerms:
     anchors: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     """The parameters at the start of the round; not used if `proximal` is 0."""
     added: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """The gradient of the datacenter's data, which is the same in every step."""
+    """The gradient of the datacenter's data, or the difference of control variates, which is the
+    same in every step."""
     personal_steps: int = 0
     """Steps at the beginning that train only what is personal; the others train only the rest."""
     personal: Collection[str] = ()
