@@ -133,7 +133,8 @@ def test_an_attempt_that_is_not_charged_and_a_lost_charge_are_found(make_job, tm
     store.close()
 
 
-def test_two_sums_for_a_model_and_a_forgotten_one_are_found(deployed):
+@pytest.mark.parametrize("another", [("ab", "vector"), ("abc", "another vector")])
+def test_two_sums_for_a_model_and_a_forgotten_one_are_found(deployed, another):
     _, checker = deployed
     log = checker.deployment.folder / "phone-0/history.log"
     log.parent.mkdir()
@@ -141,10 +142,11 @@ def test_two_sums_for_a_model_and_a_forgotten_one_are_found(deployed):
     def write(*entries):
         log.write_text("".join(f"hash {json.dumps(entry)}\n" for entry in entries))
 
-    first = ["unmasked", "run", 1, "model", "abc"]
-    write(["begun", "run", 1, 1, 1, 0], first)
+    first = ["unmasked", "run", 1, "model", "abc", "vector", 1]
+    again = ["unmasked", "run", 1, "another model", "abc", "another vector", 1]
+    write(["begun", "run", 1, 1, 1, 0], first, again)
     assert checker.check() == []
-    write(first, ["unmasked", "other run", 4, "model", "ab"])
+    write(first, again, ["unmasked", "other run", 4, "model", *another, 1])
     assert only(checker.check()) == "phone-0 has unmasked two sums for model"
     write()
     assert only(checker.check()) == "phone-0 has forgotten a sum that it has helped to unmask"

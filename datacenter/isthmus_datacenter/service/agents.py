@@ -25,7 +25,7 @@ from isthmus_datacenter.service.control_store import ControlStore
 from isthmus_datacenter.service.flight_recorder import recorder_environment
 from isthmus_datacenter.service.fork_server import AgentForkServer
 from isthmus_datacenter.service.logs import delete_old_logs, last_line
-from isthmus_datacenter.service.signed_store import read_key_file
+from isthmus_datacenter.service.signed_store import ForgedValueError, read_key_file
 
 MAX_RECONNECT_SECONDS = 1.0
 """Longest pause of a node between two attempts to connect to the control store."""
@@ -115,12 +115,11 @@ def serve_node(host: str, port: int, key_file: Path, leaving: Callable[[], bool]
     Args:
         host: of the service.
         port: of its control store.
-        key_file: the key of the control store, which the service makes when it starts first.
+        key_file: the key of the control store, which the service makes anew when it starts.
         leaving: whether this node is about to be taken.
 
     Raises:
         UserError: the file is no key, or others can read it.
-        ForgedValueError: the store has values that are not signed with the key.
     """
     backoff = Backoff(MAX_RECONNECT_SECONDS)
     with AgentForkServer("fork") as fork_server:
@@ -137,6 +136,12 @@ def serve_node(host: str, port: int, key_file: Path, leaving: Callable[[], bool]
                 if backoff.broke(open_seconds=time.monotonic() - connected_at):
                     log.info("no service at %s:%d; this node waits for it", host, port)
                 time.sleep(backoff.pause())  # a connection is the only test for the service
+            except ForgedValueError as forged:
+                # The file may be that of the service before: a shared file system can show it for
+                # some seconds.
+                if backoff.broke(open_seconds=0.0):
+                    log.warning("%s; this node reads %s again", forged, key_file)
+                time.sleep(backoff.pause())  # as before: nothing tells of a new file
 
 
 class _Node:
@@ -145,16 +150,21 @@ class _Node:
     def __init__(self, fork_server: AgentForkServer, leaving: Callable[[], bool]) -> None:
         self._fork_server = fork_server
         self._leaving = leaving
+        self._key = b""
         self._last_generation = 0
-        """The last generation that ran here."""
+        """The last generation that ran here, of the service with that key."""
 
     def serve(self, control: ControlStore) -> None:
         """Run agents until this node leaves."""
+        if control.key != self._key:
+            self._key = control.key
+            self._last_generation = 0
         while True:
             if self._leaving():
                 control.request_leave()
             generation = control.newest_generation()
-            if generation is not None and generation != self._last_generation:
+            # An earlier one is what somebody has read before, and written again.
+            if generation is not None and generation > self._last_generation:
                 self._run(control, generation)
             elif self._leaving():
                 return

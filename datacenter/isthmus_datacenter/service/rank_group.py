@@ -36,7 +36,7 @@ from isthmus_datacenter.service.command_monitor import (
 from isthmus_datacenter.service.control_store import ControlStore, ControlStoreThread
 from isthmus_datacenter.service.fork_server import AgentForkServer
 from isthmus_datacenter.service.hangs import HangLimits
-from isthmus_datacenter.service.signed_store import ForgedValueError, make_key_file, new_key
+from isthmus_datacenter.service.signed_store import ForgedValueError, new_key, write_key_file
 
 KEY_FILE = "control.key"
 """File of the state directory with the key of the control store, for the nodes of a cluster."""
@@ -104,9 +104,6 @@ class RankGroup:
             nodes: the cluster that runs the ranks; None for this machine.
             fork_server: starts the agent of this machine, and is closed with this group; by
                 default a new one.
-
-        Raises:
-            UserError: `KEY_FILE` in `state` is no key, or others can read it.
         """
         self.participant = participant
         self.nodes = nodes
@@ -122,7 +119,7 @@ class RankGroup:
             key = new_key()
             store = ControlStore.host(key)
         else:
-            key = make_key_file(state / KEY_FILE)
+            key = write_key_file(state / KEY_FILE)
             store = ControlStore.host(key, nodes.host, nodes.port)
         self._key = key
         self._store = ControlStoreThread(store)

@@ -152,16 +152,15 @@ def new_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-def make_key_file(path: Path) -> bytes:
-    """The key in a file, which is made if there is none; its mode is 0600.
+def write_key_file(path: Path) -> bytes:
+    """Put a new key into a file of mode 0600, in place of an earlier one; returns it.
 
-    Raises:
-        UserError: others can read it, or it is no key.
+    What was signed for an earlier start of the service is then worth nothing.
     """
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_private_file(path, new_key().hex().encode())
-    return read_key_file(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    key = new_key()
+    write_private_file(path, key.hex().encode())
+    return key
 
 
 def read_key_file(path: Path) -> bytes:

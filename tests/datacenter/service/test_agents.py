@@ -16,7 +16,7 @@ from tests.datacenter.conftest import wait_until
 
 from isthmus_datacenter.service import agents
 from isthmus_datacenter.service.rank_group import Nodes
-from isthmus_datacenter.service.signed_store import make_key_file, read_key_file
+from isthmus_datacenter.service.signed_store import read_key_file, write_key_file
 
 
 def free_port() -> int:
@@ -36,7 +36,7 @@ def test_a_node_logs_that_it_waits_for_its_service(
     attempts: list[int] = []
     key_file = tmp_path / "control.key"
     if has_key:
-        make_key_file(key_file)
+        write_key_file(key_file)
 
     def read(path: Path) -> bytes:
         if not has_key:

@@ -20,9 +20,9 @@ from isthmus_datacenter.service.signed_store import (
     MAX_VALUE_BYTES,
     ForgedValueError,
     SignedStore,
-    make_key_file,
     new_key,
     read_key_file,
+    write_key_file,
 )
 
 KEY = new_key()
@@ -86,8 +86,10 @@ def test_a_key_file_is_private(tmp_path: Path) -> None:
     path = tmp_path / "state" / "control.key"
     with pytest.raises(FileNotFoundError):
         read_key_file(path)
-    key = make_key_file(path)
-    assert make_key_file(path) == read_key_file(path) == key
+    key = write_key_file(path)
+    assert read_key_file(path) == key
+    key = write_key_file(path)
+    assert read_key_file(path) == key
     assert path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o640)
     with pytest.raises(UserError, match="chmod 600"):
