@@ -131,10 +131,19 @@ def serve_node(host: str, port: int, key_file: Path, leaving: Callable[[], bool]
                 control = ControlStore.connect(key, host, port)
                 connected_at = time.monotonic()
                 node.serve(control)
-            except (dist.DistError, FileNotFoundError):
+            except (dist.DistError, FileNotFoundError) as error:
                 # The service does not run: ranks without a service are of no use.
                 if backoff.broke(open_seconds=time.monotonic() - connected_at):
-                    log.info("no service at %s:%d; this node waits for it", host, port)
+                    if isinstance(error, FileNotFoundError):  # nothing has been asked yet
+                        log.info(
+                            "no key %s; this node waits until the service at %s:%d has made it, "
+                            "with the same --state",
+                            key_file,
+                            host,
+                            port,
+                        )
+                    else:
+                        log.info("no service at %s:%d; this node waits for it", host, port)
                 time.sleep(backoff.pause())  # a connection is the only test for the service
             except ForgedValueError as forged:
                 # The file may be that of the service before: a shared file system can show it for

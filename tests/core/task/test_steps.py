@@ -12,7 +12,7 @@ from isthmus.task.definition import Parameters
 from isthmus.task.optimizers import TaskOptimizers
 from isthmus.task.scoring import Averages, UnitValues, evaluate
 from isthmus.task.scoring.steps import training_step
-from isthmus.task.scoring.units import unit_values
+from isthmus.task.scoring.units import losses_of, unit_values
 
 CPU = torch.device("cpu")
 BATCH = [torch.ones(4, 4), torch.zeros(4)]
@@ -133,3 +133,15 @@ def test_complex_values_are_refused(dtype):
     for returned in (values, (values, torch.ones(3))):
         with pytest.raises(TaskError, match=r"^metrics\(\) returned complex numbers; return real"):
             unit_values(returned, "metrics()")
+    with pytest.raises(TaskError, match=r"^metrics\(\) returned complex weights; return real"):
+        unit_values((torch.ones(3), values), "metrics()")
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bool"])
+def test_a_loss_that_is_no_floating_point_number_is_refused(load, dtype):
+    task = load(f"""
+        def loss(self, output, target):
+            return (output - target).to(torch.{dtype})
+    """)
+    with pytest.raises(TaskError, match=rf"^loss\(\) returned values of torch\.{dtype}, which"):
+        losses_of(task, torch.ones(4), torch.zeros(4))

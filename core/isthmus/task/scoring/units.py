@@ -141,7 +141,7 @@ def unit_values(returned: Any, single: str) -> UnitValues | None:
         None if it is a single number or something else, see `described`.
 
     Raises:
-        TaskError: the weights do not fit the values, or these are complex.
+        TaskError: the weights do not fit the values, or one of both is complex.
     """
     values = returned
     weights = None
@@ -161,6 +161,8 @@ def unit_values(returned: Any, single: str) -> UnitValues | None:
             f"{single} returned values of shape {tuple(values.shape)} and a mask of {what}; "
             "give one element for each value"
         )
+    if weights is not None and weights.is_complex():
+        raise TaskError(f"{single} returned complex weights; return real ones, as by .abs()")
     return UnitValues(values, weights)
 
 
@@ -257,8 +259,8 @@ def losses_of(task: Task, output: Any, target: Any) -> UnitValues:
     """The loss of each scored unit of an output.
 
     Raises:
-        TaskError: there is none, the task's code raised an exception, or its loss is already
-            averaged.
+        TaskError: there is none, the task's code raised an exception, its loss is already
+            averaged, or it is of whole numbers or truth values.
     """
     if not defines(task, "loss"):
         raise TaskError(
@@ -275,6 +277,11 @@ def losses_of(task: Task, output: Any, target: Any) -> UnitValues:
     values = unit_values(returned, "loss()")
     if values is None:
         raise TaskError(_ONE_VALUE)
+    if not values.values.is_floating_point():  # has neither a mean nor a gradient in PyTorch
+        raise TaskError(
+            f"loss() returned values of {values.values.dtype}, which have no gradient; return "
+            "floating-point numbers"
+        )
     return values
 
 
