@@ -96,6 +96,8 @@ class Groups(Section):
         return bool(name) and (not self.names or name in self.names)
 
 
+LARGEST_CLIP = 1 << 24
+"""Largest `clip` of a job with `max_examples`, which finds no ranges: steps are 1e-7 there."""
 MAX_SECURE_COHORT = 1400
 """Devices of a secure round: the keys of all of them, at most 2.9 KB each, are one message to each
 device, and messages have at most 4 MiB."""
@@ -243,6 +245,13 @@ class FederatedSection(Section):
             raise ValueError(
                 f"secure_aggregation needs a quorum of at least {minimum} with cohort="
                 f"{self.cohort}, not {self.needed}; raise {low}, or set secure_aggregation = false"
+            )
+        # Without ranges nobody would see that the updates are lost in rounding.
+        has_ranges = self.clip is None or self.max_examples is None
+        if self.secure_aggregation and not has_ranges and (self.clip or 0) > LARGEST_CLIP:
+            raise ValueError(
+                f"clip={self.clip:g} with max_examples is above {LARGEST_CLIP:,}, beyond which "
+                "updates can be lost in rounding; remove one of them, and the range is checked"
             )
         return self
 

@@ -193,15 +193,17 @@ class Ranges:
         step = _last(self.weights) + (_WIDER_STEPS if wider else 0)
         tight = LADDER[min(step, _STEPS - 1)]
         weight = weight_max or max(USUAL_WEIGHT, tight)
-        if clip is not None:
-            return Encoding(clip, weight, self._bits(clients, weight))
-        bound = max(USUAL_CLIP, 2.0**exponent)
+        bound = max(USUAL_CLIP, 2.0**exponent) if clip is None else clip
         bits = self._bits(clients, weight)
         if not _last(self.largest):
             return Encoding(bound, weight, bits)  # zeros in any range
         limits = (_ROUNDING, _TENSOR_ROUNDING) if levels is None else (_CODEC_ROUNDING, math.inf)
         fewest = levels or min(MAX_LEVELS, ((1 << 32) - 1) // clients)
-        if not self._is_precise(bound, weight, fewest, *limits):
+        if clip is not None:
+            # A range of the job stays, however much wider than the updates it is.
+            if levels is None and not self._is_precise(clip, weight, fewest, *limits):
+                bits = 64
+        elif not self._is_precise(bound, weight, fewest, *limits):
             bound = 2.0 ** max(exponent, _LOWEST + 1)
             weight = weight_max or tight
             bits = self._bits(clients, weight)
@@ -209,7 +211,7 @@ class Ranges:
                 bits = 64
         return Encoding(bound, weight, bits)
 
-    def refusal(self, encoding: Encoding, levels: int) -> str:
+    def refusal(self, encoding: Encoding, levels: int, *, by_job: bool = False) -> str:
         """Why updates cannot be summed in an encoding; empty if they can.
 
         One device whose update is out of all proportion, or that says so, makes the range so wide
@@ -218,11 +220,18 @@ class Ranges:
         Args:
             encoding: what `encoding` chose.
             levels: of an element in the ring.
+            by_job: the job says how wide the range is.
         """
         if not self.is_known:
             return ""  # the sum tells, see `lost_in_rounding`
         if self._is_precise(encoding.clip, encoding.weight_max, levels, _LOST, math.inf):
             return ""
+        if by_job:
+            return (
+                f"federated.clip={encoding.clip:g} is so wide that the updates are lost in "
+                f"rounding: half of the devices have elements of {_middle(self.typical):.1g} at "
+                "least; remove it, and the range is found"
+            )
         return (
             f"the devices' updates are too different to be summed: half of them have elements of "
             f"{_middle(self.typical):.1g} at least, and the largest has elements up to "

@@ -145,15 +145,16 @@ class RangedAttempt:
         )
 
     def _check_differences(self, ranges: Ranges, config: RoundConfig) -> None:
-        """Refuse a sum in which rounding to one device's range would lose the others' updates.
+        """Refuse a sum in which rounding to one device's range, or the job's, loses the updates.
 
         Raises:
-            AttemptFailed: so it is, and the job does not say how far updates are clipped.
+            AttemptFailed: so it is.
         """
-        if self._context.job.federated.clip is not None or config.codec is not None:
+        if config.codec is not None:
             return
         encoding = Encoding(config.clip, config.weight_max, config.bits)
-        if why := ranges.refusal(encoding, config.levels):
+        by_job = self._context.job.federated.clip is not None
+        if why := ranges.refusal(encoding, config.levels, by_job=by_job):
             raise AttemptFailed(why, [])
 
     async def _find(self, deadline: float) -> SummedRanges:

@@ -372,6 +372,24 @@ async def test_too_much_clipping_ends_the_run_with_what_to_change(opened):
     assert result.training["clipped"] > 0.5
 
 
+@pytest.mark.parametrize("more", [(), ("federated.max_examples=1000",)])
+@pytest.mark.parametrize("clip", [5, 1000, 1e7])
+async def test_a_wide_range_of_the_job_changes_nothing(opened, clip, more):
+    run = await opened(f"federated.clip={clip}", *more)
+    made = record_updates(run)
+    result = await run.train()
+    assert relative_error(result, made) < 1e-4
+
+
+async def test_a_range_of_the_job_that_loses_the_updates_is_refused(opened):
+    """It ended with a model that was rounding and nothing else."""
+    run = await opened("federated.clip=1e30")
+    with pytest.raises(AttemptFailed, match=r"clip=1e\+30 is so wide that the updates are lost in"):
+        await run.train()
+    with pytest.raises(JobError, match="clip=1e\\+30 with max_examples is above 16,777,216"):
+        await opened("federated.clip=1e30", "federated.max_examples=9")
+
+
 async def test_the_log_notes_ranges_apart_from_updates(opened):
     run = await opened()
     await run.train()
