@@ -190,6 +190,7 @@ def serve(
 ) -> None:
     """Run the service of a cluster whose nodes each run `isthmus datacenter agent`."""
     host, port = split_address(control, "--control")
+    _quiet_store()
     from isthmus_datacenter.service.rank_group import Nodes
 
     cluster = None if port == 0 else Nodes(count=nodes, host=host, port=port)
@@ -211,11 +212,19 @@ def agent(control: str, state: Path) -> None:
     leaving = threading.Event()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: leaving.set())
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    _quiet_store()
     from isthmus_datacenter.service.agents import serve_node
     from isthmus_datacenter.service.rank_group import KEY_FILE
 
     serve_node(host, port, state / KEY_FILE, leaving.is_set)
+
+
+def _quiet_store() -> None:
+    """Silence PyTorch's store, which warns about every wait that times out.
+
+    Only before torch is imported.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _membership(
@@ -252,8 +261,7 @@ def _serve(
     sources = [NamedSource(named) for named in blobs]
     if tasks is not None and not tasks.is_dir():
         raise UserError(f"--tasks {tasks} is not a directory on this machine")
-    # Before torch is imported: its store warns about every wait that times out.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    _quiet_store()
     from isthmus_datacenter.service.fork_server import AgentForkServer
     from isthmus_datacenter.service.service import DatacenterService
 

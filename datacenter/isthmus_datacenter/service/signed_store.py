@@ -176,5 +176,7 @@ def read_key_file(path: Path) -> bytes:
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:
-        raise UserError(f"{path} is not a key of the control store; delete it, and start again")
+        raise UserError(
+            f"{path} is not a key of the control store; the service makes it anew when it starts"
+        )
     return key

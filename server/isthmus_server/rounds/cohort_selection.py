@@ -63,7 +63,9 @@ class NoAllowedCohort(RoundFailed):
         self.missing = tuple(sorted(missing))
         """Devices with which a cohort would be allowed; empty if no known set would be."""
         names = ", ".join(self.missing[:8]) + (", ..." if len(self.missing) > 8 else "")
-        wait = f"it needs {names}, or others" if self.missing else "it needs other devices"
+        wait = f"it needs {names}, or others"
+        if not self.missing:
+            wait = "it needs other devices, or a job with another seed, which gives another model"
         super().__init__(
             f"{allowed} available devices have not unmasked a secure sum of this model and the "
             f"quorum is {needed}; {wait}"

@@ -66,6 +66,7 @@ class RoundReadiness:
                 lambda: self._refusal(round_, plan, model_hash) is None,
                 clients=settings.needed,
                 missing=refusal.missing,
+                reason=str(refusal),
             ):
                 raise self._roster.missing(str(refusal), [link_pb2.CLIENT])
 

@@ -347,6 +347,7 @@ class ParticipantRoster(ParticipantListener):
         clients: int = 0,
         datacenters: int = 0,
         missing: Collection[str] = (),
+        reason: str = "",
         seconds: float | None = None,
     ) -> bool:
         """Wait for a condition on the participants; what is missing is published meanwhile.
@@ -356,6 +357,7 @@ class ParticipantRoster(ParticipantListener):
             clients: how many devices it takes, for the event.
             datacenters: how many datacenters, likewise.
             missing: names of those that are needed.
+            reason: why those that are ready are not enough.
             seconds: limit; None for `time.join_seconds`.
 
         Returns whether the condition is met.
@@ -375,6 +377,7 @@ class ParticipantRoster(ParticipantListener):
                         datacenters=datacenters,
                         ready=len(self.available()),
                         missing=sorted(set(missing) - present),
+                        reason=reason,
                     )
                     # Anything that changes wakes this loop, such as each of a thousand devices that
                     # join.

@@ -55,6 +55,8 @@ class WaitingForParticipants(Event):
     """Devices that may be invited now."""
     missing: Sequence[str] = ()
     """Names of the participants that are awaited, where they are known."""
+    reason: str = ""
+    """Why enough are ready and may not be invited; empty if too few are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

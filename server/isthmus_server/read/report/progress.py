@@ -238,6 +238,8 @@ def waiting_for(event: WaitingForParticipants) -> str:
         line += f"; ready: {event.ready} device{'s' * (event.ready > 1)}"
     if counts and names:
         line += f"; missing: {names}"
+    if event.reason and not too_few:
+        line += f"; {in_a_line(event.reason)}"
     return line
 
 

@@ -167,6 +167,10 @@ def test_no_event_of_a_server_forges_lines_or_controls_the_terminal(text):
             WaitingForParticipants(clients=4, datacenters=0, ready=5),
             "waiting for more participants; ready: 5 devices",
         ),
+        (
+            WaitingForParticipants(clients=4, datacenters=0, ready=5, reason="it needs others"),
+            "waiting for more participants; ready: 5 devices; it needs others",
+        ),
     ],
 )
 def test_a_wait_names_only_what_is_needed(event, line):
