@@ -194,7 +194,8 @@ async def test_a_source_of_blobs_from_outside(tmp_path, monkeypatch):
         server.shutdown()
         serving.join()
         server.server_close()
-    half, size = 1 << 20, 1 << 21
+    half = 1 << 20
+    size = 1 << 21
     assert Mirror.asked == [f"bytes=0-{size - 1}", f"bytes={half}-{size - 1}", "bytes=0-6"]
 
 

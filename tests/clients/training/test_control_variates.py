@@ -127,7 +127,8 @@ def test_a_sandboxed_task_gives_the_same_and_keeps_it_for_the_next_round(
     open_host, opening, tmp_path
 ):
     expected = [train(open_host(), round_, committed=round_ - 1) for round_ in (1, 2)]
-    tasks, state = tmp_path / "tasks", tmp_path / "state"
+    tasks = tmp_path / "tasks"
+    state = tmp_path / "state"
     tasks.mkdir()
     state.mkdir()
     (tasks / "task.py").write_bytes((tmp_path / "task.py").read_bytes())

@@ -1,4 +1,4 @@
-"""The control store: whoever can reach its port, but has not the key, commands nobody."""
+"""The control store: a program that can reach its port, and has not the key, commands nobody."""
 
 from __future__ import annotations
 

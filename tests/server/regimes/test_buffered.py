@@ -274,7 +274,8 @@ async def test_updates_kept_on_devices_are_discounted_and_summed_securely(deploy
     async def mean(name, mode, round_):
         store = deployment.create_run(name, f"federated.mode={mode}")
         coordinator = Coordinator(RunParts.of(store, deployment.link))
-        regime, blob = coordinator.parts.federated, coordinator.model.blob
+        regime = coordinator.parts.federated
+        blob = coordinator.model.blob
         deployment.link.publish(blob, coordinator.model.payload)
         coordinator.roster.start()
         await wait_until(lambda: len(coordinator.roster.clients) == 3)
@@ -320,7 +321,8 @@ async def test_an_update_whose_ranges_were_summed_in_an_earlier_round_is_left_ou
     await wait_until(lambda: set("abcdef") <= deployment.link.peers.keys())
     store = deployment.create_run("run", "federated.mode=buffered", "federated.clients=0")
     coordinator = Coordinator(RunParts.of(store, deployment.link))
-    regime, blob = coordinator.parts.federated, coordinator.model.blob
+    regime = coordinator.parts.federated
+    blob = coordinator.model.blob
     deployment.link.publish(blob, coordinator.model.payload)
     coordinator.roster.start()
     await wait_until(lambda: len(coordinator.roster.clients) == 6)
