@@ -1,5 +1,4 @@
 import asyncio
-import ctypes
 import importlib.metadata
 import os
 import re
@@ -24,15 +23,6 @@ from isthmus_clients.commands import client
 from isthmus_clients.device.agent import Agent, serve
 from isthmus_clients.training.examples_account import ExamplesAccount
 from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
-
-PR_SET_DUMPABLE = 4
-
-
-@pytest.fixture(autouse=True)
-def _readable_memory():
-    """A device hides its memory from its user's other processes; other tests share theirs."""
-    yield
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
