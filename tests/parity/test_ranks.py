@@ -27,7 +27,7 @@ TWO_RANKS = {
     "experts": Cell("qwen3_moe", TENSOR),
     "experts of which a batch calls a part, sharded": Cell("qwen3_moe", {"zero_stage": 3}, "AdamW"),
     "running statistics of parts of a batch": Cell("batch-norm", {}, "SGD, accumulated"),
-    "running statistics beside sharded matrices": Cell("resnet", TENSOR, "SGD, accumulated"),
+    "running statistics and sharded matrices": Cell("resnet", TENSOR, "SGD, accumulated"),
     "running statistics of recomputed blocks": Cell("resnet", {"checkpoint_activations": True}),
     "spectral norm of recomputed blocks": Cell(
         "spectral-norm", {"checkpoint_activations": True}, "SGD, accumulated"
