@@ -192,12 +192,17 @@ async def test_a_cohort_below_the_quorum_is_not_invited(prepare, network):
 
 async def test_updates_beyond_the_cohort_are_cancelled_and_refused(prepare, network):
     attempt = await prepare("federated.cohort=2", "federated.over_selection=2")
+    asked = asyncio.Event()
     released = asyncio.Event()
 
     late = delayed(updating([9.0, 9.0, 9.0]), released)
-    first = [await network.join(name, updating()) for name in "ab"]
+    first = [await network.join(name, delayed(updating(), asked)) for name in "ab"]
     others = [await network.join(name, late) for name in "cd"]
-    result = await attempt.run("a", "b", "c", "d")
+    running = asyncio.create_task(attempt.run("a", "b", "c", "d"))
+    # A request that has not been delivered when the attempt ends is not cancelled either.
+    await wait_until(lambda: all(participant.requests for participant in others))
+    asked.set()
+    result = await running
     assert result.pseudo_gradient.tolist() == [1.0, 2.0, 3.0]
     assert statuses(result.receipts) == {
         "a": "accepted",
