@@ -17,8 +17,8 @@ class Hanging(Table):
 
     Settings:
       * how: `spin`, `sleep`, `lock`, `native` (keeps Python's lock) and `slow` are about rank 1,
-        `skip` (a barrier that rank 1 leaves out) and `swap` (barriers of two groups, in another
-        order) about both;
+        `skip` (a barrier that rank 1 leaves out), `swap` (barriers of two groups, in another
+        order) and `sizes` (an all-reduce of more elements on rank 1) about both;
       * once: a file that the first time makes, so that it is not repeated.
     """
 
@@ -42,6 +42,8 @@ class Hanging(Table):
             groups = [dist.new_group(group_desc=f"mesh_{name}") for name in ("left", "right")]
             for group in groups if rank == 0 else reversed(groups):
                 dist.barrier(group)
+        if how == "sizes":
+            dist.all_reduce(torch.zeros(10_000 * (1 + rank)))
         if rank == 1:
             self._stop(how)
 

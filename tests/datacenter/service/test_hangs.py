@@ -88,6 +88,21 @@ def test_ranks_in_different_collectives_end_the_attempt_within_seconds(
     assert warm_datacenter.train(how, 0, 6)[0].steps == 6
 
 
+def test_what_gloo_says_of_tensors_of_other_sizes_is_the_reason(
+    warm_datacenter: Any, make_setup: Any, tmp_path: Path
+) -> None:
+    begin(warm_datacenter, "sizes", hanging(make_setup, "sizes", once=tmp_path / "once"))
+    trained, _ = warm_datacenter.train("sizes", 0, 6)
+    (event,) = trained.events
+    assert re.match(
+        r"rank \d was ended by signal 6 \(SIGABRT\): \[enforce fail at .*\] op\.preamble\.length "
+        r"<= op\.nbytes\. 20000 vs 10000.* \(gloo: another rank sent more than this one expects; "
+        r"have all ranks call the same collectives, with tensors of the same size\) and was "
+        r"replaced",
+        event,
+    )
+
+
 def test_a_slow_step_is_no_hang(warm_datacenter: Any, make_setup: Any) -> None:
     # Longer than the lease and than what a rank logs, and not as long as the limit.
     prepared = hanging(make_setup, "slow")
