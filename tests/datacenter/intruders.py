@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 from tests.datacenter.ranks import build_engine, shard_every_block
 from torch.distributed import distributed_c10d
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
 
 from isthmus_datacenter.messages import Command, ControlSignal
+from isthmus_datacenter.parallel.pipeline import _KnownShapesStage
 from isthmus_datacenter.rank_messages import RankMessageError, RankMessages, set_key
 from isthmus_datacenter.training.round import train_round
 
@@ -74,6 +77,32 @@ def whole_run(
                 )
                 train_round(engine, command, lambda report: None, lambda: ControlSignal.CONTINUE)
         except RankMessageError as error:
+            return str(error)
+    return ""
+
+
+def pipeline(
+    rank: int, intruder: int, mark: str, open_command: dict[str, Any], state: str
+) -> str:
+    """Train a pipeline of which the intruder's stage sends pickled shapes.
+
+    Returns the error by which this rank ends.
+    """
+    shard_every_block()
+    engine = build_engine(rank, open_command, state)
+    with contextlib.ExitStack() as restored:
+        if rank == intruder:
+            restored.enter_context(_sending_pickles(mark, ""))
+            replaced = (
+                (InferenceMode, "needs_dynamic", lambda *_: True),
+                (_KnownShapesStage, "_send_meta", PipelineStage._send_meta),
+            )
+            for owner, name, function in replaced:
+                restored.enter_context(mock.patch.object(owner, name, function))
+        command = Command(op="train_steps", run_id="run", until_step=1)
+        try:
+            train_round(engine, command, lambda report: None, lambda: ControlSignal.CONTINUE)
+        except Exception as error:  # noqa: BLE001 - whatever it is
             return str(error)
     return ""
 

@@ -73,6 +73,18 @@ def test_a_pickle_in_place_of_a_message_ends_the_rank_and_executes_nothing(
     )
 
 
+def test_a_stage_of_a_pipeline_is_not_asked_for_pickled_shapes(
+    make_setup: Any, tmp_path: Path
+) -> None:
+    mark = tmp_path / "executed"
+    command = make_setup("Table", pipeline_parallel=2, zero_stage=0).open_command()
+    arguments = (0, str(mark), command, str(tmp_path / "state"))
+    with Ranks(2, seconds=60.0) as ranks:
+        said = ranks.run_until(1, SOURCE, "pipeline", *arguments)
+    assert "another stage of the pipeline asks for the shapes of tensors" in said
+    assert not mark.exists()
+
+
 def test_no_kind_of_message_is_left_out() -> None:
     kinds = set()
     for module in pkgutil.walk_packages(isthmus_datacenter.__path__, "isthmus_datacenter."):

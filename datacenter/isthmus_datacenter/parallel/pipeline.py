@@ -222,9 +222,6 @@ class _KnownShapesStage(PipelineStage):
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         raise RankMessageError(_ASKED)
 
-    def _shape_inference(self, *_args: Any, **_kwargs: Any) -> Any:  # before PyTorch 2.13
-        raise RankMessageError(_ASKED)
-
 
 _ASKED = (
     "another stage of the pipeline asks for the shapes of tensors, which each stage knows: another "
