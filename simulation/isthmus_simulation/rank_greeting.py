@@ -57,9 +57,7 @@ def introduce(
         channel.send(json.dumps({"number": own}).encode())
         answer = _received(channel)
         other = str(answer.get("number"))
-        if not hmac.compare_digest(
-            str(answer.get("proof")), _proof(key, "coordinator", own, other)
-        ):
+        if not _proves(answer.get("proof"), key, "coordinator", own, other):
             raise _another_program(rank)
         hello["proof"] = _proof(key, "rank", own, other, hello)
     channel.send(json.dumps(hello).encode())
@@ -85,8 +83,7 @@ def greeted(connected: socket.socket, key: bytes | None) -> tuple[int, dict[str,
             proof = _proof(key, "coordinator", other, own)
             channel.send(json.dumps({"number": own, "proof": proof}).encode())
             hello = _received(channel)
-            proof = str(hello.pop("proof"))
-            if not hmac.compare_digest(proof, _proof(key, "rank", other, own, hello)):
+            if not _proves(hello.pop("proof"), key, "rank", other, own, hello):
                 return None
         return int(hello["rank"]), dict(hello["about"])
     return None
@@ -112,6 +109,12 @@ def _is_own_user(connected: socket.socket) -> bool:
 
 def _proof(key: bytes, *about: object) -> str:
     return hmac.new(key, json.dumps(about).encode(), "sha256").hexdigest()
+
+
+def _proves(proof: object, key: bytes, *about: object) -> bool:
+    """Whether something that was sent proves that its sender has the key."""
+    sent = str(proof).encode(errors="replace")
+    return hmac.compare_digest(sent, _proof(key, *about).encode())
 
 
 def _another_program(rank: int) -> UserError:

@@ -57,10 +57,10 @@ def train_for(place: RankPlace, about: RankDescription, base: Path) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides; see `_end_with`
         signal.signal(number, signal.SIG_IGN)
     channel = channel_of(connected)
-    _end_with(channel, place)
     try:
         introduce(connected, place.key, place.rank, vars(about))
         connected.settimeout(None)
+        _end_with(channel, place)  # not before: a program in its place would end this one silently
         _serve(channel, base, device)
     except (EOFError, OSError):
         _give_up(place)

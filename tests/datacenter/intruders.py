@@ -81,9 +81,7 @@ def whole_run(
     return ""
 
 
-def pipeline(
-    rank: int, intruder: int, mark: str, open_command: dict[str, Any], state: str
-) -> str:
+def pipeline(rank: int, intruder: int, mark: str, open_command: dict[str, Any], state: str) -> str:
     """Train a pipeline of which the intruder's stage sends pickled shapes.
 
     Returns the error by which this rank ends.

@@ -312,6 +312,12 @@ def test_a_program_without_the_key_is_neither_coordinator_nor_rank():
         own.close()
         with pytest.raises(UserError, match="rank 1 found another program in the place of rank 0"):
             introducing.result()
+    for proof in ("\ud800", "é", 7, None):
+        with connected(socket.AF_INET) as (own, other), ThreadPoolExecutor(1) as thread:
+            Channel(own).send(json.dumps({"number": "0", "proof": proof}).encode())
+            introducing = thread.submit(introduce, other, b"k" * 32, 1, {})
+            with pytest.raises(UserError, match="another program in the place of rank 0"):
+                introducing.result()
     with connected(socket.AF_INET) as (own, other), ThreadPoolExecutor(1) as thread:
         greeting = thread.submit(greeted, own, b"k" * 32)
         channel = Channel(other)
