@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from isthmus.system.process import die_with_parent
+from isthmus_datacenter.rank_messages import KEY_BYTES, set_key
 from tests import forked
 
 _SECONDS = 500.0
@@ -65,6 +66,17 @@ class Ranks:
         except BaseException:
             self.close()
             raise
+
+    def run_until(self, rank: int, source: Path, function: str, *arguments: Any) -> Any:
+        """As `run`, and return the result of one rank as soon as it has one; all ranks then end."""
+        if not self._members:
+            self._start()
+        try:
+            for _, parent_end in self._members:
+                parent_end.send((source, function, arguments))
+            return _result(rank, self._members[rank][1], self._seconds)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """End all ranks."""
@@ -113,6 +125,7 @@ def _member(child_end: Connection, rank: int, ranks: int, port: int) -> None:
         world_size=ranks,
         timeout=timedelta(seconds=_SECONDS),
     )
+    set_key(bytes(KEY_BYTES))
     modules: dict[Path, ModuleType] = {}
     while True:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import secrets
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from isthmus_datacenter.rank_messages import KEY_BYTES, set_key
 from isthmus_datacenter.service.fork_server import PRELOADED_MODULE
 
 Device = Literal["cpu", "cuda"]
@@ -44,7 +46,7 @@ def on_ranks(
             multiprocessing.get_context(method).set_forkserver_preload([PRELOADED_MODULE])
         torch.multiprocessing.start_processes(
             _run_rank,
-            args=(ranks, device, Path(scratch), work, arguments),
+            args=(ranks, device, Path(scratch), secrets.token_bytes(KEY_BYTES), work, arguments),
             nprocs=ranks,
             start_method=method,
         )
@@ -56,6 +58,7 @@ def _run_rank(
     ranks: int,
     device: Device,
     scratch: Path,
+    key: bytes,
     work: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
@@ -71,5 +74,6 @@ def _run_rank(
         world_size=ranks,
         timeout=timedelta(minutes=9),
     )
+    set_key(key)
     (scratch / str(rank)).write_text(json.dumps(work(rank, *arguments)))
     dist.destroy_process_group()

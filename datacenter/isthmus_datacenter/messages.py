@@ -162,10 +162,10 @@ class RankFailure:
     exit_code: int
     """Negative: minus the number of the signal that killed it."""
     last_line: str
-    """The last useful line of the rank's standard error."""
+    """The last useful line of the rank's standard error; after a signal, what native code said."""
 
     def __str__(self) -> str:
-        if self.exit_code < 0:
-            return f"rank {self.rank} was ended by {signal_name(-self.exit_code)}"
         reason = f": {self.last_line}" if self.last_line else ""
+        if self.exit_code < 0:
+            return f"rank {self.rank} was ended by {signal_name(-self.exit_code)}{reason}"
         return f"rank {self.rank} ended (exit code {self.exit_code}){reason}"

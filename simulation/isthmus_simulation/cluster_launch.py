@@ -10,6 +10,7 @@ from typing import ClassVar
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus_datacenter.launch import Launch, NodeShell, waiting
+from isthmus_simulation.rank_place import KEY_VARIABLE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class SimulationLaunch(Launch):
     title: ClassVar[str] = "isthmus-simulate-"
     named_by: ClassVar[str] = "the last part of --run-dir,"
     kept_by: ClassVar[str] = "--run-dir"
+    secrets: ClassVar[tuple[str, ...]] = (KEY_VARIABLE,)
 
     @property
     def claimed(self) -> Path:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
 import select
 import selectors
 import socket
@@ -25,12 +23,10 @@ from isthmus_simulation.devices.messages import PieceRequest
 from isthmus_simulation.devices.stacks.training import DeviceTraining, StackedTraining
 from isthmus_simulation.devices.workers import PieceWorker
 from isthmus_simulation.rank_description import RankDescription
+from isthmus_simulation.rank_greeting import greeted
 from isthmus_simulation.rank_place import START_SECONDS, RankPlace, channel_of
 from isthmus_simulation.rank_trainer import fork_trainer, train_for
 
-_HELLO_BYTES = 1 << 16
-_HELLO_SECONDS = 10.0
-"""For the rest of a message whose first bytes have arrived."""
 _STOP_SECONDS = 5.0
 _END_SECONDS = 60.0
 """For a rank to end that was told to."""
@@ -48,9 +44,10 @@ def crew_or_train(
         run_dir: the directory of the run to resume.
 
     Raises:
-        UserError: the job cannot be simulated with ranks, the code of its task cannot be read, or
-            the ranks differ.
+        UserError: the job cannot be simulated with ranks, the code of its task cannot be read, the
+            ranks differ, or those of several machines have no key.
     """
+    place.check_key()
     if loaded is None or file is None:
         assert run_dir is not None
         description = RunDescription.read(run_dir)
@@ -186,7 +183,7 @@ class RankCrew:
 
     def _meet(self, place: RankPlace) -> None:
         """Wait until each rank has connected and described itself."""
-        listener, token, _store = place.listen()
+        listener, _store = place.listen()
         until = time.monotonic() + START_SECONDS
         with contextlib.ExitStack() as accepted, selectors.DefaultSelector() as selector:
             accepted.enter_context(listener)
@@ -204,21 +201,11 @@ class RankCrew:
                         selector.register(connected, selectors.EVENT_READ)
                     elif isinstance(found, socket.socket):
                         selector.unregister(found)
-                        greeted = _greeted(found, token)
-                        if greeted is not None and greeted[0] in missing - set(self._described):
-                            rank, about = greeted
+                        hello = greeted(found, place.key)
+                        if hello is not None and hello[0] in missing - set(self._described):
+                            rank, about = hello
                             self._channels[rank] = channel_of(found.dup())
                             self._described[rank] = RankDescription.read(about)
-
-
-def _greeted(connected: socket.socket, token: str) -> tuple[int, dict[str, object]] | None:
-    """The number and the description of a rank that has connected; None if it is something else."""
-    connected.settimeout(_HELLO_SECONDS)
-    with contextlib.suppress(EOFError, OSError, ValueError, KeyError, TypeError, RecursionError):
-        hello = json.loads(Channel(connected).receive(_HELLO_BYTES))
-        if hmac.compare_digest(str(hello["token"]), token):
-            return int(hello["rank"]), dict(hello["about"])
-    return None
 
 
 class _RankWorker(PieceWorker):

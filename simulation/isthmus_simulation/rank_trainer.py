@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import select
 import signal
@@ -25,7 +24,8 @@ from isthmus_simulation.devices.messages import PieceAnswer, PieceRequest
 from isthmus_simulation.devices.piece_trainer import PieceTrainer
 from isthmus_simulation.devices.stacks.training import StackedTraining
 from isthmus_simulation.rank_description import RankDescription
-from isthmus_simulation.rank_place import RankPlace
+from isthmus_simulation.rank_greeting import introduce
+from isthmus_simulation.rank_place import RankPlace, channel_of
 
 
 def fork_trainer(place: RankPlace, about: RankDescription, base: Path) -> ForkedProcess:
@@ -47,19 +47,20 @@ def train_for(place: RankPlace, about: RankDescription, base: Path) -> NoReturn:
         base: directory of the job's relative paths.
 
     Raises:
-        UserError: the coordinator cannot be reached.
+        UserError: the coordinator cannot be reached, or something else is in its place.
     """
     torch.set_num_threads(1)  # as real devices
     keep_freed_memory()
     device = _device(place)
     about = dataclasses.replace(about, device=torch.device(device).type)
-    channel, token = place.connect()
+    connected = place.connect()
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides; see `_end_with`
         signal.signal(number, signal.SIG_IGN)
-    _end_with(channel, place)
+    channel = channel_of(connected)
     try:
-        hello = {"token": token, "rank": place.rank, "about": vars(about)}
-        channel.send(json.dumps(hello).encode())
+        introduce(connected, place.key, place.rank, vars(about))
+        connected.settimeout(None)
+        _end_with(channel, place)  # not before: a program in its place would end this one silently
         _serve(channel, base, device)
     except (EOFError, OSError):
         _give_up(place)

@@ -17,8 +17,9 @@ class Hanging(Table):
 
     Settings:
       * how: `spin`, `sleep`, `lock`, `native` (keeps Python's lock) and `slow` are about rank 1,
-        `skip` (a barrier that rank 1 leaves out) and `swap` (barriers of two groups, in another
-        order) about both;
+        `alone` (sleeps) about rank 0, `skip` (a barrier that rank 1 leaves out), `swap` (barriers
+        of two groups, in another order) and `sizes` (an all-reduce of more elements on rank 1)
+        about both;
       * once: a file that the first time makes, so that it is not repeated.
     """
 
@@ -42,14 +43,16 @@ class Hanging(Table):
             groups = [dist.new_group(group_desc=f"mesh_{name}") for name in ("left", "right")]
             for group in groups if rank == 0 else reversed(groups):
                 dist.barrier(group)
-        if rank == 1:
+        if how == "sizes":
+            dist.all_reduce(torch.zeros(10_000 * (1 + rank)))
+        if rank == 1 or how == "alone":
             self._stop(how)
 
     def _stop(self, how: str) -> None:
         if how == "spin":
             while True:
                 pass
-        if how == "sleep":
+        if how in ("sleep", "alone"):
             time.sleep(10**6)
         if how == "lock":
             lock = threading.Lock()

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.data import Dataset
@@ -21,7 +24,10 @@ from isthmus.task import Participant, Task, load_task
 from isthmus.task.scoring import build_model, losses
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.checkpoints import ShardedCheckpoints
+from isthmus_datacenter.checkpointing.digests import HashingWriter
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
+from isthmus_datacenter.checkpointing.named_state import named_state
+from isthmus_datacenter.checkpointing.shard_files import read_shards, write_shards
 from isthmus_datacenter.messages import Command, ControlSignal
 from isthmus_datacenter.parallel.model_shard import GradientAllReduce, ModelShard
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
@@ -277,6 +283,40 @@ def save_until_killed(rank: int, open_command: dict[str, Any], state: str, progr
             draft.write_text(str(step))
             draft.replace(progress)  # a kill leaves one number or the other
             engine.checkpoints.keep_only({step - 1, step})
+
+
+def write_both(rank: int, open_command: dict[str, Any], directory: str) -> list[str]:
+    """Write one state as the product does and as PyTorch does, and read each with the other.
+
+    Returns the names of the tensors that are not as they were.
+    """
+    engine = build_engine(rank, open_command, directory)
+    _fill(engine, 1.0)
+    own, reference = Path(directory) / "own", Path(directory) / "reference"
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    write_shards(named_state(engine.shard, engine.optimizer), HashingWriter(own))
+    checkpoint.save(
+        named_state(engine.shard, engine.optimizer),
+        storage_writer=HashingWriter(reference),
+        planner=planner,
+    )
+    differing = []
+    for written in (own, reference):
+        _fill(engine, 2.0)
+        state = named_state(engine.shard, engine.optimizer)
+        reader = FileSystemReader(written)
+        if written is own:
+            unflattened = DefaultLoadPlanner(
+                flatten_state_dict=False, flatten_sharded_tensors=False
+            )
+            checkpoint.load(state, storage_reader=reader, planner=unflattened)
+        else:
+            read_shards(state, reader, reader.read_metadata())
+        for name, value in state.items():
+            part = value.to_local() if isinstance(value, DTensor) else value
+            if isinstance(part, torch.Tensor) and not bool((part == 1.0).all()):
+                differing.append(f"{written.name}: {name}")
+    return differing
 
 
 def _fill(engine: Engine, value: float) -> None:

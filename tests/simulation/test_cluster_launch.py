@@ -204,6 +204,11 @@ def test_the_batch_script_has_the_options_and_no_secrets(folder, tmp_path):
     assert "#SBATCH --job-name=isthmus-simulate-table" in lines
     assert f". {secrets}" in lines
     assert "hush" not in script
+    (draw,) = [line for line in lines if line.startswith("ISTHMUS_SIMULATION_KEY=")]
+    drawn = subprocess.check_output(
+        ["bash", "-euc", f'{draw}; echo "${{#ISTHMUS_SIMULATION_KEY}}"']
+    )
+    assert drawn == b"64\n"
     assert "-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank" in script
     assert "--cohort 5 --track otel --run-dir" in script
     assert not (folder / "runs").exists()
@@ -214,12 +219,16 @@ def test_the_manifest_matches_the_schema(folder):
     options = ("image=registry/isthmus:1", "claim=shared", "mount=/shared", "gpus=0")
     words = [word for option in options for word in ("--option", option)]
     text = launched(shared, *words, scheduler="kubernetes")
-    service, _, job = Manifest.model_validate_json(text).items
+    service, _, job, secret = Manifest.model_validate_json(text).items
     (container,) = job.spec.template.spec.containers
     assert job.spec.completions == job.spec.parallelism == 2
     assert service.metadata.name == job.spec.template.spec.subdomain == "isthmus-simulate-table"
     assert {"name": "state", "mountPath": "/shared"} in container.volumeMounts
     assert container.resources == {"limits": {}}
+    assert container.envFrom == [{"secretRef": {"name": secret.metadata.name}}]
+    ((variable, key),) = secret.stringData.items()
+    assert variable == "ISTHMUS_SIMULATION_KEY"
+    assert key not in launched(shared, *words, scheduler="kubernetes")  # drawn for each manifest
     script = container.command[2]
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert (

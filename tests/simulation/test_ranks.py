@@ -8,24 +8,28 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.distributed import TCPStore
 
 from isthmus.errors import CannotContinue, UserError
-from isthmus.system.channel import Channel
+from isthmus.system.channel import Channel, framed
 from isthmus_server.python.saved_model import load_model
 from isthmus_server.read.report.report import read_report
 from isthmus_server.storage.store import Store
 from isthmus_simulation import commands, rank_crew
 from isthmus_simulation.rank_description import RankDescription
-from isthmus_simulation.rank_place import RankPlace
+from isthmus_simulation.rank_greeting import greeted, introduce
+from isthmus_simulation.rank_place import KEY_VARIABLE, RankPlace
 from isthmus_simulation.run import Simulation
 from isthmus_simulation.virtual_time import VirtualTimeLoop
 
@@ -261,27 +265,169 @@ def test_a_rank_that_differs_is_refused(changed, sentence):
         RankDescription.read({**vars(other), "later": 1})
 
 
+@contextlib.contextmanager
+def connected(family):
+    """Both ends of a connection, over TCP or a Unix socket of this user."""
+    if family == socket.AF_UNIX:
+        own, other = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            other = socket.create_connection(listener.getsockname())
+            own, _ = listener.accept()
+    with own, other:
+        yield own, other
+
+
 @pytest.mark.parametrize(
-    ("sent", "greeted"),
+    "sent",
     [
-        ({"token": "right", "rank": 1, "about": {"host": "a"}}, (1, {"host": "a"})),
-        ({"token": "wrong", "rank": 1, "about": {}}, None),
-        ({"token": "right", "rank": 1}, None),
-        ({"token": "right", "rank": 1, "about": {"host": "a" * (1 << 16)}}, None),
+        b'{"rank": 1}',
+        b'{"rank": "one", "about": {}}',
+        b'{"rank": 1, "about": {"host": "' + b"a" * (1 << 16) + b'"}}',
+        b"[1]",
+        b"[" * 60_000,
+        b"no JSON",
     ],
 )
-def test_only_ranks_of_this_start_are_greeted(sent, greeted):
-    own, other = socket.socketpair()
-    with own, other:
-        Channel(other).send(json.dumps(sent).encode())
-        assert rank_crew._greeted(own, "right") == greeted
+def test_what_is_no_greeting_is_no_rank(sent):
+    with connected(socket.AF_UNIX) as (own, other):
+        Channel(other).send(sent)
+        assert greeted(own, None) is None
 
 
-def test_a_deeply_nested_message_is_not_greeted():
-    own, other = socket.socketpair()
-    with own, other:
-        Channel(other).send(b"[" * 60_000)
-        assert rank_crew._greeted(own, "right") is None
+@pytest.mark.parametrize("key", [None, b"k" * 32])
+def test_a_rank_and_the_coordinator_know_each_other(key):
+    family = socket.AF_UNIX if key is None else socket.AF_INET
+    with connected(family) as (own, other), ThreadPoolExecutor(1) as thread:
+        introducing = thread.submit(introduce, other, key, 1, {"host": "a"})
+        assert greeted(own, key) == (1, {"host": "a"})
+        introducing.result()
+
+
+def test_a_program_without_the_key_is_neither_coordinator_nor_rank():
+    """It knows all that was said before."""
+    with connected(socket.AF_INET) as (own, other), ThreadPoolExecutor(1) as thread:
+        introducing = thread.submit(introduce, other, b"k" * 32, 1, {})
+        assert greeted(own, b"o" * 32) is None
+        own.close()
+        with pytest.raises(UserError, match="rank 1 found another program in the place of rank 0"):
+            introducing.result()
+    for proof in ("\ud800", "é", 7, None):
+        with connected(socket.AF_INET) as (own, other), ThreadPoolExecutor(1) as thread:
+            Channel(own).send(json.dumps({"number": "0", "proof": proof}).encode())
+            introducing = thread.submit(introduce, other, b"k" * 32, 1, {})
+            with pytest.raises(UserError, match="another program in the place of rank 0"):
+                introducing.result()
+    with connected(socket.AF_INET) as (own, other), ThreadPoolExecutor(1) as thread:
+        greeting = thread.submit(greeted, own, b"k" * 32)
+        channel = Channel(other)
+        channel.send(json.dumps({"number": "0"}).encode())
+        said = json.loads(channel.receive())
+        # What the coordinator proved is no proof of a rank.
+        channel.send(json.dumps({"rank": 1, "about": {}, "proof": said["proof"]}).encode())
+        assert greeting.result() is None
+
+
+def test_a_greeting_that_was_changed_on_its_way_is_refused():
+    with (
+        connected(socket.AF_INET) as (own, between),
+        connected(socket.AF_INET) as (end, other),
+        ThreadPoolExecutor(2) as threads,
+    ):
+        introducing = threads.submit(introduce, other, b"k" * 32, 1, {"host": "a"})
+        greeting = threads.submit(greeted, own, b"k" * 32)
+        Channel(between).send(Channel(end).receive())
+        Channel(end).send(Channel(between).receive())
+        hello = json.loads(Channel(end).receive())
+        Channel(between).send(json.dumps({**hello, "rank": 2}).encode())
+        assert greeting.result() is None
+        introducing.result()
+
+
+ANOTHER_USER = """
+import os, socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(chr(0) + sys.argv[1])
+os.setuid(65534)
+listener.listen()
+print("listens", flush=True)
+connected, _ = listener.accept()
+connected.recv(1)
+with socket.socket(socket.AF_UNIX) as outsider:
+    outsider.connect(chr(0) + sys.argv[2])
+    outsider.sendall(bytes.fromhex(sys.argv[3]))
+    outsider.recv(1)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a program as another user")
+def test_another_user_is_neither_coordinator_nor_rank():
+    name, own_name = (f"isthmus-test-{secrets.token_hex(8)}" for _ in range(2))
+    hello = framed(b'{"rank": 1, "about": {}}').hex()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{own_name}")
+        listener.listen()
+        with subprocess.Popen(
+            [sys.executable, "-c", ANOTHER_USER, name, own_name, hello], stdout=subprocess.PIPE
+        ) as other:
+            assert other.stdout.readline() == b"listens\n"
+            with socket.socket(socket.AF_UNIX) as connected_to:
+                connected_to.connect(f"\0{name}")
+                with pytest.raises(UserError, match="another user has written into the store"):
+                    introduce(connected_to, None, 1, {})
+            accepted, _ = listener.accept()
+            with accepted:
+                assert greeted(accepted, None) is None
+
+
+@pytest.mark.parametrize("ranks_here", ["2", "1"])
+def test_nobody_who_reads_or_writes_the_store_gets_a_rank(ranks_here, monkeypatch):
+    """What the store has is an address and no secret; another address leads to no coordinator."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": ranks_here,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        KEY_VARIABLE: "k" * 64,
+    }
+    place = RankPlace.of(variables)
+    place.check_key()
+    listener, _store = place.listen()
+    with listener:
+        (key,) = [each for each in store.list_keys() if each.endswith("/coordinator")]
+        found = json.loads(store.get(key))
+        assert set(found) == ({"name"} if ranks_here == "2" else {"host", "port"})
+        with place.connect() as rank, ThreadPoolExecutor(1) as thread:
+            introducing = thread.submit(introduce, rank, place.key, 1, {})
+            accepted, _ = listener.accept()
+            with accepted:
+                assert greeted(accepted, place.key) == (1, {})
+            introducing.result()
+        with connected(socket.AF_INET) as (own, other):
+            own.close()
+            with pytest.raises((EOFError, UserError)):
+                introduce(other, place.key, 1, {})
+        for poisoned in (b"{", b"[]", b'{"name": 3, "port": "x"}', b"[" * 5000):
+            store.set(key, poisoned)
+            with pytest.raises(UserError, match=r"rank 0 (found something else than an addr|at)"):
+                place.connect()
+
+
+def test_ranks_of_several_machines_need_a_key():
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    with pytest.raises(
+        UserError, match="several machines need the variable ISTHMUS_SIMULATION_KEY"
+    ):
+        RankPlace.of(variables).check_key()
+    with pytest.raises(UserError, match="has 31 characters; set it to at least 32 random ones"):
+        RankPlace.of(variables | {KEY_VARIABLE: "k" * 31})
+    place = RankPlace.of(variables | {KEY_VARIABLE: "k" * 32})
+    place.check_key()
+    assert "k" * 32 not in repr(place)
+    RankPlace.of(variables | {"LOCAL_WORLD_SIZE": "2"}).check_key()
 
 
 def test_jobs_and_variables_that_ranks_cannot_use_are_refused(written, tmp_path, monkeypatch):

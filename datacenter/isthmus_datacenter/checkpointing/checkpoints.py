@@ -14,22 +14,18 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import pickle
 import shutil
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from pydantic import StringConstraints
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from isthmus.errors import DamagedError, StorageError, UserError
 from isthmus_datacenter.checkpointing.digests import HashingWriter, check_files, is_complete
@@ -39,13 +35,20 @@ from isthmus_datacenter.checkpointing.failures import (
     describe_failure,
 )
 from isthmus_datacenter.checkpointing.named_state import empty_state, load_optimizer, named_state
+from isthmus_datacenter.checkpointing.shard_files import read_shards, write_shards
 from isthmus_datacenter.parallel.kept_groups import kept
 from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
+from isthmus_datacenter.rank_messages import RankMessageError, RankMessages
 
 log = logging.getLogger(__name__)
 
 _RANK_PROGRESS = "rank-progress"
+_DIRECTORY: RankMessages[str] = RankMessages(
+    "the directory of a checkpoint",
+    Annotated[str, StringConstraints(pattern="^data-[0-9a-f]{16}$")],
+)
+_NEWEST: RankMessages[int | None] = RankMessages("the newest checkpoint", int | None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,23 +156,18 @@ class ShardedCheckpoints:
 
     def _begin_save(self, link: str, state: dict[str, Any], stager: AsyncStager) -> None:
         self.finish_save()
-        name: list[str] = [f"data-{uuid.uuid4().hex[:16]}"]
-        if dist.get_world_size() > 1:
-            dist.broadcast_object_list(name, src=0)
-        writer = HashingWriter(self.directory / name[0])
+        name = _DIRECTORY.broadcast(f"data-{uuid.uuid4().hex[:16]}")
+        writer = HashingWriter(self.directory / name)
         files = ReportingFileSystem()
         writer.fs = files
-        written = async_save(
-            state,
-            storage_writer=writer,
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=_writer_group(),
-            async_stager=stager,
-        )
-        assert isinstance(written, Future)
+        staged = stager.stage(state)
+        assert isinstance(staged, dict)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        written = thread.submit(write_shards, staged, writer, _writer_group())
+        thread.shutdown(wait=False)  # it ends once it has written
         linked: Future[None] = Future()
-        written.add_done_callback(functools.partial(self._link, link, name[0], linked))
-        self._pending = _PendingSave(name[0], linked, stager, files)
+        written.add_done_callback(functools.partial(self._link, link, name, linked))
+        self._pending = _PendingSave(name, linked, stager, files)
 
     def _link(self, link: str, name: str, linked: Future[None], written: Future[Any]) -> None:
         """Link the written directory as a checkpoint; called by the thread that wrote it."""
@@ -192,6 +190,7 @@ class ShardedCheckpoints:
 
         Raises:
             StorageError: it could not be written, on some rank.
+            RankMessageError: a message about it is not of a rank, which must end.
         """
         pending = self._pending
         self._pending = None
@@ -199,6 +198,8 @@ class ShardedCheckpoints:
             return
         error = pending.linked.exception()
         pending.stager.close()
+        if isinstance(error, RankMessageError):
+            raise error  # another rank may still wait for a message of that thread
         reason = None if error is None else describe_failure(error, pending.files)
         try:
             agree_on_failure("written to", self.directory, error is not None, reason)
@@ -248,15 +249,13 @@ class ShardedCheckpoints:
         return None if step is None else MidRoundCheckpoint(lineage, step)
 
     def _newest(self, prefix: str, until: int, *, intact: bool = False) -> int | None:
-        newest: list[int | None] = [None]
+        newest = None
         if dist.get_rank() == 0:
             links = [each.name for each in self.directory.glob(f"{prefix}-*")]
             usable = self._is_intact if intact else self._is_complete
             steps = [int(link.rpartition("-")[2]) for link in links if usable(link)]
-            newest[0] = max((step for step in steps if step <= until), default=None)
-        if dist.get_world_size() > 1:
-            dist.broadcast_object_list(newest, src=0)
-        return newest[0]
+            newest = max((step for step in steps if step <= until), default=None)
+        return _NEWEST.broadcast(newest)
 
     def restore_mid_round(
         self,
@@ -274,16 +273,12 @@ class ShardedCheckpoints:
     ) -> dict[str, Any]:
         reader = FileSystemReader((self.directory / link).resolve())
         with self._read_together():
-            stored = reader.read_metadata().state_dict_metadata
-        state = empty_state(stored, shard, optimizer)
+            metadata = reader.read_metadata()
+        state = empty_state(metadata.state_dict_metadata, shard, optimizer)
         if extra_key is not None:
             state[extra_key] = None
         with self._read_together():
-            load(
-                state,
-                storage_reader=reader,
-                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            )
+            read_shards(state, reader, metadata)
         load_optimizer(state, optimizer)
         return state
 
@@ -292,7 +287,7 @@ class ShardedCheckpoints:
         error: BaseException | None = None
         try:
             yield
-        except (CheckpointException, OSError, EOFError, pickle.UnpicklingError) as raised:
+        except Exception as raised:  # noqa: BLE001 - raised on all ranks, with this one's reason
             error = raised
         reason = None if error is None else describe_failure(error)
         agree_on_failure("read from", self.directory, error is not None, reason)

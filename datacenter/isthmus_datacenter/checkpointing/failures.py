@@ -1,8 +1,8 @@
 """Failures to write or read a checkpoint, agreed on by all ranks and described in one sentence.
 
-PyTorch's `CheckpointException` is no `Exception`, and its text is a traceback, which does not even
-mention that a disk is full: the serializer replaces the error of the file by its own.
-`ReportingFileSystem` keeps the first error of a file, so that the sentence can name it.
+PyTorch's serializer replaces the error of a file by its own, which does not even mention that a
+disk is full. `ReportingFileSystem` keeps the first error of a file, so that the sentence can name
+it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from isthmus.errors import StorageError
+from isthmus_datacenter.checkpointing.shard_files import OtherRankFailedError
+from isthmus_datacenter.rank_messages import TEXT_CHARACTERS, RankMessages
+
+_ANSWERS: RankMessages[tuple[bool, str | None]] = RankMessages(
+    "whether ranks could use a checkpoint", tuple[bool, str | None]
+)
 
 
 class ReportingFileSystem(FileSystem):
@@ -65,14 +69,13 @@ class _ReportingWriter(io.BufferedWriter):
 def describe_failure(error: BaseException, files: ReportingFileSystem | None = None) -> str | None:
     """What this rank knows of a failure; None if it happened on other ranks only."""
     known: BaseException | None = None if files is None else files.error
-    if known is None and isinstance(error, CheckpointException):
-        failures = error.failures
-        known = failures[dist.get_rank()][0] if dist.get_rank() in failures else None
-    elif known is None:
+    if known is None and not isinstance(error, OtherRankFailedError):
         known = error
     if isinstance(known, OSError) and known.strerror:
         return known.strerror
-    return None if known is None else f"{type(known).__name__}: {known}".splitlines()[0]
+    if known is None:
+        return None
+    return f"{type(known).__name__}: {known}".splitlines()[0][:TEXT_CHARACTERS]
 
 
 def agree_on_failure(what: str, directory: Path, failed: bool, reason: str | None) -> None:
@@ -87,9 +90,7 @@ def agree_on_failure(what: str, directory: Path, failed: bool, reason: str | Non
     Raises:
         StorageError: some rank failed; with the reason of the first rank that knows one.
     """
-    answers: list[tuple[bool, str | None]] = [(failed, reason)] * dist.get_world_size()
-    if dist.get_world_size() > 1:
-        dist.all_gather_object(answers, (failed, reason))
+    answers = _ANSWERS.all_gather((failed, reason))
     if not any(failed for failed, _ in answers):
         return
     for rank, (_, each) in enumerate(answers):

@@ -58,6 +58,8 @@ class Launch(abc.ABC):
     """The option that `state` is from."""
     grace_by: ClassVar[str | None] = None
     """The option that `grace_seconds` are from."""
+    secrets: ClassVar[tuple[str, ...]] = ()
+    """Environment variables of the nodes, each with the same random secret on all of them."""
 
     @property
     def claimed(self) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import secrets
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,8 @@ class KubernetesLauncher:
             # Kueue begins the job: without it pods could start, and hold GPUs, one by one.
             job["spec"]["suspend"] = True
         items = [service, policy, job]
+        if launch.secrets:
+            items.append(_drawn_secret(launch, metadata))
         return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=2)
 
     def submit(self, launch: Launch) -> str:
@@ -291,8 +294,8 @@ def _pod(launch: Launch, name: str, options: dict[str, str], mount: Path) -> dic
         pod["nodeSelector"] = selector
     if tolerations := _values(launch, "toleration"):
         pod["tolerations"] = [_toleration(word) for word in tolerations]
-    if secrets := _values(launch, "pull-secret"):
-        pod["imagePullSecrets"] = [{"name": secret} for secret in secrets]
+    if pull_secrets := _values(launch, "pull-secret"):
+        pod["imagePullSecrets"] = [{"name": secret} for secret in pull_secrets]
     if "service-account" in options:
         pod["serviceAccountName"] = options["service-account"]
     if options.get("host-network") == "true":
@@ -300,6 +303,16 @@ def _pod(launch: Launch, name: str, options: dict[str, str], mount: Path) -> dic
         # Else a pod in the network of its host cannot resolve the service of the first pod.
         pod["dnsPolicy"] = "ClusterFirstWithHostNet"
     return pod
+
+
+def _drawn_secret(launch: Launch, metadata: dict[str, Any]) -> dict[str, Any]:
+    """A Secret of the variables that only the nodes know, drawn anew in each manifest."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata,
+        "stringData": {name: secrets.token_hex(32) for name in launch.secrets},
+    }
 
 
 def _container(launch: Launch, name: str, options: dict[str, str], mount: Path) -> dict[str, Any]:
@@ -334,8 +347,12 @@ def _container(launch: Launch, name: str, options: dict[str, str], mount: Path) 
             {"name": "memory", "mountPath": "/dev/shm"},  # noqa: S108 - NCCL's shared memory
         ],
     }
+    # Of a variable that is in both, the last one counts: that of the user.
+    sources = [name] if launch.secrets else []
     if "secret" in options:
-        container["envFrom"] = [{"secretRef": {"name": options["secret"]}}]
+        sources.append(options["secret"])
+    if sources:
+        container["envFrom"] = [{"secretRef": {"name": source}} for source in sources]
     variables = _pairs(launch, "env")
     for variable in variables:
         if not _VARIABLE.fullmatch(variable) or variable == _NODE:

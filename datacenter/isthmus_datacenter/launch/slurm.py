@@ -78,6 +78,7 @@ class SlurmLauncher:
                 "set -eu",
                 "umask 077",
                 *_environment(launch),
+                *_secrets(launch),
                 "# One port per job, so that two jobs on one node do not conflict.",
                 'control="$(hostname):$((20000 + SLURM_JOB_ID % 20000))"',
                 *_cpus(launch),
@@ -154,6 +155,16 @@ def _environment(launch: Launch) -> list[str]:
         # Functions such as `module` are not written for `set -u`.
         lines += ["set +u", f". {shlex.quote(str(launch.prologue))}", "set -u"]
     return lines
+
+
+def _secrets(launch: Launch) -> list[str]:
+    """Lines that draw what only the nodes know; it is in no argument and in no file."""
+    draw = "od -A n -v -t x1 -N 32 /dev/urandom | tr -d ' \\n'"
+    return [
+        line
+        for name in launch.secrets
+        for line in (f'{name}="${{{name}:-$({draw})}}"', f"export {name}")
+    ]
 
 
 def _cpus(launch: Launch) -> list[str]:

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from isthmus.errors import TaskError
 from isthmus_datacenter.parallel.random_draws import DrawsByModule, FixedDraws
 from isthmus_datacenter.parallel.recomputation import recompute
+from isthmus_datacenter.rank_messages import RankMessages
 
 INPUTS = "the inputs"
 """Stands for a stage's inputs among the names of parameters."""
@@ -73,6 +74,9 @@ class GradientRecord:
     draws: DrawsByModule
     zeros: frozenset[str]
     """Parameters that are all zero."""
+
+
+_RECORDS: RankMessages[GradientRecord] = RankMessages("gradients", GradientRecord, 1 << 26)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,9 +219,7 @@ def compare_gradients(
 
 def exchange_records(own: GradientRecord, group: dist.ProcessGroup) -> list[GradientRecord]:
     """The records of all ranks of a group, in their order. All of them call this together."""
-    records: list[Any] = [None] * group.size()
-    dist.all_gather_object(records, own, group=group)
-    return records
+    return _RECORDS.all_gather(own, group)
 
 
 def _quoted(name: str) -> str:

@@ -20,13 +20,13 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isthmus.errors import TaskError
+from isthmus_datacenter.rank_messages import RankMessages
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """Whether this PyTorch can reduce gradients that only some ranks have."""
@@ -64,6 +64,9 @@ class _Findings:
     refusal: str | None = None
 
 
+_FINDINGS: RankMessages[_Findings] = RankMessages("the calls of modules", _Findings, 1 << 22)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """One call of a candidate."""
@@ -99,8 +102,7 @@ def find_units(
     if not modules:
         return SharedCalls([], [], [])
     own = _find(model, candidates, modules, try_batch, given=given)
-    by_rank = [own] * dist.get_world_size()
-    dist.all_gather_object(by_rank, own)
+    by_rank = _FINDINGS.all_gather(own)
     refusal = next((each.refusal for each in by_rank if each.refusal is not None), None)
     if refusal is not None:
         raise TaskError(refusal)

@@ -25,6 +25,7 @@ from torch.distributed.pipelining import (
 from isthmus.errors import TaskError
 from isthmus.task import user_code
 from isthmus_datacenter.parallel.model_shard import ModelShard, local
+from isthmus_datacenter.rank_messages import RankMessageError
 
 _DTYPES = (
     torch.float32,
@@ -180,7 +181,7 @@ class Pipeline:
         for index, module in self.shard.stages.items():
             stage_inputs, stage_outputs = self.chain.last_traces[index]
             stages.append(
-                PipelineStage(
+                _KnownShapesStage(
                     module,
                     index,
                     dims.stages,
@@ -206,6 +207,26 @@ class Pipeline:
     def _microbatch_loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
         return self._loss(output, int(number))
+
+
+class _KnownShapesStage(PipelineStage):
+    """A stage that knows the shapes of its inputs and outputs, and exchanges no pickles about them.
+
+    PyTorch's stages first agree, by a number, on whether all know them. A program that has taken a
+    rank's place could send another number.
+    """
+
+    def _recv_meta(self, src_stage: int) -> Any:
+        raise RankMessageError(_ASKED)
+
+    def _send_meta(self, meta: Any, dst_stage: int) -> None:
+        raise RankMessageError(_ASKED)
+
+
+_ASKED = (
+    "another stage of the pipeline asks for the shapes of tensors, which each stage knows: another "
+    "program has taken a rank's place"
+)
 
 
 def _empty_like(tensor: Any, requires_grad: bool) -> Any:

@@ -42,6 +42,7 @@ _TORCH = Path(torch.__file__).parent
 _WAITING = (
     str(_TORCH / "distributed"),
     str(_PACKAGE / "training" / "consensus.py"),
+    str(_PACKAGE / "rank_messages.py"),
 )
 """Files that wait for other ranks."""
 _CALLING = (str(_TORCH / "_ops.py"), str(_TORCH / "_library"))

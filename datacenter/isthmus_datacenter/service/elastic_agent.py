@@ -29,7 +29,7 @@ from isthmus_datacenter.messages import Incarnation, RankFailure
 from isthmus_datacenter.service import rank
 from isthmus_datacenter.service.agent_settings import AgentSettings
 from isthmus_datacenter.service.control_store import ControlStore
-from isthmus_datacenter.service.logs import last_line
+from isthmus_datacenter.service.logs import abort_reason, last_line
 
 MONITOR_SECONDS = 0.1
 """Interval of the checks whether ranks have ended."""
@@ -142,7 +142,9 @@ class _ReportingAgent(LocalElasticAgent):
             # One is enough for the report; the lowest, so that it is the same one in each.
             rank, failure = min(result.failures.items())
             assert self._pcontext is not None
-            line = last_line(Path(self._pcontext.stderrs[failure.local_rank]))
+            stderr = Path(self._pcontext.stderrs[failure.local_rank])
+            # Of a signal only native code can say the reason, before the stacks of Python.
+            line = abort_reason(stderr) if failure.exitcode < 0 else last_line(stderr)
             self._control.report_rank_failure(
                 self._incarnation,
                 RankFailure(rank=rank, exit_code=failure.exitcode, last_line=line),

@@ -7,9 +7,15 @@ import shutil
 from pathlib import Path
 
 _TAIL_BYTES = 1 << 14
+_ABORT_TAIL_BYTES = 1 << 18
+"""The same after an abort, which is followed by the stacks of all threads."""
 _MAX_LINE_CHARACTERS = 300
 _KEPT_GENERATIONS = 10
 """Every start of a service, or of ranks that died too often, is a new generation."""
+_SAID = "what():"
+"""What C++ writes before the text of an exception that nothing caught."""
+_OTHER_SIZE = "op.preamble.length <= op.nbytes"
+"""What gloo requires of a message that arrives."""
 _NOISE_PREFIXES = ("[W", "[E", "[I", "[rank", "^", "~", "frame #")
 
 
@@ -22,16 +28,29 @@ def last_line(log: Path) -> str:
     ...     last_line(Path(file.name))
     'ValueError: no such split'
     """
-    try:
-        with log.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    lines = [line.strip() for line in text.splitlines()]
+    lines = [line.strip() for line in _tail(log, _TAIL_BYTES)]
     useful = [line for line in lines if line and not line.startswith(_NOISE_PREFIXES)]
     return useful[-1][:_MAX_LINE_CHARACTERS] if useful else ""
+
+
+def abort_reason(log: Path) -> str:
+    r"""What native code said before it ended a process; empty if the log has no such line.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile("w", suffix=".log") as file:
+    ...     print("terminate called\n  what():  no memory\nFatal error", file=file, flush=True)
+    ...     abort_reason(Path(file.name))
+    'no memory'
+    """
+    lines = [line.strip() for line in _tail(log, _ABORT_TAIL_BYTES)]
+    said = [line.removeprefix(_SAID).strip() for line in lines if line.startswith(_SAID)]
+    if not said:
+        return ""
+    reason = said[-1][:_MAX_LINE_CHARACTERS].rstrip(". ")
+    if _OTHER_SIZE in reason:
+        reason += " (gloo: another rank sent more than this one expects; have all ranks call the"
+        reason += " same collectives, with tensors of the same size)"
+    return reason
 
 
 def delete_old_logs(logs: Path, starting_generation: int) -> None:
@@ -51,3 +70,14 @@ def delete_old_logs(logs: Path, starting_generation: int) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def _tail(log: Path, count: int) -> list[str]:
+    """The lines in the last bytes of a file; none if it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - count))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []

@@ -34,6 +34,7 @@ from isthmus_datacenter.messages import (
     Outcome,
     ProgressReport,
 )
+from isthmus_datacenter.rank_messages import derived_key, set_key
 from isthmus_datacenter.service.activity import STACKS_SIGNAL, MainThread, Pace
 from isthmus_datacenter.service.control_store import HEARTBEAT_SECONDS, ControlStore
 from isthmus_datacenter.training.consensus import ConsensusError
@@ -149,6 +150,8 @@ class _Rank:
             world_size=self.ranks,
             timeout=_COLLECTIVE_TIMEOUT,
         )
+        # Of this incarnation only, so that nothing of an earlier one can be said again.
+        set_key(derived_key(self.control.key, str(self.incarnation)))
         self.joined = True
         self.control.report_ready(self.incarnation, self.rank)
 

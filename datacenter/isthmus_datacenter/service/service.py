@@ -250,7 +250,8 @@ def _lock(state: Path) -> TextIO:
         UserError: another service has it, or the directory cannot be used.
     """
     try:
-        state.mkdir(parents=True, exist_ok=True)
+        # Who can write there has ranks execute code: the metadata of a checkpoint is a pickle.
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = (state / "lock").open("w")
     except OSError as error:
         raise UserError(f"the state directory {state} cannot be used: {error}") from error

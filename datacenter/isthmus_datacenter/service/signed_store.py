@@ -157,7 +157,7 @@ def write_key_file(path: Path) -> bytes:
 
     What was signed for an earlier start of the service is then worth nothing.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = new_key()
     write_private_file(path, key.hex().encode())
     return key

@@ -13,6 +13,12 @@ from isthmus.task.scoring import Averages
 from isthmus.task.scoring.units import UNUSABLE_WEIGHTS
 from isthmus_datacenter.messages import ControlSignal
 from isthmus_datacenter.parallel.model_shard import local
+from isthmus_datacenter.rank_messages import TEXT_CHARACTERS, RankMessages
+
+_FAILURES: RankMessages[str | None] = RankMessages("failures", str | None)
+_AVERAGES: RankMessages[list[tuple[str, float, float]]] = RankMessages(
+    "means", list[tuple[str, float, float]], 1 << 20
+)
 
 
 class ConsensusError(UserError):
@@ -41,8 +47,8 @@ class fail_together:  # noqa: N801 - used as a statement
             return
         # Every rank takes part, with or without a failure: one that left here would keep the others
         # waiting.
-        messages: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(messages, None if error is None else str(error))
+        own = None if error is None else str(error)[:TEXT_CHARACTERS]
+        messages = _FAILURES.all_gather(own)
         first = next((each for each in messages if each is not None), None)
         if first is not None:
             raise ConsensusError(first) from error
@@ -118,16 +124,14 @@ def finite_mean_loss(
     )
 
 
-def gather_averages(parts: list[Averages], ranks: int) -> Averages:
+def gather_averages(parts: list[Averages]) -> Averages:
     """Add the sums and counts of all ranks, in the order of ranks."""
     own_rows = [
         (name, float(part.sums[name]), float(part.counts[name]))
         for part in parts
         for name in part.sums
     ]
-    rows_by_rank: list[list[tuple[str, float, float]]] = [[] for _ in range(ranks)]
-    dist.all_gather_object(rows_by_rank, own_rows)
     averages = Averages()
-    for name, total, units in (row for rows in rows_by_rank for row in rows):
+    for name, total, units in (row for rows in _AVERAGES.all_gather(own_rows) for row in rows):
         averages.add_sum(name, torch.tensor(total, dtype=torch.float64), units)
     return averages

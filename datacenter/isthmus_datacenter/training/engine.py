@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -32,6 +31,7 @@ from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
+from isthmus_datacenter.rank_messages import RankMessages
 from isthmus_datacenter.training.consensus import fail_together
 from isthmus_datacenter.training.data import BatchSource, ExampleOrder
 from isthmus_datacenter.training.evaluation import Evaluator
@@ -46,6 +46,7 @@ from isthmus_privacy.dp_sgd.examples import SampledExamples
 from isthmus_privacy.dp_sgd.refusals import check_layers, check_task
 
 _TABLE = "datacenter.privacy"
+_POSITIONS: RankMessages[DataPositions] = RankMessages("positions", DataPositions, 1 << 20)
 _SAMPLE_EXAMPLES = 2
 """Size of the sample on which a sharded model is compared with the whole one."""
 
@@ -204,19 +205,15 @@ class Engine:
         if self.private:  # its examples are drawn independently in each step
             return
         order = self.order
-        read: list[DataPositions] = [DataPositions()]
+        read = DataPositions()
         directory = self.placement.state
         with fail_together():
             if self.placement.rank == 0:
                 before = DataPositions.read(directory)
-                read[0] = before.with_size(
-                    step, replicas=order.replicas, batch_size=order.batch_size
-                )
-                if trains and read[0] != before:
-                    read[0].write(directory)
-        if self.placement.ranks > 1:
-            dist.broadcast_object_list(read, src=0)
-        self.positions = read[0]
+                read = before.with_size(step, replicas=order.replicas, batch_size=order.batch_size)
+                if trains and read != before:
+                    read.write(directory)
+        self.positions = _POSITIONS.broadcast(read)
         self.order = dataclasses.replace(order, origin=(step, self.positions.at(step)))
         if isinstance(self.batch_source, BatchSource):
             self.batch_source.order = self.order

@@ -48,7 +48,7 @@ class Evaluator:
             averages = self._averages(forward_backward, data, range(count))
             forward_backward.shard.reshard()
             counts = forward_backward.counts_losses and replica == 0
-            return gather_averages([averages] if counts else [], dims.ranks).result()
+            return gather_averages([averages] if counts else []).result()
         per_replica, remainder = divmod(count, dims.data)
         parts: list[Averages] = []
         if per_replica:
@@ -61,7 +61,7 @@ class Evaluator:
                 parts.append(averages)
         forward_backward.shard.reshard()
         own_parts = parts if forward_backward.counts_losses else []
-        return gather_averages(own_parts, dims.ranks).result()
+        return gather_averages(own_parts).result()
 
     def _averages(
         self, forward_backward: ForwardBackward, data: Dataset[object], indices: Sequence[int]

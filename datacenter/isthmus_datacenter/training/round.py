@@ -206,7 +206,7 @@ class _Round:
         figures = {"loss": loss}
         if defines(self._engine.task, "training_step"):
             own = [parts] if self._engine.forward_backward.counts_losses else []
-            gathered = gather_averages(own, self._engine.dims.ranks).result()
+            gathered = gather_averages(own).result()
             figures = {**gathered, **figures}
         return figures if self._rate is None else {**figures, "learning_rate": self._rate}
 

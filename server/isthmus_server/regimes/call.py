@@ -192,6 +192,17 @@ def _moved(peer: Peer, request: link_pb2.Request, reply: link_pb2.Reply | None) 
     )
 
 
+def _noted(peer: Peer | None, request: link_pb2.Request) -> str:
+    """What a datacenter noted last about its work, as a clause; empty if it has got on since.
+
+    Devices say nothing in words of their own.
+    """
+    if peer is None or peer.role != link_pb2.DATACENTER:
+        return ""
+    about, note = peer.note
+    return f"; its last note: {in_a_line(note)}" if note and about == request.id else ""
+
+
 @asynccontextmanager
 async def call(
     link: Link,
@@ -244,7 +255,7 @@ async def call(
         if not limit.expired():
             reason = SERVER_FAILED
             raise  # of another origin, such as a network file system
-        reason = f"it did not answer within {seconds:g} s"
+        reason = f"it did not answer within {seconds:g} s{_noted(peer, request)}"
         failure = CallFailed("dropped", reason, reached=True, timed_out=True)
     except ParticipantLost as lost:
         reached = lost.reached or reply is not None

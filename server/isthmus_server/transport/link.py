@@ -366,6 +366,7 @@ class Link(AllTurns):
         elif kind == "progress":
             if message.progress.id in peer.pending:
                 peer.messages_received.add(message.progress.id.encode(), size)
+                peer.note = (message.progress.id, message.progress.note)
                 self.listeners.progressed(peer.name, message.progress)
         elif kind == "renew":
             request = message.renew.signing_request

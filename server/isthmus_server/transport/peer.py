@@ -134,6 +134,8 @@ class Peer:
         """Why its stream is being ended; None while it is admitted."""
         self.pending: dict[str, tuple[link_pb2.Request, asyncio.Future[link_pb2.Reply]]] = {}
         """Requests without a reply, by id."""
+        self.note = ("", "")
+        """Id of the request of the last progress that it reported, and the note there, if any."""
         self.unacknowledged: set[str] = set()
         """Requests whose reply has arrived and whose receipt has not been sent yet."""
         self.outbox: deque[bytes] = deque(maxlen=MAX_OUTBOX)

@@ -99,7 +99,14 @@ class Job(Strict):
     spec: JobSpec
 
 
+class Secret(Strict):
+    apiVersion: Literal["v1"]
+    kind: Literal["Secret"]
+    metadata: Metadata
+    stringData: dict[str, str]
+
+
 class Manifest(Strict):
     apiVersion: Literal["v1"]
     kind: Literal["List"]
-    items: tuple[Service, NetworkPolicy, Job]
+    items: tuple[Service, NetworkPolicy, Job] | tuple[Service, NetworkPolicy, Job, Secret]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.job import with_changes
+from isthmus.wire import link_pb2
 
 LINE = r"hanging_tasks\.py:\d+ in _stop\(\)"
 
@@ -86,6 +88,49 @@ def test_ranks_in_different_collectives_end_the_attempt_within_seconds(
     with pytest.raises(UserError, match=difference):
         warm_datacenter.train(how, 0, 6)
     assert warm_datacenter.train(how, 0, 6)[0].steps == 6
+
+
+def test_a_single_rank_that_sleeps_is_named(start_datacenter: Any, make_setup: Any) -> None:
+    """In a note, which the server puts into its reason when the attempt's time is over."""
+    driver = start_datacenter(ranks=1)
+    driver.open("alone", hanging(make_setup, "alone", ranks=1))
+    train = link_pb2.TrainSteps(run_id="alone", from_step=0, until_step=6)
+    request = link_pb2.Request(id="alone", train_steps=train)
+
+    async def noted() -> str:
+        note: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def progress(report: link_pb2.Progress) -> None:
+            if report.note and not note.done():
+                note.set_result(report.note)
+
+        work = asyncio.create_task(driver.service.work(request, None, progress))
+        said = await note
+        driver.service.cancel(request, "the attempt is over")
+        with pytest.raises(UserError, match="the result is not wanted"):
+            await work
+        return said
+
+    said = driver.run(noted())
+    assert re.fullmatch(
+        rf"rank 0 has been at {LINE} for \d+ s; the stack of each rank is in its log", said
+    )
+    assert re.search(r'hanging_tasks.py", line \d+ in _stop', logs(driver))
+
+
+def test_what_gloo_says_of_tensors_of_other_sizes_is_the_reason(
+    warm_datacenter: Any, make_setup: Any, tmp_path: Path
+) -> None:
+    begin(warm_datacenter, "sizes", hanging(make_setup, "sizes", once=tmp_path / "once"))
+    trained, _ = warm_datacenter.train("sizes", 0, 6)
+    (event,) = trained.events
+    assert re.match(
+        r"rank \d was ended by signal 6 \(SIGABRT\): \[enforce fail at .*\] op\.preamble\.length "
+        r"<= op\.nbytes\. 20000 vs 10000.* \(gloo: another rank sent more than this one expects; "
+        r"have all ranks call the same collectives, with tensors of the same size\) and was "
+        r"replaced",
+        event,
+    )
 
 
 def test_a_slow_step_is_no_hang(warm_datacenter: Any, make_setup: Any) -> None:

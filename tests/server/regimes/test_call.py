@@ -11,6 +11,7 @@ from tests.server.waiting import wait_until
 from isthmus.errors import AdmissionRefused, ParticipantLost, PeerMisbehaved, UpdateError
 from isthmus.wire import link_pb2
 from isthmus_server.regimes.call import SERVER_FAILED, TOO_LATE, CallFailed, ReceiptBook, call
+from isthmus_server.transport.peer import Peer
 
 TRAINED = link_pb2.Reply(trained=link_pb2.Trained(examples=7))
 FAILURE = link_pb2.Reply(failure=link_pb2.Failure(reason="the battery is empty"))
@@ -206,6 +207,25 @@ async def test_a_reply_that_does_not_arrive_in_time_is_a_timeout(receipts):
     assert (caught.value.status, caught.value.timed_out) == ("dropped", True)
     assert receipt_of(receipts) == ("dropped", "it did not answer within 0.001 s", True, False)
     assert link.acknowledged == []
+
+
+@pytest.mark.parametrize(
+    ("role", "note", "said"),
+    [
+        (link_pb2.DATACENTER, ("new", "rank 0 has\nbeen"), "; its last note: rank 0 has\\nbeen"),
+        (link_pb2.DATACENTER, ("new", ""), ""),  # it has got on since
+        (link_pb2.DATACENTER, ("other", "rank 0 has been"), ""),
+        (link_pb2.CLIENT, ("new", "in its own words"), ""),
+    ],
+)
+async def test_the_last_note_of_a_datacenter_is_in_the_reason(receipts, role, note, said):
+    link = ScriptedLink(None)
+    link.peers["a"] = Peer(link_pb2.Hello(name="a", role=role))
+    link.peers["a"].note = note
+    with pytest.raises(CallFailed):
+        async with call(link, "a", request(), "trained", receipts, seconds=0.001):
+            pytest.fail("the block ran")
+    assert receipt_of(receipts)[1] == f"it did not answer within 0.001 s{said}"
 
 
 async def test_a_block_that_takes_too_long_is_a_timeout_and_its_reply_is_refused(receipts):
