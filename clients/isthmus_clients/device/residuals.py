@@ -98,6 +98,8 @@ class Residual:
         that no step ahead is too long."""
         self._was_usable = False
         """Whether there is an update, and the last one was sent."""
+        self.digest = b""
+        """SHA-256 of what it was loaded from, which names its content; empty for zeros."""
         self._unsent: torch.Tensor | None = None
         if committed != NO_SUM:
             self._load(size)
@@ -199,6 +201,7 @@ class Residual:
             self._share = abs(share)
             self._was_usable = share > 0
             self._weight_max = weight_max
+            self.digest = digest
         except (KeyError, OSError, SafetensorError, ValueError) as error:
             log.warning(
                 "what was left of this device's updates before is not sent any more: %s of the "

@@ -15,7 +15,7 @@ from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.own_figures import OwnFigures
-from isthmus_clients.device.secure_sessions import SecureSessions, check_wanted
+from isthmus_clients.device.secure_sessions import SecureSessions, check_wanted, state_name
 from isthmus_clients.device.task_host import TaskHost
 from isthmus_clients.training.withholding import attempted
 
@@ -53,9 +53,13 @@ def score(
     purpose = ComparisonPurpose(run.secure_purpose, candidates)
     slots = () if run.adds_noise else SCORING_SLOTS
     own = ComparisonPurpose(run.vector_purpose, candidates)
-    state = f"{work.run_id}/{work.comparison}" if run.personal.size else ""
+    state = state_name(host, run, work)
     start = StartModel(
-        work.comparison, work.models.sha256, vector=device_vector(own.hash, 0, state), trained=0
+        work.comparison,
+        work.models.sha256,
+        vector=device_vector(own.hash, 0, state),
+        trained=0,
+        work=own.hash,
     )
     attempt = sessions.propose(about, work.secure, work.models, purpose.hash, slots, start=start)
     norm = paired_scores.centred_norm(len(work.candidates))
@@ -114,13 +118,19 @@ def evaluate(
         name = statistics_of(run.secure_purpose.task)
     private = run.job.privacy is not None
     # Only a fine-tuning has random numbers, and is repeated with those of its round.
-    state = f"{work.run_id}/{work.round}" if run.personal.size else ""
+    state = state_name(host, run, work)
     trained = 0
     if run.job.federated.fine_tune_steps:
-        trained = work.round if state else sessions.repeated_round(name, work.round)
+        # Without fine-tuning it was noted as 0, which is no round.
+        known = work.round if state else sessions.repeated_round(name, work.round)
+        trained = known or work.round
     purpose = EvaluationPurpose(run.vector_purpose)
     start = StartModel(
-        work.round, name, vector=device_vector(purpose.hash, trained, state), trained=trained
+        work.round,
+        name,
+        vector=device_vector(purpose.hash, trained, state),
+        trained=trained,
+        work=purpose.hash,
     )
     attempt = sessions.propose(
         (evaluations_run_id(work.run_id), work.round, work.attempt),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from isthmus.tensors.exchange_set import TensorLayout
     from isthmus_clients.device.owner_limits import PrivacyLimits
     from isthmus_clients.device.residuals import Residual, Residuals
+    from isthmus_clients.training.personal_state import Work
     from isthmus_clients.training.secure import Credentials, SecureParticipation
     from isthmus_privacy.secagg.history import StartModel
     from isthmus_privacy.slots import Slot
@@ -55,6 +56,8 @@ class KeptUpdate:
     """None if it is unusable."""
     trained: int
     """The round whose random numbers it has, see `SecureSessions.trained_round`."""
+    state: str = ""
+    """What it was trained from that the device keeps, see `state_name`."""
     residual: Residual | None = None
     """With compression: what earlier updates have left."""
 
@@ -202,34 +205,35 @@ class SecureSessions:
         """
         self.drop_ranged(host)  # of an attempt that has failed
         work = request.train_local
-        trained = self.trained_round(run, work)
+        # What the device keeps is read before it answers: another state makes another vector.
+        residual = self.step_ahead(run, work, payload) if _is_compressed(run, work) else None
+        state = state_name(host, run, work, residual)
+        trained = self.trained_round(work, state)
         if work.ranges:
-            attempt = self._propose_ranges(run, work, trained)
+            attempt = self._propose_ranges(run, work, trained, state)
         else:
-            attempt = self._propose_update(run, work, work.secure, trained)
+            attempt = self._propose_update(run, work, work.secure, trained, state)
         run.charge(work)
-        compressed = run.job.federated.compression is not None and not work.gradient_scale
-        residual = self.step_ahead(run, work, payload) if compressed else None
         result = train_silently(host, _in_round(request, trained), payload)
         check_wanted(wanted)
         if work.ranges:
             layout = run.result_layout(work)
             reply, result = self._join_with_ranges(attempt, run, layout, result)
-            kept = KeptUpdate(request, run, result, trained, residual)
+            kept = KeptUpdate(request, run, result, trained, state, residual)
             self._ranged = self.hold(host, kept)
             return reply
         return self._join_in_round(attempt, run, work, result, residual)
 
-    def trained_round(self, run: ActiveRun, work: link_pb2.TrainLocal) -> int:
+    def trained_round(self, work: link_pb2.TrainLocal, state: str) -> int:
         """The round whose random numbers a training has.
 
         Once a sum with this device's vector for a model was unmasked, it gives that vector again,
         also in a later round: two trainings with other examples differ by what a server could
-        subtract.
+        subtract. What depends on a `state` of the device cannot be repeated in another round.
         """
         from isthmus_privacy.purpose import ranged_model
 
-        if _state(run, work):
+        if state:
             return work.round
         own = self.repeated_round(ranged_model(work.model.sha256), work.round)
         return self.repeated_round(work.model.sha256, own)
@@ -240,7 +244,7 @@ class SecureSessions:
         return round_ if known is None else known
 
     def _propose_update(
-        self, run: ActiveRun, work: link_pb2.TrainLocal, config: bytes, trained: int
+        self, run: ActiveRun, work: link_pb2.TrainLocal, config: bytes, trained: int, state: str
     ) -> SecureParticipation:
         """Check the configuration of a sum of a round's updates."""
         from isthmus_privacy.secagg.config import RoundConfig
@@ -253,7 +257,7 @@ class SecureSessions:
             work.model,
             _purpose(run, work),
             MEASURING_SLOTS if work.gradient_scale else run.training_slots,
-            start=_start(run, work, trained),
+            start=_start(run, work, trained, state),
         )
         run.check_privacy(attempt.config, self.rho(work.run_id))
         run.check_codec(attempt.config)
@@ -261,14 +265,14 @@ class SecureSessions:
         return attempt
 
     def _propose_ranges(
-        self, run: ActiveRun, work: link_pb2.TrainLocal, trained: int
+        self, run: ActiveRun, work: link_pb2.TrainLocal, trained: int, state: str
     ) -> SecureParticipation:
         """Check the configuration of a sum of the ranges of a round's updates."""
         from isthmus_privacy.secagg.config import RoundConfig
 
         run.check_group(work.group, RoundConfig.from_bytes(work.ranges).clients_min)
         about = (work.run_id, work.round, work.attempt)
-        start = _start(run, work, trained)
+        start = _start(run, work, trained, state)
         purpose = _purpose(run, work)
         return self._propose_ranges_of(run, about, work.ranges, work.model, purpose, start)
 
@@ -292,6 +296,7 @@ class SecureSessions:
             start,
             model_hash=ranged_model(start.model_hash),
             vector=RangePurpose(start.vector).hash,
+            work=RangePurpose(start.work).hash,
         )
         return self.propose(
             (ranges_run_id(about[0]), *about[1:]),
@@ -345,11 +350,13 @@ class SecureSessions:
         Raises:
             UpdateError: the server has cancelled it.
         """
-        run.charge(request.train_local)
-        trained = self.trained_round(run, request.train_local)
+        work = request.train_local
+        run.charge(work)
+        state = state_name(host, run, work)
+        trained = self.trained_round(work, state)
         result = train_silently(host, _in_round(request, trained), payload)
         check_wanted(wanted)
-        self._kept = KeptUpdate(request, run, result, trained)
+        self._kept = KeptUpdate(request, run, result, trained, state)
 
     def agree(self, host: TaskHost, work: link_pb2.Agree) -> link_pb2.Reply:
         """Join the sum of a round's updates with the kept one, or those of a buffer.
@@ -365,7 +372,7 @@ class SecureSessions:
         if kept is None or kept.about != about or work.ranges:
             raise UpdateError("this device keeps no update of that run")
         trained = kept.request.train_local
-        attempt = self._propose_update(kept.run, trained, work.secure, kept.trained)
+        attempt = self._propose_update(kept.run, trained, work.secure, kept.trained, kept.state)
         self._ranged = None
         reply = self._join_in_round(attempt, kept.run, trained, kept.result, kept.residual)
         host.release(kept.request.id)
@@ -392,7 +399,9 @@ class SecureSessions:
         about = (work.run_id, work.round, work.attempt)
         blob = link_pb2.Blob(sha256=buffer_name(work.run_id, work.round))
         scale = buffer.discount(staleness)
-        own_start = _start(run, start, kept.trained, scale=scale, shared=len(starts) == 1)
+        own_start = _start(
+            run, start, kept.trained, kept.state, scale=scale, shared=len(starts) == 1
+        )
         if work.ranges:
             attempt = self._propose_ranges_of(
                 run, about, work.ranges, blob, purpose.hash, own_start, selected=False
@@ -658,6 +667,7 @@ def _start(
     run: ActiveRun,
     work: link_pb2.TrainLocal,
     trained: int,
+    state: str,
     *,
     scale: float = 1.0,
     shared: bool = True,
@@ -668,6 +678,7 @@ def _start(
         run: as it was open then.
         work: the training.
         trained: the round whose random numbers it has.
+        state: what it was trained from that the device keeps, see `state_name`.
         scale: factor of an update that was kept.
         shared: whether all updates of the sum start from this model.
     """
@@ -682,21 +693,32 @@ def _start(
     purpose = TrainingPurpose(
         run.vector_purpose, work.with_gradient, work.gradient_scale, position=position
     ).hash
-    state = f"{_state(run, work)} {scale!r}"
-    vector = device_vector(purpose, trained, state)
-    return StartModel(work.round, work.model.sha256, shared, vector, trained)
+    vector = device_vector(purpose, trained, f"{state} {scale!r}")
+    return StartModel(work.round, work.model.sha256, shared, vector, trained, purpose)
 
 
-def _state(run: ActiveRun, work: link_pb2.TrainLocal) -> str:
-    """Names what a training depends on that this device keeps between rounds; empty for nothing.
+def state_name(host: TaskHost, run: ActiveRun, work: Work, residual: Residual | None = None) -> str:
+    """Names what some work depends on that this device keeps between rounds; empty for nothing.
 
-    Then it cannot be repeated in another round.
+    By its content, and not only by the round that it is of: a server decides what a device trains,
+    and so what it keeps, and could have one device keep something else between two sums of one
+    model. The difference of the two would be about that device alone.
     """
-    compressed = run.job.federated.compression is not None and not work.gradient_scale
-    if not compressed and not run.personal.size:
+    if residual is None and not run.personal.size:
         return ""
-    committed = f"{work.summed_round}/{work.summed_attempt}" if compressed else ""
-    return f"{work.run_id}/{work.round}/{committed}"
+    number = work.comparison if isinstance(work, link_pb2.Score) else work.round
+    name = f"{work.run_id}/{number}/"
+    if residual is not None:
+        assert isinstance(work, link_pb2.TrainLocal)
+        name += f"{work.summed_round}/{work.summed_attempt}/{residual.digest.hex()}"
+    if run.personal.size:
+        name += f"/{host.state_digest(work).hex()}"
+    return name
+
+
+def _is_compressed(run: ActiveRun, work: link_pb2.TrainLocal) -> bool:
+    """Whether what earlier updates have left is added to the update."""
+    return run.job.federated.compression is not None and not work.gradient_scale
 
 
 def _in_round(request: link_pb2.Request, trained: int) -> link_pb2.Request:

@@ -19,7 +19,12 @@ from isthmus.transport.blobs import Buffer
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.device.device_apps import DEVICE_WORK
-from isthmus_clients.training.personal_state import PersonalState, PersonalStates
+from isthmus_clients.training.personal_state import (
+    PersonalState,
+    PersonalStates,
+    Work,
+    digest_before,
+)
 from isthmus_clients.training.withholding import attempted
 
 if TYPE_CHECKING:
@@ -73,6 +78,10 @@ class TaskHost(Protocol):
             TaskError: the task's code raised, its loss or update is not finite, or the request was
                 cancelled.
         """
+        ...
+
+    def state_digest(self, work: Work) -> bytes:
+        """SHA-256 of the personal state that some work would start from; empty without one."""
         ...
 
     def score(self, request_id: str, work: link_pb2.Score, payload: Buffer) -> list[float]:
@@ -271,7 +280,7 @@ class InProcessHost:
         assert isinstance(memory, (bytearray, MemoryFile))
         state = None
         if self._personal is not None:
-            state = self._personal.begin(work.round, work.summed_round)
+            state = self._personal.before(work)
         with _random_numbers:
             trained, result = train_in(self.run, work, memory, progress, stopped, state)
         if self._personal is not None and state is not None:
@@ -280,10 +289,14 @@ class InProcessHost:
         self._sent = request_id, memory
         return trained, result
 
+    def state_digest(self, work: Work) -> bytes:
+        """See `TaskHost.state_digest`."""
+        return digest_before(self._personal, work)
+
     def score(self, request_id: str, work: link_pb2.Score, payload: Buffer) -> list[float]:
         """See `TaskHost.score`."""
         assert self.run is not None
-        state = None if self._personal is None else self._personal.newest()
+        state = None if self._personal is None else self._personal.before(work)
         return self.run.score(payload, [list(mean.of) for mean in work.candidates], state)
 
     def evaluate(
@@ -291,7 +304,7 @@ class InProcessHost:
     ) -> link_pb2.Counted:
         """See `TaskHost.evaluate`."""
         assert self.run is not None
-        state = None if self._personal is None else self._personal.newest(work.round)
+        state = None if self._personal is None else self._personal.before(work)
         return self.run.evaluate(work.round, payload, state)
 
     def answer(

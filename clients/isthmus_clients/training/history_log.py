@@ -174,6 +174,8 @@ def _encode(entry: Entry) -> bytes:
     ]
     if isinstance(entry, Unmasked) and not entry.vector:
         del values[4:]  # as the earlier version wrote it
+    if isinstance(entry, Masked) and entry.trained is None:
+        del values[2:]  # likewise
     return json.dumps([kind, *values], separators=(",", ":")).encode()
 
 

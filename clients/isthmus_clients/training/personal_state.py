@@ -23,6 +23,7 @@ from isthmus.errors import AdmissionRefused, TaskError
 from isthmus.system.private_files import make_private_directory, write_private_file
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer
+from isthmus.wire import link_pb2
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ MAX_MB = 1024
 """Disk space for the states of all runs, where no owner has set another."""
 
 _SUFFIX = ".safetensors"
+
+Work = link_pb2.TrainLocal | link_pb2.Score | link_pb2.Evaluate
+"""Requests whose work may use a personal state."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -200,6 +204,15 @@ class PersonalState:
         stored = sorted(self._stored(), reverse=True)
         return self._first_whole(stored if until is None else self._before(until + 1))[1]
 
+    def before(self, work: Work) -> bytearray:
+        """What some work starts from, encoded; zeros for the initial values.
+
+        Training starts from what `begin` says, and the others from what `newest` says.
+        """
+        if isinstance(work, link_pb2.TrainLocal):
+            return self.begin(work.round, work.summed_round)
+        return self.newest(work.round if isinstance(work, link_pb2.Evaluate) else None)
+
     def take_notes(self) -> list[str]:
         """What happened to states since the last call, for the owner and the operator."""
         notes = self._notes
@@ -248,6 +261,11 @@ class PersonalState:
         )
         self._notes.append(note)
         log.warning("%s%s", note, "" if path is None else f" ({path})")
+
+
+def digest_before(states: PersonalState | None, work: Work) -> bytes:
+    """SHA-256 of what some work starts from; empty for a run without personal states."""
+    return b"" if states is None else hashlib.sha256(states.before(work)).digest()
 
 
 def is_initial(state: Buffer) -> bool:

@@ -103,7 +103,9 @@ class ClientSession:
                 "its task, its tensors, its mode, start models or candidates differ",
             )
         requirements.check_selection(config, enrolment.population, directory.now())
-        self._start = start or StartModel(config.round, config.model_hash, vector=purpose)
+        self._start = start or StartModel(
+            config.round, config.model_hash, vector=purpose, work=purpose
+        )
         history.check_vector(config, self._start)
         history.begin(config, requirements)
         self.config = config

@@ -32,6 +32,13 @@ was asked to train or to encode them in another way. With its shares a client bi
 vector as well, so that those that have revealed shares for S are in no later sum with another one.
 Otherwise a server could choose two encodings in which all vectors but one are the same, and
 subtract the sums of one set.
+
+Clients that are in S and were not asked for shares are bound less: they may be in later sums over
+other sets, in which none of the others is. A later sum over the same set is asked for in the same
+way, as the others would refuse it otherwise; but what a client's vector depends on besides, the
+round of its random numbers and what it keeps between rounds, could differ for these. So a client
+remembers it when it sends a masked vector, and refuses to be asked in the same way for another
+one. Then a later sum over that set is S again.
 """
 
 from __future__ import annotations
@@ -67,6 +74,8 @@ class StartModel:
     `isthmus_privacy.purpose.device_vector`."""
     trained: int | None = None
     """The round whose random numbers the vector has; None for `round`."""
+    work: bytes = bytes(32)
+    """Hash of the part of `vector` that is the same for all clients of a sum."""
 
     @property
     def trained_round(self) -> int:
@@ -96,6 +105,13 @@ class Masked:
 
     run_id: str
     model_hash: bytes
+    asked: bytes = b""
+    """Hash of how the client was asked for its vector, as all others of the sum were, 16 bytes;
+    empty in an entry of an earlier version."""
+    vector: bytes = b""
+    """See `Unmasked.vector`."""
+    trained: int | None = None
+    """The round whose random numbers the vector has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,14 +138,17 @@ Entry = Begun | Masked | Unmasked
 def essential(entries: Iterable[Entry]) -> list[Entry]:
     """The entries that a history needs: without attempts that a later one of the run replaces."""
     kept: dict[tuple[object, ...], Entry] = {}
+    masked: dict[bytes, set[bytes]] = {}
     for entry in entries:
         match entry:
             case Begun():
                 key: tuple[object, ...] = ("begun", entry.run_id)
             case Masked():
-                key = ("masked", entry.model_hash)
+                key = ("masked", entry.model_hash, entry.asked)
+                masked.setdefault(entry.model_hash, set()).add(entry.asked)
             case Unmasked():
-                kept.pop(("masked", entry.model_hash), None)
+                for asked in masked.pop(entry.model_hash, ()):
+                    kept.pop(("masked", entry.model_hash, asked), None)
                 key = ("unmasked", entry.run_id, entry.round, entry.model_hash)
         kept.pop(key, None)  # the latest is at the end
         kept[key] = entry
@@ -170,6 +189,10 @@ class History:
         self._participations = 0
         self._masked: dict[bytes, str] = {}
         """Model to the run with masked updates to it, until a sum is unmasked."""
+        self._given: dict[bytes, dict[bytes, bytes]] = {}
+        """Model to the masked vectors for it by how they were asked for, until then."""
+        self._trained: dict[bytes, int] = {}
+        """Model to the round of the random numbers of these."""
         self._unmasked: dict[bytes, bytes] = {}
         """Model, and round of a run, to the survivor set."""
         self._vectors: dict[bytes, tuple[bytes, int]] = {}
@@ -191,32 +214,39 @@ class History:
         return self._begun[run_id].rho if run_id in self._begun else 0.0
 
     def trained_round(self, model_hash: bytes) -> int | None:
-        """The round in which this client has trained from a model whose sum was unmasked.
+        """The round in which this client has trained from a model that it gave a vector for.
 
         A vector that is given again has the random numbers of that round, and is thus the same.
-        None if no sum of this model was unmasked.
+        None if it gave none.
         """
-        known = self._vectors.get(_model_key(model_hash))
-        return None if known is None else known[1]
+        key = _model_key(model_hash)
+        known = self._vectors.get(key)
+        return self._trained.get(key) if known is None else known[1]
 
     def check_vector(self, config: RoundConfig, start: StartModel) -> None:
-        """Refuse to give another vector for a model than the one of an unmasked sum.
+        """Refuse to give another vector for a model than the one of a sum.
 
         Args:
             config: of the attempt.
             start: of the vector that is asked for.
 
         Raises:
-            PeerMisbehaved: it would be computed, or encoded, in another way.
+            PeerMisbehaved: the client has helped to unmask a sum of vectors that were computed, or
+                encoded, in another way; or it was asked for its vector in the same way before, and
+                what it keeps between rounds has changed since.
         """
-        known = self._vectors.get(_model_key(start.model_hash))
-        if known is not None and known[0] != _vector_key(config, start):
+        key = _model_key(start.model_hash)
+        own = _vector_key(config, start)
+        bound, _ = self._vectors.get(key, (own, 0))
+        given = self._given.get(key, {}).get(_asked_key(config, start), own)
+        if bound != own or given != own:
             refusal.refuse(
                 "another-vector-for-model",
-                "this device has helped to unmask a sum with its vector for the same model, and "
-                "gives no other one: it was computed with other settings or code, or encoded in "
-                "another range or with another largest weight; go on with those, or change the "
-                "job's seed, which gives another model",
+                "this device has helped to unmask a sum with its vector for the same model, or was "
+                "asked for it in the same way before, and gives no other one: it was computed with "
+                "other settings or code or from another state, or encoded in another range or with "
+                "another largest weight; go on with those, or change the job's seed, which gives "
+                "another model",
             )
 
     def begin(self, config: RoundConfig, requirements: ClientRequirements) -> None:
@@ -298,8 +328,11 @@ class History:
                 "waits for its sum; continue that run, or change the job's seed, which gives "
                 "another model",
             )
-        if key not in self._masked and key not in self._unmasked:
-            self._store(Masked(config.run_id, start.model_hash))
+        asked = _asked_key(config, start)
+        if key not in self._unmasked and asked not in self._given.get(key, {}):
+            vector = _vector_key(config, start)
+            trained = start.trained_round
+            self._store(Masked(config.run_id, start.model_hash, asked, vector, trained))
 
     def check(self, config: RoundConfig, start: StartModel, survivors: bytes) -> None:
         """Refuse a survivor set, or a vector, that differs from that of an unmasked sum.
@@ -355,9 +388,14 @@ class History:
                 self._begun[entry.run_id] = entry
                 self._draw = max(self._draw, entry.draw)
             case Masked():
-                self._masked[_model_key(entry.model_hash)] = entry.run_id
+                key = _model_key(entry.model_hash)
+                self._masked[key] = entry.run_id
+                if entry.trained is not None:
+                    self._given.setdefault(key, {})[entry.asked] = entry.vector
+                    self._trained.setdefault(key, entry.trained)
             case Unmasked():
-                self._masked.pop(_model_key(entry.model_hash), None)
+                for known in (self._masked, self._given, self._trained):
+                    known.pop(_model_key(entry.model_hash), None)
                 for key in _keys(entry.run_id, entry.round, entry.model_hash):
                     self._unmasked[key] = entry.survivors
                 key = _model_key(entry.model_hash)
@@ -371,6 +409,10 @@ def _model_key(model_hash: bytes) -> bytes:
 
 def _vector_key(config: RoundConfig, start: StartModel) -> bytes:
     return tagged_hash("history-vector", start.vector, config.encoding_hash)[:_KEY_BYTES]
+
+
+def _asked_key(config: RoundConfig, start: StartModel) -> bytes:
+    return tagged_hash("history-asked", start.work, config.encoding_hash)[:_KEY_BYTES]
 
 
 def _keys(run_id: str, round_: int, model_hash: bytes) -> tuple[bytes, bytes]:

@@ -58,6 +58,17 @@ def test_entries_are_read_in_order(written):
     assert HistoryLog(written).entries == ENTRIES
 
 
+def test_masked_vectors_are_read_until_a_sum_of_their_model_is_unmasked(path):
+    masked = [Masked("run", bytes(32), bytes([way]) * 16, bytes(16), 3) for way in range(2)]
+    other = Masked("run", bytes([1]) * 32, bytes(16), bytes(16), 3)
+    log = HistoryLog(path)
+    for entry in (*masked, other, *masked):
+        log.append(entry)
+    assert HistoryLog(path).entries == [*masked, other, *masked]
+    unmasked = Unmasked("run", 1, bytes(32), bytes(range(32)))
+    assert essential([*masked, other, *masked, unmasked]) == [other, unmasked]
+
+
 def test_the_bytes_of_a_history_are_those_of_earlier_versions(path):
     assert head_of(path).read_bytes() == EMPTY_HEAD
     log = HistoryLog(path)

@@ -1,7 +1,7 @@
 """The server has almost the same clients sum the same updates several times, and subtracts."""
 
 from tests.privacy.attacks.registry import ALICE, BOB, expect_refusal
-from tests.privacy.protocol import ProtocolRound, make_client, make_config
+from tests.privacy.protocol import MODEL_HASH, ProtocolRound, make_client, make_config
 
 from isthmus_privacy.secagg.history import History, StartModel, essential
 from isthmus_privacy.secagg.messages import Stage
@@ -99,6 +99,18 @@ def the_same_model_for_other_work():
     device = Device()
     device.attempt(**FIRST)
     device.attempt(**{**FIRST, "attempt": 1}, purpose=bytes([1]) * 32)
+
+
+@expect_refusal("another-vector-for-model")
+def another_vector_of_a_device_that_was_not_asked_for_shares():
+    """The others open the first sum, and in the second they are the same devices again.
+
+    They give the same vectors, so the difference of the two sums is about this device alone.
+    """
+    device = Device()
+    for number, vector in enumerate((bytes(32), bytes([1]) * 32)):
+        start = StartModel(3, MODEL_HASH, vector=vector)
+        device.attempt(start=start, until=Stage.UNMASKING, **{**FIRST, "attempt": number})
 
 
 @expect_refusal("masked-in-another-run")

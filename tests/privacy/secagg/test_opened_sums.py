@@ -18,6 +18,7 @@ from tests.privacy.protocol import signed_keys as corrupt_keys
 
 from isthmus.errors import PeerMisbehaved
 from isthmus_privacy.secagg.cohort import Cohort
+from isthmus_privacy.secagg.config import ClientRequirements
 from isthmus_privacy.secagg.encoding import encode
 from isthmus_privacy.secagg.history import History, StartModel, essential
 from isthmus_privacy.secagg.messages import (
@@ -308,6 +309,41 @@ def test_the_rank_and_the_fewest_devices_of_known_sums():
     assert rank([[1, 1, 0], [0, 1, 1], [1, 2, 1]]) == 2
     assert fewest_devices([{("a", 0), ("b", 0), ("c", 0)}, {("a", 0), ("b", 0)}]) == 1
     assert fewest_devices([{("a", 0), ("b", 0)}, {("a", 1), ("b", 1), ("c", 1)}]) == 2
+
+
+# -- devices that were not asked for shares --------------------------------------------------------
+
+
+def masked(history, attempt, vector=bytes(32), trained=None, **config):
+    """A device sends a masked vector, and hears no more of that attempt."""
+    config = make_config(attempt=attempt, **config)
+    start = StartModel(config.round, config.model_hash, vector=vector, trained=trained)
+    history.check_vector(config, start)
+    history.begin(config, ClientRequirements())
+    history.mask(config, start, b"owners")
+
+
+def test_a_device_that_was_not_asked_for_shares_is_bound_to_its_vector():
+    """The others may have opened the sum, and repeat it with the same vectors."""
+    entries = []
+    history = History((), entries.append)
+    masked(history, 0)
+    for known in (history, History(essential(entries))):
+        assert known.trained_round(make_config().model_hash) == 3
+        with pytest.raises(PeerMisbehaved, match="asked for it in the same way before"):
+            masked(known, 1, vector=bytes([1]) * 32)
+    masked(history, 1)
+
+
+def test_an_attempt_that_was_lost_may_be_repeated_in_another_encoding():
+    entries = []
+    history = History((), entries.append)
+    masked(history, 0)
+    masked(history, 1, clip=2.0, vector=bytes([1]) * 32)
+    history = History(essential(entries))
+    masked(history, 2)
+    with pytest.raises(PeerMisbehaved, match="asked for it in the same way before"):
+        masked(history, 3, clip=2.0)
 
 
 # -- four attempts at one round --------------------------------------------------------------------

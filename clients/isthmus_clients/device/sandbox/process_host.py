@@ -27,7 +27,12 @@ from isthmus_clients.device.sandbox.settings import WorkerSettings
 from isthmus_clients.device.sandbox.task_process import TaskProcess
 from isthmus_clients.device.task_host import TrainingResult, states_key
 from isthmus_clients.training.accelerator import may_be_nvidia
-from isthmus_clients.training.personal_state import PersonalState, PersonalStates
+from isthmus_clients.training.personal_state import (
+    PersonalState,
+    PersonalStates,
+    Work,
+    digest_before,
+)
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +202,7 @@ class ProcessHost:
         request = link_pb2.Request(id=request_id, train_local=work)
         shared = []
         if opened.personal is not None:
-            shared.append(_shared(opened.personal.begin(work.round, work.summed_round)))
+            shared.append(_shared(opened.personal.before(work)))
         trained = self._call(opened, request, [memory, *shared], report).trained
         if opened.personal is not None:
             opened.personal.save(work.round, _copy_of(shared[0], opened.run.kept))
@@ -224,12 +229,16 @@ class ProcessHost:
             update,
         )
 
+    def state_digest(self, work: Work) -> bytes:
+        """See `TaskHost.state_digest`."""
+        return digest_before(self._run().personal, work)
+
     def score(self, request_id: str, work: link_pb2.Score, payload: Buffer) -> list[float]:
         """See `TaskHost.score`."""
         memory = _shared(payload)
         request = link_pb2.Request(id=request_id, score=work)
         opened = self._run()
-        shared = [] if opened.personal is None else [_shared(opened.personal.newest())]
+        shared = [] if opened.personal is None else [_shared(opened.personal.before(work))]
         scores = list(self._call(opened, request, [memory, *shared]).scored.scores)
         self._spare = memory
         if len(scores) != len(work.candidates) or not all(0 <= score <= 1 for score in scores):
@@ -243,7 +252,7 @@ class ProcessHost:
         memory = _shared(payload)
         request = link_pb2.Request(id=request_id, evaluate=work)
         opened = self._run()
-        shared = [] if opened.personal is None else [_shared(opened.personal.newest(work.round))]
+        shared = [] if opened.personal is None else [_shared(opened.personal.before(work))]
         counted = self._call(opened, request, [memory, *shared]).counted
         self._spare = memory
         return counted
