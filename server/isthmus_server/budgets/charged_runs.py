@@ -146,26 +146,23 @@ def refuse_older(
         entries = run.charges_of(population)
         if not entries:
             continue
-        if shared is None:
-            lost: Sequence[Charge] = [each.charge for each in entries if each.outcome is not None]
-            unasked: Sequence[Charge] = [each.charge for each in entries if each.outcome is None]
+        if shared is None:  # it is made before a run is charged
+            absent = Absent([entry.charge for entry in entries], [])
         else:
             absent = absent_from(shared, entries)
-            lost = absent.lost
-            unasked = absent.unasked
-        if lost:
-            first = lost[0]
+        if absent.lost:
+            first = absent.lost[0]
+            what = "is missing and had" if shared is None else "does not have"
             raise LedgerDamaged(
-                f"{path} {'is missing and had' if shared is None else 'does not have'} "
-                f"{len(lost)} of {len(entries)} charges of the run in {run.directory}, the first "
-                f"of {first.what} {first.round} attempt {first.attempt}{run.shown(population)}: it "
-                "was removed, or is an older copy, so what was spent of "
-                f"{population!r} is not known and nobody is asked; restore the newer ledger with "
-                f"its head, or, if another server has charged that run, move it out of "
+                f"{path} {what} {len(absent.lost)} of {len(entries)} charges of the run in "
+                f"{run.directory}, the first of {first.what} {first.round} attempt {first.attempt}"
+                f"{run.shown(population)}: it was removed, or is an older copy, so what was spent "
+                f"of {population!r} is not known and nobody is asked; restore the newer ledger "
+                "with its head, or, if another server has charged that run, move it out of "
                 f"{run.directory.parent}"
             )
         # A run and a copy of it have the same charge, which is added once.
-        add += list((Counter(unasked) - Counter(add)).elements())
+        add += list((Counter(absent.unasked) - Counter(add)).elements())
     return add
 
 

@@ -239,9 +239,11 @@ class SharedBudget:
 
 
 def _known_rounds(job: Job) -> tuple[int, int]:
-    """Rounds with devices, and with the datacenter, that a run has for certain."""
+    """Rounds with devices, and with the datacenter, that a run has for certain.
+
+    Failed attempts take from the budget of a run, too, and are charged like rounds.
+    """
     ends = (
-        job.budget,
         job.seconds,
         job.device_bytes,
         job.strategy.target_metric,
@@ -250,8 +252,23 @@ def _known_rounds(job: Job) -> tuple[int, int]:
     sides = _SIDES.get(job.strategy.policy)
     if sides is None or any(limit is not None for limit in ends):
         return 0, 0
+    rounds = job.rounds
+    if job.budget is not None:
+        if all(sides):  # what both cost together depends on what is measured
+            return 0, 0
+        price = _most_of_a_round(job)
+        rounds = min(rounds, math.floor(job.budget / price)) if price else rounds
     devices, datacenter = sides
-    return math.floor(devices * job.rounds), math.ceil(datacenter * job.rounds)
+    return math.floor(devices * rounds), math.ceil(datacenter * rounds)
+
+
+def _most_of_a_round(job: Job) -> float:
+    """The price of a round of devices alone, or of the datacenter alone."""
+    prices = job.prices
+    evaluation = job.evaluation.devices * prices.client_evaluation
+    if job.strategy.policy == "federated":
+        return job.federated.invited * prices.client_update + evaluation
+    return job.datacenter.steps * prices.datacenter_step + evaluation
 
 
 def _of_devices(run: SharedRun, number: int) -> Composition:
@@ -263,7 +280,7 @@ def _of_devices(run: SharedRun, number: int) -> Composition:
     if privacy is None or not rounds or not run.devices:
         return spent
     plan = NoisePlan.of_job(job)
-    # The mean over devices: whoever is asked most was asked at least as often.
+    # The mean over devices: the device that is asked most is asked as often or more.
     asked = rounds * min(job.federated.invited, run.devices) // run.devices
     if plan.correlated is not None:  # once for all rounds
         apart = min(privacy.separation, rounds) * min(job.federated.cohort, run.devices)

@@ -90,9 +90,10 @@ def test_a_ledger_rolled_back_with_its_head_is_refused_by_a_new_job(charged, sta
     assert check_populations(state) == ["devices"]
 
 
+@pytest.mark.parametrize("crash", [False, True])
 @pytest.mark.parametrize("way", ["both", "directory", "ledger", "head"])
-def test_a_population_is_not_begun_anew_while_runs_have_charged_it(charged, state, way):
-    charged("one", {"round": 1})
+def test_a_population_is_not_begun_anew_while_runs_have_charged_it(charged, state, way, crash):
+    charged("one", {"round": 1}, crash=crash)
     ledger, head = files(state)
     match way:
         case "both":

@@ -60,6 +60,8 @@ def test_the_total_is_that_of_all_runs_and_the_number_that_fits_is_said(make_job
         ({"federated.cohort": 5, "federated.quorum": 5}, 6),
         ({"federated.cohort": 4, "federated.quorum": 4}, 12),
         ({"strategy.policy": "alternate", "datacenter.ranks": 1}, 6),
+        ({"budget": 25.0}, 6),
+        ({"budget": 1e9}, 3),
     ],
 )
 def test_the_device_that_is_asked_most_is_asked_at_least_as_often_as_the_mean(
@@ -74,7 +76,7 @@ def test_the_device_that_is_asked_most_is_asked_at_least_as_often_as_the_mean(
     "change",
     [
         {"strategy.policy": "adaptive", "datacenter.ranks": 1},
-        {"budget": 1e9},
+        {"strategy.policy": "alternate", "datacenter.ranks": 1, "budget": 1e9},
         {"seconds": 1e9},
         {"device_bytes": 10**15},
     ],
