@@ -60,7 +60,7 @@ COMMANDS = [
         "--policy --print-systemd --server --shard --state --tasks --threads"
     ),
     "isthmus client status --state",
-    "isthmus compare --json --policies --run-dir --seeds --set --vary JOB",
+    "isthmus compare --json --policies --public-data --run-dir --seeds --set --vary JOB",
     "isthmus console --address PATH",
     "isthmus datacenter agent --control --state",
     "isthmus datacenter join --state --token-file TOKEN URL",
@@ -112,8 +112,8 @@ COMMANDS = [
     "isthmus server verify STATE",
     (
         "isthmus simulate --clients --cohort --dry-run --env-file --json --log-format --metrics"
-        " --nodes --option --or-resume --prologue --quiet --ranks --resume --run-dir --scheduler"
-        " --seeds --set --track --vary JOB"
+        " --nodes --option --or-resume --prologue --public-data --quiet --ranks --resume --run-dir"
+        " --scheduler --seeds --set --track --vary JOB"
     ),
     "isthmus statistics --address --output --run-dir --set JOB",
     "isthmus submit --project --set --share --state JOB",

@@ -59,8 +59,13 @@ MEASURING_SLOTS = (GRADIENT_LOST, *TRAINING_SLOTS)
 WITHIN_CLIP = Slot(name="within_clip", maximum=1.0, exact=True)
 """1 from a client whose update is not longer than the round's clipping bound."""
 
-CLIPPING_SLOTS = (UNUSABLE, WITHIN_CLIP)
-"""Figures of a client that has trained, for a server that moves the bound."""
+PRIVATE_SLOTS: tuple[Slot, ...] = ()
+"""Figures of a client in a job with differential privacy: none, as their sums would be exact. A
+client without a usable vector is in the sum as zeros that count as any other vector."""
+
+CLIPPING_SLOTS = (WITHIN_CLIP,)
+"""Figures of a client in such a job, for a server that moves the bound, and adds noise to their
+sum before anybody sees it."""
 
 SCORING_SLOTS = (UNUSABLE,)
 """Figures of a client that has scored models."""

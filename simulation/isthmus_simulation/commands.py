@@ -18,6 +18,7 @@ from isthmus_datacenter.launch.options import find_launcher, launch_options, sta
 from isthmus_server.cli.compare import (
     check_writable,
     parse_variations,
+    public_data_option,
     refuse_seed,
     results_option,
     run_comparison,
@@ -58,6 +59,7 @@ from isthmus_simulation.rank_place import RankPlace
     "--or-resume", is_flag=True, help="If --run-dir has this simulation already, resume it."
 )
 @vary_option
+@public_data_option
 @click.option(
     "--seeds",
     type=click.IntRange(min=1),
@@ -89,6 +91,7 @@ def simulate(
     resume: bool,
     or_resume: bool,
     vary: tuple[str, ...],
+    public_data: bool,
     seeds: int | None,
     json_file: Path | None,
     scheduler: str | None,
@@ -133,6 +136,8 @@ def simulate(
         raise UserError(
             "--json has the results of --vary or --seeds; `isthmus report --json` those of one run"
         )
+    elif public_data:
+        raise UserError("--public-data is for --vary or --seeds: one run has its own budget anyway")
     if resume:
         if run_dir is None:
             raise UserError("--resume needs --run-dir, the directory of the run to resume")
@@ -186,7 +191,7 @@ def simulate(
     if is_sweep:
         assert loaded is not None
         assert job is not None
-        _sweep(loaded, job.resolve().parent, run_dir, vary, seeds, json_file)
+        _sweep(loaded, job.resolve().parent, run_dir, vary, seeds, json_file, public_data)
         return
     from isthmus_server.observability.observers import Observers
     from isthmus_simulation.run import Simulation
@@ -305,6 +310,7 @@ def _sweep(
     vary: tuple[str, ...],
     seeds: int | None,
     json_file: Path | None,
+    public_data: bool,
 ) -> None:
     """Simulate every combination of values with each seed."""
     from isthmus_server.runs.local.compare import JobComparison
@@ -315,5 +321,7 @@ def _sweep(
     directory = run_dir or fresh_directory(job, "simulate-")
     check_writable(directory, json_file)
     numbers = [job.seed] if seeds is None else range(1, seeds + 1)
-    comparison = JobComparison(job, base, directory, variants, numbers, SimulatedRuns())
+    comparison = JobComparison(
+        job, base, directory, variants, numbers, SimulatedRuns(), public_data=public_data
+    )
     run_comparison(comparison, json_file, None, VirtualTimeLoop)

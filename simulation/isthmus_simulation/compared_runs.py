@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from isthmus.job import Job
+from isthmus_server.budgets.populations import Populations
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
@@ -37,6 +38,10 @@ class SimulatedRuns:
         gpus_of(job)
         return ""
 
+    def devices(self, job: Job) -> int:
+        """See `ComparedRuns.devices`."""
+        return job.simulation.population(job.federated)
+
     @contextlib.asynccontextmanager
     async def participants(self, job: Job) -> AsyncIterator[None]:
         """Do nothing: each run has participants of its own."""
@@ -46,9 +51,11 @@ class SimulatedRuns:
         """See `ComparedRuns.create`."""
         return Simulation.new(job, base, directory).store
 
-    async def train(self, store: Store) -> tuple[RunState, FinalModel]:
+    async def train(
+        self, store: Store, populations: Populations | None
+    ) -> tuple[RunState, FinalModel]:
         """See `ComparedRuns.train`."""
-        simulation = self._simulation = Simulation(store)
+        simulation = self._simulation = Simulation(store, populations=populations)
         if self._leaving:
             simulation.leave()
         final = await simulation.run()

@@ -20,6 +20,7 @@ from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.training.accelerator import Accelerators
 from isthmus_datacenter.virtual import VirtualDatacenter
+from isthmus_server.budgets.populations import Populations
 from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.observability.observers import Observers
 from isthmus_server.rounds.coordinator import Coordinator
@@ -58,14 +59,22 @@ class Simulation:
         job says how devices train (`simulation.training`).
     """
 
-    def __init__(self, store: Store, crew: RankCrew | None = None) -> None:
-        """Simulate the run of a store; `crew` trains its devices, None for this machine.
+    def __init__(
+        self, store: Store, crew: RankCrew | None = None, populations: Populations | None = None
+    ) -> None:
+        """Simulate the run of a store.
+
+        Args:
+            store: the run on disk.
+            crew: trains its devices; None for this machine.
+            populations: privacy ledgers that runs share; None for a run by itself.
 
         Raises:
             JobError: the job cannot be simulated.
         """
         self.store = store
         self._crew = crew
+        self._populations = populations
         check(store.job)
         self._gpus = gpus_of(store.job) if crew is None else []
         self._coordinator: Coordinator | None = None
@@ -155,7 +164,8 @@ class Simulation:
             events.whole_population = population.is_whole
             check_participants(job, load_policy(job.strategy), population.count)
             clock = VirtualClock(store.run_state().elapsed)
-            coordinator = self._coordinator = Coordinator(RunParts.of(store, link, events, clock))
+            parts = RunParts.of(store, link, events, clock, self._populations)
+            coordinator = self._coordinator = Coordinator(parts)
             coordinator.roster.started_clients = population.count if population.is_whole else 0
             coordinator.roster.waits_for_connected = not population.is_whole
             if self._leaving:

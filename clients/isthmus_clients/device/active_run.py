@@ -190,10 +190,25 @@ class ActiveRun:
             return slots.COMPRESSED_SLOTS
         privacy = self.job.privacy
         if privacy is None and self.job.federated.privacy is not None:
-            return slots.SCORING_SLOTS
+            return slots.PRIVATE_SLOTS
         if privacy is None or privacy.mechanism == "distributed":
             return slots.TRAINING_SLOTS
-        return slots.SCORING_SLOTS if privacy.clip_quantile is None else slots.CLIPPING_SLOTS
+        return slots.PRIVATE_SLOTS if privacy.clip_quantile is None else slots.CLIPPING_SLOTS
+
+    @property
+    def measuring_slots(self) -> Sequence[Slot]:
+        """The figures that this device gives with scores and counts."""
+        from isthmus_privacy import slots
+
+        return slots.SCORING_SLOTS if self.job.privacy is None else slots.PRIVATE_SLOTS
+
+    @property
+    def range_slots(self) -> Sequence[Slot]:
+        """The figures that this device gives with the ranges of an update."""
+        from isthmus_privacy import slots
+
+        protected = self.job.federated.privacy is not None
+        return slots.PRIVATE_SLOTS if protected else slots.SCORING_SLOTS
 
     def check_privacy(self, config: RoundConfig, rho: float) -> None:
         """Refuse a sum of updates without the clipping and the noise that the job promises.

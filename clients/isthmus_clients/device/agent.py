@@ -25,12 +25,17 @@ from isthmus_clients.device.own_figures import OwnFigures
 from isthmus_clients.device.received_models import ReceivedModels
 from isthmus_clients.device.resource_limits import CpuThrottle
 from isthmus_clients.device.secure_measurements import evaluate, score
-from isthmus_clients.device.secure_sessions import SecureSessions
-from isthmus_clients.device.task_host import InProcessHost, TaskHost
+from isthmus_clients.device.secure_sessions import SecureSessions, check_wanted
+from isthmus_clients.device.task_host import (
+    InProcessHost,
+    TaskHost,
+    TrainingResult,
+    train_silently,
+)
 from isthmus_clients.device.update_tally import UpdateTally
 from isthmus_clients.training.examples_account import ExamplesAccount
 from isthmus_clients.training.personal_state import PersonalStates
-from isthmus_clients.training.withholding import constant_failures
+from isthmus_clients.training.withholding import attempted, constant_failures
 from isthmus_privacy.purpose import check_gradient_scale
 
 if TYPE_CHECKING:
@@ -378,12 +383,33 @@ class Agent:
         run.charge(work)
         report = progress if run.reports else lambda _: None
         with constant_failures(run.account is not None, self._log_file, on_data=True):
-            trained, update = self.host.train(request.id, work, payload, report)
-            self._tally.note(trained.examples > 0)
+            trained, update = self._trained(run, request, payload, report)
             run.protect(trained, update)
             update = run.encoded(work, update)
         trained.result.CopyFrom(self._named(update))
         return link_pb2.Reply(trained=trained), update
+
+    def _trained(
+        self, run: ActiveRun, request: link_pb2.Request, payload: Buffer, report: ReportProgress
+    ) -> TrainingResult:
+        """Train for a plain round; zeros if that fails in a job whose report is not to say so.
+
+        Raises:
+            UpdateError: the server has cancelled it.
+        """
+        import torch
+
+        work = request.train_local
+        if run.job.privacy is None:
+            result = self.host.train(request.id, work, payload, report)
+        elif (found := train_silently(self.host, request, payload)) is not None:
+            result = found
+        else:
+            check_wanted(self._wanted(run, request))
+            layout = run.result_layout(work)
+            result = link_pb2.Trained(), layout.encode(torch.zeros(layout.size))
+        self._tally.note(result[0].examples > 0)
+        return result
 
     def _named(self, update: Buffer) -> link_pb2.Blob:
         """The name by which the server fetches an update."""
@@ -403,7 +429,15 @@ class Agent:
             wanted = self._wanted(run, request)
             return score(self._secure, self.host, run, request, payload, wanted)
         run.check_plain_allowed()
-        scores = self.host.score(request.id, work, payload)
+
+        def score_models() -> Sequence[float]:
+            return self.host.score(request.id, work, payload)
+
+        if run.job.privacy is None:
+            scores = score_models()
+        else:  # none, which count as the middle of their range, if this fails
+            scores = attempted(f"comparison {work.comparison} of {work.run_id}", score_models) or ()
+            check_wanted(self._wanted(run, request))
         return link_pb2.Reply(scored=link_pb2.Scored(scores=scores))
 
     def _evaluate(self, request: link_pb2.Request, payload: Buffer) -> link_pb2.Reply:
@@ -416,7 +450,16 @@ class Agent:
             own = self._own_figures
             return evaluate(self._secure, self.host, run, request, payload, wanted, own)
         run.check_plain_allowed()
-        counted = self.host.evaluate(request.id, work, payload)
+
+        def count() -> link_pb2.Counted:
+            return self.host.evaluate(request.id, work, payload)
+
+        if run.job.privacy is None:
+            counted = count()
+        else:  # see `_score`
+            what = f"evaluation in round {work.round} of {work.run_id}"
+            counted = attempted(what, count) or link_pb2.Counted()
+            check_wanted(self._wanted(run, request))
         if self._own_figures is not None and counted.own_figures:
             self._own_figures.note(work.run_id, work.round, counted.own_figures)
         return link_pb2.Reply(counted=link_pb2.Counted(counts=counted.counts))

@@ -1,6 +1,7 @@
 """What a device measures for a secure sum: scores, and counts of an evaluation or of its data.
 
-Nothing of it is sent before it is masked, and a failure of the task ends in zeros of weight 0.
+Nothing of it is sent before it is masked, and a failure of the task ends in zeros, see
+`without_effect`.
 PyTorch is imported on first use, so that an idle device stays small.
 """
 
@@ -40,18 +41,15 @@ def score(
         UpdateError: this device is not enrolled, cannot record the attempt, or the server has
             cancelled it.
     """
-    import torch
-
     from isthmus.task import paired_scores
     from isthmus_privacy.purpose import ComparisonPurpose, device_vector
     from isthmus_privacy.secagg.history import StartModel
-    from isthmus_privacy.slots import SCORING_SLOTS
 
     work = request.score
     about = (paired_scores.comparisons_run_id(work.run_id), work.comparison, work.attempt)
     candidates = tuple(tuple(mean.of) for mean in work.candidates)
     purpose = ComparisonPurpose(run.secure_purpose, candidates)
-    slots = () if run.adds_noise else SCORING_SLOTS
+    slots = run.measuring_slots
     own = ComparisonPurpose(run.vector_purpose, candidates)
     state = state_name(host, run, work)
     start = StartModel(
@@ -69,13 +67,10 @@ def score(
         lambda: paired_scores.score_vector(host.score(request.id, work, payload)),
     )
     check_wanted(wanted)
-    usable = vector is not None
-    if vector is None:
-        vector = torch.zeros(paired_scores.vector_size(len(work.candidates)))
-    elif run.job.privacy is not None:
+    if vector is not None and run.job.privacy is not None:
         vector = paired_scores.centred(vector)
     seed = sessions.seed(run, -work.comparison, attempt)
-    return sessions.join(attempt, vector, int(usable), _figures(attempt, usable), seed)
+    return sessions.join(attempt, vector, 1, _figures(attempt), seed)
 
 
 def evaluate(
@@ -96,8 +91,6 @@ def evaluate(
         UpdateError: this device is not enrolled, cannot record the attempt, or the server has
             cancelled it.
     """
-    import torch
-
     from isthmus.task.measurements.bounded_means import measured_norm, numbers_of
     from isthmus_privacy.purpose import (
         EvaluationPurpose,
@@ -107,7 +100,6 @@ def evaluate(
     )
     from isthmus_privacy.secagg.config import RoundConfig
     from isthmus_privacy.secagg.history import StartModel
-    from isthmus_privacy.slots import SCORING_SLOTS
 
     work = request.evaluate
     config = RoundConfig.from_bytes(work.secure)
@@ -137,7 +129,7 @@ def evaluate(
         work.secure,
         link_pb2.Blob(sha256=name),
         EvaluationPurpose(run.secure_purpose, work.group).hash,
-        () if run.adds_noise else SCORING_SLOTS,
+        run.measuring_slots,
         start=start,
         whole=not private,
     )
@@ -150,17 +142,14 @@ def evaluate(
         lambda: _counts(host.evaluate(request.id, asked, payload), config.size, work, own),
     )
     check_wanted(wanted)
-    usable = counts is not None
-    if counts is None:
-        counts = torch.zeros(config.size, dtype=torch.int64)
-    vector = numbers_of(counts) if private else counts
+    vector = numbers_of(counts) if private and counts is not None else counts
     # Whole numbers need no seed, which is that of rounding.
     seed = sessions.seed(run, -work.round, attempt) if private else b""
-    return sessions.join(attempt, vector, int(usable), _figures(attempt, usable), seed)
+    return sessions.join(attempt, vector, 1, _figures(attempt), seed)
 
 
-def _figures(attempt: SecureParticipation, usable: bool) -> dict[str, float]:
-    return {slot.name: float(not usable) for slot in attempt.config.slots}
+def _figures(attempt: SecureParticipation) -> dict[str, float]:
+    return {slot.name: 0.0 for slot in attempt.config.slots}
 
 
 def _counts(

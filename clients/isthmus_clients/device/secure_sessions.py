@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from isthmus_clients.device.residuals import Residual, Residuals
     from isthmus_clients.training.personal_state import Work
     from isthmus_clients.training.secure import Credentials, SecureParticipation
+    from isthmus_privacy.secagg.config import RoundConfig
     from isthmus_privacy.secagg.history import StartModel
     from isthmus_privacy.slots import Slot
 
@@ -289,7 +290,6 @@ class SecureSessions:
     ) -> SecureParticipation:
         """`start` is that of the updates."""
         from isthmus_privacy.purpose import RangePurpose, ranged_model, ranges_run_id
-        from isthmus_privacy.slots import SCORING_SLOTS
 
         run.check_ranges_wanted()
         ranged = dataclasses.replace(
@@ -303,7 +303,7 @@ class SecureSessions:
             config,
             link_pb2.Blob(sha256=ranged_model(blob.sha256)),
             RangePurpose(purpose).hash,
-            SCORING_SLOTS,
+            run.range_slots,
             start=ranged,
             selected=selected,
             whole=True,
@@ -482,7 +482,7 @@ class SecureSessions:
         layout: TensorLayout,
         result: TrainingResult | None,
     ) -> tuple[link_pb2.Reply, TrainingResult | None]:
-        """Join with the ranges of an update, or with zeros of weight 0 without a usable one.
+        """Join with the ranges of an update, or without effect if there is no usable one.
 
         Returns:
             The reply, and the result, None if it cannot be used.
@@ -490,10 +490,10 @@ class SecureSessions:
         import torch
 
         from isthmus.tensors.finite import is_finite
-        from isthmus_privacy.secagg.ranges import SIZE, counts_of
+        from isthmus_privacy.secagg.ranges import counts_of
 
         figures = dict.fromkeys((slot.name for slot in attempt.config.slots), 0.0)
-        counts = torch.zeros(SIZE, dtype=torch.int64)
+        counts = None
         if result is not None:
             trained, update = result
             vector = layout.decode(update)
@@ -504,10 +504,12 @@ class SecureSessions:
             else:
                 log.error("the update has elements that are not finite; it does not count")
                 result = None
-        if result is None:
-            figures = unusable(figures)
+        if counts is None and run.job.federated.privacy is not None:
+            # Those of zeros, which count in the sum of updates: without any, the number of devices
+            # in the histograms would say how many have no update.
+            counts = counts_of(torch.zeros(1), (), 1)
         # Whole numbers need no seed, which is that of rounding.
-        return self.join(attempt, counts, int(result is not None), figures, b""), result
+        return self.join(attempt, counts, 1, figures, b""), result
 
     def _join_with_update(
         self,
@@ -518,12 +520,10 @@ class SecureSessions:
         scale: float = 1.0,
         residual: Residual | None = None,
     ) -> link_pb2.Reply:
-        """Join with an update, or with zeros of weight 0 without a usable one.
+        """Join with an update, or without effect if there is no usable one.
 
         With `TensorLayout.gradient_and_update` as its layout, it contains a gradient too.
         """
-        import torch
-
         from isthmus_privacy.dp.clipping import clip_to_norm
         from isthmus_privacy.secagg.encoding import lost_in_clipping
         from isthmus_privacy.slots import (
@@ -540,8 +540,7 @@ class SecureSessions:
         seed = self.seed(run, attempt.trained, attempt)
         figures = dict.fromkeys((slot.name for slot in config.slots), 0.0)
         if result is None:
-            zeros = torch.zeros(1).expand(layout.size)  # takes no memory
-            return self.join(attempt, zeros, 0, unusable(figures), seed, self._tally.note)
+            return self.join(attempt, None, 0, figures, seed, self._tally.note)
         trained, update = result
         vector = layout.decode(update).mul_(scale)
         if privacy is not None:
@@ -590,25 +589,26 @@ class SecureSessions:
     def join(
         self,
         attempt: SecureParticipation,
-        vector: torch.Tensor,
+        vector: torch.Tensor | None,
         examples: int,
         figures: Mapping[str, float],
         seed: bytes,
         note: Callable[[bool], None] = lambda usable: None,
     ) -> link_pb2.Reply:
-        """Encode a vector and begin the attempt; one that cannot be encoded is replaced by zeros.
+        """Encode a vector and begin the attempt; one that cannot be encoded has no effect.
 
-        `note` learns whether the vector has any weight. The reply has only keys: not even how long
-        the device took, which depends on its data.
+        None is a vector that is not usable. `note` learns whether it has any weight. The reply has
+        only keys: not even how long the device took, which depends on its data.
         """
-        import torch
-
-        try:
-            keys = attempt.advertise_keys(vector, examples=examples, figures=figures, seed=seed)
-        except UpdateError:
-            log.exception("a vector cannot be encoded; this device takes part with a weight of 0")
-            zeros = torch.zeros(1, dtype=vector.dtype).expand(vector.shape)  # takes no memory
-            keys = attempt.advertise_keys(zeros, examples=0, figures=unusable(figures), seed=seed)
+        keys = None
+        if vector is not None:
+            try:
+                keys = attempt.advertise_keys(vector, examples=examples, figures=figures, seed=seed)
+            except UpdateError:
+                log.exception("a vector cannot be encoded; this device takes part without effect")
+        if keys is None:
+            zeros, weight, figures = without_effect(attempt.config, vector)
+            keys = attempt.advertise_keys(zeros, examples=weight, figures=figures, seed=seed)
             attempt.sent = None  # of the vector, see `Residual.save`
             examples = 0
         note(examples > 0)
@@ -731,11 +731,29 @@ def _in_round(request: link_pb2.Request, trained: int) -> link_pb2.Request:
     return repeated
 
 
-def unusable(figures: Mapping[str, float]) -> dict[str, float]:
-    """The figures of a vector that does not count; with noise there are none."""
-    from isthmus_privacy.slots import UNUSABLE
+def without_effect(
+    config: RoundConfig, vector: torch.Tensor | None
+) -> tuple[torch.Tensor, int, dict[str, float]]:
+    """What a device without a usable vector gives: zeros, their weight and figures.
 
-    return {name: float(name == UNUSABLE.name) for name in figures}
+    The weight is 0, and one figure says so, of which the server sees the sum. Without that figure,
+    as in a job with differential privacy, nobody is to know how many these are: then zeros count as
+    any other vector, and are within every bound.
+
+    Args:
+        config: of the sum.
+        vector: one that cannot be encoded, which the zeros are like; None for none.
+    """
+    import torch
+
+    from isthmus_privacy.slots import UNUSABLE, WITHIN_CLIP
+
+    kind = torch.int64 if config.whole else torch.float32
+    kind = kind if vector is None else vector.dtype
+    zeros = torch.zeros(1, dtype=kind).expand(config.size)  # takes no memory
+    names = [slot.name for slot in config.slots]
+    said = {name: float(name in (UNUSABLE.name, WITHIN_CLIP.name)) for name in names}
+    return zeros, int(UNUSABLE.name not in names), said
 
 
 def check_wanted(wanted: Callable[[], bool]) -> None:

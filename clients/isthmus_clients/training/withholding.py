@@ -50,7 +50,7 @@ def attempted(what: str, work: Callable[[], _Result]) -> _Result | None:
         log.exception("%s failed", what)
         raise DetailsWithheld from None
     except Exception as error:  # noqa: BLE001 - it is logged, and must not reach the server
-        _log_failure(f"{what} failed; this device takes part with a weight of 0", error)
+        _log_failure(f"{what} failed; this device takes part without effect", error)
         return None
 
 

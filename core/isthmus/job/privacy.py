@@ -79,7 +79,8 @@ class PrivacySection(Section):
     """Part of the budget that these measurements may spend together, if there are any; the rest is
     for the updates. It divides the sum of 1 / noise multiplier^2 over all sums of a device."""
     population: PopulationName = "devices"
-    """Whose devices they are: a server keeps one ledger for all jobs with the same name."""
+    """Whose devices they are: a server keeps one ledger for all jobs with the same name, and so
+    does a comparison for all of its runs."""
 
     @model_validator(mode="after")
     def _separation_is_used(self) -> PrivacySection:

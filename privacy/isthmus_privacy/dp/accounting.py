@@ -131,6 +131,20 @@ class Composition:
                 change["sampled"] = rest | {dataclasses.replace(event, steps=steps)}
         return dataclasses.replace(self, **change)
 
+    def together_with(self, other: Composition) -> Composition:
+        """The composition of all events of both."""
+        if self == Composition():  # as often as a ledger has no charge of everybody
+            return other
+        joined = dataclasses.replace(
+            other,
+            rho=self.rho + other.rho,
+            gaussian=self.gaussian + other.gaussian,
+            correlated=self.correlated | other.correlated,
+        )
+        for event in self.sampled:
+            joined = joined.plus(event)
+        return joined
+
     def epsilon(self, delta: float) -> float:
         """The epsilon of the composition at `delta`; infinity if there is none."""
         return _epsilon(self, delta)

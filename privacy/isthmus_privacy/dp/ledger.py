@@ -30,7 +30,7 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -301,7 +301,7 @@ class Ledger:
     def epsilon_together(self, populations: tuple[str, str], delta: float) -> float:
         """What was spent of somebody who has one member in each of two populations."""
         first, second = map(self._largest, populations)
-        return max(_joined(one, two).epsilon(delta) for one in first for two in second)
+        return max(one.together_with(two).epsilon(delta) for one in first for two in second)
 
     def _largest(self, population: str, plus: Charge | None = None) -> list[Composition]:
         """What the devices were asked for, without what another one was asked for too."""
@@ -311,7 +311,7 @@ class Ledger:
                 spent[name] = spent.get(name, Composition()).plus(plus.event)
         everybody = spent.pop("", Composition())
         largest: list[Composition] = [everybody]
-        for each in {_joined(everybody, one) for one in spent.values()}:
+        for each in {everybody.together_with(one) for one in spent.values()}:
             if not any(other.covers(each) for other in largest):
                 largest = [other for other in largest if not each.covers(other)] + [each]
         return largest
@@ -319,7 +319,8 @@ class Ledger:
     def spent_by(self, population: str, device: str) -> Composition:
         """Everything that one device of a population was asked for."""
         spent = self._spent_of(population)
-        return _joined(spent.get("", Composition()), spent.get(device, Composition()))
+        everybody = spent.get("", Composition())
+        return everybody.together_with(spent.get(device, Composition()))
 
     def of_run(self, run: str) -> list[LedgerEntry]:
         """The charges of one run, in order, those that were released included."""
@@ -402,24 +403,6 @@ class Ledger:
                 f"line {known.number} of the privacy ledger {self.path} is not the one that was "
                 "written; restore the file from a backup"
             )
-
-
-def _joined(first: Composition, second: Composition) -> Composition:
-    if first == Composition():
-        return second
-    joined = dataclasses.replace(
-        second,
-        rho=first.rho + second.rho,
-        gaussian=first.gaussian + second.gaussian,
-        correlated=first.correlated | second.correlated,
-    )
-    return _with_all(joined, first.sampled)
-
-
-def _with_all(composition: Composition, events: Iterable[Event]) -> Composition:
-    for event in events:
-        composition = composition.plus(event)
-    return composition
 
 
 def _canonical(table: dict[str, Any]) -> bytes:

@@ -18,6 +18,7 @@ from isthmus_privacy.dp.ledger import Charge
 from isthmus_privacy.slots import WITHIN_CLIP
 from isthmus_server.budgets.run_ledgers import RunLedgers
 from isthmus_server.budgets.server_noise import ServerNoise, fresh_noise
+from isthmus_server.strategy.round_spec import evaluations_after
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,6 +70,7 @@ class PrivacyBudget:
         """
         self.privacy = privacy
         self.plan = NoisePlan.of_job(job)
+        self._job = job
         self._ledgers = ledgers
         self._rounds = job.rounds
         self._event = self.plan.event(ledgers.run_id)
@@ -78,6 +80,11 @@ class PrivacyBudget:
         """The attempts that each device was asked for, counted from 0."""
         self._measured = collections.Counter[str]()
         """Evaluations and comparisons that each device was asked for."""
+        self._measured_before = collections.Counter[str]()
+        """Likewise by other runs until now, with the same noise: it is made for all of them, so
+        that what they have measured is not reserved again."""
+        if self.plan.measurements:
+            self._measured_before = ledgers.charged_by_others(self.plan.measuring_event, UNIT)
         bound = self.plan.first_bound
         if bound is not None and clip:
             bound = dataclasses.replace(bound, bound=clip)
@@ -101,7 +108,7 @@ class PrivacyBudget:
                 return False
             if rows and self._charged - rows[-1] < self.privacy.separation:
                 return False
-        reserved = self.plan.measurements - self._measured[device]
+        reserved = self.plan.measurements - self._measured[device] - self._measured_before[device]
         return self._affords(device, self._event, max(reserved, 0))
 
     def allows_measurement(self, device: str) -> bool:
@@ -109,6 +116,24 @@ class PrivacyBudget:
         if self._measured[device] >= self.plan.measurements:
             return False
         return self._affords(device, self.plan.measuring_event)
+
+    @property
+    def measured(self) -> int:
+        """Measurements of all devices that they may have accepted, one for each device."""
+        return self._measured.total()
+
+    def may_repeat_measurement(self, round_: int, before: int) -> bool:
+        """Whether a measurement that has failed may be repeated.
+
+        An attempt that devices may have accepted has taken one of their measurements, and those of
+        the evaluations to come are not for repetitions.
+
+        Args:
+            round_: it was of the model after this round.
+            before: `measured` before it.
+        """
+        left = self.plan.measurements - max(self._measured.values(), default=0)
+        return self.measured == before or left > evaluations_after(self._job, round_)
 
     def _affords(self, device: str, event: Event, measurements: int = 0) -> bool:
         """Whether the budget of a device allows an event and, later, so many measurements."""
@@ -253,9 +278,11 @@ class PrivacyBudget:
             figures: of the devices.
 
         Returns:
-            The figures, with the bound in place of how many updates were within it.
+            The figures without those that have no noise; the bound is in place of how many updates
+            were within it.
         """
         figures = dict(figures)
+        figures.pop("clipped", None)  # the share of elements that the clip has cut is exact
         if self._noise is not None:
             self._noise.add(mean, self.clip, row=self._charged - 1, devices=devices)
         if self._bound is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from isthmus.errors import UserError
@@ -17,23 +17,36 @@ from isthmus.names import checked_name
 from isthmus.system.clocks import utc
 from isthmus.system.private_files import make_private_directory
 from isthmus.system.sealed_files import read_sealed, write_sealed
-from isthmus_privacy.dp.ledger import Ledger, LedgerDamaged, kept_head
+from isthmus_privacy.dp.ledger import Ledger, LedgerDamaged, LedgerHead, kept_head
+from isthmus_server.budgets.charged_runs import PRUNED, charged_runs, refuse_older
+
+DIRECTORY = "privacy"
+"""Name of the directory of a server's ledgers."""
 
 RESTORED = "restored"
 """Name of the file in a directory from a backup."""
 
 
 class Populations:
-    """The ledgers of a server's populations.
+    """The ledgers of the populations that some runs share: those of a server, or of a comparison.
 
     Guarantees:
       * jobs that run at the same time write to one ledger, so that each sees the others' charges;
-      * no other process writes to a ledger while a job uses it.
+      * no other process writes to a ledger while a job uses it;
+      * a ledger that lacks what one of the runs has charged is not used, also if its head agrees
+        with it, or both were removed.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """`directory` is made when the first ledger is opened."""
+    def __init__(self, directory: Path, runs: Sequence[Path] = ()) -> None:
+        """Open nothing yet.
+
+        Args:
+            directory: of the ledgers; made when the first one is opened.
+            runs: folders with the directories of the runs, with which a ledger is compared when it
+                is opened.
+        """
         self._directory = directory
+        self._runs = runs
         self._open: dict[str, Ledger] = {}
         self._users = collections.Counter[str]()
 
@@ -42,11 +55,11 @@ class Populations:
         """The ledger of a population, for the block; it is begun if there is none.
 
         Raises:
-            LedgerDamaged: it was edited, cut or lost, or its head was.
+            LedgerDamaged: it was edited, cut or lost, or its head was, or it is older than a run.
             UserError: another process has it open.
         """
         if name not in self._open:
-            self._open[name] = _open(self._directory, name)
+            self._open[name] = _open(self._directory, name, self._runs)
         ledger = self._open[name]
         self._users[name] += 1
         try:
@@ -99,15 +112,63 @@ def _refuse_older(directory: Path, name: str) -> None:
             )
 
 
-def _open(directory: Path, name: str) -> Ledger:
+def of_server(state: Path) -> Populations:
+    """The populations of a server, by its state directory."""
+    return Populations(state / DIRECTORY, folders_of_runs(state))
+
+
+def folders_of_runs(state: Path) -> Sequence[Path]:
+    """Where a server has what its runs have charged, by its state directory."""
+    return (state / "runs", state / PRUNED)
+
+
+def check_populations(state: Path) -> list[str]:
+    """Compare the ledgers of a server's populations with its runs; returns their names.
+
+    Nothing is changed, and a server may be running.
+
+    Raises:
+        LedgerDamaged: one of them was edited, cut or lost, or is older than a run.
+    """
+    directory = state / DIRECTORY
+    # Before the ledgers of populations: a running server goes on charging both, runs first.
+    runs = list(charged_runs(folders_of_runs(state)))
+    names = {path.stem for path in directory.glob("*.ledger")}
+    names |= {path.stem for path in directory.glob("*.head")}
+    for run in runs:
+        names |= {entry.charge.population for entry in run.ledger.entries.values()}
+    for name in sorted(names):
+        path = directory / f"{name}.ledger"
+        known = known_head(directory, name)
+        exists = path.exists() or known is not None
+        refuse_older(path, Ledger.read(path, known) if exists else None, name, runs)
+    return sorted(names)
+
+
+def known_head(directory: Path, name: str) -> LedgerHead | None:
+    """The last line that a population's ledger must have, by the file next to it.
+
+    Raises:
+        LedgerDamaged: the file is missing although the ledger has lines, or it is damaged.
+    """
+    lost = f"what was spent of {name!r} is not known, so nobody is asked"
+    return kept_head(directory / f"{name}.ledger", directory / f"{name}.head", lost)
+
+
+def _open(directory: Path, name: str, folders: Sequence[Path]) -> Ledger:
     make_private_directory(directory)
     _refuse_older(directory, name)
     path = directory / f"{name}.ledger"
-    head = directory / f"{name}.head"
-    lost = f"what was spent of {name!r} is not known, so nobody is asked"
-    ledger = Ledger.open(path, kept_head(path, head, lost))
+    known = known_head(directory, name)
+    if known is None and not path.exists():
+        # Before there is a file, which would not be missing any more.
+        refuse_older(path, None, name, charged_runs(folders))
+    ledger = Ledger.open(path, known)
     try:
-        ledger.keep_head_in(head)
+        unasked = refuse_older(path, ledger, name, charged_runs(folders))
+        ledger.keep_head_in(directory / f"{name}.head")
+        for charge in unasked:
+            ledger.reserve(charge)
     except BaseException:
         ledger.close()
         raise

@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from isthmus.errors import RoundFailed
-from isthmus_privacy.dp.accounting import Composition
+from isthmus_privacy.dp.accounting import Composition, Event
 from isthmus_privacy.dp.ledger import Charge, Ledger, LedgerDamaged, LedgerEntry, Outcome
+from isthmus_server.budgets.charged_runs import absent_from
 
 
 class RunLedgers:
@@ -45,20 +46,16 @@ class RunLedgers:
         own = [entry for entry in self.of_run() if entry.charge.population == self.population]
         known = Counter(entry.charge for entry in self.of_run())
         for ledger in self._all[1:]:
-            unknown = Counter(entry.charge for entry in own)
-            unknown -= Counter(entry.charge for entry in ledger.of_run(self.run_id))
-            for entry in own:
-                if not unknown[entry.charge]:
-                    continue
-                unknown[entry.charge] -= 1
-                if entry.outcome is not None:  # which is noted when both ledgers have the charge
-                    raise LedgerDamaged(
-                        f"{ledger.path} has no charge for round {entry.charge.round} attempt "
-                        f"{entry.charge.attempt} of a run, which {self._own.path} has: it is an "
-                        "older copy, so what was spent is not known and nobody is asked; restore "
-                        "the newer one"
-                    )
-                ledger.reserve(entry.charge)
+            absent = absent_from(ledger, own)
+            if absent.lost:
+                first = absent.lost[0]
+                raise LedgerDamaged(
+                    f"{ledger.path} has no charge for round {first.round} attempt {first.attempt} "
+                    f"of a run, which {self._own.path} has: it is an older copy, so what was spent "
+                    "is not known and nobody is asked; restore the newer one"
+                )
+            for charge in absent.unasked:
+                ledger.reserve(charge)
             charged = Counter(entry.charge for entry in ledger.of_run(self.run_id))
             missing = [each for each in charged - known if each.population == self.population]
             if missing:
@@ -79,6 +76,22 @@ class RunLedgers:
     def spent_by(self, device: str) -> Sequence[Composition]:
         """What one device was asked for, by ledger."""
         return [ledger.spent_by(self.population, device) for ledger in self._all]
+
+    def charged_by_others(self, event: Event, unit: str) -> Counter[str]:
+        """How often other runs have charged each device with an event, but not for a round."""
+        times = Counter[str]()
+        for ledger in self._all[1:]:
+            for entry in ledger.entries.values():
+                charge = entry.charge
+                about = (charge.population, charge.unit, charge.event)
+                if (
+                    about == (self.population, unit, event)
+                    and entry.is_spent
+                    and charge.run != self.run_id
+                    and charge.what != "round"
+                ):
+                    times.update(charge.devices)
+        return times
 
     @contextlib.contextmanager
     def charged(self, charge: Charge, asked: Collection[str]) -> Iterator[None]:

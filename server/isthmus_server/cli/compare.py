@@ -39,6 +39,11 @@ vary_option = click.option(
     metavar="KEY=VALUE,...",
     help="Values of a key of the job to compare; given several times, all combinations.",
 )
+public_data_option = click.option(
+    "--public-data",
+    is_flag=True,
+    help="The data are nobody's: each run has a privacy budget of its own.",
+)
 results_option = click.option(
     "--json", "json_file", type=click.Path(path_type=Path), help="Write the results to this file."
 )
@@ -60,6 +65,7 @@ results_option = click.option(
     help="Policies to compare with the job's own, at the same budget.",
 )
 @vary_option
+@public_data_option
 @click.option(
     "--seeds",
     type=click.IntRange(min=1),
@@ -74,6 +80,7 @@ def compare(
     run_dir: Path | None,
     policies: str | None,
     vary: tuple[str, ...],
+    public_data: bool,
     seeds: int,
     json_file: Path | None,
 ) -> None:
@@ -109,7 +116,10 @@ def compare(
         runs = LocalRuns(directory, fork_server)
         base = job.resolve().parent
         numbers = range(1, seeds + 1)
-        run_comparison(JobComparison(loaded, base, directory, variants, numbers, runs), json_file)
+        comparison = JobComparison(
+            loaded, base, directory, variants, numbers, runs, public_data=public_data
+        )
+        run_comparison(comparison, json_file)
 
 
 def _baselines(job: Job) -> list[str]:

@@ -176,11 +176,12 @@ def participants(state: Path, as_json: bool) -> None:
 @server.command()
 @_STATE
 def verify(state: Path) -> None:
-    """Check the keys and databases in DIR, and print what is intact and what is damaged.
+    """Check the keys, databases and ledgers in DIR; print what is intact and what is damaged.
 
     Nothing is changed, and no other machine is asked. The exit code is 1 if something is damaged.
     `isthmus runs verify` checks a run.
     """
+    from isthmus_server.budgets.populations import check_populations
     from isthmus_server.fleet import registry_file, remote_authority
     from isthmus_server.fleet.authority import CertificateAuthority, is_separate
     from isthmus_server.runs.jobs import queue
@@ -196,6 +197,7 @@ def verify(state: Path) -> None:
         *identity,
         ("queue of jobs", lambda: queue.check(state)),
         ("audit log", lambda: audit.read(state)),
+        ("privacy ledgers of populations", lambda: check_populations(state)),
     ):
         try:
             check()

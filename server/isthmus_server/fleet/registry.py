@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -391,8 +392,8 @@ class Registry:
     def _note(self, action: str, *, by: str, **details: str) -> None:
         """Commit an entry of the audit log together with the change that it is about."""
         noted = self._db.execute(
-            "INSERT INTO unrecorded (made, action, author, details) VALUES (?, ?, ?, ?)",
-            (time.time(), action, by, json.dumps(details)),
+            "INSERT INTO unrecorded (mark, action, author, details) VALUES (?, ?, ?, ?)",
+            (secrets.token_hex(8), action, by, json.dumps(details)),
         )
         self._noted.add(int(noted.lastrowid or 0))
 
@@ -405,7 +406,7 @@ class Registry:
         Raises:
             UserError: the log cannot be read or written; the entries stay.
         """
-        query = "SELECT number, made, action, author, details FROM unrecorded ORDER BY number"
+        query = "SELECT number, mark, action, author, details FROM unrecorded ORDER BY number"
         if self._db.execute(query).fetchone() is None:
             return
         # In a transaction, so that no other process writes the same entries.
@@ -413,17 +414,13 @@ class Registry:
         try:
             noted = self._db.execute(query).fetchall()
             is_left = any(number not in own for number, *_ in noted)
-            written = audit.read(self._directory) if is_left else []
-            for number, made, action, by, text in noted:
-                details = json.loads(text)
-                # It may have ended after it wrote there, and before it could say so here.
-                known = number not in own and any(
-                    entry.time >= made - 1 and (entry.action, entry.by) == (action, by)
-                    for entry in written
-                    if entry.details == details
-                )
-                if not known:
-                    audit.record(self._directory, action, by=by, **details)
+            entries = audit.read(self._directory) if is_left else []
+            # It may have ended after it wrote there, and before it could say so here. Times do not
+            # show it: the clock may have been set back since an earlier entry of the same action.
+            written = {entry.mark for entry in entries}
+            for number, mark, action, by, text in noted:
+                if number in own or mark not in written:
+                    audit.record(self._directory, action, by=by, mark=mark, **json.loads(text))
                 self._db.execute("DELETE FROM unrecorded WHERE number=?", (number,))
         except BaseException:
             if self._db.in_transaction:

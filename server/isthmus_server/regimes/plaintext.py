@@ -154,7 +154,11 @@ class PlaintextAttempt:
     def _accept(self, name: str, trained: link_pb2.Trained) -> None:
         if self._receipts.accepted >= self._spec.settings.cohort:
             raise UpdateError(ENOUGH)
-        self._receipts.record(name, "accepted", **accepted_fields(trained))
+        fields = accepted_fields(trained)
+        if self._context.privacy is not None:
+            # Not of whom the task failed: such a device has made no steps with no examples.
+            fields |= {"examples": 1, "steps": 0}
+        self._receipts.record(name, "accepted", **fields)
         if "loss" in trained.training:
             self._losses[name] = (trained.training["loss"], trained.examples)
 

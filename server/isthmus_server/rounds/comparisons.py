@@ -109,6 +109,7 @@ class ComparisonRunner:
             RoundFailed: too few devices answered, in all attempts.
         """
         retries = Retries(self._job, self._clock)
+        round_ = self._progress.state.round  # the evaluation of the next one is still to come
         begun: _Begun | None = None
 
         async def attempt() -> None:
@@ -135,7 +136,7 @@ class ComparisonRunner:
             self._note(record)
 
         try:
-            await retries.until_done(attempt, note_failure, drain)
+            await retries.until_done(attempt, note_failure, drain, self._questions.repeats(round_))
         except GivenUp as given_up:
             raise RoundFailed(
                 f"devices could not compare the models in {given_up.attempts} tries; the last "
@@ -239,6 +240,8 @@ class ComparisonRunner:
 
         def read(reply: link_pb2.Reply) -> torch.Tensor:
             scores = list(reply.scored.scores)
+            if not scores and context.privacy is not None:
+                scores = [0.5] * len(candidates)  # it could not, which nobody sees
             if len(scores) != len(candidates):
                 raise UpdateError(f"it scored {len(scores)} models of {len(candidates)}")
             if not all(0 <= score <= 1 for score in scores):

@@ -72,6 +72,7 @@ class Retries:
         attempt: Callable[[], Awaitable[_Result]],
         note_failure: Callable[[RoundFailed, bool], None],
         drain: Drain | None = None,
+        may_repeat: Callable[[], bool] = lambda: True,
     ) -> _Result:
         """Make attempts until one succeeds or was the last; returns the result of that attempt.
 
@@ -80,6 +81,7 @@ class Retries:
             note_failure: receives the failure of an attempt before the next one begins, and
                 whether it was the last.
             drain: ends the run between attempts; None if the whole of them is not interrupted.
+            may_repeat: whether one more may be made after one has failed.
 
         Raises:
             GivenUp: the last attempt failed.
@@ -90,7 +92,7 @@ class Retries:
             except RoundFailed as failure:
                 # Inside of the handler: a failure that lived on would keep the memory of its
                 # attempt, through its traceback, while the next one needs as much.
-                last = self.give_up(failure)
+                last = self.give_up(failure) or not may_repeat()
                 # Stored before anything else: a crash from here on must find the failure, with
                 # what its participants are paid for.
                 note_failure(failure, last)

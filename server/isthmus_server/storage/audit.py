@@ -55,15 +55,18 @@ class AuditEntry:
     details: Mapping[str, str]
     digest: str
     """SHA-256 of the line, in hexadecimal."""
+    mark: str = ""
+    """What its writer recognises it by, who may not know whether it was written; or empty."""
 
 
-def record(state: Path, action: str, *, by: str, **details: str) -> None:
+def record(state: Path, action: str, *, by: str, mark: str = "", **details: str) -> None:
     """Append an action to the audit log of a state directory; it is on disk on return.
 
     Args:
         state: the state directory of a server or an authority.
         action: such as `revoke`.
         by: the operator's name, or `local_user()`.
+        mark: see `AuditEntry.mark`.
         details: what the action was applied to.
 
     Raises:
@@ -78,6 +81,8 @@ def record(state: Path, action: str, *, by: str, **details: str) -> None:
             end = os.pread(handle, _MAX_LINE, max(0, size - _MAX_LINE))
             before = end.rstrip(b"\n").rpartition(b"\n")[2]
             entry = {"time": round(time.time(), 3), "by": by, "action": action, **details}
+            if mark:
+                entry["mark"] = mark
             entry["previous"] = line_digest(before) if size else NO_LINE
             with contextlib.suppress(OSError, DamagedError):  # then only the log itself counts
                 written, last = _read_head(state)
@@ -138,7 +143,9 @@ def _entry(path: Path, line: bytes, before: LogEnd) -> AuditEntry:
         time_ = float(fields.pop("time"))
         by = fields.pop("by")
         action = fields.pop("action")
-        if not (0 <= time_ < _LATEST and isinstance(by, str) and isinstance(action, str)):
+        mark = fields.pop("mark", "")
+        texts = all(isinstance(each, str) for each in (by, action, mark))
+        if not (0 <= time_ < _LATEST and texts):
             raise ValueError
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path} was changed: line {number} is not a record") from None
@@ -147,7 +154,7 @@ def _entry(path: Path, line: bytes, before: LogEnd) -> AuditEntry:
             f"{path} was changed: line {number} does not continue "
             + (f"line {before.number}" if before.number else "an empty log")
         )
-    return AuditEntry(time_, by, action, fields, line_digest(line))
+    return AuditEntry(time_, by, action, fields, line_digest(line), mark)
 
 
 def revoked(entries: Iterable[AuditEntry]) -> tuple[dict[str, str], dict[str, str]]:

@@ -84,3 +84,10 @@ class RoundSpec:
 def evaluates(job: Job, round_: int) -> bool:
     """Return whether a round's model is evaluated on the central held-out data."""
     return round_ % job.evaluation.every == 0 or round_ == job.rounds
+
+
+def evaluations_after(job: Job, round_: int) -> int:
+    """Return how many evaluations on devices follow that of a round, if all rounds are made."""
+    if not job.evaluation.devices or round_ >= job.rounds:
+        return 0
+    return -(-job.rounds // job.evaluation.every) - round_ // job.evaluation.every

@@ -6,6 +6,7 @@ The masks cancel in the sum, which is thus the same; see
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import mmap
 import os
@@ -19,7 +20,7 @@ from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.residuals import Residual, Residuals
-from isthmus_clients.device.secure_sessions import KeptUpdate, SecureSessions, unusable
+from isthmus_clients.device.secure_sessions import KeptUpdate, SecureSessions, without_effect
 from isthmus_clients.device.task_host import TaskHost
 from isthmus_clients.device.update_tally import UpdateTally
 from isthmus_clients.training.secure import Credentials, SecureParticipation, encode_repeatably
@@ -129,23 +130,25 @@ class UnmaskedSessions(SecureSessions):
     def join(
         self,
         attempt: SecureParticipation,
-        vector: torch.Tensor,
+        vector: torch.Tensor | None,
         examples: int,
         figures: Mapping[str, float],
         seed: bytes,
         note: Callable[[bool], None] = lambda usable: None,
     ) -> link_pb2.Reply:
-        """Encode a vector; one that cannot be encoded is replaced by zeros.
+        """Encode a vector; one that cannot be encoded has no effect.
 
         Nothing is noted: simulated devices have no owners, and the server's lines count them.
         """
         config = attempt.config
-        try:
-            encoded = encode_repeatably(config, vector, examples, figures, seed)
-            attempt.sent = encoded.sent
-        except UpdateError:
-            zeros = torch.zeros(1, dtype=vector.dtype).expand(vector.shape)  # takes no memory
-            encoded = encode_repeatably(config, zeros, 0, unusable(figures), seed)
+        encoded = None
+        if vector is not None:
+            with contextlib.suppress(UpdateError):
+                encoded = encode_repeatably(config, vector, examples, figures, seed)
+                attempt.sent = encoded.sent
+        if encoded is None:
+            zeros, weight, figures = without_effect(config, vector)
+            encoded = encode_repeatably(config, zeros, weight, figures, seed)
         self.payload = encoded.ring.payload()
         return link_pb2.Reply(trained=link_pb2.Trained(result=unchecked(self.payload)))
 

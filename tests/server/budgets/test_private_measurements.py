@@ -4,10 +4,10 @@ import statistics
 
 import pytest
 import torch
-from tests.server.deployment import Killed
+from tests.server.deployment import FaultyDevice, Killed
 from tests.server.rounds.policies import COMPARES_MODELS, write_policy
 
-from isthmus.errors import JobError, TaskError
+from isthmus.errors import JobError, StorageError, TaskError
 from isthmus.task import Participant, load_task
 from isthmus.task.measurements.bounded_means import BoundedMeans, numbers_of
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, LedgerDamaged
@@ -135,18 +135,81 @@ async def test_a_device_is_asked_for_no_more_measurements_than_their_noise_is_ma
     assert len(charges(store, "round")) == 2
 
 
-async def test_a_failed_evaluation_is_spent_and_the_round_is_kept(deployment):
+@pytest.mark.parametrize("way", WAYS)
+async def test_devices_that_cannot_evaluate_count_as_the_middle_and_nobody_sees_how_many(
+    deployment, tmp_path, way
+):
+    cannot = "    if participant.name > 'a':\n        raise ValueError('no data today')\n"
     await deployment.start(
-        VALIDATES.replace(
-            "    return rows(15", "    assert participant.name < 'b'\n    return rows(15"
-        ),
-        NAMES,
+        VALIDATES.replace("    return rows(15", cannot + "    return rows(15"), NAMES
     )
-    way = ("privacy.mechanism=gaussian", "federated.secure_aggregation=false")
-    store, _ = await run(deployment, "run", *way, "evaluation.devices=4", "rounds=1", QUIET)
+    store, coordinator = await run(deployment, "run", *way, *EVALUATES, QUIET, "rounds=1")
+    task = load_task("task.py:Learn", {}, base=tmp_path)
+    vector, module = BoundedMeans(task), task.model()
+    torch.nn.utils.vector_to_parameters(coordinator.model.vector, [module.bias, module.weight])
+    only = task.validation_data(Participant(name="a", regime="federated"))
+    numbers = numbers_of(vector.measure(module, only, 7))
+    expected = vector.figures_of_mean(numbers / len(NAMES), 0.0)
     (row,) = read_report(store).rounds
-    assert row.evaluation.devices == 0
-    assert [entry.outcome for entry in charges(store, "evaluation")] == ["failed"]
+    assert (row.evaluation.devices, row.evaluation.error) == (4, None)
+    for name in ("devices_accuracy", "devices_loss"):
+        assert row.metrics[name] == pytest.approx(expected[name], abs=1e-3)
+    assert [entry.outcome for entry in charges(store, "evaluation")] == ["committed"]
+
+
+@pytest.mark.parametrize(
+    ("measurements", "charged"),
+    [
+        ("privacy.epsilon=4", [(1, "failed"), (2, "committed"), (3, "committed")]),
+        (
+            "privacy.measurements=4",
+            [(1, "failed"), (1, "committed"), (2, "committed"), (3, "committed")],
+        ),
+    ],
+)
+async def test_a_failed_evaluation_is_repeated_only_with_what_no_later_one_needs(
+    deployment, monkeypatch, measurements, charged
+):
+    """Devices have accepted it, so that each attempt is spent."""
+    await deployment.start(VALIDATES, NAMES)
+    failing = set(NAMES[:2])
+    work = FaultyDevice.work
+
+    async def fails_once(device, request, model, progress):
+        if request.WhichOneof("work") == "evaluate" and device.agent.participant.name in failing:
+            failing.discard(device.agent.participant.name)
+            raise StorageError("its disk is full")
+        return await work(device, request, model, progress)
+
+    monkeypatch.setattr(FaultyDevice, "work", fails_once)
+    more = ("privacy.epsilon=4", measurements, "rounds=3", "federated.secure_aggregation=false")
+    store, _ = await run(deployment, "run", *WAYS[1], *EVALUATES, *more)
+    entries = charges(store, "evaluation")
+    assert [(entry.charge.round, entry.outcome) for entry in entries] == charged
+    report = read_report(store)
+    assert [row.evaluation.devices for row in report.rounds][1:] == [4, 4]
+    assert (report.rounds[0].evaluation.devices == 4) is (len(charged) == 4)
+    assert report.privacy.epsilon <= 4
+
+
+async def test_a_failed_comparison_leaves_the_evaluations_what_they_need(
+    deployment, monkeypatch, tmp_path
+):
+    await deployment.start(VALIDATES, NAMES)
+    work = FaultyDevice.work
+
+    async def never_scores(device, request, model, progress):
+        if request.WhichOneof("work") == "score":
+            raise TaskError("the battery is empty")
+        return await work(device, request, model, progress)
+
+    monkeypatch.setattr(FaultyDevice, "work", never_scores)
+    source = COMPARES_MODELS.format(devices=4, models=("initial", "current"))
+    compares = write_policy(tmp_path, "compares", source)
+    more = ("privacy.epsilon=4", "privacy.measurements=3", compares)
+    store, _ = await run(deployment, "run", *WAYS[2], *EVALUATES, *more)
+    assert [entry.outcome for entry in charges(store, "comparison")] == ["failed"]
+    assert [entry.outcome for entry in charges(store, "evaluation")] == ["committed"] * 2
 
 
 async def killed_before_its_commit(deployment, store, round_):

@@ -398,6 +398,42 @@ def test_every_change_of_two_writers_is_in_the_audit_log_once(tmp_path, registry
 
 
 @pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("later", [-7200.0, 7200.0])
+def test_an_entry_of_the_audit_log_is_known_by_its_mark_where_the_clock_was_set(
+    tmp_path, registry, monkeypatch, written, later
+):
+    """The same action was recorded before, at a time that is now to come, or long past."""
+    allow(registry, "a")
+    registry.revoke("a")
+    allow(registry, "a", digest=b"u")
+    before = audit.record
+    now = time.time
+
+    class Ended(BaseException):
+        pass
+
+    def end(*arguments, **details):
+        with monkeypatch.context() as clock:  # it is set between both writes, too
+            clock.setattr(time, "time", lambda: now() + 2 * later)
+            if written:
+                before(*arguments, **details)
+        raise Ended
+
+    with monkeypatch.context() as killed:
+        killed.setattr(time, "time", lambda: now() + later)
+        killed.setattr(audit, "record", end)
+        with pytest.raises(Ended):
+            registry.revoke("a")
+    registry.close()
+    with contextlib.closing(Registry(tmp_path)):
+        found = [action for action, _ in actions(tmp_path)]
+    assert found == ["token", "revoke", "token", "revoke"]
+    entries = audit.read(tmp_path)
+    assert entries[1].details == entries[3].details
+    assert len({entry.mark for entry in entries}) == len(entries)
+
+
+@pytest.mark.parametrize("written", [False, True])
 def test_a_change_whose_process_ended_before_the_audit_log_is_recorded_later(
     tmp_path, registry, monkeypatch, written
 ):

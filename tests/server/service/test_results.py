@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import shutil
 
 import pytest
 from click.testing import CliRunner
@@ -71,3 +72,27 @@ async def test_the_jobs_of_a_server_share_the_ledger_of_their_population(operate
     (entry,) = ledger.entries.values()
     assert (entry.charge.round, entry.outcome) == (1, "committed")
     assert ledger.of_run(entry.charge.run) == [entry]
+
+
+async def test_a_job_is_refused_by_a_ledger_that_lacks_what_another_job_has_charged(
+    operated, tmp_path
+):
+    """The new job has charged nothing itself, so that its own ledger cannot say it."""
+    operated.gate.set()
+    private = ("privacy.mechanism=gaussian", "privacy.epsilon=30", "privacy.delta=0.01")
+    private += ("privacy.noise=2",)  # with which there is a budget for both
+    first = await operated.submit(operated.job("rounds=1", *private))
+    await operated.devices()
+    assert await operated.ended(first) == "finished"
+    newer = shutil.copytree(operated.state / "privacy", tmp_path / "newer")
+    shutil.rmtree(operated.state / "privacy")
+    second = await operated.submit(operated.job("rounds=1", "seed=1", *private), "two")
+    assert await operated.ended(second) == "failed"
+    reason = operated.runner.queue.get(second).reason
+    assert f"is missing and had 1 of 1 charges of the run in {operated.state}" in reason
+    assert f"runs/{first}, the first of round 1 attempt 1, epsilon " in reason
+    shutil.copytree(newer, operated.state / "privacy", dirs_exist_ok=True)
+    operated.runner.resume(second)
+    assert await operated.ended(second) == "finished"
+    ledger = Ledger.read(operated.state / "privacy" / "devices.ledger")
+    assert len({entry.charge.run for entry in ledger.entries.values()}) == 2

@@ -33,12 +33,15 @@ class Curve:
     """Metrics of the model that the run delivers."""
 
 
-def comparison_page(name: str, curves: Sequence[Curve], now: float | None = None) -> str:
+def comparison_page(
+    name: str, curves: Sequence[Curve], totals: Sequence[str] = (), now: float | None = None
+) -> str:
     """The whole page.
 
     Args:
         name: of the job.
         curves: of all runs; those of one variant follow each other.
+        totals: what is said of all runs together, sentences.
         now: when it is written, in Unix seconds; by default the clock's time.
     """
     variants: dict[int, list[Curve]] = {}
@@ -56,6 +59,7 @@ def comparison_page(name: str, curves: Sequence[Curve], now: float | None = None
         f"{name}: comparison",
         now,
         seeds=f"Lines are means of {seeds} seeds." if seeds > 1 else "One seed.",
+        totals=totals,
         variants=[(_kind(number), members[0].variant) for number, members in variants.items()],
         sections=[
             ("Rounds", [each for each in by_round if each]),

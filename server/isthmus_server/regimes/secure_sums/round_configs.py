@@ -36,6 +36,7 @@ from isthmus_privacy.slots import (
     CLIPPING_SLOTS,
     COMPRESSED_SLOTS,
     MEASURING_SLOTS,
+    PRIVATE_SLOTS,
     SCORING_SLOTS,
     TRAINING_SLOTS,
 )
@@ -87,7 +88,7 @@ def range_config(
         model_hash=ranged_model(model.sha256),
         purpose=RangePurpose(purpose).hash,
         size=RANGE_COUNTS,
-        slots=SCORING_SLOTS,
+        slots=SCORING_SLOTS if context.job.federated.privacy is None else PRIVATE_SLOTS,
         **margins(context, spec.settings),
         whole=True,
         bits=64,
@@ -141,7 +142,7 @@ def training_config(
         magnitude = context.sums.magnitude_for(config.weight_max)
         return _compressed(config, context.job, context.layout, magnitude)
     if context.job.federated.privacy is not None:  # devices send no loss and count the same
-        config = dataclasses.replace(config, slots=SCORING_SLOTS, weight_max=1)
+        config = dataclasses.replace(config, slots=PRIVATE_SLOTS, weight_max=1)
     privacy = context.privacy
     return config if privacy is None else _with_privacy(config, privacy.plan, privacy.clip)
 
@@ -228,7 +229,7 @@ def _with_privacy(config: RoundConfig, plan: NoisePlan, clip: float) -> RoundCon
     Raises:
         AttemptFailed: the noise does not fit the ring.
     """
-    slots = SCORING_SLOTS if plan.privacy.clip_quantile is None else CLIPPING_SLOTS
+    slots = PRIVATE_SLOTS if plan.privacy.clip_quantile is None else CLIPPING_SLOTS
     config = dataclasses.replace(config, slots=slots)
     return _with_noise(config, plan, plan.multiplier, clip)
 

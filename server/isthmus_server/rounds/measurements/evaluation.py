@@ -258,7 +258,9 @@ class RoundEvaluator:
                     last = trying
 
             try:
-                sums = await retries.until_done(attempt, note_failure)
+                sums = await retries.until_done(
+                    attempt, note_failure, may_repeat=self._questions.repeats(round_)
+                )
             except GivenUp:
                 return None, tried, failure
             return sums, [*tried, sums.receipts], failure
@@ -295,6 +297,8 @@ class RoundEvaluator:
 
         def read(reply: link_pb2.Reply) -> torch.Tensor:
             counts = list(reply.counted.counts)
+            if not (counts or whole):
+                counts = [0] * size  # the middle of the bounds: it could not, which nobody sees
             if len(counts) != size:
                 raise UpdateError(f"it sent {len(counts)} counts where the task has {size}")
             if not all(abs(count) <= LARGEST for count in counts):

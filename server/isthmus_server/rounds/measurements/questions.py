@@ -18,7 +18,7 @@ import torch
 from isthmus.job.federated import FederatedSection
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg.config import RoundConfig
-from isthmus_privacy.slots import SCORING_SLOTS
+from isthmus_privacy.slots import PRIVATE_SLOTS, SCORING_SLOTS
 from isthmus_server.budgets.budget import Measurement
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
@@ -124,6 +124,17 @@ class DeviceQuestions:
                 return await self._by_group(question, cohort)
             return await self._securely(question, cohort, noisy)
 
+    def repeats(self, round_: int) -> Callable[[], bool]:
+        """Tells whether a question may be asked again that is asked from now on, and fails.
+
+        `round_` is the one whose model it is about: later evaluations need their measurements.
+        """
+        privacy = self._context.privacy
+        if privacy is None:
+            return lambda: True
+        before = privacy.measured
+        return lambda: privacy.may_repeat_measurement(round_, before)
+
     async def _securely(
         self, question: Question, cohort: SelectedCohort, noisy: NoisySum | None
     ) -> Answers:
@@ -169,7 +180,7 @@ class DeviceQuestions:
             model_hash=question.about,
             purpose=question.purpose(group),
             size=question.size,
-            slots=SCORING_SLOTS,
+            slots=SCORING_SLOTS if self._context.privacy is None else PRIVATE_SLOTS,
             **margins(self._context, settings),
             whole=question.whole,
             bits=64 if question.whole else 32,

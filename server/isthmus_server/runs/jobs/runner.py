@@ -21,7 +21,7 @@ from isthmus.errors import (
 from isthmus.job import Job
 from isthmus.printable import in_lines
 from isthmus.system.faults import is_transient
-from isthmus_server.budgets.populations import Populations
+from isthmus_server.budgets.populations import of_server
 from isthmus_server.observability.observers import Observers
 from isthmus_server.runs.jobs.checks import check_job
 from isthmus_server.runs.jobs.early_returns import EarlyReturns
@@ -82,7 +82,7 @@ class JobRunner:
         self.queue = JobQueue(state)
         self.tasks = state / "tasks"
         self.runs = state / "runs"
-        self.populations = Populations(state / "privacy")
+        self.populations = of_server(state)
         self.projects = Projects.load(state)
         self.observers = observers
         self.console = observers.console

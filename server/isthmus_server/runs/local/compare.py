@@ -20,7 +20,9 @@ from isthmus.job import Job, with_changes
 from isthmus.printable import in_a_line
 from isthmus.task import load_task
 from isthmus.task.measurements.bounded_means import evaluation_vector
+from isthmus_server.budgets.populations import Populations
 from isthmus_server.budgets.run_budgets import check_budgets
+from isthmus_server.budgets.shared_budget import SharedBudget, SharedRun
 from isthmus_server.read.pages.comparison_page import Curve, comparison_page
 from isthmus_server.read.report.report import format_metrics
 from isthmus_server.rounds.measurements.followed_metrics import check_followed_metrics
@@ -56,6 +58,10 @@ class ComparedRuns(Protocol):
         """What the participants of a job depend on; jobs with the same can share them."""
         ...
 
+    def devices(self, job: Job) -> int:
+        """The number of devices of a job."""
+        ...
+
     def participants(self, job: Job) -> AbstractAsyncContextManager[None]:
         """The participants of the following runs."""
         ...
@@ -64,8 +70,10 @@ class ComparedRuns(Protocol):
         """A new run."""
         ...
 
-    async def train(self, store: Store) -> tuple[RunState, FinalModel]:
-        """Train a run to its end, and close it."""
+    async def train(
+        self, store: Store, populations: Populations | None
+    ) -> tuple[RunState, FinalModel]:
+        """Train a run to its end, and close it; `populations` is where all runs are charged."""
         ...
 
     def leave(self) -> None:
@@ -79,6 +87,8 @@ class JobComparison:
     Every run is one that can be continued: the same comparison in the same directory skips runs
     that are finished, and continues the one that was interrupted. `comparison.html` in it has
     their curves.
+
+    All runs have the same devices and datacenter, so they share one privacy budget.
     """
 
     def __init__(
@@ -89,6 +99,8 @@ class JobComparison:
         variants: Sequence[Changes],
         seeds: Sequence[int],
         runs: ComparedRuns,
+        *,
+        public_data: bool = False,
     ) -> None:
         """Prepare a comparison.
 
@@ -99,6 +111,7 @@ class JobComparison:
             variants: what each changes in the job; all change the same keys.
             seeds: of the runs of each variant.
             runs: trains them.
+            public_data: nobody's data are used, so each run has a privacy budget of its own.
 
         Raises:
             UserError: a variant is no valid job, its policy cannot be used, or there is no budget
@@ -112,6 +125,9 @@ class JobComparison:
         self._jobs = [self._job_of(changes) for changes in variants]
         self._names = _directory_names(variants)
         self._runs = runs
+        self._public_data = public_data
+        self._ended_early: list[str] = []
+        """Sentences about runs with a privacy budget that had fewer rounds than their job."""
 
     def _job_of(self, changes: Changes) -> Job:
         try:
@@ -155,29 +171,39 @@ class JobComparison:
         fails is among the results with the reason, and the others go on.
 
         Raises:
-            UserError: the directory has other runs; or the first two runs failed in the same way,
-                as all others would.
+            UserError: the directory has other runs; or together they would exceed a privacy budget;
+                or the first two runs failed in the same way, as all others would.
         """
         torch.set_num_threads(1)
         results: list[list[Mapping[str, Any]]] = [[] for _ in self.variants]
         groups = self._groups()
         for number, seed in itertools.product(range(len(self.variants)), self.seeds):
             self._check_existing(self._directory_of(number, seed), self._seeded(number, seed))
-        for group in groups:
-            async with self._runs.participants(self._jobs[group[0]]):
-                for seed in self.seeds:
-                    for number in group:
-                        results[number].append(await self._result(number, seed))
-                        console.print(Text(self._progress(number, seed, results)), soft_wrap=True)
-                        self._check_first(results)
+        budget = self._shared_budget(groups)
+        populations = None if budget is None else budget.populations
+        with contextlib.nullcontext() if budget is None else budget.held():
+            for group in groups:
+                async with self._runs.participants(self._jobs[group[0]]):
+                    for seed in self.seeds:
+                        for number in group:
+                            results[number].append(await self._result(number, seed, populations))
+                            told = self._progress(number, seed, results)
+                            console.print(Text(told), soft_wrap=True)
+                            self._check_first(results)
+            spent = [] if budget is None else budget.spent()
+        totals = [f"privacy: {each.sentence}" for each in spent]
         console.print(Text(self._title(), style="italic"), soft_wrap=True)
         console.print(comparison_table(self.variants, results), crop=False)
+        for total in totals:  # not a caption of the table, which would be cut into its width
+            console.print(Text(total), soft_wrap=True)
         for number, runs in enumerate(results):
             if short := self._what_ended_early(number, runs):
                 console.print(Text(short), soft_wrap=True)
+        for sentence in self._ended_early:
+            console.print(Text(sentence), soft_wrap=True)
         page = self.directory / "comparison.html"
         curves = list(self._curves(results))
-        page.write_text(comparison_page(self.job.name, curves), encoding="utf-8")
+        page.write_text(comparison_page(self.job.name, curves, totals), encoding="utf-8")
         console.print(Text(f"curves  {page}"), soft_wrap=True)
         return {
             "budget": self.job.budget,
@@ -186,7 +212,24 @@ class JobComparison:
                 {"changes": dict(changes), "runs": runs, **statistics_of(runs)}
                 for changes, runs in zip(self.variants, results, strict=True)
             ],
+            "privacy": [each.to_json() for each in spent],
         }
+
+    def _shared_budget(self, groups: Sequence[Sequence[int]]) -> SharedBudget | None:
+        """The budget of all runs; None for data that are nobody's.
+
+        Raises:
+            UserError: together they would exceed it.
+        """
+        if self._public_data:
+            return None
+        order = (number for group in groups for _ in self.seeds for number in group)
+        jobs = (self._jobs[number] for number in order)
+        budget = SharedBudget(
+            self.directory, [SharedRun(job, self._runs.devices(job)) for job in jobs]
+        )
+        budget.check()
+        return budget
 
     def leave(self) -> None:
         """End `run` after the running round, or at once if there is none."""
@@ -199,7 +242,9 @@ class JobComparison:
             groups.setdefault(self._runs.needs(job), []).append(number)
         return list(groups.values())
 
-    async def _result(self, number: int, seed: int) -> Mapping[str, Any]:
+    async def _result(
+        self, number: int, seed: int, populations: Populations | None
+    ) -> Mapping[str, Any]:
         """What a run ended with, or why it failed."""
         directory = self._directory_of(number, seed)
         job = self._seeded(number, seed)
@@ -208,12 +253,23 @@ class JobComparison:
                 store = Store.open_to_continue(directory)
             else:
                 store = self._runs.create(directory, job, self.base)
-            state, final = await self._runs.train(store)
+            state, final = await self._runs.train(store, populations)
         except Exception as error:  # a defect that one variant meets leaves the others' results
             log.debug("the run in %s failed", directory, exc_info=True)
             return {"seed": seed, "failed": _reason(error)}
         with contextlib.closing(Store.open(directory)) as store:
             stored = store.run_state()  # the one in memory has the time at which the run began
+            _, reason, _ = store.status()
+            private = store.is_private
+        if private and not state.round:
+            # Nothing was trained, as when other runs have spent the budget: its figures would be
+            # those of the first model.
+            return {"seed": seed, "failed": reason}
+        if private and state.round < job.rounds:
+            what = self._in_words(number, seed)
+            self._ended_early.append(
+                f"{what} ended after {state.round} of {job.rounds} rounds: {reason}"
+            )
         return {
             "seed": seed,
             "rounds": state.round,
@@ -248,13 +304,16 @@ class JobComparison:
         if what is not None:
             raise UserError(f"{directory} has {what}; give another directory with --run-dir")
 
+    def _in_words(self, number: int, seed: int) -> str:
+        return ", ".join(filter(None, (in_words(self.variants[number]), f"seed {seed}")))
+
     def _progress(
         self, number: int, seed: int, results: Sequence[Sequence[Mapping[str, Any]]]
     ) -> str:
         """A line about a finished run."""
         done = sum(map(len, results))
         result = results[number][-1]
-        what = ", ".join(filter(None, (in_words(self.variants[number]), f"seed {seed}")))
+        what = self._in_words(number, seed)
         if "failed" in result:
             end = f"{what} failed: {result['failed']}"
         else:

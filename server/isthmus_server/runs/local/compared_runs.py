@@ -9,6 +9,7 @@ from pathlib import Path
 from isthmus.errors import JobError
 from isthmus.job import Job
 from isthmus.wire import link_pb2
+from isthmus_server.budgets.populations import Populations
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.runs.local.fork_server import ParticipantForkServer
@@ -48,6 +49,10 @@ class LocalRuns:
             )
         return repr((commands, job.time.lease_seconds))
 
+    def devices(self, job: Job) -> int:
+        """See `ComparedRuns.devices`."""
+        return job.federated.clients
+
     @contextlib.asynccontextmanager
     async def participants(self, job: Job) -> AsyncIterator[None]:
         """See `ComparedRuns.participants`."""
@@ -61,11 +66,14 @@ class LocalRuns:
         """See `ComparedRuns.create`."""
         return Store.create(directory, job, base)
 
-    async def train(self, store: Store) -> tuple[RunState, FinalModel]:
+    async def train(
+        self, store: Store, populations: Populations | None
+    ) -> tuple[RunState, FinalModel]:
         """See `ComparedRuns.train`."""
         assert self._link is not None
         with contextlib.closing(store), store.locked():
-            coordinator = self._coordinator = Coordinator(RunParts.of(store, self._link))
+            parts = RunParts.of(store, self._link, populations=populations)
+            coordinator = self._coordinator = Coordinator(parts)
             check_participants(store.job, load_policy(store.job.strategy))
             if self._leaving:
                 coordinator.drain.request()

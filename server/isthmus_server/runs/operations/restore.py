@@ -18,7 +18,8 @@ from isthmus.errors import IsthmusError, UserError
 from isthmus.system.clocks import utc
 from isthmus.system.private_files import make_private_directory, write_private_file
 from isthmus_privacy.dp.ledger import Ledger, LedgerHead
-from isthmus_server.budgets.populations import mark_restored
+from isthmus_server.budgets.charged_runs import charged_runs, refuse_older
+from isthmus_server.budgets.populations import folders_of_runs, mark_restored
 from isthmus_server.fleet import registry_file
 from isthmus_server.fleet.registry import Registry
 from isthmus_server.runs.jobs.queue import JobQueue
@@ -147,7 +148,11 @@ class _Restoring:
                 known = LedgerHead.of(head_file.read_text())
                 if known is None:
                     continue
-                head = Ledger.read(path, known).head
+                ledger = Ledger.read(path, known)
+                head = ledger.head
+                # It may have been older than its own runs before it was lost.
+                there = charged_runs(folders_of_runs(self.lost))
+                refuse_older(path, ledger, path.stem, there)
                 if own.exists():
                     Ledger.read(path, Ledger.read(own).head)  # it continues the one of the backup
                 make_private_directory(own.parent)

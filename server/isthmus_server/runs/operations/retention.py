@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import secrets
 import shutil
 import sqlite3
 import stat
@@ -14,7 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from isthmus.errors import IsthmusError, UserError
-from isthmus_privacy.dp.ledger import LEDGER_FILE
+from isthmus.system.private_files import make_private_directory, write_private_file
+from isthmus_privacy.dp.ledger import HEAD_FILE, LEDGER_FILE, LedgerDamaged, last_known
+from isthmus_server.budgets.charged_runs import PRUNED
+from isthmus_server.runs.operations.run_copies import copy_ledger
 from isthmus_server.storage import audit
 from isthmus_server.storage.run_description import alone_in
 from isthmus_server.storage.store import Store
@@ -155,8 +159,9 @@ def _mode(run: ListedRun, policy: RetentionPolicy) -> Literal["max", "min"]:
 def prune(folder: Path, policy: RetentionPolicy, *, dry_run: bool) -> list[tuple[ListedRun, str]]:
     """Delete the runs that a policy does not keep; returns all, with why each is kept.
 
-    The ledgers of a server's populations are elsewhere and stay. A run whose own ledger is the only
-    one of its charges is kept.
+    The ledgers of a server's populations are elsewhere and stay, and so do those of its runs: they
+    show whether that of a population is an older copy. Where there is no population, a run whose
+    ledger is the only one of its charges is kept.
 
     Raises:
         UserError: there is no such folder, or no finished run has the metric of the policy.
@@ -190,8 +195,12 @@ def _delete(path: Path) -> str:
     gone = path.with_name(f".{path.name}.pruned")
     try:
         with alone_in(path):
+            if (path / LEDGER_FILE).exists():
+                _keep_ledger(path)
             shutil.rmtree(gone, ignore_errors=True)
             path.rename(gone)  # at once: half a run would be a damaged one
+    except LedgerDamaged as error:
+        return str(error)
     except UserError:
         return "another process has it open"
     shutil.rmtree(gone)
@@ -199,3 +208,22 @@ def _delete(path: Path) -> str:
     if path.parent.name == "runs" and (state / "audit.log").exists():
         audit.record(state, "prune", by=audit.local_user(), run=path.name)
     return ""
+
+
+def _keep_ledger(run: Path) -> None:
+    """Copy the ledger of a run of a server that is about to be deleted.
+
+    Raises:
+        LedgerDamaged: it is not the one that was written.
+    """
+    kept = run.parent.parent / PRUNED
+    make_private_directory(kept)
+    # The name of a run may be used again, as in a state directory that was restored.
+    folder = kept / f"{run.name}-{secrets.token_hex(4)}"
+    make_private_directory(folder)
+    try:
+        head = copy_ledger(run / LEDGER_FILE, folder / LEDGER_FILE, last_known(run, ""))
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    write_private_file(folder / HEAD_FILE, str(head).encode())

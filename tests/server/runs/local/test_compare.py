@@ -39,7 +39,10 @@ class Runs:
     def create(self, directory, job, base):
         return Store.create(directory, job, base)
 
-    async def train(self, store):
+    def devices(self, job):
+        return job.federated.clients
+
+    async def train(self, store, populations):
         self.trained.append(store.directory.name)
         with contextlib.closing(store):
             end = self.ends.pop(0) if self.ends else {"accuracy": 0.5}

@@ -13,8 +13,8 @@ from tests.server.waiting import wait_until
 from isthmus.errors import DamagedError, UserError
 from isthmus.identity import tls
 from isthmus_privacy.dp.accounting import ZeroConcentrated
-from isthmus_privacy.dp.ledger import Charge, LedgerDamaged
-from isthmus_server.budgets.populations import Populations
+from isthmus_privacy.dp.ledger import Charge, Ledger, LedgerDamaged
+from isthmus_server.budgets.populations import Populations, check_populations, of_server
 from isthmus_server.cli.server import server
 from isthmus_server.fleet.authority import initialise
 from isthmus_server.fleet.registry import Registry
@@ -195,6 +195,45 @@ def test_a_ledger_of_the_lost_directory_that_was_cut_is_not_used(state, tmp_path
     assert done.populations == ["fleet"]
     with pytest.raises(LedgerDamaged):
         charge(tmp_path / "again")
+
+
+def test_a_ledger_of_the_lost_directory_that_is_older_than_its_pruned_runs_is_not_used(
+    state, tmp_path
+):
+    """A backup has the ledgers of pruned runs, too."""
+    kept = state / "pruned/run-1"
+    kept.mkdir(parents=True)
+
+    def keep():
+        for name in ("ledger", "head"):
+            shutil.copy(state / f"privacy/fleet.{name}", kept / f"privacy.{name}")
+
+    keep()
+    back_up(state, tmp_path / "backup")
+    older = shutil.copytree(state / "privacy", tmp_path / "older")
+    charge(state)
+    with Ledger.open(state / "privacy/fleet.ledger") as ledger:
+        ledger.keep_head_in(state / "privacy/fleet.head")
+        ledger.settle(ledger.head.number, "committed")
+    keep()
+    shutil.copytree(older, state / "privacy", dirs_exist_ok=True)
+    done = restore(tmp_path / "backup", tmp_path / "again", lost=state)
+    assert done.populations == ["fleet"]
+    with pytest.raises(LedgerDamaged, match="was asked between"):
+        charge(tmp_path / "again")
+    command("population", tmp_path / "again", "fleet")
+    with of_server(tmp_path / "again").ledger("fleet") as ledger:
+        assert ledger.head.number == 1
+    (tmp_path / "again/privacy/fleet.ledger").unlink()
+    (tmp_path / "again/privacy/fleet.head").unlink()
+    assert "again/pruned/run-1" in str(verify_populations(tmp_path / "again"))
+
+
+def verify_populations(state):
+    """Why `isthmus server verify` refuses the ledgers of a state directory."""
+    with pytest.raises(LedgerDamaged) as refused:
+        check_populations(state)
+    return refused.value
 
 
 def test_an_audit_log_without_its_head_is_not_taken_over(state, tmp_path):

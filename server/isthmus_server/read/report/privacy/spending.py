@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.errors import UserError
+from isthmus.job.privacy import PrivacySection
 from isthmus_privacy.dp.accounting import SampledGaussian
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger, LedgerEntry, last_known
 from isthmus_server.budgets.budget import UNIT
+from isthmus_server.budgets.populations import DIRECTORY, known_head
 from isthmus_server.model.summed_evaluation import TRIES
 from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
 from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
@@ -33,6 +35,9 @@ class Spending:
     entries: Sequence[LedgerEntry]
     most_asked: int
     """Sums that this device was asked for."""
+    shared: float | None = None
+    """Epsilon of the population's device that was asked most, by all runs that share its ledger;
+    None for a run by itself."""
     examples: SpentOnExamples | None = None
     """What was spent of the datacenter's examples, apart; None without `[datacenter.privacy]`."""
     promised: PromisedToExamples | None = None
@@ -47,6 +52,7 @@ class Spending:
             "budget": self.budget,
             "delta": self.delta,
             "most_asked": self.most_asked,
+            "shared_epsilon": self.shared,
             "examples": None if self.examples is None else dataclasses.asdict(self.examples),
             "device_examples": None if self.promised is None else dataclasses.asdict(self.promised),
             "charges": [
@@ -83,6 +89,11 @@ class Spending:
                 f"{self.epsilon:.4g} of {self.budget:g} at delta {self.delta:g}, of the "
                 f"{charge.unit} that was asked most, {self.most_asked} times"
             )
+            if self.shared is not None:
+                lines.append(
+                    f"all runs of the population together: epsilon {self.shared:.4g} of "
+                    f"{self.budget:g}"
+                )
         for entry in self.entries:
             charge = entry.charge
             outcome: str = entry.outcome or "not ended, or cut short by a crash"
@@ -137,9 +148,26 @@ def read_spending(run_dir: Path) -> Spending:
         delta=None if privacy is None else privacy.delta,
         entries=entries,
         most_asked=max(asked.values(), default=0),
+        shared=None if privacy is None else _shared(run_dir, privacy),
         examples=examples,
         promised=promised,
     )
+
+
+def _shared(run_dir: Path, privacy: PrivacySection) -> float | None:
+    """What all runs have spent that share a population with a run; None for a run by itself.
+
+    Raises:
+        LedgerDamaged: the ledger of the population is not the one that was written.
+    """
+    folder = run_dir.resolve().parent
+    # Of a comparison, whose directory has the runs, or of a server, whose `runs` has them.
+    for directory in (folder / DIRECTORY, folder.parent / DIRECTORY):
+        path = directory / f"{privacy.population}.ledger"
+        if path.exists() and (directory.parent == folder or folder.name == "runs"):
+            known = known_head(directory, privacy.population)
+            return Ledger.read(path, known).epsilon(privacy.population, privacy.delta)
+    return None
 
 
 def _of_devices_alone(promised: PromisedToExamples) -> Spending:
