@@ -7,8 +7,9 @@ subtracts them.
 
 >>> def row(*devices):
 ...     return {(device, "update"): Fraction(1) for device in devices}
->>> fewest_devices([row("a", "b", "c"), row("a", "b", "d")])  # the difference is about c and d
-frozenset({'c', 'd'})
+>>> sums = [row("a", "b", "c"), row("a", "b", "d")]
+>>> sorted(fewest_devices(sums))  # the difference of both is about c and d
+['c', 'd']
 """
 
 from __future__ import annotations
