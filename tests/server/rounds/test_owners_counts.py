@@ -1,10 +1,12 @@
 """In which sums owners let counts of their data be, in whole runs with real agents."""
 
+import pytest
 import torch
 
 from isthmus.job.measurements import evaluations_run_id
 from isthmus.task import Participant, load_task
 from isthmus_server.read.report.report import read_report
+from isthmus_server.rounds.cohort_selection import SameDevicesMissing
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import RoundCommitted
@@ -91,26 +93,28 @@ async def test_evaluations_on_the_same_devices_tell_only_their_sum(deployment, t
 
 async def test_without_one_of_the_same_devices_no_others_are_asked(deployment):
     await deployment.start(VALIDATES, NAMES)
-    settings = (SAME, "rounds=2", "federated.cohort=5", "federated.quorum=5")
-    store = deployment.create_run("run", *ROTATING, *settings, "time.join_seconds=0.1")
+    store = deployment.create_run("run", *ROTATING, SAME, "rounds=1")
     coordinator = Coordinator(RunParts.of(store, deployment.link))
-    lost = []
+    settings = store.job.evaluation.on_devices(store.job.federated)
+    refusals = []
 
-    def lose_one(event):
-        if isinstance(event, RoundCommitted) and not lost:
-            (entry,) = store.unmaskings.of_run(evaluations_run_id(store.run_id))
-            lost.append(min(entry.devices))
-            coordinator.roster.clients.pop(lost[0])
+    def select_again(event):
+        """For another model in a later round: with all devices, and without one of the first."""
+        if not isinstance(event, RoundCommitted):
+            return
+        (entry,) = store.unmaskings.of_run(evaluations_run_id(store.run_id))
+        select = coordinator.parts.cohorts.select_for_evaluation
+        again = select(2, settings, bytes(32), [])
+        assert (again.examples.keys(), again.exact) == (entry.devices, True)
+        with pytest.raises(SameDevicesMissing) as caught:
+            select(3, settings, bytes(32), [min(entry.devices)])
+        assert caught.value.missing == (min(entry.devices),)
+        refusals.append(str(caught.value))
 
-    coordinator.events.subscribe(lose_one)
+    coordinator.events.subscribe(select_again)
     await coordinator.run()
-    first, second = read_report(store).rounds
-    assert first.evaluation.devices == 5
-    assert (second.evaluation.devices, second.evaluation.metrics) == (0, {})
-    assert second.evaluation.error == (
-        "all evaluations of this run are on the 5 devices of its first one "
-        f"(evaluation.same_devices), and {lost[0]} cannot take part now"
-    )
+    (sentence,) = refusals
+    assert sentence.startswith("all evaluations of this run are on the 5 devices of its first one")
 
 
 async def test_an_owner_who_wants_the_same_devices_refuses_other_evaluations(deployment):
