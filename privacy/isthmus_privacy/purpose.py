@@ -235,6 +235,16 @@ def evaluated_model(sha256: bytes) -> bytes:
     return tagged_hash("evaluated-model", sha256)
 
 
+def evaluated_data(task: bytes) -> bytes:
+    """Names what all evaluations of a task's code count, 32 bytes; `task` is the code's digest.
+
+    Predictions differ from model to model, and labels do not: of two sums over other devices the
+    difference is about few of them. A device whose owner wants it is in sums of these counts, of
+    whatever models, only with one survivor set.
+    """
+    return tagged_hash("evaluated-data", task)
+
+
 @dataclasses.dataclass(frozen=True)
 class RangePurpose(_Purpose):
     """How large updates are, see `isthmus_privacy.secagg.ranges`, before these are summed."""

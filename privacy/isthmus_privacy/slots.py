@@ -47,7 +47,11 @@ OVER_WEIGHT = Slot(name="over_weight", maximum=1.0, exact=True)
 """1 from a client with more examples than the largest weight of the sum, as which it then counts;
 0 where the job itself sets that weight."""
 
-TRAINING_SLOTS = (LOSS, OVER_RANGE, OVER_WEIGHT, UNUSABLE)
+OTHER_WEIGHT = Slot(name="other_weight", maximum=1.0, exact=True)
+"""1 from a client whose owner gives another weight than the number of examples; 0 where the job
+itself asks for that kind of weights."""
+
+TRAINING_SLOTS = (LOSS, OTHER_WEIGHT, OVER_RANGE, OVER_WEIGHT, UNUSABLE)
 """Figures of a client that has trained."""
 
 GRADIENT_LOST = Slot(name="gradient_lost", maximum=1.0)
@@ -74,5 +78,5 @@ MAGNITUDE = Slot(name="magnitude", maximum=64.0)
 """Binary logarithm of the root mean square of what a client with a codec sends, before it is
 rounded."""
 
-COMPRESSED_SLOTS = (LOSS, MAGNITUDE, OVER_RANGE, OVER_WEIGHT, UNUSABLE)
+COMPRESSED_SLOTS = (LOSS, MAGNITUDE, OTHER_WEIGHT, OVER_RANGE, OVER_WEIGHT, UNUSABLE)
 """Figures of a client that has trained, in a job with `[federated.compression]`."""

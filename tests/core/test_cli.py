@@ -56,6 +56,10 @@ def test_check_summarises_a_job(isthmus, job_file):
     assert out == (
         f"{job_file} is fine: 3 rounds of Learn, policy alternate, 0 clients, 0 datacenter ranks\n"
         "tried   one batch of held-out data (accuracy, loss)\n"
+        "level   a curious server, without noise: a server that follows the protocol learns sums "
+        "of at least 6 devices' updates, and no single one; one that lies can craft models whose "
+        "sums show single examples, which only noise of the devices bounds ([privacy] mechanism = "
+        '"distributed")\n'
     )
 
 

@@ -12,6 +12,8 @@ from isthmus.errors import TaskError
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
+from isthmus_clients.device.owner_limits import LimitsGuard, parse
+from isthmus_clients.training.history_files import EMPTY, head_of, write_head
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
@@ -146,6 +148,8 @@ class Deployment:
         """The group of a device by its name, for devices that have declared one."""
         self.own_figures = {}
         """Where a device by this name keeps its own evaluations for its owner."""
+        self.policies = {}
+        """The owner's limits of a device by its name, as the text of a policy file."""
         self._signing_keys = {}
         self.of_one_machine = False
         """Whether devices have no identity of their own, as those of `isthmus run`."""
@@ -167,7 +171,16 @@ class Deployment:
             key = self._signing_keys.setdefault(name, Ed25519PrivateKey.generate())
         wait, group = (lambda: self.before_training()), self.groups.get(name, "")
         own = self.own_figures.get(name)
-        return FaultyDevice(name, self._training_lock, faults, wait, key, group, own)
+        device = FaultyDevice(name, self._training_lock, faults, wait, key, group, own)
+        if name in self.policies:
+            # Of an owner on this machine: other requirements are of devices with certificates.
+            limits = parse(self.policies[name], "policy.toml")
+            device.agent._guard = LimitsGuard(limits, self._folder / f"{name}.json")
+            history = self._folder / f"{name}.log"
+            if not head_of(history).exists():
+                write_head(history, EMPTY)
+            device.agent._secure._history_file = history
+        return device
 
     def create_run(self, name, *overrides):
         """The store of a new run: three rounds on three devices, with secure aggregation."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from isthmus.errors import TaskError, UpdateError
 from isthmus.job import Job, read_job
 from isthmus.job.flower import MAX_BYTES
+from isthmus.job.weights import Weights
 from isthmus.task import check_installed, check_named
 from isthmus.task.code_digest import code_digest
 from isthmus.task.measurements.metrics import MAX_COUNTS
@@ -56,6 +57,10 @@ class ActiveRun:
     """The group that the device has declared; empty for none."""
     personal: TensorLayout = _NOTHING
     """Layout of what stays on the device, which the task's must equal."""
+    owners_weights: Weights = "exact"
+    """The most exact kind of weights that the device's owner gives, see `isthmus.job.weights`."""
+    weight: int = 0
+    """What the device's updates count, from when its data were opened until the run is closed."""
     account: RunAccount | None = None
     """Account of this device's examples, for a job that protects them."""
     messages: UpdateMessages | None = None
@@ -363,7 +368,7 @@ class ActiveRun:
         federated = self.job.federated
         if self.job.privacy is not None:
             return  # updates are clipped to a norm, and have the weight 1
-        weight_max = federated.max_examples if federated.privacy is None else 1
+        weight_max = federated.largest_weight
         in_range = config.codec is not None or (
             config.clip == federated.clip
             if federated.clip is not None
@@ -384,6 +389,22 @@ class ActiveRun:
                 f"{config.clip:g}, {config.levels} levels and a largest weight of "
                 f"{config.weight_max}",
             )
+
+    def weighing(self, examples: int) -> ActiveRun:
+        """This run with the weight of a device with so many examples."""
+        weight = self.job.federated.weight(examples, self.owners_weights)
+        return dataclasses.replace(self, weight=weight)
+
+    @property
+    def gives_other_weight(self) -> bool:
+        """Whether updates weigh something else than the number of examples, by the owner's choice.
+
+        Not where all devices of the job count the same, or as it asks.
+        """
+        federated = self.job.federated
+        tables = (self.job.privacy, federated.privacy, federated.control_variates)
+        weighs = federated.weights is None and all(table is None for table in tables)
+        return weighs and self.owners_weights != "exact"
 
     def with_account(self, account: ExamplesAccount, examples: int) -> ActiveRun:
         """This run with the account of the device's examples, if the job protects them.

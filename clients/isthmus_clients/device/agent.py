@@ -408,8 +408,11 @@ class Agent:
             check_wanted(self._wanted(run, request))
             layout = run.result_layout(work)
             result = link_pb2.Trained(), layout.encode(torch.zeros(layout.size))
-        self._tally.note(result[0].examples > 0)
-        return result
+        trained, update = result
+        self._tally.note(trained.examples > 0)
+        trained.examples = run.weight
+        trained.other_weight = run.gives_other_weight
+        return trained, update
 
     def _named(self, update: Buffer) -> link_pb2.Blob:
         """The name by which the server fetches an update."""
@@ -445,10 +448,13 @@ class Agent:
         work = request.evaluate
         run = self._run(work.run_id)
         run.check_measured()
+        apart = self._check_evaluation(run)
         if work.secure:
             wanted = self._wanted(run, request)
             own = self._own_figures
-            return evaluate(self._secure, self.host, run, request, payload, wanted, own)
+            return evaluate(
+                self._secure, self.host, run, request, payload, wanted, own, same_devices=apart
+            )
         run.check_plain_allowed()
 
         def count() -> link_pb2.Counted:
@@ -463,6 +469,22 @@ class Agent:
         if self._own_figures is not None and counted.own_figures:
             self._own_figures.note(work.run_id, work.round, counted.own_figures)
         return link_pb2.Reply(counted=link_pb2.Counted(counts=counted.counts))
+
+    def _check_evaluation(self, run: ActiveRun) -> bool:
+        """Check the owner's limits on counts; returns whether they bind the devices of the sum.
+
+        Raises:
+            AdmissionRefused: the owner does not allow it.
+        """
+        if self._guard is None or run.job.statistics.collect:
+            return False
+        try:
+            self._guard.check_evaluation(run.job)
+        except AdmissionRefused as refused:
+            refused.code = OWNER_REFUSES
+            raise
+        bound = self._guard.limits.privacy.counts == "same-devices"
+        return bound and run.job.privacy is None
 
     def _wanted(self, run: ActiveRun, request: link_pb2.Request) -> Callable[[], bool]:
         """Tells whether the server has neither cancelled a request nor closed its run."""
@@ -483,6 +505,8 @@ class Agent:
         run = ActiveRun.of(work, self.tasks)
         run = dataclasses.replace(run, group=self._group_in(run.job))
         if self._guard is not None:
+            weights = self._guard.limits.privacy.weights
+            run = dataclasses.replace(run, owners_weights=weights)
             allowed = PersonalStates(None, self._guard.limits.personal_mb)
             allowed.check(run.kept)
             if run.job.federated.compression is not None:
@@ -491,11 +515,11 @@ class Agent:
         secure = run.job.federated.secure_aggregation
         with constant_failures(secure, self._log_file, on_data=True):
             examples = self.host.open(work)
-            run = run.with_account(self._account, examples)
+            run = run.weighing(examples).with_account(self._account, examples)
         self._active = run
         if run.has_app:
             return link_pb2.Reply(opened=link_pb2.Opened())
-        sent = 0 if secure else run.job.federated.weight(examples)
+        sent = 0 if secure else run.weight
         opened = link_pb2.Opened(examples=sent, hours=self.hours)
         if run.job.federated.groups is not None:
             opened.group = run.group

@@ -18,13 +18,14 @@ import tomllib
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
 from isthmus.errors import AdmissionRefused, DamagedError, JobError, UserError
 from isthmus.job import Job
 from isthmus.job.section import DAYS, GroupName, Hours, Section, sentences
+from isthmus.job.weights import Weights, agreed
 from isthmus.system.sealed_files import read_sealed, write_sealed
 from isthmus_clients.device.package_versions import PackageVersions
 
@@ -60,6 +61,12 @@ class PrivacyLimits(Section):
     comparisons of models are counted apart from its updates."""
     participations: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of secure sums, of all runs since this device joined."""
+    weights: Weights = "exact"
+    """The most that the weights of this device's updates may say of its number of examples: the
+    number itself, a power of two next to it, or nothing; see `isthmus.job.weights`."""
+    counts: Literal["exact", "same-devices", "none"] = "exact"
+    """In which sums this device may be with counts of its data: any; those of evaluations only with
+    the same devices each time, in all runs of one version of a task; or none."""
     noise: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Never take part in a secure sum whose noise is less than this many times what one device
     changes (the noise multiplier), or that has none; `true` is 1."""
@@ -211,12 +218,58 @@ class LimitsGuard:
                 f"([privacy] examples_epsilon in policy.toml), and {job.name!r} has no table "
                 "[federated.privacy]"
             )
+        self._check_weights(job)
+        if job.statistics.collect and self.limits.privacy.counts == "none":
+            raise AdmissionRefused(
+                "its owner lets it give no counts of its data ([privacy] counts in policy.toml)"
+            )
         if not job.federated.secure_aggregation:
             self.check_plain()
         elif job.federated.mode == "buffered" and not self.limits.privacy.buffered:
             raise AdmissionRefused(
                 "its owner does not allow sums of updates to different models (mode = "
                 '"buffered"; [privacy] buffered in policy.toml)'
+            )
+
+    def _check_weights(self, job: Job) -> None:
+        """Refuse a job that needs more exact weights than the owner gives.
+
+        Raises:
+            AdmissionRefused: it does, or its app sends numbers of examples of its own.
+        """
+        owners = self.limits.privacy.weights
+        if owners == "exact":
+            return
+        gives = f"its owner gives {owners} weights ([privacy] weights in policy.toml)"
+        if job.federated.app is not None:
+            raise AdmissionRefused(
+                f"{gives}, and the app {job.federated.app} sends numbers of examples by itself"
+            )
+        if agreed(job.federated.weights, owners) is None:
+            raise AdmissionRefused(
+                f"{gives}, and {job.name!r} needs {job.federated.weights} ones (federated.weights)"
+            )
+
+    def check_evaluation(self, job: Job) -> None:
+        """Refuse an evaluation of a model, whose counts tell of this device's data.
+
+        With `[privacy]` no counts are sent.
+
+        Raises:
+            AdmissionRefused: the owner does not allow it, or only with the same devices each time,
+                which the job does not ask.
+        """
+        counts = self.limits.privacy.counts
+        if counts == "exact" or job.privacy is not None:
+            return
+        shown = "([privacy] counts in policy.toml)"
+        if counts == "none":
+            raise AdmissionRefused(f"its owner lets it give no counts of its data {shown}")
+        if not (job.federated.secure_aggregation and job.evaluation.same_devices):
+            raise AdmissionRefused(
+                f"its owner lets it be in evaluations with the same devices only {shown}, and "
+                f"{job.name!r} does not ask the same ones each time by secure sums: set "
+                "evaluation.same_devices = true"
             )
 
     def check_plain(self) -> None:

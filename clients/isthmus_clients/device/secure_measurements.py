@@ -81,10 +81,13 @@ def evaluate(
     payload: Buffer,
     wanted: Callable[[], bool],
     own: OwnFigures | None,
+    *,
+    same_devices: bool = False,
 ) -> link_pb2.Reply:
     """Evaluate a model, and join the sum of the counts, if it is still `wanted` then.
 
-    This device's own figures are noted in `own`, and not sent.
+    This device's own figures are noted in `own`, and not sent. With `same_devices` it is in sums of
+    all evaluations of the task's code with one set of devices only.
 
     Raises:
         PeerMisbehaved: the configuration is refused, before anything is evaluated.
@@ -95,6 +98,7 @@ def evaluate(
     from isthmus_privacy.purpose import (
         EvaluationPurpose,
         device_vector,
+        evaluated_data,
         evaluated_model,
         statistics_of,
     )
@@ -123,6 +127,7 @@ def evaluate(
         vector=device_vector(purpose.hash, trained, state),
         trained=trained,
         work=purpose.hash,
+        data=evaluated_data(run.secure_purpose.task) if same_devices else b"",
     )
     attempt = sessions.propose(
         (evaluations_run_id(work.run_id), work.round, work.attempt),

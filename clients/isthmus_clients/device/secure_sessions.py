@@ -495,12 +495,11 @@ class SecureSessions:
         figures = dict.fromkeys((slot.name for slot in attempt.config.slots), 0.0)
         counts = None
         if result is not None:
-            trained, update = result
+            _, update = result
             vector = layout.decode(update)
             if is_finite(vector):
-                weight = run.job.federated.weight(trained.examples)
                 parts = (part for _, part in layout.parts(vector))
-                counts = counts_of(vector, parts, weight)
+                counts = counts_of(vector, parts, run.weight)
             else:
                 log.error("the update has elements that are not finite; it does not count")
                 result = None
@@ -530,6 +529,7 @@ class SecureSessions:
             GRADIENT_LOST,
             LOSS,
             MAGNITUDE,
+            OTHER_WEIGHT,
             OVER_RANGE,
             OVER_WEIGHT,
             WITHIN_CLIP,
@@ -555,14 +555,15 @@ class SecureSessions:
             figures[LOSS.name] = loss
             figures[OVER_RANGE.name] = float(abs(loss) > LOSS.maximum)
             chosen = run.job.federated.max_examples is None
-            figures[OVER_WEIGHT.name] = float(chosen and trained.examples > config.weight_max)
+            figures[OVER_WEIGHT.name] = float(chosen and run.weight > config.weight_max)
+            figures[OTHER_WEIGHT.name] = float(run.gives_other_weight)
         if residual is not None:
-            vector, magnitude = residual.add_to(vector, trained.examples, config)
+            vector, magnitude = residual.add_to(vector, run.weight, config)
             figures[MAGNITUDE.name] = magnitude
         if GRADIENT_LOST.name in figures:
             gradient = vector[: run.layout.size]
             figures[GRADIENT_LOST.name] = lost_in_clipping(gradient, config.clip)
-        return self.join(attempt, vector, trained.examples, figures, seed, self._tally.note)
+        return self.join(attempt, vector, run.weight, figures, seed, self._tally.note)
 
     def rho(self, run_id: str) -> float:
         """See `History.rho`, of all sums of a run: of updates, evaluations and comparisons."""
@@ -693,7 +694,10 @@ def _start(
     purpose = TrainingPurpose(
         run.vector_purpose, work.with_gradient, work.gradient_scale, position=position
     ).hash
-    vector = device_vector(purpose, trained, f"{state} {scale!r}")
+    state = f"{state} {scale!r}"
+    if run.owners_weights != "exact":
+        state += f" {run.owners_weights}"
+    vector = device_vector(purpose, trained, state)
     return StartModel(work.round, work.model.sha256, shared, vector, trained, purpose)
 
 

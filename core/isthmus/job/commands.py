@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from isthmus.job.apps import registered
+from isthmus.job.promises import level_of, needs_of
 from isthmus.job.schema import Job, job_schema, load_job
 from isthmus.task.loading import load_task
 
@@ -45,6 +46,7 @@ def check(path: Path, overrides: tuple[str, ...]) -> None:
             f"{path} is fine: the ServerApp {federated.server_app} and {federated.clients} "
             f"clients with the ClientApp {federated.app}"
         )
+        _show_promises(checked)
         return
     data = checked.task.data_in(base)
     task = load_task(checked.task.source, checked.task.settings, base=base, data=data)
@@ -61,8 +63,17 @@ def check(path: Path, overrides: tuple[str, ...]) -> None:
         f"{checked.datacenter.ranks} datacenter ranks\n"
         f"tried   {', '.join(filter(None, tried))}"
     )
+    _show_promises(checked)
     if note := _unlearned(checked):
         click.echo(f"note    {note}")
+
+
+def _show_promises(checked: Job) -> None:
+    """Print the level of protection, and what the job needs of owners."""
+    if level := level_of(checked):
+        click.echo(f"level   {level.sentence}")
+    if needs := needs_of(checked):
+        click.echo(f"owners  need in policy.toml: {', '.join(needs)}")
 
 
 def _unlearned(checked: Job) -> str:

@@ -211,6 +211,11 @@ def _evaluation_on_devices(job: JobTables) -> Iterator[str]:
     federated = job.federated
     if evaluation.per_device:
         yield from _figures_of_each_device(job)
+    if evaluation.same_devices and not (evaluation.devices and federated.secure_aggregation):
+        yield (
+            "evaluation.same_devices is for evaluation.devices by secure sums; set "
+            "evaluation.devices and federated.secure_aggregation = true, or remove it"
+        )
     if not evaluation.devices:
         if federated.fine_tune_steps:
             yield (
@@ -286,6 +291,11 @@ def _privacy_of_updates(job: JobTables) -> Iterator[str]:
         yield (
             f"privacy: federated.aggregation={job.federated.aggregation!r} is no mean of clipped "
             "updates, for which the noise is made; remove one of them"
+        )
+    if job.federated.weights is not None:
+        yield (
+            f"privacy: federated.weights={job.federated.weights!r} has no effect, as every device "
+            "counts the same; remove it"
         )
     if job.federated.mode == "buffered":
         yield "privacy: federated.mode='buffered' sums updates to different models; use 'rounds'"

@@ -20,6 +20,7 @@ from isthmus.job.section import (
     ProvidedName,
     Section,
 )
+from isthmus.job.weights import Weights, agreed, weight_of
 
 
 class Participation(Section):
@@ -181,6 +182,10 @@ class FederatedSection(Section):
     max_examples: Annotated[int, Field(ge=1, le=1 << 42)] | None = None
     """With secure aggregation, the largest weight of a device, in examples: one with more counts
     as one with so many. Default: every device counts with its number of examples."""
+    weights: Weights | None = None
+    """What the weights of updates say of the devices' numbers of examples: `exact`, `coarse`
+    (powers of two) or `equal` (1 for each device). Devices whose owners give less are refused.
+    Default: what each owner gives, `exact` unless the owner has chosen another kind."""
     aggregation: ProvidedName = "mean"
     """How the updates of a round become one: `mean`, weighted by examples; `median`,
     `trimmed-mean`, `krum`, `multi-krum`, `norm-bound`, or a rule that a package provides. All but
@@ -252,6 +257,24 @@ class FederatedSection(Section):
             raise ValueError(
                 f"clip={self.clip:g} with max_examples is above {LARGEST_CLIP:,}, beyond which "
                 "updates can be lost in rounding; remove one of them, and the range is checked"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_have_an_effect(self) -> FederatedSection:
+        if self.weights is None:
+            return self
+        shown = f"weights={self.weights!r}"
+        same = {"federated.privacy": self.privacy, "control_variates": self.control_variates}
+        for name, table in same.items():
+            if table is not None:
+                raise ValueError(
+                    f"{shown} has no effect with {name}, where every device counts the same; "
+                    "remove it"
+                )
+        if self.weights == "equal" and self.max_examples is not None:
+            raise ValueError(
+                f"max_examples={self.max_examples} has no effect on {shown}; remove one of them"
             )
         return self
 
@@ -487,16 +510,31 @@ class FederatedSection(Section):
             return 1.0
         return self.normalized_steps / counted
 
-    def weight(self, examples: int) -> int:
-        """What an update counts: the device's examples, or 1 if these are protected."""
-        return examples if self.privacy is None else 1
+    def weight(self, examples: int, owners: Weights = "exact") -> int:
+        """What an update counts: the device's examples, or 1 if these are protected.
+
+        Args:
+            examples: of the device.
+            owners: the kind of weights that its owner gives, see `isthmus.job.weights`; those of a
+                job that is more exact are refused before.
+
+        >>> FederatedSection(weights="coarse").weight(100)
+        128
+        """
+        if self.privacy is not None:
+            return 1
+        return weight_of(examples, agreed(self.weights, owners) or owners)
+
+    @property
+    def largest_weight(self) -> int | None:
+        """The largest weight of a device in a secure sum; None if it follows from the devices'."""
+        same = self.privacy is not None or self.weights == "equal"
+        return 1 if same else self.max_examples
 
     @property
     def finds_ranges(self) -> bool:
         """Whether something of the encoding of updates follows from their ranges; see `clip`."""
-        # Devices with the same weight need no range of it.
-        weighs = self.privacy is None and self.max_examples is None
-        return self.secure_aggregation and (self.clip is None or weighs)
+        return self.secure_aggregation and (self.clip is None or self.largest_weight is None)
 
     @property
     def concurrency(self) -> int:
@@ -572,6 +610,7 @@ _TRAINING = (
     "precision",
     "compile",
     "device",
+    "weights",
 )
 """Settings of the training on devices."""
 

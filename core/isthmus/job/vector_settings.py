@@ -47,7 +47,15 @@ _OF_SELECTION = {
         "max_clipped",
         "groups",
     ),
-    "evaluation": ("every", "devices", "quorum", "keep_best", "patience", "deliver"),
+    "evaluation": (
+        "every",
+        "devices",
+        "quorum",
+        "same_devices",
+        "keep_best",
+        "patience",
+        "deliver",
+    ),
     "statistics": ("devices", "quorum", "minimum"),
 }
 """Keys of other tables that say which devices are asked, and what is done with the sum."""

@@ -454,7 +454,7 @@ class Opened(_message.Message):
     def __init__(self, examples: _Optional[int] = ..., hours: _Optional[_Iterable[str]] = ..., group: _Optional[str] = ...) -> None: ...
 
 class Trained(_message.Message):
-    __slots__ = ("result", "examples", "steps", "seconds", "training", "evaluation", "events", "secure", "profile")
+    __slots__ = ("result", "examples", "steps", "seconds", "training", "evaluation", "events", "secure", "profile", "other_weight")
     class TrainingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -485,6 +485,7 @@ class Trained(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SECURE_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
+    OTHER_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     result: Blob
     examples: int
     steps: int
@@ -494,7 +495,8 @@ class Trained(_message.Message):
     events: _containers.RepeatedScalarFieldContainer[str]
     secure: bytes
     profile: _containers.ScalarMap[str, float]
-    def __init__(self, result: _Optional[_Union[Blob, _Mapping]] = ..., examples: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., training: _Optional[_Mapping[str, float]] = ..., evaluation: _Optional[_Mapping[str, float]] = ..., events: _Optional[_Iterable[str]] = ..., secure: _Optional[bytes] = ..., profile: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    other_weight: bool
+    def __init__(self, result: _Optional[_Union[Blob, _Mapping]] = ..., examples: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., training: _Optional[_Mapping[str, float]] = ..., evaluation: _Optional[_Mapping[str, float]] = ..., events: _Optional[_Iterable[str]] = ..., secure: _Optional[bytes] = ..., profile: _Optional[_Mapping[str, float]] = ..., other_weight: _Optional[bool] = ...) -> None: ...
 
 class SecureStepped(_message.Message):
     __slots__ = ("message", "masked")

@@ -86,6 +86,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     # client: its inbox
     "inbox-other-roster",
     "unmasked-for-model",
+    "unmasked-for-data",
     "another-vector-for-model",
     "masked-in-another-run",
     "attempt-superseded",

@@ -77,6 +77,10 @@ class StartModel:
     work: bytes = bytes(32)
     """Hash of the part of `vector` that is the same for all clients of a sum."""
 
+    data: bytes = b""
+    """Names what else the client's vectors for other models are about, which it gives only together
+    with the same clients; empty for nothing."""
+
     @property
     def trained_round(self) -> int:
         """The round whose random numbers the vector has."""
@@ -352,6 +356,13 @@ class History:
                 f"this device has begun another attempt since attempt {config.attempt} at round "
                 f"{config.round}",
             )
+        if start.data and self._unmasked.get(_model_key(start.data), survivors) != survivors:
+            refusal.refuse(
+                "unmasked-for-data",
+                "this device has helped to unmask counts of the same data, and its owner lets it "
+                "give them, also of other models, only with exactly the same devices ([privacy] "
+                "counts in policy.toml)",
+            )
         for key in _keys(config.run_id, start.round, start.model_hash):
             if self._unmasked.get(key, survivors) != survivors:
                 refusal.refuse(
@@ -376,6 +387,10 @@ class History:
                 start.trained_round,
             )
             self._store(entry)
+        if start.data and _model_key(start.data) not in self._unmasked:
+            # A name of its own in place of a run: no round of a run has it.
+            name = f"data/{start.data.hex()}"
+            self._store(Unmasked(name, 0, start.data, survivors))
 
     def _store(self, entry: Entry) -> None:
         self._record(entry)

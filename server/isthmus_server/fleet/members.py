@@ -15,6 +15,7 @@ from cryptography import x509
 
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import tls
+from isthmus.job.promises import Deployment
 from isthmus.wire import link_pb2
 from isthmus_server.fleet.authority import CertificateAuthority
 from isthmus_server.fleet.registry import ParticipantList, Registry
@@ -43,6 +44,7 @@ class Members(Enrolments):
     requires_tickets = True
 
     certified = True
+    deployment: Deployment = "one"
 
     def __init__(self, directory: Path, authority: CertificateAuthority) -> None:
         super().__init__(authority.enroller, now=authority.now)

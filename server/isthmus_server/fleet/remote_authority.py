@@ -24,6 +24,7 @@ from isthmus.errors import AdmissionRefused, CertificateExpired, DamagedError, U
 from isthmus.grpc_errors import short_message
 from isthmus.identity import tls
 from isthmus.identity.membership import Membership
+from isthmus.job.promises import Deployment
 from isthmus.system.clocks import BY_SERVERS_CLOCK, utc
 from isthmus.system.sealed_files import (
     read_sealed,
@@ -214,6 +215,8 @@ class RemoteMembers(Members):
       * nobody is admitted or enrolled who is not in the authority's registry;
       * an unreachable authority disconnects nobody.
     """
+
+    deployment: Deployment = "separate"
 
     def __init__(self, directory: Path, *, now: Callable[[], float] = time.time) -> None:
         """Use the membership that `isthmus server init --authority` saved.

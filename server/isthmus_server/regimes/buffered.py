@@ -25,7 +25,13 @@ from isthmus_privacy.purpose import BufferedPurpose, buffer_name, ranges_run_id
 from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
-from isthmus_server.regimes.plaintext import accepted_fields, added, check_update, mean_loss
+from isthmus_server.regimes.plaintext import (
+    accepted_fields,
+    added,
+    check_update,
+    counted_weights,
+    mean_loss,
+)
 from isthmus_server.regimes.secure_sums.attempt import (
     TRAINING_SHARE,
     SecureAggregationAttempt,
@@ -163,6 +169,7 @@ class BufferAttempt:
         """Sum of the buffer's updates; unused with secure aggregation."""
         self._receipts = ReceiptBook((), "federated")
         self._losses: list[tuple[float, int]] = []
+        self._other_weights = 0
         self._started: list[LocalTraining] = []
         self._secure: SecureAggregationAttempt | RangedAttempt | None = None
         self._summed: dict[str, LocalTraining] = {}
@@ -434,11 +441,16 @@ class BufferAttempt:
         )
         if "loss" in trained.training:
             self._losses.append((trained.training["loss"], trained.examples))
+        self._other_weights += trained.other_weight
 
     def _training(self) -> dict[str, float]:
         """Mean loss, and mean staleness in rounds."""
         staleness = [r.staleness for r in self._receipts.recorded if r.status == "accepted"]
-        return {"staleness": sum(staleness) / len(staleness), **mean_loss(self._losses)}
+        return {
+            "staleness": sum(staleness) / len(staleness),
+            **mean_loss(self._losses),
+            **counted_weights(self._other_weights),
+        }
 
 
 def _start_of(training: LocalTraining) -> tuple[int, bytes, bool, RoundPosition]:

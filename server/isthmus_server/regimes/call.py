@@ -50,7 +50,9 @@ ANSWER_SECONDS = 2.0
 quorum cannot be reached any more: if all refuse it is certain that nobody has accepted, and then
 nothing is charged."""
 
-PRIVACY_REFUSALS = frozenset({"unmasked-for-model", "another-vector-for-model"})
+PRIVACY_REFUSALS = frozenset(
+    {"unmasked-for-model", "unmasked-for-data", "another-vector-for-model"}
+)
 """Codes with which a device refuses a sum because of one that it has helped to unmask."""
 
 CLOCK_REFUSALS = frozenset({"draw-not-now", "draw-before-last"})

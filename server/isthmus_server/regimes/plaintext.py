@@ -17,6 +17,7 @@ from isthmus.errors import RoundFailed, UpdateError
 from isthmus.transport.requests import position_message
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
+from isthmus_privacy.slots import OTHER_WEIGHT
 from isthmus_server.model.fixed_point_sum import TILE
 from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 from isthmus_server.regimes.base import Aggregator, AttemptFailed, AttemptSpec, FederatedResult
@@ -48,6 +49,7 @@ class PlaintextAttempt:
         self._aggregator = aggregator
         self._receipts = ReceiptBook(spec.cohort, "federated")
         self._losses: dict[str, tuple[float, int]] = {}
+        self._other_weights = 0
         self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
 
     async def run(self) -> FederatedResult:
@@ -73,7 +75,7 @@ class PlaintextAttempt:
             raise AttemptFailed(str(error), receipts) from error
         return FederatedResult(
             pseudo_gradient=pseudo_gradient,
-            training=self._mean_loss(),
+            training={**self._mean_loss(), **counted_weights(self._other_weights)},
             receipts=receipts,
             extension_state=state,
         )
@@ -161,6 +163,7 @@ class PlaintextAttempt:
         self._receipts.record(name, "accepted", **fields)
         if "loss" in trained.training:
             self._losses[name] = (trained.training["loss"], trained.examples)
+        self._other_weights += trained.other_weight
 
     def _mean_loss(self) -> dict[str, float]:
         """Mean loss, summed in the cohort's order so that the same losses give the same mean."""
@@ -277,6 +280,11 @@ def accepted_fields(trained: link_pb2.Trained) -> dict[str, Any]:
         "seconds": trained.seconds,
         "loss": trained.training.get("loss"),
     }
+
+
+def counted_weights(others: int) -> dict[str, float]:
+    """The figure for devices whose owners give another weight than the number of examples."""
+    return {OTHER_WEIGHT.name: float(others)} if others else {}
 
 
 def mean_loss(losses: list[tuple[float, int]]) -> dict[str, float]:

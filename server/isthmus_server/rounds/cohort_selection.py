@@ -72,6 +72,19 @@ class NoAllowedCohort(RoundFailed):
         )
 
 
+class SameDevicesMissing(NoAllowedCohort):
+    """The devices of the run's first evaluation are not all available (`same_devices`)."""
+
+    def __init__(self, devices: int, missing: Collection[str]) -> None:
+        self.missing = tuple(sorted(missing))
+        names = ", ".join(self.missing[:8]) + (", ..." if len(self.missing) > 8 else "")
+        RoundFailed.__init__(
+            self,
+            f"all evaluations of this run are on the {devices} devices of its first one "
+            f"(evaluation.same_devices), and {names or 'their draw'} cannot take part now",
+        )
+
+
 class CohortSelector:
     """Selects the devices of a round by the job's settings, and by what they have unmasked."""
 
@@ -226,11 +239,17 @@ class CohortSelector:
             return self._usual(number, ready, settings.cohort)
         run_id = evaluations_run_id(self._run_id)
         unmasked = self._unmaskings.about(run_id, round_, name)
+        same = self._job.evaluation.same_devices
+        if same:
+            # As if all models were one: exactly the survivors of the first evaluation, or nobody.
+            unmasked = self._unmaskings.of_run(run_id)
         again = self._groups_again(number, unmasked, ready, settings) or self._survivors_again(
             number, unmasked, ready, settings
         )
         if again is not None:
             return again
+        if same and (first := _devices_of([each for each in unmasked if not each.refused])):
+            raise SameDevicesMissing(len(first), first - ready)
         selected = self._secure(number, unmasked, ready, settings, settings.cohort)
         return selected if settings.groups is None else self.by_group(selected, settings)
 

@@ -26,6 +26,7 @@ from isthmus_server.storage.events import (
     ParticipantLeft,
     ParticipantProgress,
     ParticipantReady,
+    RunServed,
     WaitingForParticipants,
 )
 from isthmus_server.strategy.gradients import REST
@@ -110,6 +111,7 @@ class ParticipantRoster(ParticipantListener):
 
     def start(self) -> None:
         """Open the run on all participants, now and when they join."""
+        self._publish(RunServed(deployment=self._link.enrolments.deployment))
         if self._package is not None:
             self._link.publish(self._run.package.blob, memoryview(self._package.data))
         self._link.listeners.attach(self)

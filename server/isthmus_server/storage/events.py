@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator
 
 from isthmus.job import RegimeName
+from isthmus.job.promises import Deployment
 from isthmus.printable import in_a_line
 from isthmus.wire import link_pb2
 from isthmus_server.storage.records import (
@@ -38,6 +39,16 @@ class Event(Record):
 
 class ReportedEvent(Event):
     """An event that the run's log keeps, and that the report lists."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunServed(ReportedEvent):
+    """A server begins to work on the run, or goes on with it."""
+
+    kind: Literal["served"] = "served"
+    deployment: Deployment
+    """Who runs the authority that enrols its devices: `separate`, another person than the server's;
+    `one`, the server itself; `local`, nobody, as they are processes of the server's user."""
 
 
 # -- participants ----------------------------------------------------------------------------------
@@ -250,6 +261,7 @@ LoggedEvent = Annotated[
     | ParticipantDeclined
     | ParticipantLeft
     | RunAdopted
+    | RunServed
     | RunStopped,
     Discriminator("kind"),
 ]

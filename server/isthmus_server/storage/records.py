@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from isthmus.errors import DamagedError
-from isthmus_privacy.slots import LOSS, OVER_RANGE, OVER_WEIGHT
+from isthmus_privacy.slots import LOSS, OTHER_WEIGHT, OVER_RANGE, OVER_WEIGHT
 from isthmus_server.model.summed_evaluation import SummedEvaluation
 from isthmus_server.storage.checkpoints import Saved
 from isthmus_server.strategy.decision import Decision
@@ -385,9 +385,27 @@ class RoundRecord(AttemptRecord):
         )
 
     @property
+    def other_weights(self) -> str:
+        """How many devices do not count with their numbers of examples; empty for none."""
+        count = int(self.training.get("federated", {}).get(OTHER_WEIGHT.name, 0))
+        if not count:
+            return ""
+        return (
+            f"{count} of {self.summed_devices} devices gave coarse or equal weights, by their "
+            "owners' choice: the mean is not weighted by numbers of examples; federated.weights "
+            "sets one kind for all"
+        )
+
+    @property
     def incidents(self) -> list[str]:
         """What changes what the sum of a round says, as sentences."""
-        sentences = (self.unusable, self.clipped, self.clipped_losses, self.clipped_weights)
+        sentences = (
+            self.unusable,
+            self.clipped,
+            self.clipped_losses,
+            self.clipped_weights,
+            self.other_weights,
+        )
         return [sentence for sentence in sentences if sentence]
 
     def as_past_round(self) -> PastRound:

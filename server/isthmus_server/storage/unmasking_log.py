@@ -16,7 +16,8 @@ from isthmus.wire import link_pb2
 from isthmus_server.storage.sealed_database import SealedDatabase
 
 KEPT = 128
-"""Newest entries that are kept: two for each sum of updates by group, whose ranges come first."""
+"""Newest entries that are kept: two for each sum of updates by group, whose ranges come first.
+Those of the last round of each kind of sum are kept too, however long ago that was."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ class UnmaskingLog:
             # Only then may devices be asked: a log that lost this entry has to be noticed.
             self._log.write_head()
         # After the commit: what could not be stored is not known either.
-        self._known = [*self.entries, *new][-KEPT:]
+        self._known = _kept([*self.entries, *new])
 
     def _insert(self, db: sqlite3.Connection, entries: Sequence[Unmasking]) -> None:
         for entry in entries:
@@ -120,7 +121,9 @@ class UnmaskingLog:
             )
         if len(self.entries) + len(entries) > KEPT:
             db.execute(
-                "DELETE FROM unmaskings WHERE rowid <= (SELECT MAX(rowid) FROM unmaskings) - ?",
+                "DELETE FROM unmaskings WHERE rowid <= (SELECT MAX(rowid) FROM unmaskings) - ? "
+                "AND (run_id, round) NOT IN "
+                "(SELECT run_id, MAX(round) FROM unmaskings GROUP BY run_id)",
                 (KEPT,),
             )
 
@@ -135,6 +138,10 @@ class UnmaskingLog:
                 return link_pb2.Request.FromString(entry.request)
         return None
 
+    def of_run(self, run_id: str) -> list[Unmasking]:
+        """Entries of all rounds and models of a run; newest first."""
+        return [entry for entry in reversed(self.entries) if entry.run_id == run_id]
+
     def about(self, run_id: str, round_: int, model_hash: bytes | None) -> list[Unmasking]:
         """Entries for the model in any round, or for the round with any model; newest first."""
         return [
@@ -142,3 +149,12 @@ class UnmaskingLog:
             for entry in reversed(self.entries)
             if entry.model_hash == model_hash or (entry.run_id, entry.round) == (run_id, round_)
         ]
+
+
+def _kept(entries: Sequence[Unmasking]) -> list[Unmasking]:
+    """What the table keeps of entries, oldest first; see `KEPT`."""
+    last: dict[str, int] = {}
+    for entry in entries:
+        last[entry.run_id] = max(entry.round, last.get(entry.run_id, entry.round))
+    older = [entry for entry in entries[:-KEPT] if entry.round == last[entry.run_id]]
+    return [*older, *entries[-KEPT:]]

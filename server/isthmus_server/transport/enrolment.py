@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from isthmus.errors import AdmissionRefused
 from isthmus.identity.tls import Subject
+from isthmus.job.promises import Deployment
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg.identity import Authority, Enrolment
 from isthmus_server.transport.device_draws import DeviceDraws
@@ -29,6 +30,9 @@ class Enrolments:
 
     certified = False
     """Whether participants have certificates, so that they can be on other machines."""
+
+    deployment: Deployment = "local"
+    """Who runs the authority, see `isthmus.job.promises`."""
 
     simulated = False
     """Whether all participants are computed in this process, so that sums need no masks."""

@@ -211,9 +211,10 @@ class VirtualDevice(Agent):
         if active.job.federated.privacy is not None:
             name = self.participant.name
             self._account = self._fleet.accounts.setdefault(name, self._account)
-        self._active = active = active.with_account(self._account, examples)
+        active = active.weighing(examples).with_account(self._account, examples)
+        self._active = active
         federated = (job := active.job).federated
-        sent = 0 if federated.secure_aggregation else federated.weight(examples)
+        sent = 0 if federated.secure_aggregation else active.weight
         opened = link_pb2.Opened(examples=sent)
         if job.federated.groups is not None:
             opened.group = active.group

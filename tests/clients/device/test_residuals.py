@@ -183,6 +183,7 @@ def test_an_update_that_cannot_be_encoded_leaves_what_was_left_before(
         "loss": loss,
         "magnitude": magnitude,
         "over_range": 0.0,
+        "other_weight": 0.0,
         "over_weight": 0.0,
         "unusable": 0.0,
     }

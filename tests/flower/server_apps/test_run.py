@@ -213,6 +213,9 @@ async def test_a_job_is_checked_with_its_apps(project, tmp_path):
     assert checked.output == (
         f"{tmp_path / 'job.toml'} is fine: the ServerApp project.server_app:app and 3 clients with "
         "the ClientApp project/client_app.py:app\n"
+        "level   nothing claimed: the server receives what each device sends "
+        "(federated.secure_aggregation = false)\n"
+        'owners  need in policy.toml: secure_aggregation = false, weights = "exact"\n'
     )
     (tmp_path / "project" / "other.py").write_text(
         "from flwr.serverapp import ServerApp\napp = ServerApp(server_fn=lambda context: None)\n"

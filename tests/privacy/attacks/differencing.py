@@ -69,6 +69,15 @@ def the_same_model_without_bob_after_many_other_runs():
     device.attempt({BOB: Stage.MASKED_INPUT}, round=4)
 
 
+@expect_refusal("unmasked-for-data")
+def counts_of_the_same_data_for_another_model_without_bob():
+    """The labels that are counted are the same for all models."""
+    device = Device()
+    device.attempt(**FIRST, start=StartModel(3, bytes(32), data=bytes([7]) * 32))
+    other = StartModel(4, bytes([1]) * 32, data=bytes([7]) * 32)
+    device.attempt({BOB: Stage.MASKED_INPUT}, start=other, round=4, model_hash=bytes([1]) * 32)
+
+
 @expect_refusal("unmasked-for-model")
 def the_same_kept_update_in_two_buffers():
     """Even of the same devices: their other updates may have other start models."""

@@ -333,7 +333,14 @@ def a_magnitude_beyond_the_agreed_range():
     codec = UpdateCodec(one_in=2, bits=3)
     fields = {"codec": codec, "bits": 6, "levels": codec.highest, "slots": COMPRESSED_SLOTS}
     config = make_config(**fields)
-    figures = {"loss": 0.5, "magnitude": -9.0, "over_range": 0, "over_weight": 0, "unusable": 0}
+    figures = {
+        "loss": 0.5,
+        "magnitude": -9.0,
+        "other_weight": 0,
+        "over_range": 0,
+        "over_weight": 0,
+        "unusable": 0,
+    }
     ring = encode(config, torch.zeros(config.size), weight=10, figures=figures).ring
     decode(config, ring.elements, ring.figures, clients=1)
     ring.figures[3] += 2**30  # after the weight, the clipped fraction and the loss

@@ -16,7 +16,14 @@ from isthmus_privacy.secagg.encoding import decode, encode
 from isthmus_privacy.secagg.messages import Stage
 from isthmus_privacy.slots import COMPRESSED_SLOTS
 
-FIGURES = {"loss": 2.5, "magnitude": -7.25, "over_range": 0.0, "over_weight": 0.0, "unusable": 0.0}
+FIGURES = {
+    "loss": 2.5,
+    "magnitude": -7.25,
+    "other_weight": 0.0,
+    "over_range": 0.0,
+    "over_weight": 0.0,
+    "unusable": 0.0,
+}
 
 
 def compressed(*, clients, bits, one_in=1, rates=(), size=50, **changes):

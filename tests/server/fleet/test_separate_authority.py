@@ -105,6 +105,7 @@ async def separate(tmp_path):
 
 async def test_a_device_joins_at_the_authority_and_works_for_the_server(separate):
     server = await separate.listen()
+    assert server.link.enrolments.deployment == "separate"
     member = await separate.member("phone")
     assert member.server == f"localhost:{separate.port}"
     separate.dial(member)  # before the server could have copied the registry

@@ -341,7 +341,7 @@ async def test_the_server_cannot_choose_the_figures(attacker):
     work.secure = exact.to_bytes()
     reply = await attacker.ask(train_local=work)
     assert (
-        "this device gives ['loss', 'over_range', 'over_weight', 'unusable']"
+        "this device gives ['loss', 'other_weight', 'over_range', 'over_weight', 'unusable']"
         in reply.failure.reason
     )
 

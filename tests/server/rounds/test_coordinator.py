@@ -56,7 +56,7 @@ async def test_the_report_has_the_documented_keys(deployment):
         "participants"
     ].keys()
     kinds = [event["kind"] for event in report["events"]]
-    assert sorted(kinds) == ["joined"] * 3 + ["ready"] * 3
+    assert sorted(kinds) == ["joined"] * 3 + ["ready"] * 3 + ["served"]
 
 
 async def test_the_same_seed_and_participants_give_the_same_bytes(deployment):

@@ -47,6 +47,7 @@ async def refusal(call):
 async def test_members_work_over_mutual_tls(fleet):
     await fleet.listen()
     link = fleet.link
+    assert link.enrolments.deployment == "one"  # its authority is its own
     payload = payload_of(700_000)
     blob = describe(payload)
     link.publish(blob, payload)

@@ -14,6 +14,7 @@ from isthmus_server.storage.events import (
     ParticipantDeclined,
     ParticipantLeft,
     RunAdopted,
+    RunServed,
     RunStopped,
 )
 
@@ -83,7 +84,7 @@ def _of_run(source: ConsoleSource) -> list[DeviceRow]:
     rows: dict[str, DeviceRow] = {}
     run = source.run(source.run_names()[0])
     for event in run.store.events():
-        if isinstance(event, RunStopped | RunAdopted):  # of the run, and of no device
+        if isinstance(event, RunStopped | RunAdopted | RunServed):  # of the run, and of no device
             continue
         reason = event.reason if isinstance(event, ParticipantDeclined | ParticipantLeft) else ""
         rows[event.participant] = DeviceRow(

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from isthmus.job.promises import needs_of
 from isthmus_server.budgets.budget import ADJACENCY, UNIT
 from isthmus_server.read.console.attempt_index import OUTCOMES
 from isthmus_server.read.console.pages import Paging
@@ -92,6 +93,8 @@ def run_page(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
             "adjacency": ADJACENCY,
             "share": min(100.0, 100.0 * epsilon / job.privacy.epsilon),
         },
+        "level": run.level(),
+        "needs": needs_of(job),
         "profile": next((each.profile for each in reversed(index.rounds) if each.profile), {}),
         "rates": RATES,
         "query": query,

@@ -172,6 +172,8 @@ def _participation(report: Report, attempts: Sequence[EndedAttempt]) -> dict[str
 def _privacy(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
     """Sentences and charts."""
     parts: list[str] = []
+    if report.level is not None:
+        parts.append(f"level: {report.level.sentence}")
     if report.privacy is not None:
         spent = report.privacy
         points = [

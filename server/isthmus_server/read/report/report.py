@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.job import Job
+from isthmus.job.promises import PrivacyLevel, level_of, needs_of, weakest
 from isthmus.printable import in_a_line
 from isthmus.task.definition import PUBLIC
 from isthmus.task.measurements.metrics import DEVICES, SPREAD
@@ -25,6 +26,7 @@ from isthmus_server.storage.events import (
     ParticipantDeclined,
     ParticipantLeft,
     RunAdopted,
+    RunServed,
 )
 from isthmus_server.storage.records import (
     EndedAttempt,
@@ -92,6 +94,11 @@ class Report(Record):
     """None without `[datacenter.privacy]`."""
     device_examples_privacy: PromisedToExamples | None = None
     """None without `[federated.privacy]`."""
+    level: PrivacyLevel | None = None
+    """What is claimed of devices against the server, see docs/threat-model.md; None for a run that
+    asks nothing of devices."""
+    owners_need: Sequence[str] = ()
+    """What owners must have in their `policy.toml` for their devices to take part in all of it."""
 
 
 def read_report(store: Store) -> Report:
@@ -112,7 +119,15 @@ def read_report(store: Store) -> Report:
         privacy=_spent_privacy(store.job, attempts),
         examples_privacy=SpentOnExamples.of(store),
         device_examples_privacy=PromisedToExamples.of(store.job),
+        level=level_of_run(store),
+        owners_need=needs_of(store.job),
     )
+
+
+def level_of_run(store: Store) -> PrivacyLevel | None:
+    """The level of protection of a run's devices, by its job and by who has served it so far."""
+    served = [event.deployment for event in store.events() if isinstance(event, RunServed)]
+    return level_of(store.job, weakest(served))
 
 
 def _spent_privacy(job: Job, attempts: Sequence[EndedAttempt]) -> SpentPrivacy | None:
@@ -145,6 +160,8 @@ def page(report: Report) -> RenderableType:
     parts += [Text(line) for line in _moved(attempts)]
     if report.reason:
         parts.append(Text(f"it ended because: {in_a_line(report.reason)}"))
+    if report.level is not None:
+        parts.append(Text(f"level: {report.level.sentence}"))
     if report.privacy is not None:
         parts.append(Text(f"privacy: {report.privacy.sentence}"))
     if report.examples_privacy is not None:

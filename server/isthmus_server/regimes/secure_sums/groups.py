@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from isthmus.errors import AggregationAborted
-from isthmus_privacy.slots import OVER_RANGE, OVER_WEIGHT, UNUSABLE
+from isthmus_privacy.slots import OTHER_WEIGHT, OVER_RANGE, OVER_WEIGHT, UNUSABLE
 from isthmus_server.model import merge
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
 from isthmus_server.regimes.committed_sums import LARGEST_WEIGHT
@@ -26,7 +26,7 @@ from isthmus_server.regimes.secure_sums.ranged import RANGE, RangedAttempt
 from isthmus_server.storage.records import Receipt
 from isthmus_server.storage.unmasking_log import Unmasking, UnmaskingLog
 
-_SUMMED = ("examples", OVER_RANGE.name, OVER_WEIGHT.name, UNUSABLE.name)
+_SUMMED = ("examples", OTHER_WEIGHT.name, OVER_RANGE.name, OVER_WEIGHT.name, UNUSABLE.name)
 """Figures of a sum that are totals."""
 _LARGEST = (RANGE, LARGEST_WEIGHT)
 """Figures of which all groups together have the largest; all others are means over examples."""

@@ -164,8 +164,7 @@ def _encoding(
     clients = settings.cohort
     clip = settings.clip
     # Devices count the same where a number of examples would have no noise.
-    same = context.job.privacy is not None or settings.privacy is not None
-    weight_max = 1 if same else settings.max_examples
+    weight_max = 1 if context.job.privacy is not None else settings.largest_weight
     levels = None
     if settings.compression is not None and not scaled:
         levels = UpdateCodec(one_in=1, bits=_most_bits(clients), seed=0).highest

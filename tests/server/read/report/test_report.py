@@ -137,6 +137,10 @@ def test_a_report_needs_the_directory_of_a_run():
             {"over_weight": 1.0, "weight_max": 4000.0},
             "1 of 3 devices have more examples than the largest weight of this sum, which was",
         ),
+        (
+            {"other_weight": 2.0},
+            "2 of 3 devices gave coarse or equal weights, by their owners' choice: the mean is not",
+        ),
         ({"clipped": 1e-9}, "less than 0.01% of the elements of the devices' updates were out of"),
     ],
 )

@@ -34,7 +34,13 @@ class Summed:
                 self.config,
                 update,
                 weight=examples,
-                figures={"loss": 1.0, "over_range": 0.0, "over_weight": 0.0, "unusable": 0.0},
+                figures={
+                    "loss": 1.0,
+                    "other_weight": 0.0,
+                    "over_range": 0.0,
+                    "over_weight": 0.0,
+                    "unusable": 0.0,
+                },
                 dither_key=name.encode().ljust(32),
             ).vector
             for name, (update, examples) in zip(names, self.devices, strict=True)
