@@ -12,7 +12,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -89,8 +89,8 @@ class Registry:
     """One connection to the file; use it from one thread.
 
     Guarantees:
-      * a token, a join and a revocation are in the audit log of the directory, also if the process
-        ended before it could write there: the next one to open the registry does;
+      * a token, a join and a revocation are in the audit log of the directory exactly once, also if
+        the process ended before it could write there: the next one to open the registry does;
       * a token is used once: of any number of joins at the same time, one gets the name;
       * a name, and an identity, belong to one participant at a time;
       * a revoked identity is never accepted again;
@@ -106,8 +106,6 @@ class Registry:
         """
         self._now = now
         self._directory = directory
-        self._noted: set[int] = set()
-        """Entries for the audit log of the transaction that runs, or ran last."""
         path = directory / NAME
         try:
             # Only if it is new: closing a file that SQLite has open releases SQLite's locks.
@@ -377,7 +375,6 @@ class Registry:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         self._db.execute("BEGIN IMMEDIATE")
-        self._noted.clear()
         try:
             yield
         except BaseException:
@@ -386,43 +383,42 @@ class Registry:
             raise
         self._db.execute("COMMIT")
         self._log.write_head()
-        self._record_changes(self._noted)
+        self._record_changes()
 
     def _note(self, action: str, *, by: str, **details: str) -> None:
         """Commit an entry of the audit log together with the change that it is about."""
-        noted = self._db.execute(
-            "INSERT INTO unrecorded (made, action, author, details) VALUES (?, ?, ?, ?)",
-            (time.time(), action, by, json.dumps(details)),
+        self._db.execute(
+            "INSERT INTO unrecorded (log_bytes, action, author, details) VALUES (?, ?, ?, ?)",
+            (audit.size(self._directory), action, by, json.dumps(details)),
         )
-        self._noted.add(int(noted.lastrowid or 0))
 
-    def _record_changes(self, own: Collection[int] = ()) -> None:
-        """Write noted entries into the audit log.
-
-        Those that are not this transaction's `own` are of a process that has ended, or of a time
-        when the log could not be written: they may be there already.
+    def _record_changes(self) -> None:
+        """Write noted entries into the audit log: of this process, and of any that has ended.
 
         Raises:
             UserError: the log cannot be read or written; the entries stay.
         """
-        query = "SELECT number, made, action, author, details FROM unrecorded ORDER BY number"
+        query = "SELECT number, log_bytes, action, author, details FROM unrecorded ORDER BY number"
         if self._db.execute(query).fetchone() is None:
             return
         # In a transaction, so that no other process writes the same entries.
         self._db.execute("BEGIN IMMEDIATE")
         try:
             noted = self._db.execute(query).fetchall()
-            is_left = any(number not in own for number, *_ in noted)
-            written = audit.read(self._directory) if is_left else []
-            for number, made, action, by, text in noted:
+            # A process may have ended after it wrote there, and before it could say so here. Of
+            # equal changes, each has an entry of its own.
+            start = min((size for _, size, *_ in noted), default=0)
+            written = audit.written_since(self._directory, start)
+            for number, size, action, by, text in noted:
                 details = json.loads(text)
-                # It may have ended after it wrote there, and before it could say so here.
-                known = number not in own and any(
-                    entry.time >= made - 1 and (entry.action, entry.by) == (action, by)
-                    for entry in written
-                    if entry.details == details
+                same = (
+                    each
+                    for each in written
+                    if each.at >= size and each.says == (by, action, details)
                 )
-                if not known:
+                if (known := next(same, None)) is not None:
+                    written.remove(known)
+                else:
                     audit.record(self._directory, action, by=by, **details)
                 self._db.execute("DELETE FROM unrecorded WHERE number=?", (number,))
         except BaseException:

@@ -1,7 +1,7 @@
 """The file of the registry of participants: its tables, and checks that change nothing.
 
 `unrecorded` has the entries of the audit log that were committed with their change, and are not in
-the log yet: those of a process that ended in between.
+the log yet: those of a process that ended in between. `log_bytes` is the size of the log before.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ CREATE TABLE IF NOT EXISTS tokens (
 ) STRICT;
 CREATE TABLE IF NOT EXISTS revoked_identities (identity BLOB PRIMARY KEY) STRICT;
 CREATE TABLE IF NOT EXISTS unrecorded (
-    number INTEGER PRIMARY KEY, made REAL NOT NULL, action TEXT NOT NULL, author TEXT NOT NULL,
-    details TEXT NOT NULL
+    number INTEGER PRIMARY KEY, log_bytes INTEGER NOT NULL, action TEXT NOT NULL,
+    author TEXT NOT NULL, details TEXT NOT NULL
 ) STRICT;
 """
     + rollouts.SCHEMA

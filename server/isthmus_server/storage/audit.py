@@ -98,6 +98,60 @@ def record(state: Path, action: str, *, by: str, **details: str) -> None:
         ) from None
 
 
+@dataclasses.dataclass(frozen=True)
+class WrittenEntry:
+    """An entry of the log by its place, read without the others."""
+
+    at: int
+    """Bytes before it."""
+    says: tuple[str, str, Mapping[str, str]]
+    """Who, what, and the details."""
+
+
+def size(state: Path) -> int:
+    """Bytes of the audit log of a state directory; 0 if there is none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = state / _FILE
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def written_since(state: Path, start: int) -> list[WrittenEntry]:
+    """The entries after the first `start` bytes of the audit log, which are not verified.
+
+    A line that a crash cut short is none.
+
+    Raises:
+        UserError: the log cannot be read.
+    """
+    path = state / _FILE
+    try:
+        with path.open("rb") as log:
+            log.seek(start)
+            text = log.read()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    found = []
+    at = start
+    for line in text.splitlines(keepends=True):
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+            fields = json.loads(line)
+            says = (fields.pop("by"), fields.pop("action"))
+            del fields["previous"], fields["time"]
+            found.append(WrittenEntry(at, (*says, fields)))
+        at += len(line)
+    return found
+
+
 def read(state: Path) -> list[AuditEntry]:
     """Read and verify the audit log of a state directory; empty if nothing was recorded.
 
