@@ -1,9 +1,9 @@
 """A port whose connections are shared out among the addresses that open them.
 
-gRPC takes a number of connections and refuses all further ones, whoever holds them: a caller that
-opens as many and sends nothing keeps everybody else out. Here a connection from an address with few
-of them always finds a place, at the expense of an address with many. gRPC listens on a socket in a
-private directory and is passed what callers send; TLS is between them and gRPC.
+gRPC takes a number of connections and refuses all further ones. A caller that opens as many and
+sends nothing would keep everybody else out. Here a connection from an address with few of them
+always finds a place, at the expense of an address with many. gRPC listens on a socket in a private
+directory and is passed what callers send; TLS is between them and gRPC.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _ANSWER_SECONDS = 5.0
 _IDLE_SECONDS = 1.0
 """A connection on which it was the caller's turn for this time is idle."""
 _SILENT_SECONDS = 4.0
-"""One on which nobody has sent anything for this time is idle, whoever's turn it is."""
+"""One on which nobody has sent anything for this time is idle in any case."""
 _AT_A_TIME = 64
 """Most connections that are accepted before the event loop does anything else."""
 _WAITING = 4096
-"""Most connections that wait in the kernel to be accepted; it drops further ones, whosever."""
+"""Most connections that wait in the kernel to be accepted; it drops further ones."""
 _BUFFER_BYTES = 32 << 10
 """Bytes of each direction of a connection that wait in this process."""
 _ALL = "::"
