@@ -87,6 +87,10 @@ class SandboxLimits(Section):
     """Load no task where this kernel restricts its network and files only in part."""
     read: tuple[Path, ...] = ()
     """Files and directories that tasks may read besides `--data` and `--tasks`."""
+    processes: Annotated[int, Field(ge=8)] = 256
+    """Most processes of a task, each of their threads counted."""
+    scratch_mb: Annotated[int, Field(ge=1)] = 1000
+    """Most disk space of a task's scratch directory."""
 
 
 class OwnerLimits(Section):

@@ -25,7 +25,6 @@ _HARDENING = (
     "RestrictSUIDSGID=yes",
     "LockPersonality=yes",
     "SystemCallArchitectures=native",
-    "TasksMax=512",
 )
 """Restrictions of the whole service, besides those of a task's process within it.
 
@@ -33,6 +32,9 @@ That process makes namespaces of its own and restricts itself with Landlock and 
 no RestrictNamespaces and no SystemCallFilter. There is no MemoryDenyWriteExecute either, as PyTorch
 generates code at run time.
 """
+
+_THREADS_OF_THE_AGENT = 256
+"""Most threads of the agent, whose libraries start one for each core."""
 
 
 def unit(
@@ -48,7 +50,7 @@ def unit(
     MemoryMax=512M
     ...
     """
-    resource_lines = []
+    resource_lines = [f"TasksMax={limits.sandbox.processes + _THREADS_OF_THE_AGENT}"]
     if limits.cpu_percent is not None:
         resource_lines.append(f"CPUQuota={limits.cpu_percent}%")
     if limits.memory_mb is not None:

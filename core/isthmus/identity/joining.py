@@ -48,6 +48,9 @@ _PREFIX = "isthmus-"
 _MAX_TOKEN_FILE = 4096
 """Characters that are read of a file with a token."""
 _TRIES = 6
+_FIRST_PAUSE = 0.5
+_LONGEST_PAUSE = 8.0
+"""Seconds between tries, while a server is busy with others that join."""
 _TIMEOUT = 20.0
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_JOIN_BYTES),
@@ -165,7 +168,7 @@ async def join(url: str, token: Token, directory: Path, kind: str) -> Membership
 
 async def _fetch_authority(host: str, port: int, token: Token) -> x509.Certificate:
     """Fetch the server's authority and accept it only if its fingerprint is the token's."""
-    leaf = await asyncio.to_thread(_presented, host, port)
+    leaf = await _presented_by(host, port)
     # This call trusts exactly the certificate that the server has just presented.
     pinned = grpc.ssl_channel_credentials(tls.pem(leaf))
     answer = await _call(f"{host}:{port}", pinned, AUTHORITY, b"", override=_names_of(leaf)[0])
@@ -186,22 +189,47 @@ async def _fetch_authority(host: str, port: int, token: Token) -> x509.Certifica
     return authority
 
 
+async def _presented_by(host: str, port: int) -> x509.Certificate:
+    """The certificate that a server presents, with retries while it is busy.
+
+    Raises:
+        UserError: no server can be reached, or it stays busy.
+    """
+    for attempt in range(_TRIES):
+        try:
+            return await asyncio.to_thread(_presented, host, port)
+        except OSError as error:
+            # A server without a place for a further connection ends it.
+            busy = isinstance(error, (ssl.SSLEOFError, ConnectionResetError))
+            if not busy or attempt == _TRIES - 1:
+                raise UserError(
+                    f"no server can be joined at {host}:{port}: {error.strerror or error}"
+                ) from None
+        await _pause(attempt)
+    raise AssertionError("the last try returns or raises")
+
+
+async def _pause(attempt: int) -> None:
+    """Wait before the try after `attempt`, counted from 0."""
+    seconds = min(_FIRST_PAUSE * 2.0**attempt, _LONGEST_PAUSE)
+    await asyncio.sleep(seconds * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+
+
 def _presented(host: str, port: int) -> x509.Certificate:
-    """The certificate that a server presents, unverified."""
+    """The certificate that a server presents, unverified.
+
+    Raises:
+        OSError: it cannot be reached, or ends the connection.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
-    try:
-        with (
-            socket.create_connection((host.strip("[]"), port), timeout=_TIMEOUT) as plain,
-            context.wrap_socket(plain, server_hostname=host.strip("[]")) as secured,
-        ):
-            data = secured.getpeercert(binary_form=True)
-    except OSError as error:
-        raise UserError(
-            f"no server can be joined at {host}:{port}: {error.strerror or error}"
-        ) from None
+    with (
+        socket.create_connection((host.strip("[]"), port), timeout=_TIMEOUT) as plain,
+        context.wrap_socket(plain, server_hostname=host.strip("[]")) as secured,
+    ):
+        data = secured.getpeercert(binary_form=True)
     assert data is not None  # a TLS server always shows one
     return x509.load_der_x509_certificate(data)
 
@@ -237,7 +265,6 @@ async def _call(
 ) -> bytes:
     """Call a method, with retries while the server is busy."""
     more = () if override is None else (("grpc.ssl_target_name_override", override),)
-    pause = 0.5
     for attempt in range(_TRIES):
         async with grpc.aio.secure_channel(address, credentials, (*_OPTIONS, *more)) as channel:
             try:
@@ -249,8 +276,7 @@ async def _call(
             else:
                 assert isinstance(answer, bytes)
                 return answer
-        await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
-        pause *= 2
+        await _pause(attempt)
     raise AssertionError("the last try returns or raises")
 
 

@@ -11,7 +11,7 @@ import click
 from isthmus.job.apps import registered
 from isthmus.job.promises import level_of, needs_of
 from isthmus.job.schema import Job, job_schema, load_job
-from isthmus.task.loading import load_task
+from isthmus.task.loading import keep_process, load_task
 
 CHECKS = "isthmus.checks"
 """Entry points of further checks: functions of the job, its task and the job file's folder that
@@ -49,6 +49,7 @@ def check(path: Path, overrides: tuple[str, ...]) -> None:
         _show_promises(checked)
         return
     data = checked.task.data_in(base)
+    keep_process()
     task = load_task(checked.task.source, checked.task.settings, base=base, data=data)
     if federated.app is not None and federated.clients:
         registered(APP_CHECKS, federated)(checked, base)

@@ -4,6 +4,7 @@ from isthmus.task.definition import Participant, Task
 from isthmus.task.loading import (
     check_installed,
     check_named,
+    keep_process,
     load_named,
     load_task,
     user_code,
@@ -15,6 +16,7 @@ __all__ = [
     "Task",
     "check_installed",
     "check_named",
+    "keep_process",
     "load_named",
     "load_task",
     "user_code",

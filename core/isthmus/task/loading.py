@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from isthmus.errors import TaskError
 from isthmus.task import packages
@@ -211,12 +213,41 @@ def user_code(what: str) -> Iterator[None]:
         ...
     isthmus.errors.TaskError: loss() failed at <doctest ...>:2: ZeroDivisionError: division by zero
     """
+    outside = not getattr(_thread, "runs_user_code", False)
+    _thread.runs_user_code = True
     try:
         yield
     except TaskError:
         raise
     except (Exception, SystemExit) as error:
         raise TaskError(_at_user_line(what, error)) from error
+    finally:
+        if outside:
+            _thread.runs_user_code = False
+
+
+_thread = threading.local()
+"""Whether this thread runs code of a user."""
+_kept: set[int] = set()
+"""The ids of this process, and of those it was forked from, that user code may not end."""
+_end_process = os._exit
+
+
+def keep_process() -> None:
+    """Have user code that calls `os._exit` in this process fail, in place of ending it.
+
+    For the process of a server, on which other runs and participants depend. Processes that are
+    forked from it, and threads of the user, end as they want; what ends a process without Python,
+    such as a crash in native code, still does.
+    """
+    _kept.add(os.getpid())
+    vars(os)["_exit"] = _end_unless_kept
+
+
+def _end_unless_kept(status: int) -> NoReturn:
+    if os.getpid() in _kept and getattr(_thread, "runs_user_code", False):
+        raise SystemExit(status)
+    _end_process(status)
 
 
 _PRODUCT_MODULE = re.compile(r"isthmus(_(?!task_)\w+)?(\.|$)")

@@ -328,9 +328,10 @@ class History:
         if run_id != config.run_id:
             refusal.refuse(
                 "masked-in-another-run",
-                f"this device has sent a masked update to the same model in the run {run_id!r} and "
-                "waits for its sum; continue that run, or change the job's seed, which gives "
-                "another model",
+                # Its name may be of no concern to the operators of this one.
+                "this device has sent a masked update to the same model in another run and waits "
+                "for its sum; continue that run, or change the job's seed, which gives another "
+                "model",
             )
         asked = _asked_key(config, start)
         if key not in self._unmasked and asked not in self._given.get(key, {}):

@@ -26,15 +26,16 @@ from isthmus_server.fleet.authority import CertificateAuthority
 from isthmus_server.fleet.joining import JoinService
 from isthmus_server.fleet.members import Members
 from isthmus_server.fleet.registry import Registry
-from isthmus_server.transport.limits import certificate_of, listen, server_options
+from isthmus_server.transport.fair_port import FairPort
+from isthmus_server.transport.limits import CALLER_CONNECTIONS, certificate_of
 
 SERVICE = "isthmus.authority.v1.Authority"
 
-_MAX_CALLS = 16
 _MAX_REQUEST = 16 << 10
 _PART = 500
 """Members in one message."""
-_HANDSHAKE_SECONDS = 10.0
+_IDLE_SECONDS = 10.0
+"""A connection without a call is closed after this time."""
 _GROWN = 1.25
 """An enrolment is signed anew once the fleet has grown by this factor."""
 
@@ -81,13 +82,15 @@ class AuthorityService:
                 "Registry": grpc.unary_stream_rpc_method_handler(self._registry),
                 "Renew": grpc.unary_stream_rpc_method_handler(self._renew),
             }
-            options = server_options(_MAX_CALLS, _MAX_REQUEST, _HANDSHAKE_SECONDS)
-            server, self.port = await listen(
+            # Without a certificate nobody gets an answer, and anybody can open connections.
+            registry_port = FairPort(CALLER_CONNECTIONS)
+            self.port = await registry_port.start(
                 {SERVICE: methods},
-                f"{host}:{port}",
+                host,
+                port,
                 self._credentials(known=True),
-                options,
-                _MAX_CALLS,
+                message_bytes=_MAX_REQUEST,
+                idle_seconds=_IDLE_SECONDS,
             )
             try:
                 self.join_port = await self.joining.start(
@@ -99,7 +102,7 @@ class AuthorityService:
                 yield
             finally:
                 await self.joining.stop()
-                await server.stop(grace=0.2)
+                await registry_port.stop()
                 self.members.close()
 
     def _credentials(self, *, known: bool) -> grpc.ServerCredentials:

@@ -1,8 +1,9 @@
 """The join service: exchanges a token for a certificate; the only service for unknown callers.
 
 It has its own port and gRPC server, so that its load cannot take resources from the link. All
-callers together may have `MAX_CALLERS` connections, each for a few seconds; messages are at most a
-few kilobytes, and attempts are limited per address.
+callers together may have `MAX_CALLERS` connections, each for a few seconds, which are shared out
+among their addresses; messages are at most a few kilobytes, and failed attempts are limited per
+address.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from isthmus.identity.joining import MAX_JOIN_BYTES, SECRET_BYTES, VERSION, Toke
 from isthmus.wire import join_pb2
 from isthmus_server.fleet.members import Members
 from isthmus_server.fleet.registry import Registry
-from isthmus_server.transport.limits import listen, server_options
+from isthmus_server.transport.fair_port import FairPort
+from isthmus_server.transport.limits import CALLER_CONNECTIONS
 
 log = logging.getLogger(__name__)
 
-MAX_CALLERS = 64
-"""Concurrent connections; further callers are refused and retry."""
+MAX_CALLERS = CALLER_CONNECTIONS
+"""Concurrent connections; further callers of one address are refused and retry."""
 
 _CALLER_SECONDS = 15
 """Maximum duration of a connection."""
@@ -40,9 +42,14 @@ class TokenBucket:
     >>> bucket = TokenBucket(burst=2, per_second=1.0)
     >>> [bucket.take("a", now) for now in (0.0, 0.0, 0.0, 1.0)]
     [True, True, False, True]
+    >>> bucket.give_back("a")
+    >>> bucket.take("a", 1.0)
+    True
     """
 
-    def __init__(self, burst: float = 50, per_second: float = 5.0, addresses: int = 4096) -> None:
+    def __init__(
+        self, burst: float = MAX_CALLERS, per_second: float = 5.0, addresses: int = 4096
+    ) -> None:
         self.burst = burst
         self.per_second = per_second
         self.addresses = addresses
@@ -58,12 +65,20 @@ class TokenBucket:
             self._left.popitem(last=False)
         return allowed
 
+    def give_back(self, address: str) -> None:
+        """Have an attempt that was counted not count."""
+        if address in self._left:
+            left, since = self._left[address]
+            self._left[address] = (min(self.burst, left + 1), since)
+
 
 class JoinService:
     """Exchanges tokens for certificates.
 
     Guarantees:
       * the resources used for callers do not grow with their number;
+      * callers of one address, whatever they hold open, do not keep those of another one out;
+      * any number of devices of one address can join: only attempts that fail are counted;
       * a token's secret is neither stored nor logged.
     """
 
@@ -71,7 +86,7 @@ class JoinService:
         self.members = members
         self._link_port = 0
         self._bucket = bucket or TokenBucket()
-        self._server: grpc.aio.Server | None = None
+        self._port = FairPort(MAX_CALLERS, _CALLER_SECONDS)
         self._authority = join_pb2.AuthorityReply(
             certificate=tls.pem(members.certificate_authority.certificate)
         ).SerializeToString()
@@ -82,33 +97,32 @@ class JoinService:
         """Listen; returns the port. `link_port` is sent to participants as the port of the link.
 
         Raises:
-            UserError: the port is in use.
+            UserError: it cannot listen there, see `FairPort.start`.
         """
         self._link_port = link_port
-        options = (
-            *server_options(MAX_CALLERS, MAX_JOIN_BYTES, _CALLER_SECONDS / 3),
-            ("grpc.max_connection_age_ms", 1000 * _CALLER_SECONDS),
-            ("grpc.max_connection_age_grace_ms", 1000),
-        )
         methods = {
             "Authority": grpc.unary_unary_rpc_method_handler(self._show_authority),
             "Join": grpc.unary_unary_rpc_method_handler(self._join),
         }
-        self._server, bound = await listen(
-            {"isthmus.join.v1.Join": methods}, f"{host}:{port}", credentials, options, MAX_CALLERS
+        return await self._port.start(
+            {"isthmus.join.v1.Join": methods},
+            host,
+            port,
+            credentials,
+            message_bytes=MAX_JOIN_BYTES,
+            idle_seconds=_CALLER_SECONDS / 3,
         )
-        return bound
 
     async def stop(self) -> None:
         """Stop listening."""
-        if self._server is not None:
-            await self._server.stop(grace=0.2)
+        await self._port.stop()
 
     async def _show_authority(self, _: bytes, context: grpc.aio.ServicerContext) -> bytes:
         return self._authority
 
     async def _join(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        if not self._bucket.take(_address(context.peer()), time.monotonic()):
+        address = self._port.address_of(context.peer())
+        if not self._bucket.take(address, time.monotonic()):
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, "too many attempts; try again later"
             )
@@ -117,8 +131,9 @@ class JoinService:
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is not a join request")
         except AdmissionRefused as error:
-            log.info("a join from %s was refused: %s", _address(context.peer()), error)
+            log.info("a join from %s was refused: %s", address, error)
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        self._bucket.give_back(address)
         return reply.SerializeToString()
 
     async def admit(self, request: join_pb2.JoinRequest) -> join_pb2.JoinReply:
@@ -163,12 +178,3 @@ class JoinService:
             link_port=self._link_port,
             server="" if request.kind == tls.SERVER else authority.serves,
         )
-
-
-def _address(peer: str) -> str:
-    """Return the address in gRPC's `ipv4:1.2.3.4:567`; the /64 network of an IPv6 address."""
-    kind, _, rest = peer.partition(":")
-    host = rest.rpartition(":")[0].removeprefix("%5B").removeprefix("[")
-    if kind != "ipv6":
-        return host
-    return ":".join(host.split(":")[:4])

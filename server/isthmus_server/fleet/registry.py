@@ -13,7 +13,7 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -90,8 +90,8 @@ class Registry:
     """One connection to the file; use it from one thread.
 
     Guarantees:
-      * a token, a join and a revocation are in the audit log of the directory, also if the process
-        ended before it could write there: the next one to open the registry does;
+      * a token, a join and a revocation are in the audit log of the directory exactly once, also if
+        the process ended before it could write there: the next one to open the registry does;
       * a token is used once: of any number of joins at the same time, one gets the name;
       * a name, and an identity, belong to one participant at a time;
       * a revoked identity is never accepted again;
@@ -107,8 +107,6 @@ class Registry:
         """
         self._now = now
         self._directory = directory
-        self._noted: set[int] = set()
-        """Entries for the audit log of the transaction that runs, or ran last."""
         path = directory / NAME
         try:
             # Only if it is new: closing a file that SQLite has open releases SQLite's locks.
@@ -378,7 +376,6 @@ class Registry:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         self._db.execute("BEGIN IMMEDIATE")
-        self._noted.clear()
         try:
             yield
         except BaseException:
@@ -387,39 +384,45 @@ class Registry:
             raise
         self._db.execute("COMMIT")
         self._log.write_head()
-        self._record_changes(self._noted)
+        self._record_changes()
 
     def _note(self, action: str, *, by: str, **details: str) -> None:
         """Commit an entry of the audit log together with the change that it is about."""
-        noted = self._db.execute(
-            "INSERT INTO unrecorded (mark, action, author, details) VALUES (?, ?, ?, ?)",
-            (secrets.token_hex(8), action, by, json.dumps(details)),
+        self._db.execute(
+            "INSERT INTO unrecorded (mark, log_bytes, action, author, details) "
+            "VALUES (?, ?, ?, ?, ?)",
+            (
+                secrets.token_hex(8),
+                audit.size(self._directory),
+                action,
+                by,
+                json.dumps(details),
+            ),
         )
-        self._noted.add(int(noted.lastrowid or 0))
 
-    def _record_changes(self, own: Collection[int] = ()) -> None:
-        """Write noted entries into the audit log.
-
-        Those that are not this transaction's `own` are of a process that has ended, or of a time
-        when the log could not be written: they may be there already.
+    def _record_changes(self) -> None:
+        """Write noted entries into the audit log: of this process, and of any that has ended.
 
         Raises:
             UserError: the log cannot be read or written; the entries stay.
         """
-        query = "SELECT number, mark, action, author, details FROM unrecorded ORDER BY number"
+        query = (
+            "SELECT number, mark, log_bytes, action, author, details FROM unrecorded "
+            "ORDER BY number"
+        )
         if self._db.execute(query).fetchone() is None:
             return
         # In a transaction, so that no other process writes the same entries.
         self._db.execute("BEGIN IMMEDIATE")
         try:
             noted = self._db.execute(query).fetchall()
-            is_left = any(number not in own for number, *_ in noted)
-            entries = audit.read(self._directory) if is_left else []
-            # It may have ended after it wrote there, and before it could say so here. Times do not
-            # show it: the clock may have been set back since an earlier entry of the same action.
-            written = {entry.mark for entry in entries}
-            for number, mark, action, by, text in noted:
-                if number in own or mark not in written:
+            # A process may have ended after it wrote there, and before it could say so here. Times
+            # do not show it: the clock may have been set back since an earlier entry of the same
+            # action.
+            start = min((log_bytes for _, _, log_bytes, *_ in noted), default=0)
+            written = audit.marks_since(self._directory, start)
+            for number, mark, _, action, by, text in noted:
+                if mark not in written:
                     audit.record(self._directory, action, by=by, mark=mark, **json.loads(text))
                 self._db.execute("DELETE FROM unrecorded WHERE number=?", (number,))
         except BaseException:

@@ -1,7 +1,8 @@
 """The file of the registry of participants: its tables, and checks that change nothing.
 
 `unrecorded` has the entries of the audit log that were committed with their change, and are not in
-the log yet: those of a process that ended in between. The random `mark` of each is in the log too.
+the log yet: those of a process that ended in between. The random `mark` of each is in the log too,
+behind the first `log_bytes`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ CREATE TABLE IF NOT EXISTS tokens (
 ) STRICT;
 CREATE TABLE IF NOT EXISTS revoked_identities (identity BLOB PRIMARY KEY) STRICT;
 CREATE TABLE IF NOT EXISTS unrecorded (
-    number INTEGER PRIMARY KEY, mark TEXT NOT NULL, action TEXT NOT NULL, author TEXT NOT NULL,
-    details TEXT NOT NULL
+    number INTEGER PRIMARY KEY, mark TEXT NOT NULL, log_bytes INTEGER NOT NULL,
+    action TEXT NOT NULL, author TEXT NOT NULL, details TEXT NOT NULL
 ) STRICT;
 """
     + rollouts.SCHEMA

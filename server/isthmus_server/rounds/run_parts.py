@@ -7,7 +7,7 @@ import dataclasses
 from typing import Self
 
 from isthmus.job import Job
-from isthmus.task import load_task
+from isthmus.task import keep_process, load_task
 from isthmus_server.budgets.populations import Populations
 from isthmus_server.budgets.run_budgets import RunBudgets
 from isthmus_server.model.global_model import GlobalModel
@@ -118,6 +118,7 @@ class RunParts:
         Raises:
             UserError: the job, its task or a checkpoint cannot be used.
         """
+        keep_process()
         job = store.job
         clock = clock or Clock()
         events = events or EventStream()

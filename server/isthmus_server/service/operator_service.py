@@ -119,7 +119,11 @@ class OperatorService:
                 participant_seconds=0.0 if usage is None else usage.used,
                 id=entry.id,
                 state=entry.state,
-                reason=entry.reason if entry.state != "running" else self.runner.waiting_for(entry),
+                reason=(
+                    self.runner.waiting_for(entry, operator.name)
+                    if entry.state == "running"
+                    else entry.reason
+                ),
                 submitted_by=entry.submitted_by,
                 submitted_at=entry.submitted_at,
                 round=await self.runner.progress(entry),

@@ -103,6 +103,45 @@ def record(state: Path, action: str, *, by: str, mark: str = "", **details: str)
         ) from None
 
 
+def size(state: Path) -> int:
+    """Bytes of the audit log of a state directory; 0 if there is none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = state / _FILE
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def marks_since(state: Path, start: int) -> set[str]:
+    """The marks of entries after the first `start` bytes of the audit log, which are not verified.
+
+    A line that a crash cut short has none.
+
+    Raises:
+        UserError: the log cannot be read.
+    """
+    path = state / _FILE
+    try:
+        with path.open("rb") as log:
+            log.seek(start)
+            text = log.read()
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    marks = set()
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+            marks.add(str(json.loads(line)["mark"]))
+    return marks
+
+
 def read(state: Path) -> list[AuditEntry]:
     """Read and verify the audit log of a state directory; empty if nothing was recorded.
 

@@ -82,6 +82,7 @@ class JobLink(LinkView):
         share: float,
         open_seconds: float = 60.0,
         admits: Callable[[str], bool] = lambda name: True,
+        project: str = "",
     ) -> None:
         """Begin to take turns.
 
@@ -91,12 +92,13 @@ class JobLink(LinkView):
             share: likewise.
             open_seconds: limit for a participant to open the run, which others wait for meanwhile.
             admits: says of a name whether the job may use that participant.
+            project: see `Turns.begin`.
         """
         super().__init__(shared.link, admits)
         self._shared = shared
         self._open_seconds = open_seconds
         self._turns = shared.turns
-        self.account = self._turns.begin(name, share)
+        self.account = self._turns.begin(name, share, project)
         self._openings: dict[str, link_pb2.OpenRun] = {}
 
     def end(self) -> None:
@@ -125,9 +127,9 @@ class JobLink(LinkView):
             yield
 
     @property
-    def waits_for(self) -> Sequence[str]:
-        """Names of the other jobs whose participants this one waits for."""
-        return [name for name in self._turns.waits_for(self.account) if name != self.account.name]
+    def waits_for(self) -> Sequence[Account]:
+        """The other jobs whose participants this one waits for."""
+        return [each for each in self._turns.waits_for(self.account) if each is not self.account]
 
     async def ask(self, name: str, request: link_pb2.Request) -> link_pb2.Reply:
         """Send a request when the participant works for this job; see `Link.ask`.
@@ -177,7 +179,10 @@ class JobLink(LinkView):
             yield
         elif self.account.held and holder not in (None, self.account):
             assert holder is not None
-            raise ParticipantLost(f"{name} works for the job {holder.name}", reached=False)
+            # In the job's log, which its own project reads.
+            same = holder.project == self.account.project
+            job = f"the job {holder.name}" if same else "a job of another project"
+            raise ParticipantLost(f"{name} works for {job}", reached=False)
         else:
             async with self._turns.moment(self.account, name):
                 yield

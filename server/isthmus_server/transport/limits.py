@@ -43,7 +43,10 @@ _MAX_RECEIVE = "grpc.max_receive_message_length"
 _TLS_FRAME_BYTES = 4096
 """gRPC keeps a TLS frame, 16 KB by default, for each connection, also an idle one. Smaller frames
 made no measurable difference in time down to this size."""
-_RESERVED_FILES = 256
+CALLER_CONNECTIONS = 128
+"""Open connections of callers that may be anybody, at a port that is for them. Each has three open
+files, see `isthmus_server.transport.fair_port`."""
+_RESERVED_FILES = 256 + 3 * CALLER_CONNECTIONS
 """Open files of the process that connections never use up."""
 
 REPLY_KINDS = {
@@ -114,16 +117,21 @@ async def listen(
         else:
             bound = server.add_secure_port(address, credentials)
     except RuntimeError:
-        raise UserError(
-            f"cannot listen on {address}; the port may be in use, or the host not an address of "
-            "this machine; choose another, or port 0 for any free one"
-        ) from None
+        raise cannot_listen(address) from None
     try:
         await to_the_end(server.start())
     except asyncio.CancelledError:
         await server.stop(grace=None)  # gRPC otherwise stops it after the event loop
         raise
     return server, int(bound)
+
+
+def cannot_listen(address: str) -> UserError:
+    """The error for an address where this process cannot listen."""
+    return UserError(
+        f"cannot listen on {address}; the port may be in use, or the host not an address of this "
+        "machine; choose another, or port 0 for any free one"
+    )
 
 
 def certificate_of(context: grpc.aio.ServicerContext) -> bytes | None:

@@ -30,6 +30,8 @@ class Account:
     name: str
     share: float
     virtual_time: float
+    project: str = ""
+    """Whose operators may know of the job; empty for none."""
     used: float = 0.0
     """Participant-seconds."""
     held: frozenset[str] = frozenset()
@@ -79,15 +81,16 @@ class Turns:
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, name: str, share: float) -> Account:
+    def begin(self, name: str, share: float, project: str = "") -> Account:
         """Let a job take part.
 
         Args:
             name: of the job, for others that wait for it.
             share: above 0; of two jobs, one with twice the share gets twice the time.
+            project: of the job, whose name is told in no other project.
         """
         assert share > 0
-        account = Account(name, share, self._virtual_time)
+        account = Account(name, share, self._virtual_time, project)
         self._accounts.append(account)
         return account
 
@@ -100,10 +103,11 @@ class Turns:
         """The job that a participant works for now."""
         return self._holders.get(participant)
 
-    def waits_for(self, account: Account) -> list[str]:
-        """Names of the jobs whose participants a job waits for; itself may be one of them."""
+    def waits_for(self, account: Account) -> list[Account]:
+        """The jobs whose participants a job waits for, by name; itself may be one of them."""
         wanted = {name for wish in self._wishes if wish.account is account for name in wish.names}
-        return sorted({self._holders[name].name for name in wanted & self._holders.keys()})
+        holders = {self._holders[name] for name in wanted & self._holders.keys()}
+        return sorted(holders, key=lambda holder: holder.name)
 
     @contextlib.asynccontextmanager
     async def turn(self, account: Account, names: Collection[str]) -> AsyncIterator[None]:
@@ -210,8 +214,8 @@ class AllTurns:
         yield
 
     @property
-    def waits_for(self) -> Sequence[str]:
-        """Names of the other jobs whose participants this one waits for."""
+    def waits_for(self) -> Sequence[Account]:
+        """The other jobs whose participants this one waits for."""
         return ()
 
     def admits(self, name: str) -> bool:

@@ -1,3 +1,4 @@
+import subprocess
 import sys
 
 import pytest
@@ -164,6 +165,40 @@ def test_user_code_cannot_exit_the_process():
     said = r"^loss\(\) failed at .*: SystemExit: 3$"
     with pytest.raises(TaskError, match=said), user_code("loss()"):
         sys.exit(3)
+
+
+KEPT = """
+import os, sys, threading
+from isthmus.errors import TaskError
+from isthmus.task import keep_process, user_code
+
+keep_process()
+keep_process()
+for what in ("optimizer()", "model()"):
+    try:
+        with user_code(what), user_code("forward()"):
+            os._exit(3)
+    except TaskError as error:
+        print(error, flush=True)
+
+def forked():
+    with user_code("loss()"):
+        if os.fork() == 0:
+            os._exit(4)
+        print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+
+thread = threading.Thread(target=forked)
+thread.start()
+thread.join()
+os._exit(5)
+"""
+
+
+def test_user_code_cannot_end_a_process_that_is_kept():
+    """Its forked children can, and the process itself."""
+    ran = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, check=False)
+    said = "forward() failed at <string>:11: SystemExit: 3\n"
+    assert (ran.stdout, ran.returncode) == (f"{said}{said}4\n", 5), ran.stderr
 
 
 def test_an_interrupt_is_not_the_users_mistake():

@@ -10,6 +10,7 @@ import time
 
 import pytest
 from click.testing import CliRunner
+from tests.server.idle_callers import idle_callers
 from tests.server.scripted_participant import ScriptedParticipant, replying, training_request
 from tests.server.waiting import wait_until
 
@@ -116,6 +117,14 @@ async def test_a_device_joins_at_the_authority_and_works_for_the_server(separate
     assert (enrolment.identity_key, enrolment.population) == (member.identity_public, 1)
     for path in (separate.folder / "hub").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+async def test_idle_connections_keep_no_server_out_of_its_authority(separate):
+    """Without a certificate nobody gets an answer there, and anybody can open connections."""
+    await separate.member("hub", tls.SERVER)
+    async with idle_callers(separate.authority.port, "half a handshake"), asyncio.timeout(15):
+        server = await separate.listen()
+        assert server.members.copy.copied
 
 
 async def test_the_server_has_no_key_that_could_enrol_or_certify(separate):

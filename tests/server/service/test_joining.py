@@ -1,16 +1,20 @@
+import asyncio
 import contextlib
 import datetime
 import errno
 import io
 import os
 import socket
+import ssl
 import stat
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import grpc.aio
 import pytest
 from click.testing import CliRunner
+from tests.server.idle_callers import anyones_tls, idle_callers
 from tests.server.scripted_participant import replying, training_request
 from tests.server.waiting import wait_until
 
@@ -24,6 +28,7 @@ from isthmus_server.fleet.authority import initialise
 from isthmus_server.fleet.joining import MAX_CALLERS, TokenBucket
 from isthmus_server.fleet.registry import Registry
 from isthmus_server.service.server import ControlPlaneServer
+from isthmus_server.transport import fair_port
 
 
 async def ask(fleet, request):
@@ -225,10 +230,13 @@ async def test_a_join_request_that_is_too_large_is_not_read(fleet):
 async def test_frequent_join_attempts_are_refused_for_a_while(fleet):
     await fleet.listen()
     fleet.server.joining._bucket = TokenBucket(burst=1, per_second=0.0)
-    other = await fleet.member("other")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await ask(fleet, request_of(other, fleet.token("phone-0")))
-    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    other = await fleet.member("other")  # one that succeeds is not counted
+    codes = []
+    for _ in range(2):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(fleet, request_of(other, fleet.token("phone-0")))
+        codes.append(caught.value.code())
+    assert codes == [grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED]
 
 
 def test_a_token_bucket_stores_a_bounded_number_of_addresses():
@@ -264,6 +272,60 @@ async def test_two_thousand_unfinished_joins_do_not_block_the_server(fleet):
     assert held <= MAX_CALLERS
     await fleet.join("phone-1", replying(examples=4))  # and there is room again
     assert (await fleet.link.ask("phone-1", training_request(fleet.link))).trained.examples == 4
+
+
+@pytest.mark.parametrize("kind", ["nothing", "half a handshake", "TLS"])
+async def test_idle_connections_of_one_address_keep_nobody_else_out(fleet, kind):
+    """All 200 were places of unknown callers, for ten seconds each."""
+    await fleet.listen()
+    async with idle_callers(fleet.server.join_port, kind), asyncio.timeout(10):
+        assert len(fleet.server.joining._port._callers) == MAX_CALLERS
+        assert (await fleet.member("phone-0")).name == "phone-0"
+        assert len(fleet.server.joining._port._callers) <= MAX_CALLERS
+
+
+async def test_many_devices_of_one_address_join_at_once(fleet):
+    """Behind one router, and more than there are places: all are admitted, some of them later."""
+    together = MAX_CALLERS + 22
+    await fleet.listen()
+    fingerprint = tls.fingerprint(fleet.server.members.certificate_authority.certificate)
+    token = Token(os.urandom(joining.SECRET_BYTES), fingerprint)
+    expires = time.time() + 600
+    fleet.registry().add_token(
+        token.digest, name="phone", kind="client", expires=expires, uses=together
+    )
+    with ThreadPoolExecutor(together) as threads:
+        asyncio.get_running_loop().set_default_executor(threads)
+        joined = await asyncio.gather(
+            *(
+                joining.join(fleet.url, token, fleet.folder / str(number), "client")
+                for number in range(together)
+            )
+        )
+    assert {member.name for member in joined} == {f"phone-{n + 1}" for n in range(together)}
+
+
+async def test_a_handshake_that_is_not_finished_is_closed_early(fleet, timeouts):
+    """Its caller was sent the server's part of it; one that has finished it stays."""
+    await fleet.listen()
+    port = fleet.server.join_port
+    context = anyones_tls()
+    finished, finishing = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    hello = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), hello).do_handshake()
+    begun, beginning = await asyncio.open_connection("127.0.0.1", port)
+    beginning.write(hello.read())
+    assert await begun.read(1)
+    callers = fleet.server.joining._port._callers
+    await wait_until(lambda: [caller._answered for caller in callers].count(True) == 1)
+    await timeouts.expire(fair_port._ANSWER_SECONDS)
+    while await begun.read(1 << 16):
+        pass
+    assert len(callers) == 1
+    assert not finished.at_eof()
+    for writer in (finishing, beginning):
+        writer.transport.abort()
 
 
 def _turned_away(caller):

@@ -108,6 +108,34 @@ async def test_a_job_is_trained_by_its_project_and_seen_by_its_operators(operate
                 await ask("Submit", member, pb.SubmitReply, request)
 
 
+async def test_a_job_of_another_project_is_not_named(operated):
+    """A device of no project works for one of them, and the other waits for it."""
+    runner = operated.runner
+    runner.projects = read(operated.state, TABLE)
+    runner._at_once = 2
+    bob, root = [await operated.member(name, kind="operator") for name in ("bob", "root")]
+    await operated.devices()
+    await operated.dial_device("tablet")
+    await wait_until(lambda: "tablet" in operated.link.peers)
+    first = await operated.submit(operated.job())
+    await wait_until(lambda: runner._shared.turns.holder("tablet"))
+    asked = pb.SubmitRequest(
+        job=operated.job("federated.cohort=2").model_dump_json(), key="b", project="speech"
+    )
+    second = (await operated.ask("Submit", pb.SubmitReply, asked, bob)).id
+
+    async def reason(member):
+        jobs = (await operated.ask("Jobs", pb.JobsReply, pb.JobsRequest(), member)).jobs
+        return {job.id: job.reason for job in jobs}[second]
+
+    await wait_until(lambda: second in runner.waiting() and "turn" in runner.waiting()[second])
+    waiting = "waiting for its turn: its participants work for "
+    assert await reason(bob) == f"{waiting}jobs of other projects"
+    assert await reason(root) == f"{waiting}{first}"
+    operated.gate.set()
+    assert await operated.ended(first) == await operated.ended(second) == "finished"
+
+
 async def test_logs_and_results_of_other_projects_are_refused(operated):
     operated.runner.projects = read(operated.state, TABLE)
     id_ = await operated.submit(operated.job())

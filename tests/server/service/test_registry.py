@@ -1,5 +1,6 @@
 import contextlib
 import errno
+import random
 import shutil
 import sqlite3
 import subprocess
@@ -474,3 +475,120 @@ def test_a_full_disk_under_the_audit_log_loses_no_join(tmp_path, registry, monke
     monkeypatch.undo()
     assert redeem(registry) == ("a", b"certificate")
     assert [action for action, _ in actions(tmp_path)] == ["token", "join"]
+
+
+class Ended(BaseException):
+    """A process is killed here."""
+
+
+def end_after(writing, monkeypatch):
+    """Have the next entry of the audit log be the last that this process writes."""
+    before = audit.record
+
+    def end(*arguments, **details):
+        if writing:
+            before(*arguments, **details)
+        raise Ended
+
+    monkeypatch.setattr(audit, "record", end)
+
+
+def test_equal_changes_in_one_second_are_each_recorded(tmp_path, registry, monkeypatch):
+    """The entry of the first one was taken for that of the second."""
+    for digest, identity in ((b"t", b"i" * 32), (b"u", b"j" * 32)):
+        allow(registry, "a", digest=digest)
+        redeem(registry, digest, identity=identity, serial=digest.hex())
+        if digest == b"t":
+            registry.revoke("a")
+    end_after(False, monkeypatch)
+    with pytest.raises(Ended):
+        registry.revoke("a")
+    registry.close()
+    monkeypatch.undo()
+    with contextlib.closing(Registry(tmp_path)):
+        assert [action for action, _ in actions(tmp_path)] == ["token", "join", "revoke"] * 2
+
+
+def test_an_entry_that_another_process_wrote_before_it_ended_is_not_written_again(
+    tmp_path, registry, monkeypatch
+):
+    """That one found the change committed, and ended before it could say that it is recorded."""
+    commits = registry._log.write_head
+
+    def others_turn():
+        commits()
+        with monkeypatch.context() as patch:
+            end_after(True, patch)
+            with pytest.raises(Ended):
+                Registry(tmp_path)
+
+    monkeypatch.setattr(registry._log, "write_head", others_turn)
+    allow(registry, "a")
+    monkeypatch.undo()
+    assert [action for action, _ in actions(tmp_path)] == ["token"]
+
+
+CHANGING = """
+import os, random, sys, time
+from pathlib import Path
+from isthmus.errors import AdmissionRefused, UserError
+from isthmus.identity import tls
+from isthmus_server.fleet.registry import Registry
+
+registry = Registry(Path(sys.argv[1]))
+print("begun", flush=True)
+soon = time.time() + 600
+while True:
+    name = random.choice("ab")
+    token, identity = os.urandom(32), os.urandom(32)
+
+    def issue(name):
+        return b"c", tls.Subject("client", name, identity, identity.hex(), soon)
+
+    for change in (
+        lambda: registry.add_token(token, name=name, kind="client", expires=soon),
+        lambda: registry.redeem(token, "client", identity, issue),
+        lambda: registry.revoke(name),
+    ):
+        try:
+            change()
+        except (AdmissionRefused, UserError):
+            pass  # another process was first
+"""
+
+
+def test_what_killed_processes_have_committed_is_in_the_audit_log_once(tmp_path):
+    """Three join and revoke under the same names, and one after the other is killed."""
+    Registry(tmp_path).close()
+    running = []
+    for turn in range(12):
+        if len(running) == 3:
+            time.sleep(random.uniform(0.0, 0.1))  # at any instant of its work
+            running[0].kill()
+            running.pop(0).communicate()
+        command = [sys.executable, "-c", CHANGING, str(tmp_path)]
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        if turn >= 2:
+            assert running[-1].stdout.readline() == "begun\n"
+    for process in running:
+        process.kill()
+        process.communicate()
+    with contextlib.closing(Registry(tmp_path)) as registry:
+        found = {
+            what: {row[0].hex() for row in registry._db.execute(query)}
+            for what, query in {
+                "identity": "SELECT identity FROM participants UNION "
+                "SELECT identity FROM revoked_identities",
+                "token": "SELECT digest FROM tokens",
+            }.items()
+        }
+        assert registry._db.execute("SELECT count(*) FROM unrecorded").fetchone() == (0,)
+        gone = len(registry.revoked_identities())
+    entries = audit.read(tmp_path)
+    joins = [entry.details["identity"] for entry in entries if entry.action == "join"]
+    tokens = [entry.details["token"] for entry in entries if entry.action == "token"]
+    assert len(joins) > 5
+    assert sorted(joins) == sorted(found["identity"])
+    assert len(tokens) == len(set(tokens))
+    assert set(tokens) >= found["token"]
+    assert sum(entry.action == "revoke" for entry in entries) >= gone

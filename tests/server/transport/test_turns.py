@@ -115,7 +115,7 @@ async def test_a_cancelled_wish_and_a_failed_round_leave_nothing_held():
     async with turns.turn(one, ["a", "b"]):
         waiting = asyncio.create_task(turns.turn(other, ["b", "c"]).__aenter__())
         await asyncio.sleep(0)
-        assert turns.waits_for(other) == ["one"]
+        assert turns.waits_for(other) == [one]
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting

@@ -19,6 +19,7 @@ from isthmus_clients.device.sandbox import landlock, seccomp
 from isthmus_clients.device.sandbox.system_calls import drop_capabilities, prctl
 
 _PR_SET_NO_NEW_PRIVS = 38
+_PR_SET_CHILD_SUBREAPER = 36
 
 _SYSTEM = (
     "/usr",
@@ -64,6 +65,10 @@ class Confinement:
     """Refuse to go on without the restrictions on network and files."""
     memory_mb: int | None = None
     """The owner's limit, see `isthmus_clients.device.resource_limits`."""
+    processes: int = 256
+    """Most processes, each of their threads counted."""
+    scratch_mb: int = 1000
+    """Most disk space of the scratch directory."""
     nvidia: bool = False
     """The owner has the task train on an Nvidia device, whose driver it may use."""
 
@@ -78,11 +83,11 @@ def confine(confinement: Confinement, *, separate: bool) -> str:
     Raises:
         UserError: the owner requires a restriction that this kernel lacks.
     """
-    _limit_resources(confinement.memory_mb)
+    _limit_resources(confinement)
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
     files, missing_files = _restrict_files(confinement)
     drop_capabilities()
-    network, missing_network = _restrict_calls(separate)
+    network, missing_network = _restrict_calls(separate, confinement.nvidia)
     missing = [each for each in (missing_network, missing_files) if each]
     if missing and confinement.required:
         raise UserError(
@@ -93,12 +98,33 @@ def confine(confinement: Confinement, *, separate: bool) -> str:
     return f"{network}; {files}; {processes}"
 
 
-def _limit_resources(memory_mb: int | None) -> None:
+def _limit_resources(confinement: Confinement) -> None:
+    """Set the limits of each process; the agent watches what all of them use together."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if memory_mb is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
+    limits = [(resource.RLIMIT_FSIZE, confinement.scratch_mb << 20)]
+    if confinement.memory_mb is not None:
+        limits.append((resource.RLIMIT_DATA, confinement.memory_mb << 20))
+    if _has_users_of_its_own():
+        limits.append((resource.RLIMIT_NPROC, confinement.processes))
+    for what, most in limits:
+        hard = resource.getrlimit(what)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(what, (most, most))
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)  # all that it starts stays below it, where it is counted
     with contextlib.suppress(OSError):  # when memory is short, the kernel ends the task first
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _has_users_of_its_own() -> bool:
+    """Whether this process is in a user namespace with one user.
+
+    The kernel counts processes by user and namespace (Linux 5.14): only there are they the task's.
+    """
+    try:
+        lines = Path("/proc/self/uid_map").read_text().splitlines()
+    except OSError:
+        return False
+    return [line.split()[-1] for line in lines] in ([], ["1"])
 
 
 def _restrict_files(confinement: Confinement) -> tuple[str, str | None]:
@@ -121,10 +147,10 @@ def _restrict_files(confinement: Confinement) -> tuple[str, str | None]:
     return f"files read-only{unless} (Landlock {version})", None
 
 
-def _restrict_calls(separate: bool) -> tuple[str, str | None]:
+def _restrict_calls(separate: bool, nvidia: bool) -> tuple[str, str | None]:
     """Returns what is in force, and what is missing."""
     try:
-        seccomp.restrict()
+        seccomp.restrict(shared_memory=nvidia)
     except OSError as error:
         lacking = f"seccomp: {error.strerror}"
         report = f"network NOT restricted ({lacking})"
@@ -140,7 +166,14 @@ def _interpreter() -> list[Path]:
     places += [*sysconfig.get_paths().values(), str(Path(sys.executable).resolve())]
     places += os.environ.get("LD_LIBRARY_PATH", "").split(":")
     found = {Path(place).resolve() for place in places if place and Path(place).is_absolute()}
-    return [path for path in sorted(found) if path.exists() and path != Path("/")]
+    return [path for path in sorted(found) if _is_here(path) and path != Path("/")]
+
+
+def _is_here(path: Path) -> bool:
+    """Whether a path exists; no, if this user cannot know."""
+    with contextlib.suppress(OSError):
+        return path.exists()
+    return False
 
 
 def _without(path: Path, hidden: Path) -> Iterable[Path]:

@@ -123,6 +123,8 @@ class ProcessHost:
             hidden=self._state,
             required=limits.sandbox.required,
             memory_mb=limits.memory_mb,
+            processes=limits.sandbox.processes,
+            scratch_mb=limits.sandbox.scratch_mb,
             nvidia=may_be_nvidia(device),
         )
         self._settings = WorkerSettings(

@@ -72,8 +72,19 @@ _CALLS = {
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
 }
-_ABSENT = {"io_uring_setup": (425, 425), "clone3": (435, 435)}
-"""Calls that a filter cannot look into: callers see a kernel without them and do without."""
+_ABSENT = {"io_uring_setup": (425, 425), "clone3": (435, 435), "memfd_secret": (447, 447)}
+"""Calls that a filter cannot look into, or that nothing uses: callers see a kernel without them and
+do without."""
+_MEMFD_CREATE = (319, 279)
+_MMAP = (9, 222)
+_SHARED = 0x01
+_ANONYMOUS = 0x20
+_GROWS_DOWN = 0x100
+_MAPPING_TYPE = 0x0F
+"""The flags MAP_* of mmap(2)."""
+_PRCTL = (157, 167)
+_PR_SET_DUMPABLE = 4
+_PR_SET_CHILD_SUBREAPER = 36
 _CLONE = (56, 220)
 _NEW_NAMESPACES = 0x7E020000
 """The flags CLONE_NEW* of clone(2)."""
@@ -99,16 +110,21 @@ _NUMBER = 0
 _ARCHITECTURE = 4
 _FIRST_ARGUMENT = 16
 _SECOND_ARGUMENT = 24
+_FOURTH_ARGUMENT = 40
 """Offsets in struct seccomp_data."""
 _ALLOW = 0x7FFF0000
 _FAIL = 0x00050000
 _KILL = 0x80000000
 
 
-def restrict() -> None:
+def restrict(*, shared_memory: bool = False) -> None:
     """Install the filter for this thread and its descendants.
 
     The process must have set PR_SET_NO_NEW_PRIVS.
+
+    Args:
+        shared_memory: permit memory that RLIMIT_DATA does not count, which drivers of accelerators
+            use.
 
     Raises:
         OSError: this kernel has no filters, or the numbers of this architecture are not known.
@@ -116,7 +132,7 @@ def restrict() -> None:
     machine = os.uname().machine
     if machine not in _MACHINES:
         raise OSError(errno.ENOSYS, f"there is no filter for the architecture {machine}")
-    program = filter_program(machine)
+    program = filter_program(machine, shared_memory=shared_memory)
     array = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(array))
     column, _ = _MACHINES[machine]
@@ -125,7 +141,7 @@ def restrict() -> None:
     system_call(_SECCOMP[column], *arguments)
 
 
-def filter_program(machine: str) -> bytes:
+def filter_program(machine: str, *, shared_memory: bool = False) -> bytes:
     """The filter for an architecture in the classic BPF instructions of the kernel."""
     column, audit = _MACHINES[machine]
     code = [
@@ -138,7 +154,17 @@ def filter_program(machine: str) -> bytes:
     ]
     code += _refusals((row[column] for row in _CALLS.values()), errno.EPERM)
     code += _refusals((row[column] for row in _ABSENT.values()), errno.ENOSYS)
+    if not shared_memory:
+        code += _refusals([_MEMFD_CREATE[column]], errno.ENOSYS)
+        code += _uncounted_memory(_MMAP[column])
     code += [
+        # To be out of reach of the agent, which counts the task's processes and their memory.
+        _instruction(_IF_EQUAL, _PRCTL[column], 0, 5),
+        _instruction(_LOAD, _FIRST_ARGUMENT),
+        _instruction(_IF_EQUAL, _PR_SET_DUMPABLE, 1, 0),
+        _instruction(_IF_EQUAL, _PR_SET_CHILD_SUBREAPER, 0, 1),
+        _instruction(_RETURN, _FAIL | errno.EPERM),
+        _instruction(_RETURN, _ALLOW),
         # A pair of datagram sockets can send to, and be connected to, any socket with a path.
         _instruction(_IF_EQUAL, _SOCKETPAIR[column], 0, 7),
         _instruction(_LOAD, _FIRST_ARGUMENT),
@@ -161,6 +187,19 @@ def filter_program(machine: str) -> bytes:
         _instruction(_RETURN, _ALLOW),
     ]
     return b"".join(code)
+
+
+def _uncounted_memory(mmap: int) -> list[bytes]:
+    """Refuse memory that RLIMIT_DATA does not count: shared and without a file, or like a stack."""
+    return [
+        _instruction(_IF_EQUAL, mmap, 0, 6),
+        _instruction(_LOAD, _FOURTH_ARGUMENT),
+        _instruction(_IF_ANY_BIT, _GROWS_DOWN, 2, 0),
+        _instruction(_AND, _MAPPING_TYPE | _ANONYMOUS),
+        _instruction(_IF_EQUAL, _SHARED | _ANONYMOUS, 0, 1),
+        _instruction(_RETURN, _FAIL | errno.EPERM),
+        _instruction(_RETURN, _ALLOW),
+    ]
 
 
 def _refusals(numbers: Iterable[int | None], error: int) -> list[bytes]:

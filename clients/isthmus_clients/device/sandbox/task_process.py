@@ -25,6 +25,7 @@ from isthmus.system.private_files import remove_directory
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.device.sandbox.settings import WorkerSettings
+from isthmus_clients.device.sandbox.usage import disk_excess, excess, processes_of
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,10 @@ MAX_OUTPUT_BYTES = 1 << 20
 _START_SECONDS = 120.0
 _END_SECONDS = 2.0
 """Time between the end of the connection and that of the process."""
+_WATCH_SECONDS = 0.2
+"""Time between two looks at what a task's processes use."""
+_DISK_LOOKS = 10
+"""Looks of which one is also at their files."""
 _MAX_LINE = 2000
 _MOST_INDENT = 40
 _PASSED_ON = ("LANG", "LC_", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED")
@@ -63,6 +68,10 @@ class TaskProcess:
     """A process with the code of one run.
 
     `call` is for one thread at a time; `cancel` and `kill` are for any thread and do not block.
+
+    Guarantees:
+      * it ends, and all that it has started, soon after they have more memory, processes, threads
+        or files together than the owner allows.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -72,7 +81,10 @@ class TaskProcess:
             TaskProcessEnded: it cannot be started.
             TaskError: a restriction that the owner requires is missing.
         """
+        self._allowed = settings.confinement
         self._scratch = settings.confinement.scratch
+        self._shared = (0, 0)
+        """Bytes of memory that the last two requests came with."""
         try:
             self._channel, theirs = Channel.pair()
         except OSError as error:
@@ -111,6 +123,7 @@ class TaskProcess:
         self._threads = [
             threading.Thread(target=self._reap, daemon=True),
             threading.Thread(target=_log_output, args=[self._popen.stdout], daemon=True),
+            threading.Thread(target=self._watch, daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -156,6 +169,9 @@ class TaskProcess:
             self._current = request.id
             self._count += 1
             request.id = str(self._count)
+            # The task may have the memory of the request before for a while.
+            given = sum(os.fstat(handle).st_size for handle in handles)
+            self._shared = (self._shared[1], given)
         try:
             if cancelled():
                 raise TaskError("the server no longer wants the update of this round")
@@ -213,8 +229,18 @@ class TaskProcess:
             if self._killed_because is None:
                 self._killed_because = because
             if not self.ended:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._popen.pid, signal.SIGKILL)
+                _end_all(self._popen.pid)
+
+    def _watch(self) -> None:
+        """End the process when all of its processes use more than the owner allows."""
+        looks = 0
+        while not self._ended.wait(_WATCH_SECONDS):
+            looks += 1
+            found = excess(self._popen.pid, self._allowed, sum(self._shared))
+            if found is None and looks % _DISK_LOOKS == 0:
+                found = disk_excess(self._popen.pid, self._allowed)
+            if found is not None:
+                self.kill(found)
 
     def _receive(self) -> link_pb2.Envelope:
         try:
@@ -262,6 +288,22 @@ class TaskProcess:
         self._channel.shut_down()
         with self._using:
             self._channel.close()
+
+
+def _end_all(leader: int) -> None:
+    """End a process, its group, and what it has started in other groups."""
+    # Those that are stopped start no others, so that all are found.
+    stopped: set[int] = set()
+    while started := set(processes_of(leader)) - stopped:
+        for pid in started:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGSTOP)
+        stopped |= started
+    for pid in stopped:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _not_started(error: OSError) -> TaskProcessEnded:

@@ -159,7 +159,9 @@ class JobRunner:
         admits = partial(self.projects.may_work, project=entry.project)
         if self._at_once > 1 and not entry.runs_alone:
             seconds = entry.job.time.join_seconds
-            link = JobLink(self._shared, entry.id, entry.share, seconds, admits)
+            link = JobLink(
+                self._shared, entry.id, entry.share, seconds, admits, project=entry.project
+            )
         elif self.projects:
             link = LinkView(link, admits)
         job = self._running[entry.number] = RunningJob(entry, link)
@@ -359,13 +361,17 @@ class JobRunner:
 
     def waiting(self) -> Mapping[str, str]:
         """What each running job waits for at the moment, in words; without those that do not."""
-        words = {job.entry.id: job.waits_in_words for job in self._running.values()}
+        words = {job.entry.id: job.waits_in_words() for job in self._running.values()}
         return {id_: line for id_, line in words.items() if line}
 
-    def waiting_for(self, entry: QueuedJob) -> str:
-        """What a running job waits for at the moment, in words; empty if for nothing."""
+    def waiting_for(self, entry: QueuedJob, operator: str) -> str:
+        """What a running job waits for at the moment, in words; empty if for nothing.
+
+        Jobs that the operator may not see are not named.
+        """
         job = self._running.get(entry.number)
-        return "" if job is None else job.waits_in_words
+        sees = partial(self.projects.may_see, operator)
+        return "" if job is None else job.waits_in_words(sees)
 
     def usage(self, entry: QueuedJob) -> Account | None:
         """What a job has used of the participants since it runs; None if it has them alone."""

@@ -8,12 +8,13 @@ import gc
 import importlib
 import sqlite3
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.errors import CannotContinue, IsthmusError, UserError
 from isthmus.job import Job
-from isthmus.task import load_task, user_code
+from isthmus.task import keep_process, load_task, user_code
 from isthmus_server.budgets.populations import Populations
 from isthmus_server.observability.observers import Observers
 from isthmus_server.read.report.progress import waiting_for
@@ -60,11 +61,16 @@ class RunningJob:
         """What it waits for at the moment."""
         return self._waiting
 
-    @property
-    def waits_in_words(self) -> str:
-        """Likewise, or the jobs whose turn it is; empty if for nothing."""
+    def waits_in_words(self, sees: Callable[[str], bool] = lambda project: True) -> str:
+        """Likewise, or the jobs whose turn it is; empty if for nothing.
+
+        `sees` says of a project whether its jobs may be named.
+        """
         if others := self.link.waits_for:
-            return f"waiting for its turn: its participants work for {', '.join(others)}"
+            names = [each.name for each in others if sees(each.project)]
+            if len(names) < len(others):
+                names.append("jobs of other projects")
+            return f"waiting for its turn: its participants work for {', '.join(names)}"
         if isinstance(self._waiting, WaitingForParticipants):
             return waiting_for(self._waiting)
         return f"waiting: {self._waiting.reason}" if isinstance(self._waiting, Paused) else ""
@@ -169,6 +175,7 @@ def _model_bytes(job: Job, tasks: Path) -> int:
         return 0
     import torch
 
+    keep_process()
     task = load_task(job.task.source, job.task.settings, base=tasks, data=job.task.data_in(tasks))
     with torch.device("meta"), user_code("model()"):
         model = task.model()

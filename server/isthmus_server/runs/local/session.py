@@ -17,7 +17,6 @@ from isthmus_server.observability.observers import Observers
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_loop import RunLoop, run_loop
 from isthmus_server.runs.local.fork_server import ParticipantForkServer
-from isthmus_server.runs.local.private_socket import private_socket
 from isthmus_server.runs.local.processes import LocalProcesses, OnFailure, started_roles
 from isthmus_server.storage.events import EventStream
 from isthmus_server.storage.records import FinalModel
@@ -29,6 +28,7 @@ from isthmus_server.storage.run_description import (
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.link import Link
+from isthmus_server.transport.private_socket import private_socket
 
 Address = tuple[str, int]
 """Loopback host and port; port 0 selects a free one."""

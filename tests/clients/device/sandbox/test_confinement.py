@@ -188,7 +188,7 @@ import sys
 from pathlib import Path
 from isthmus_clients.device.sandbox import confinement, landlock, seccomp
 
-def absent(*_):
+def absent(*_, **__):
     raise OSError(38, "Function not implemented")
 
 (landlock if sys.argv[1] == "Landlock" else seccomp).restrict = absent
@@ -254,6 +254,8 @@ def test_every_number_of_a_system_call_is_that_of_the_kernel():
     numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header))
     table = {**seccomp._CALLS, **seccomp._ABSENT, "clone": seccomp._CLONE}
     table |= {"socketpair": seccomp._SOCKETPAIR, "prlimit64": seccomp._PRLIMIT}
+    table |= {"memfd_create": seccomp._MEMFD_CREATE, "mmap": seccomp._MMAP}
+    table |= {"prctl": seccomp._PRCTL}
     newer = {"fchmodat2", "setxattrat", "removexattrat"}
     for name, (_, number) in table.items():
         if number is not None and name not in newer:

@@ -182,3 +182,17 @@ async def test_a_device_that_never_opens_a_run_keeps_no_other_job_waiting(deploy
     async with other.turn(["a", "d"]):
         with pytest.raises(ParticipantLost, match=r"d did not open the run within 0\.2 s"):
             await opening
+
+
+@pytest.mark.parametrize(("project", "named"), [("one", "the job other"), ("", "a job of another")])
+async def test_a_log_names_no_job_of_another_project(deployment, project, named):
+    """What a participant works for is in the log of a job that has lost it to another one."""
+    await deployment.start()
+    shared = SharedLink(deployment.link)
+    mine, other = (
+        JobLink(shared, name, 1.0, project=of) for name, of in (("mine", project), ("other", "one"))
+    )
+    request = link_pb2.Request(id=mine.new_id(), train_local=link_pb2.TrainLocal(run_id="mine"))
+    async with other.turn(["a"]), mine.turn(["b"]):
+        with pytest.raises(ParticipantLost, match=f"^a works for {named}"):
+            await mine.ask("a", request)

@@ -34,16 +34,24 @@ def private_socket() -> Iterator[str]:
     Raises:
         UserError: its path would be too long, or the temporary folder cannot be used.
     """
-    _remove_stale_directories()
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as private:  # of mode 0700
+    with contextlib.ExitStack() as opened:
+        try:
+            _remove_stale_directories()
+            made = tempfile.TemporaryDirectory(prefix=_PREFIX)  # of mode 0700
+            private = opened.enter_context(made)
+        except OSError as error:
+            raise UserError(
+                f"there is no folder for temporary files ({error.strerror or error}); set TMPDIR "
+                "to one"
+            ) from None
         address = f"unix:{private}/{_SOCKET}"
         if len(os.fsencode(address)) > _MAX_BYTES:
             raise UserError(
                 f"{private} is too long a path for a socket; set TMPDIR to a folder with a shorter "
-                "one, or give --address 127.0.0.1:0"
+                "one"
             )
-        with file_lock(Path(private) / _LOCK, f"another process uses {private}"):
-            yield address
+        opened.enter_context(file_lock(Path(private) / _LOCK, f"another process uses {private}"))
+        yield address
 
 
 def _remove_stale_directories() -> None:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from isthmus_server.runs.local.private_socket import private_socket
+from isthmus.errors import UserError
+from isthmus_server.transport.private_socket import private_socket
 
 KILLED = """
 import os, socket
-from isthmus_server.runs.local.private_socket import private_socket
+from isthmus_server.transport.private_socket import private_socket
 
 with private_socket() as address:
     socket.socket(socket.AF_UNIX).bind(address.removeprefix("unix:"))
@@ -55,3 +56,12 @@ def test_nothing_else_is_removed(folder):
     names = {each.name for each in folder.iterdir()}
     assert names == {"isthmus-backup", "isthmus-link", "isthmus-notes"}
     assert len(list((folder / "isthmus-backup").iterdir())) == 2
+
+
+def test_no_temporary_folder_is_reported(folder, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(folder / "missing"))
+    with (
+        pytest.raises(UserError, match=r"^there is no folder for temporary files"),
+        private_socket(),
+    ):
+        pass

@@ -1,0 +1,142 @@
+"""What the processes of a task use together: memory, threads and disk space (Linux).
+
+The kernel limits each process. Together they could have as much as they are many, and there is
+memory that no limit of a process counts. So the agent adds up, several times a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from isthmus_clients.device.sandbox.confinement import Confinement
+
+_PROC = Path("/proc")
+_OF_PROGRAMS = 64 << 20
+"""Bytes that RLIMIT_DATA does not count either: constants of libraries, and the process that only
+waits for the task's."""
+_BLOCK = 512
+"""Unit of the size of a file on disk (stat(2))."""
+_MOST_FILES = 50_000
+"""Files of a scratch directory that are counted; more would take too long."""
+
+
+def processes_of(leader: int) -> list[int]:
+    """Ids of a process and of all that it has started, and that these have started.
+
+    None has another parent meanwhile: they are in a namespace, or below a subreaper (prctl(2)).
+    """
+    found = [leader]
+    for pid in found:  # which grows meanwhile
+        for thread in _threads_of(pid):
+            with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def excess(leader: int, allowed: Confinement, shared: int) -> str | None:
+    """Say what a task's processes have more of than their owner allows; None if of nothing.
+
+    Args:
+        leader: the process that was started for the task.
+        allowed: the owner's limits.
+        shared: bytes of memory that the agent shares with the task, and that are not counted.
+    """
+    pids = processes_of(leader)
+    if sum(len(_threads_of(pid)) for pid in pids) > allowed.processes:
+        return (
+            f"it had more than {allowed.processes} processes and threads, and its owner allows "
+            "no more (processes under [sandbox] in policy.toml)"
+        )
+    if allowed.memory_mb is None:
+        return None
+    most = (allowed.memory_mb << 20) + shared + _OF_PROGRAMS
+    if sum(map(_resident, pids)) > most and (used := sum(map(_in_parts, pids))) > most:
+        return (
+            f"its processes had {used >> 20} MB of memory together, and its owner allows "
+            f"memory_mb={allowed.memory_mb}"
+        )
+    return None
+
+
+def disk_excess(leader: int, allowed: Confinement) -> str | None:
+    """Say that a task's files are larger than its owner allows; None if they are not."""
+    most = allowed.scratch_mb << 20
+    used = 0
+    for number, size in enumerate(_sizes(allowed.scratch, processes_of(leader))):
+        used += size
+        if used > most or number > _MOST_FILES:
+            return (
+                f"its files had more than {allowed.scratch_mb} MB, or were more than "
+                f"{_MOST_FILES}, and its owner allows no more (scratch_mb under [sandbox] in "
+                "policy.toml)"
+            )
+    return None
+
+
+def _threads_of(pid: int) -> list[Path]:
+    """The threads of a process; none if it has ended."""
+    with contextlib.suppress(OSError):
+        return list((_PROC / str(pid) / "task").iterdir())
+    return []
+
+
+def _resident(pid: int) -> int:
+    """Resident bytes of a process that are not those of a program or of a file on disk.
+
+    Pages that several processes share count for each of them.
+    """
+    return _sum_of(pid, "status", ("RssAnon:", "RssShmem:")) or 0
+
+
+def _in_parts(pid: int) -> int:
+    """Likewise, with shared pages divided among those that share them, which takes longer."""
+    used = _sum_of(pid, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:"))
+    return _resident(pid) if used is None else used
+
+
+def _sum_of(pid: int, file: str, names: tuple[str, ...]) -> int | None:
+    """The sum of some lines of a file in proc(5), in bytes; None if it has none of them."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = (_PROC / str(pid) / file).read_text(errors="replace").splitlines()
+        found = [int(line.split()[1]) << 10 for line in lines if line.startswith(names)]
+        return sum(found) if found else None
+    return None
+
+
+def _sizes(scratch: Path, pids: Iterable[int]) -> Iterator[int]:
+    """Bytes on disk of each file of a scratch directory, and of deleted ones that are open."""
+    seen: set[tuple[int, int]] = set()
+    for found in (*_below(scratch), *_open_in(pids)):
+        # A file on another disk is none of this task's: it can write nowhere else.
+        if (found.st_dev, found.st_ino) not in seen:
+            seen.add((found.st_dev, found.st_ino))
+            yield found.st_blocks * _BLOCK
+
+
+def _below(scratch: Path) -> Iterator[os.stat_result]:
+    """What is in a directory, at any depth; no symbolic link is followed."""
+    pending = [str(scratch)]
+    while pending:
+        # It may have been deleted meanwhile, or made unreadable: the kernel lets tasks do neither
+        # with the modes of files (seccomp).
+        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    yield entry.stat(follow_symlinks=False)
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+
+
+def _open_in(pids: Iterable[int]) -> Iterator[os.stat_result]:
+    """Regular files without a name that processes have open."""
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for handle in (_PROC / str(pid) / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found = handle.stat()
+                    if stat.S_ISREG(found.st_mode) and not found.st_nlink:
+                        yield found

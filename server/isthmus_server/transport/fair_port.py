@@ -1,0 +1,382 @@
+"""A port whose connections are shared out among the addresses that open them.
+
+gRPC takes a number of connections and refuses all further ones. A caller that opens as many and
+sends nothing would keep everybody else out. Here a connection from an address with few of them
+always finds a place, at the expense of an address with many. gRPC listens on a socket in a private
+directory and is passed what callers send; TLS is between them and gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from typing import cast
+
+import grpc
+import grpc.aio
+
+from isthmus_server.transport.limits import Services, cannot_listen, listen, server_options
+from isthmus_server.transport.private_socket import private_socket
+
+_ANSWER_SECONDS = 5.0
+"""Time for a caller to answer the first that it is sent: to go on with its TLS handshake."""
+_IDLE_SECONDS = 1.0
+"""A connection on which it was the caller's turn for this time is idle."""
+_SILENT_SECONDS = 4.0
+"""One on which nobody has sent anything for this time is idle in any case."""
+_AT_A_TIME = 64
+"""Most connections that are accepted before the event loop does anything else."""
+_WAITING = 4096
+"""Most connections that wait in the kernel to be accepted; it drops further ones."""
+_BUFFER_BYTES = 32 << 10
+"""Bytes of each direction of a connection that wait in this process."""
+_ALL = "::"
+_ALL_OF_IPV4 = "0.0.0.0"  # noqa: S104 - where the operator wants it
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+class FairPort:
+    """A gRPC server that is reached through a port of this process.
+
+    Guarantees:
+      * at most `places` connections are open;
+      * a new one is refused only if no other address has as many as its own, and none of its own is
+        idle; otherwise one of the address with most is closed for it;
+      * one whose caller does not go on with its handshake is closed after a few seconds, and each
+        one after `seconds`.
+
+    An IPv6 network of 64 bits counts as one address: who has one address of it has all.
+    """
+
+    def __init__(self, places: int, seconds: float | None = None) -> None:
+        """`seconds`: longest time of a connection; None for no limit."""
+        self._places = places
+        self._seconds = seconds
+        self._callers: set[_Caller] = set()
+        self._networks: dict[str, str] = {}
+        """Addresses of open connections, by the names that gRPC has for them."""
+        self._grpc: grpc.aio.Server | None = None
+        self._servers: list[asyncio.Server] = []
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._opened = contextlib.ExitStack()
+        self._ends = False
+
+    async def start(
+        self,
+        services: Services,
+        host: str,
+        port: int,
+        credentials: grpc.ServerCredentials,
+        *,
+        message_bytes: int,
+        idle_seconds: float,
+    ) -> int:
+        """Listen; returns the port.
+
+        Args:
+            services: what gRPC serves.
+            host: where to listen; a wildcard is for both IPv4 and IPv6, as in gRPC.
+            port: 0 for any.
+            credentials: of this server, for TLS between callers and gRPC.
+            message_bytes: see `isthmus_server.transport.limits.server_options`.
+            idle_seconds: likewise.
+
+        Raises:
+            UserError: the port is in use, the host is not an address of this machine, or there can
+                be no socket in the temporary folder.
+        """
+        # Twice as many: gRPC sees later than this process that a connection is closed.
+        options = server_options(2 * self._places, message_bytes, idle_seconds)
+        address = self._opened.enter_context(private_socket())
+        try:
+            self._grpc, _ = await listen(services, address, credentials, options, self._places)
+            return await self._listen(host, port, address.removeprefix("unix:"))
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _listen(self, host: str, port: int, target: str) -> int:
+        loop = asyncio.get_running_loop()
+        sockets: list[socket.socket] = []
+        try:
+            for family, address in await _addresses(host):
+                if sockets and address == _ALL_OF_IPV4:
+                    continue  # the one of IPv6 is for both
+                with _unless_absent():
+                    sockets.append(_listening(family, address, port))
+                    port = int(sockets[-1].getsockname()[1])  # the same for all of them
+            if not sockets:
+                raise OSError(errno.EADDRNOTAVAIL, host)
+            for each in sockets:
+                server = await loop.create_server(
+                    lambda: _Caller(self, target, loop), sock=each, backlog=_AT_A_TIME
+                )
+                self._servers.append(server)
+                each.listen(_WAITING)
+        except OSError:
+            for each in sockets:
+                each.close()
+            raise cannot_listen(f"{host}:{port}") from None
+        return port
+
+    async def stop(self) -> None:
+        """Stop listening, and close all connections."""
+        self._ends = True  # also for those that the event loop has accepted already
+        for server in self._servers:
+            server.close()
+        for task in self._connecting:
+            task.cancel()
+        for caller in list(self._callers):
+            caller.abort()
+        if self._grpc is not None:
+            await self._grpc.stop(grace=0.2)
+        self._opened.close()
+
+    def address_of(self, peer: str) -> str:
+        """The address of a caller of gRPC, or the network of an IPv6 address.
+
+        `peer` is gRPC's name for the connection; it is returned if that has just been closed.
+        """
+        return self._networks.get(peer, peer)
+
+    def admit(self, caller: _Caller) -> bool:
+        """Give a new connection a place; returns whether there is one."""
+        if self._ends:
+            return False
+        if len(self._callers) >= self._places:
+            leaving = self._least_needed(caller.network)
+            if leaving is None:
+                return False
+            leaving.abort()
+        self._callers.add(caller)
+        return True
+
+    def name(self, caller: _Caller, peer: str) -> None:
+        """Note gRPC's name for a connection."""
+        self._networks[peer] = caller.network
+
+    def forget(self, caller: _Caller, peer: str) -> None:
+        """A connection is closed."""
+        self._callers.discard(caller)
+        self._networks.pop(peer, None)
+
+    def spawn(self, caller: _Caller) -> None:
+        """Connect a caller with gRPC, and close it when its time is over."""
+        task = asyncio.get_running_loop().create_task(caller.connect(self._seconds))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    def _least_needed(self, newcomer: str) -> _Caller | None:
+        """The connection to close for one of `newcomer`; None if the new one is to be refused."""
+        counts = Counter(caller.network for caller in self._callers)
+        own = counts.pop(newcomer, 0) + 1
+        most = max(counts.values(), default=0)
+        if most >= own:
+            leaving = [caller for caller in self._callers if counts[caller.network] == most]
+        else:
+            # Many devices behind one address must not close each other's connections in use.
+            leaving = [c for c in self._callers if c.network == newcomer and c.is_idle]
+        return max(leaving, key=lambda caller: caller.dispensable, default=None)
+
+
+class _End(asyncio.Protocol):
+    """One end of a connection that is passed on; what it receives is sent at the other end."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.other: _End | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(_BUFFER_BYTES)
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.write(data)
+
+    def pause_writing(self) -> None:
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.close()  # once it has sent what it was given
+
+
+class _Caller(_End):
+    """The end of a caller."""
+
+    def __init__(self, port: FairPort, target: str, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self.network = ""
+        self._port = port
+        self._target = target
+        self._loop = loop
+        self._peer = ""
+        self._moved = loop.time()
+        """When the last bytes came, in either direction."""
+        self._has_turn = True
+        """The caller did not send the last of them."""
+        self._was_answered = False
+        self._answered = False
+        """The caller has sent something after it was sent something."""
+        self._timers: list[asyncio.TimerHandle] = []
+
+    @property
+    def dispensable(self) -> tuple[bool, float]:
+        """Of two connections, the one with the larger value is needed less."""
+        return self._has_turn, self._loop.time() - self._moved
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing happens on the connection."""
+        silent = self._loop.time() - self._moved
+        return silent > (_IDLE_SECONDS if self._has_turn else _SILENT_SECONDS)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert self.transport is not None
+        peer = transport.get_extra_info("peername")
+        self.network = network_of(peer[0]) if peer else ""
+        if not self._port.admit(self):
+            self.transport.abort()
+            return
+        self.transport.pause_reading()  # until gRPC has the connection
+        self._port.spawn(self)
+
+    async def connect(self, seconds: float | None) -> None:
+        """Pass the connection on to gRPC, for at most that time."""
+        assert self.transport is not None
+        if self.transport.is_closing():  # another one has its place already
+            return
+        self._timers = [self._loop.call_later(_ANSWER_SECONDS, self._expect_answer)]
+        if seconds is not None:
+            self._timers.append(self._loop.call_later(seconds, self.abort))
+        try:
+            inner = socket.socket(socket.AF_UNIX)
+        except OSError:  # there are too many open files
+            self.abort()
+            return
+        try:
+            inner.setblocking(False)
+            inner.bind("")  # the kernel chooses a name, by which gRPC knows its caller
+            self._peer = f"unix-abstract:{inner.getsockname()[1:].decode()}"
+            self._port.name(self, self._peer)
+            await self._loop.sock_connect(inner, self._target)
+            await self._loop.create_unix_connection(lambda: _Inner(self), sock=inner)
+        except BaseException as error:
+            inner.close()
+            self.abort()
+            if isinstance(error, OSError):  # gRPC has ended, or there are too many open files
+                return
+            raise
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        self._moved = self._loop.time()
+        self._has_turn = False
+        self._answered = self._was_answered
+        super().data_received(data)
+
+    def answered(self) -> None:
+        """The caller is sent something."""
+        self._moved = self._loop.time()
+        self._has_turn = self._was_answered = True
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if self.transport is not None:
+            self.transport.abort()
+        self._leave()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        super().connection_lost(exc)
+
+    def _expect_answer(self) -> None:
+        if not self._answered:
+            self.abort()
+
+    def _leave(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._port.forget(self, self._peer)
+
+
+class _Inner(_End):
+    """The end of gRPC."""
+
+    def __init__(self, caller: _Caller) -> None:
+        super().__init__()
+        self._caller = caller
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.other = self._caller
+        self._caller.other = self
+        if self._caller.transport is None or self._caller.transport.is_closing():
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._caller.answered()
+        super().data_received(data)
+
+
+def network_of(host: str) -> str:
+    """What counts as one address: an IPv4 address, or the network of 64 bits of an IPv6 address.
+
+    >>> network_of("::ffff:192.0.2.7"), network_of("2001:db8::7"), network_of("fe80::1%eth0")
+    ('192.0.2.7', '2001:db8::/64', 'fe80::/64')
+    """
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))
+
+
+async def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    """The families and addresses of a host to listen on, without repetitions.
+
+    Raises:
+        OSError: there are none.
+    """
+    name = host.strip("[]")
+    if name in (_ALL_OF_IPV4, _ALL, ""):
+        both = [(socket.AF_INET6, _ALL)] if socket.has_dualstack_ipv6() else []
+        return [*both, (socket.AF_INET, _ALL_OF_IPV4)]
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((family, str(where[0])) for family, _, _, _, where in found))
+
+
+def _listening(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        OSError: the port is in use, or the address is not of this machine.
+    """
+    return socket.create_server(
+        (address, port), family=family, backlog=_WAITING, dualstack_ipv6=address == _ALL
+    )
+
+
+@contextlib.contextmanager
+def _unless_absent() -> Iterator[None]:
+    """Pass over an address of a host that this machine does not have."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NOT_HERE:
+            raise
