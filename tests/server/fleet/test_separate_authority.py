@@ -162,9 +162,9 @@ async def test_both_directories_are_verified_without_the_other_machine(separate)
         return shown.exit_code, shown.output
 
     code, output = verify(server_command, hub)
-    assert (code, output.count("intact ")) == (0, 3)
-    code, output = verify(authority_command, trust)
     assert (code, output.count("intact ")) == (0, 4)
+    code, output = verify(authority_command, trust)
+    assert (code, output.count("intact ")) == (0, 5)
 
     (hub / "credentials.pem").unlink()
     code, output = verify(server_command, hub)
