@@ -7,8 +7,8 @@ subtracts them.
 
 >>> def row(*devices):
 ...     return {(device, "update"): Fraction(1) for device in devices}
->>> fewest_devices([row("a", "b", "c"), row("a", "b", "d")])  # the difference is about c and d
-frozenset({'c', 'd'})
+>>> sorted(fewest_devices([row("a", "b", "c"), row("a", "b", "d")]))  # of their difference
+['c', 'd']
 """
 
 from __future__ import annotations
