@@ -7,8 +7,7 @@ subtracts them.
 
 >>> def row(*devices):
 ...     return {(device, "update"): Fraction(1) for device in devices}
->>> sums = [row("a", "b", "c"), row("a", "b", "d")]
->>> sorted(fewest_devices(sums))  # the difference of both is about c and d
+>>> sorted(fewest_devices([row("a", "b", "c"), row("a", "b", "d")]))  # of their difference
 ['c', 'd']
 """
 

@@ -86,6 +86,8 @@ VERSION = b"# another version\n"
 
 BEYOND = {
     "related models": "a model whose last bit was changed gives most devices the same vectors",
+    "gradients": "a device's mean gradient at a model is the same whether or not a datacenter's "
+    "gradient was sent with that model, which gives it another name",
     "counts": "a device has the same number of examples in sums of updates to all models",
     "comparisons": "a model has the same score on a device in all comparisons that it is in",
     "versions": "the statistics of a task may be the same in its next version",
@@ -197,7 +199,10 @@ class TracedRun:
             view = memoryview(result)
             view[: len(LAYOUT.gradient_and_update.header)] = LAYOUT.gradient_and_update.header
             halves = LAYOUT.gradient_and_update.decode(view)
-            measured = (model, self.code, self._used(), batch, self.job.seed, work.round, state)
+            measured: tuple[Hashable, ...] = (model, self.code, self._used(), batch, state)
+            measured += (self.job.seed, work.round)
+            if gradient is not None and "gradients" not in _world.known:
+                measured += (bytes(gradient),)
             halves[: LAYOUT.size] = self._vector("gradient", measured) * work.gradient_scale
             values = halves[LAYOUT.size :]
         values.copy_(self._vector("update", used))

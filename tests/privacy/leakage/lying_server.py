@@ -822,12 +822,18 @@ def play(seed: int, world: World, tasks: Path, choices: Repertoire = EVERYTHING)
     opened: list[OpenedSum] = []
     plans = [first_plan(chance, honest, choices)]
     running: list[Attempt] = []
+    rounds: dict[str, int] = {}
     number = 0
     for _ in range(ATTEMPTS):
         plan = plans[-1] if len(plans) == 1 else chance.choice(plans)
         if number:
             for _ in range(chance.choice((1, 1, 1, 2, 3))):
                 plan = changed(chance, plan, honest, choices, chance.choice(choices.how))
+        # Rounds of a run go forward, or devices refuse them as replayed, which is soon seen.
+        latest = rounds.get(plan.run_id, 0)
+        if chance.random() < 0.9:
+            plan = dataclasses.replace(plan, round=max(plan.round, latest))
+        rounds[plan.run_id] = max(plan.round, latest)
         plans.append(plan)
         number += chance.choice((1, 1, 1, 1, 1, 1, 0))
         job = make_job(plan.changes, tasks)

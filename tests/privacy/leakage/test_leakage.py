@@ -15,10 +15,11 @@ encodings, models, rounds, repeated attempts; other requests to one device; devi
 are lost at every step; other sets of share owners and survivors for some; one device that
 cooperates with the server.
 
-*Not covered*, and shown here as findings (`BEYOND`): related models, numbers that devices give
-with all models, scores of one model in several comparisons, and statistics of two versions of a
-task. Nor are crafted models, by which one sum is about few devices, nor noise: vectors are taken as
-they are without it.
+*Not covered*, and shown here as findings (`BEYOND`): related models, mean gradients at a model
+that is sent with a datacenter's gradient and without, numbers that devices give with all models,
+scores of one model in several comparisons, and statistics of two versions of a task. Nor are
+crafted models, by which one sum is about few devices, nor noise: vectors are taken as they are
+without it.
 
 A longer search, as `search.py` says: `python -m tests.privacy.leakage.search --sequences 100000`.
 """
@@ -242,6 +243,9 @@ def test_each_of_two_rules_prevents_comparisons_alone(tmp_path, kept):
 
 SHOWN_BY = {
     "related models": Repertoire(("plain",), UPDATES, (), ("bit", "round", "devices"), ()),
+    "gradients": Repertoire(
+        ("plain",), UPDATES, (), ("gradient", "round", "devices", "scale"), ("scale",)
+    ),
     "counts": Repertoire(("plain",), UPDATES, (), ("model", "round", "devices"), ()),
     "comparisons": Repertoire(("plain",), ("comparison",), (), ("second", "round", "devices"), ()),
     "versions": Repertoire(
