@@ -408,3 +408,34 @@ def test_a_layer_that_forward_makes_is_refused(check_job, side, held_out):
     ranks = "datacenter.ranks=0" if side == FEDERATED else "datacenter.ranks=1"
     with pytest.raises(UserError, match=r"^running the model added the parameter 'head.weight'"):
         check_job(side, ranks, "datacenter.batch_size=4", methods=LATE.format(held_out=held_out))
+
+
+ON_DEVICES = """
+    def validation_data(self, participant):
+        return rows(15, seed=3)
+
+    def device_metrics(self):
+        return {"accuracy": isthmus.Mean()}
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "present", "left"),
+    [
+        (4, 4, ("p10, devices_accuracy_p90: 50 ", "devices_accuracy_p50: 10 ")),
+        (49, 60, ("p10, devices_accuracy_p90: 50 ",)),
+        (50, 50, ()),
+        # Three quarters of those that are asked are enough for an evaluation, and not for these.
+        (60, 45, ("p10, devices_accuracy_p90: 50 ",)),
+    ],
+)
+def test_quantiles_that_too_few_devices_give_are_said(check_job, asked, present, left):
+    devices = (FEDERATED, f"evaluation.devices={asked}", f"federated.clients={present}")
+    out = check_job(*devices, methods=ON_DEVICES)
+    measured = out.partition("devices will evaluate (")[2].partition(")")[0].split(", ")
+    assert ("devices_accuracy_p10" in measured) is (not left)
+    assert ("devices_accuracy_p50" in measured) is (asked >= 10)
+    assert out.count("no round will have") == len(left)
+    for words in left:
+        assert f"{words}devices have to evaluate" in out
+    assert ("evaluate, and there are 45," in out) is (present < asked)
