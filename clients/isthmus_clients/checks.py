@@ -59,5 +59,9 @@ def check(job: Job, task: Task, base: Path) -> str:
         validation = task.validation_data(participant)
     if validation is None:
         raise TaskError(f"validation_data() of {name} returned None; evaluation.devices needs data")
-    evaluation_vector(job, task).measure(model, validation, job.evaluation.batch_size, first=1)
-    return f"one training batch and one validation batch of {name}"
+    vector = evaluation_vector(job, task)
+    counts = vector.count(model, validation, job.evaluation.batch_size, first=1)
+    tried = f"one training batch and one validation batch of {name}"
+    if found := vector.not_finite(counts):
+        tried += f", where {', '.join(found)} had values that are not finite"
+    return tried

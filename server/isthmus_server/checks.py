@@ -12,6 +12,7 @@ from isthmus.task import Task
 from isthmus.task.held_out import HeldOut
 from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus.task.measurements.evaluation import EvaluationVector, check_evaluates_on_devices
+from isthmus.task.not_finite import not_finite_in_words
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.tensors.division import divide
 from isthmus.tensors.structure import Structure
@@ -75,7 +76,7 @@ def check(job: Job, task: Task, base: Path) -> str:
         batch_tried = f"one batch of held-out data ({', '.join(sorted(metrics))})"
         if division.personal.size:
             batch_tried += ", with the initial values of what is personal"
-        tried.append(batch_tried)
+        tried.append(batch_tried + not_finite_in_words(metrics))
     if vector is not None:
         tried.append(_on_devices(job, vector))
     if not tried:

@@ -417,6 +417,11 @@ ON_DEVICES = """
     def device_metrics(self):
         return {"accuracy": isthmus.Mean()}
 """
+BROKEN = """
+    def metrics(self, output, target):
+        accuracy = (output.argmax(-1) == target).float()
+        return {"accuracy": accuracy, "broken": accuracy * float("nan"), "far": 1 / accuracy}
+"""
 
 
 @pytest.mark.parametrize(
@@ -439,3 +444,20 @@ def test_quantiles_that_too_few_devices_give_are_said(check_job, asked, present,
     for words in left:
         assert f"{words}devices have to evaluate" in out
     assert ("evaluate, and there are 45," in out) is (present < asked)
+
+
+def test_metrics_that_are_not_finite_are_said(check_job):
+    overrides = (FEDERATED, "evaluation.devices=4")
+    assert "where" not in check_job(*overrides, methods=ON_DEVICES)
+    broken = BROKEN + ON_DEVICES.replace("Mean()}", 'Mean(), "broken": isthmus.Mean()}')
+    out = check_job(*overrides, methods=broken)
+    assert "held-out data (accuracy, broken, far, loss), where broken is nan, far is inf" in out
+    assert "one validation batch of client-0, where broken had values that are not finite\n" in out
+
+
+def test_a_value_that_is_not_finite_is_said_where_devices_would_bound_it(check_job):
+    """With `[privacy]` it counts as the upper bound, so that no mean shows it."""
+    noise = ("privacy.mechanism=gaussian", "privacy.epsilon=8", "privacy.delta=1e-5")
+    broken = BROKEN + ON_DEVICES.replace("Mean()}", 'Mean(), "broken": isthmus.Mean()}')
+    out = check_job(FEDERATED, "evaluation.devices=4", *noise, methods=broken)
+    assert "one validation batch of client-0, where broken had values that are not finite\n" in out
