@@ -1,10 +1,13 @@
 """What `isthmus job check` and `isthmus run` refuse before the first round."""
 
+import io
+
 import pytest
 from rich.console import Console
 
 from isthmus.errors import UserError
 from isthmus.job.commands import check
+from isthmus.job.unused_layout import unused_layout
 from isthmus.task import load_task
 from isthmus_server.checks import check as server_check
 from isthmus_server.runs.local.session import LocalRun
@@ -461,3 +464,53 @@ def test_a_value_that_is_not_finite_is_said_where_devices_would_bound_it(check_j
     broken = BROKEN + ON_DEVICES.replace("Mean()}", 'Mean(), "broken": isthmus.Mean()}')
     out = check_job(FEDERATED, "evaluation.devices=4", *noise, methods=broken)
     assert "one validation batch of client-0, where broken had values that are not finite\n" in out
+
+
+TENSOR = "datacenter.tensor_parallel=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            (FEDERATED, TENSOR, "datacenter.zero_stage=3"),
+            "[datacenter] zero_stage = 3, tensor_parallel = 2 have no effect: "
+            'strategy.policy="federated" has no datacenter rounds; remove what you do not need',
+        ),
+        (
+            ("strategy.policy=adaptive", "strategy.target_edge_share=1", TENSOR),
+            "[datacenter] tensor_parallel = 2 has no effect: datacenter.ranks=0 starts no "
+            "datacenter; raise it, or remove them",
+        ),
+        (
+            ("federated.clients=0", TENSOR, "datacenter.pipeline_parallel=3"),
+            "[datacenter] tensor_parallel = 2, pipeline_parallel = 3 needs a datacenter of 6 ranks "
+            "or a multiple, and how many ranks it has is known when it joins: another number is "
+            "refused then",
+        ),
+        (
+            ("federated.clients=0", TENSOR, "datacenter.data_parallel=2"),
+            "[datacenter] data_parallel = 2, tensor_parallel = 2 needs a datacenter of 4 ranks, "
+            "and how many ranks it has is known when it joins: another number is refused then",
+        ),
+        (("federated.clients=0", "datacenter.zero_stage=3"), None),
+        (("datacenter.ranks=2", "datacenter.batch_size=4", TENSOR), None),
+    ],
+)
+def test_a_layout_that_is_not_used_or_not_checked_is_said(check_job, overrides, sentence):
+    notes = [line for line in check_job(*overrides).splitlines() if line.startswith("note")]
+    assert notes == ([] if sentence is None else [f"note    {sentence}"])
+
+
+async def test_a_run_says_that_a_layout_has_no_effect(write_task, make_job, tmp_path):
+    write_task()
+    job = make_job(
+        *("strategy.policy=adaptive", "strategy.target_edge_share=1", "federated.cohort=4"),
+        *(TENSOR, "federated.clients=2"),
+    )
+    said = io.StringIO()
+    run = LocalRun.new(job, tmp_path, tmp_path / "run")
+    with pytest.raises(UserError, match="which need 3 devices"):
+        await run.run(None, Console(file=said, width=200), None)
+    assert said.getvalue().startswith("[datacenter] tensor_parallel = 2 has no effect: ")
+    assert "needs a datacenter of 2 ranks or a multiple" in unused_layout(job, joinable=True)

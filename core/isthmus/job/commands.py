@@ -10,6 +10,7 @@ import click
 
 from isthmus.job.apps import registered
 from isthmus.job.schema import Job, job_schema, load_job
+from isthmus.job.unused_layout import unused_layout
 from isthmus.task.loading import load_task
 
 CHECKS = "isthmus.checks"
@@ -61,7 +62,7 @@ def check(path: Path, overrides: tuple[str, ...]) -> None:
         f"{checked.datacenter.ranks} datacenter ranks\n"
         f"tried   {', '.join(filter(None, tried))}"
     )
-    if note := _unlearned(checked):
+    for note in filter(None, (_unlearned(checked), unused_layout(checked))):
         click.echo(f"note    {note}")
 
 
