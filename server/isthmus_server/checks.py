@@ -22,6 +22,7 @@ from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.model.optimizers import check_round_length, make_optimizer
 from isthmus_server.regimes.run_aggregation import aggregation_of
 from isthmus_server.rounds.measurements.followed_metrics import (
+    check_apart,
     check_followed_metrics,
     followed_metrics,
     quantiles_beyond,
@@ -68,6 +69,8 @@ def check(job: Job, task: Task, base: Path) -> str:
         ).result()
     )
     structure.check(model)
+    if vector is not None:
+        check_apart(metrics, vector)
     for key, name in followed_metrics(job, policy).items():
         if name not in {*metrics, *on_devices}:
             raise JobError(unknown_metric(name, key, [*metrics, *on_devices]))

@@ -514,3 +514,18 @@ async def test_a_run_says_that_a_layout_has_no_effect(write_task, make_job, tmp_
         await run.run(None, Console(file=said, width=200), None)
     assert said.getvalue().startswith("[datacenter] tensor_parallel = 2 has no effect: ")
     assert "needs a datacenter of 2 ranks or a multiple" in unused_layout(job, joinable=True)
+
+
+def test_a_central_metric_with_the_name_of_one_of_devices_is_refused(check_job):
+    methods = (
+        ON_DEVICES
+        + """
+    def metrics(self, output, target):
+        hit = (output.argmax(-1) == target).float()
+        return {"accuracy": hit, "devices_accuracy": hit}
+    """
+    )
+    sentence = r"^metrics\(\) has a figure 'devices_accuracy', which is the name of a metric that "
+    with pytest.raises(UserError, match=sentence):
+        check_job(FEDERATED, "evaluation.devices=4", methods=methods)
+    check_job(FEDERATED, methods=methods)

@@ -7,8 +7,9 @@ class shows it; `isthmus job check` also computes the metrics on central data, b
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, TaskError
 from isthmus.job import Job
 from isthmus.task import Task
 from isthmus.task.definition import PUBLIC, defines
@@ -39,6 +40,20 @@ def known_metrics(task: Task, vector: EvaluationVector | None) -> list[str] | No
     if defines(task, "eval_data") or defines(task, "public_eval"):
         return None
     return [] if vector is None else vector.figure_names
+
+
+def check_apart(central: Collection[str], vector: EvaluationVector) -> None:
+    """Refuse a central metric with the name of one of devices, which would take its place.
+
+    Raises:
+        TaskError: with the name.
+    """
+    for name in vector.figure_names:
+        if name in central:
+            raise TaskError(
+                f"metrics() has a figure {name!r}, which is the name of a metric that devices "
+                "measure; rename it"
+            )
 
 
 def quantiles_beyond(devices: int, vector: EvaluationVector) -> dict[str, int]:
