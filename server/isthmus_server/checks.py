@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +15,7 @@ from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus.task.measurements.evaluation import EvaluationVector, check_evaluates_on_devices
 from isthmus.task.not_finite import not_finite_in_words
 from isthmus.task.scoring import build_model, evaluate
+from isthmus.task.scoring.pairs import pairs_in_words
 from isthmus.tensors.division import divide
 from isthmus.tensors.structure import Structure
 from isthmus_privacy.compression.codecs import check_codecs
@@ -30,6 +32,9 @@ from isthmus_server.rounds.measurements.followed_metrics import (
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.strategy.observation import unknown_metric
 from isthmus_server.strategy.selection import CheckedSelection
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
 
 
 def check(job: Job, task: Task, base: Path) -> str:
@@ -63,11 +68,15 @@ def check(job: Job, task: Task, base: Path) -> str:
     check_followed_metrics(job, task, policy, vector)
     batch = job.evaluation.batch_size
     structure = Structure.of(model)
-    metrics = HeldOut(task).measure(
-        lambda data, count: evaluate(
-            task, model, data, range(min(count, batch)), batch, torch.device("cpu")
-        ).result()
-    )
+    pairs = ""
+
+    def measure(data: Dataset[Any], count: int) -> dict[str, float]:
+        nonlocal pairs
+        averages = evaluate(task, model, data, range(min(count, batch)), batch, torch.device("cpu"))
+        pairs = pairs or pairs_in_words(task, model, data, count)
+        return averages.result()
+
+    metrics = HeldOut(task).measure(measure)
     structure.check(model)
     if vector is not None:
         check_apart(metrics, vector)
@@ -79,7 +88,7 @@ def check(job: Job, task: Task, base: Path) -> str:
         batch_tried = f"one batch of held-out data ({', '.join(sorted(metrics))})"
         if division.personal.size:
             batch_tried += ", with the initial values of what is personal"
-        tried.append(batch_tried + not_finite_in_words(metrics))
+        tried.append(batch_tried + not_finite_in_words(metrics) + pairs)
     if vector is not None:
         tried.append(_on_devices(job, vector))
     if not tried:

@@ -516,6 +516,33 @@ async def test_a_run_says_that_a_layout_has_no_effect(write_task, make_job, tmp_
     assert "needs a datacenter of 2 ranks or a multiple" in unused_layout(job, joinable=True)
 
 
+@pytest.mark.parametrize("side", ["eval_data = isthmus.Task.eval_data", "pass"])
+def test_a_loss_of_shapes_that_were_broadcast_is_said(check_job, side):
+    methods = f"""
+    {side}
+
+    def loss(self, output, target):
+        return (output[:, :1] - target.float()) ** 2
+    """
+    out = check_job(FEDERATED, methods=methods)
+    assert out.count(
+        ", where loss has a value for each pair of examples (16 for 4); unless that is meant, give "
+        "output and target one shape"
+    ) == (1 if "eval_data" in side else 2)
+    assert "pair" not in check_job(FEDERATED, methods=methods.replace("[:, :1]", "[:, 0]"))
+
+
+def test_a_metric_of_each_pair_is_said_and_one_of_each_token_is_not(check_job):
+    methods = """
+    def metrics(self, output, target):
+        hit = (output.argmax(-1) == target).float()
+        return {"twice": hit[:, None].expand(-1, 2), "apart": (hit[:, None] - hit).abs()}
+    """
+    assert ", where apart has a value for each pair of examples" in check_job(
+        FEDERATED, methods=methods
+    )
+
+
 def test_a_central_metric_with_the_name_of_one_of_devices_is_refused(check_job):
     methods = (
         ON_DEVICES
