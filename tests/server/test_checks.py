@@ -480,7 +480,7 @@ TENSOR = "datacenter.tensor_parallel=2"
         (
             ("strategy.policy=adaptive", "strategy.target_edge_share=1", TENSOR),
             "[datacenter] tensor_parallel = 2 has no effect: datacenter.ranks=0 starts no "
-            "datacenter; raise it, or remove them",
+            "datacenter; raise it, or remove what you do not need",
         ),
         (
             ("federated.clients=0", TENSOR, "datacenter.pipeline_parallel=3"),

@@ -51,7 +51,7 @@ def unused_layout(job: JobTables, *, joinable: bool = False) -> str:
     if starts_devices and not joinable:
         return (
             f"{keys} {has} no effect: datacenter.ranks=0 starts no datacenter; raise it, or remove "
-            "them"
+            "what you do not need"
         )
     degrees = section.tensor_parallel * section.pipeline_parallel * (section.data_parallel or 1)
     if degrees == 1:

@@ -83,9 +83,10 @@ def original_in_words(directory: Path, original: str) -> str:
     place = Path(original)
     if place == directory.resolve():
         return "a run that was in this place before"
-    if place.is_dir() and _run_id(place) == _run_id(directory) and _is_original(place):
+    found = _run_id(place)
+    if found is not None and found == _run_id(directory) and _is_original(place):
         return f"the run in {original}"
-    return f"a run that was in {original} and is not there any more"
+    return f"a run that was in {original} and is not found there"
 
 
 def _is_original(directory: Path) -> bool:

@@ -175,7 +175,7 @@ def test_a_copy_says_where_the_original_is_as_far_as_that_is_known(ended, tmp_pa
     exported = (tmp_path / "exported").rename(tmp_path / "carried")
     assert refused_as(exported) == f"{exported} is a copy of the run in {run}"
     moved = run.rename(tmp_path / "moved")
-    gone = f"is a copy of a run that was in {run} and is not there any more"
+    gone = f"is a copy of a run that was in {run} and is not found there"
     for each in (copy, exported):
         assert refused_as(each) == f"{each} {gone}"
     ended("one", "failed")  # another run has the name now
