@@ -11,6 +11,7 @@ from isthmus.task import Participant, Task
 from isthmus.task.loading import user_code
 from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus.task.scoring import build_model
+from isthmus.task.scoring.pairs import pairs_in_words
 from isthmus.tensors.division import divide
 from isthmus.tensors.fingerprint import fingerprint
 from isthmus.transport.requests import fingerprint_messages, position_message
@@ -31,6 +32,8 @@ def check(job: Job, task: Task, base: Path) -> str:
     clients = job.federated.clients or job.simulation.clients
     if not clients or job.federated.app is not None:
         return ""
+    from torch.utils.data import IterableDataset
+
     from isthmus_clients.training.local_run import DeviceRun
 
     name = "client-0"
@@ -53,11 +56,18 @@ def check(job: Job, task: Task, base: Path) -> str:
         run_id=_RUN, round=1, attempt=1, position=position_message(position)
     )
     run.train(train, layout.encode(layout.gather(model)), lambda _: None, lambda: False)
+    tried = f"one training batch of {name}"
+    if not isinstance(run.dataset, IterableDataset):
+        tried += pairs_in_words(task, model, run.dataset, run.examples)
     if not job.evaluation.devices:
-        return f"one training batch of {name}"
+        return tried
     with user_code("validation_data()"):
         validation = task.validation_data(participant)
     if validation is None:
         raise TaskError(f"validation_data() of {name} returned None; evaluation.devices needs data")
-    evaluation_vector(job, task).measure(model, validation, job.evaluation.batch_size, first=1)
-    return f"one training batch and one validation batch of {name}"
+    vector = evaluation_vector(job, task)
+    counts = vector.count(model, validation, job.evaluation.batch_size, first=1)
+    tried += f"; one validation batch of {name}"
+    if found := vector.not_finite(counts):
+        tried += f", where {', '.join(found)} had values that are not finite"
+    return tried

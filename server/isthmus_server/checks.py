@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +13,9 @@ from isthmus.task import Task
 from isthmus.task.held_out import HeldOut
 from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus.task.measurements.evaluation import EvaluationVector, check_evaluates_on_devices
+from isthmus.task.not_finite import not_finite_in_words
 from isthmus.task.scoring import build_model, evaluate
+from isthmus.task.scoring.pairs import pairs_in_words
 from isthmus.tensors.division import divide
 from isthmus.tensors.structure import Structure
 from isthmus_privacy.compression.codecs import check_codecs
@@ -21,12 +24,17 @@ from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.model.optimizers import check_round_length, make_optimizer
 from isthmus_server.regimes.run_aggregation import aggregation_of
 from isthmus_server.rounds.measurements.followed_metrics import (
+    check_apart,
     check_followed_metrics,
     followed_metrics,
+    quantiles_beyond,
 )
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.strategy.observation import unknown_metric
 from isthmus_server.strategy.selection import CheckedSelection
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
 
 
 def check(job: Job, task: Task, base: Path) -> str:
@@ -56,33 +64,54 @@ def check(job: Job, task: Task, base: Path) -> str:
     check_codecs(job)
     check_budgets(job)
     vector = _device_metrics(job, task)
-    on_devices = []
-    left_out = []
-    if vector is not None:
-        on_devices = vector.figure_names
-        left_out = vector.left_out
+    on_devices = [] if vector is None else vector.figure_names
     check_followed_metrics(job, task, policy, vector)
     batch = job.evaluation.batch_size
     structure = Structure.of(model)
-    metrics = HeldOut(task).measure(
-        lambda data, count: evaluate(
-            task, model, data, range(min(count, batch)), batch, torch.device("cpu")
-        ).result()
-    )
+    pairs = ""
+
+    def measure(data: Dataset[Any], count: int) -> dict[str, float]:
+        nonlocal pairs
+        averages = evaluate(task, model, data, range(min(count, batch)), batch, torch.device("cpu"))
+        pairs = pairs or pairs_in_words(task, model, data, count)
+        return averages.result()
+
+    metrics = HeldOut(task).measure(measure)
     structure.check(model)
+    if vector is not None:
+        check_apart(metrics, vector)
     for key, name in followed_metrics(job, policy).items():
         if name not in {*metrics, *on_devices}:
             raise JobError(unknown_metric(name, key, [*metrics, *on_devices]))
-    tried = f"one batch of held-out data ({', '.join(sorted(metrics))})" if metrics else ""
-    if metrics and division.personal.size:
-        tried += ", with the initial values of what is personal"
-    if on_devices:
-        asked = f"{job.evaluation.devices} devices will evaluate ({', '.join(on_devices)})"
-        if left_out:
-            asked += f", but not {', '.join(left_out)}, which have no bounds ([privacy])"
-        tried = f"{tried}; {asked}" if tried else asked
-    tried = tried or "no evaluation: eval_data() returns None and evaluation.devices is 0"
-    return "; ".join([tried, *_limits_of_updates(job)])
+    tried = []
+    if metrics:
+        batch_tried = f"one batch of held-out data ({', '.join(sorted(metrics))})"
+        if division.personal.size:
+            batch_tried += ", with the initial values of what is personal"
+        tried.append(batch_tried + not_finite_in_words(metrics) + pairs)
+    if vector is not None:
+        tried.append(_on_devices(job, vector))
+    if not tried:
+        tried.append("no evaluation: eval_data() returns None and evaluation.devices is 0")
+    return "; ".join([*tried, *_limits_of_updates(job)])
+
+
+def _on_devices(job: Job, vector: EvaluationVector) -> str:
+    """What devices will measure, and what of it no round can have."""
+    asked = job.evaluation.devices
+    started = max(job.federated.clients, job.simulation.clients or 0)
+    present = min(asked, started) if job.federated.clients else asked
+    beyond = quantiles_beyond(present, vector)
+    measured = [name for name in vector.figure_names if name not in beyond]
+    said = f"{asked} devices will evaluate ({', '.join(measured)})"
+    if vector.left_out:
+        said += f", but not {', '.join(vector.left_out)}, which have no bounds ([privacy])"
+    for least in sorted(set(beyond.values())):
+        names = [name for name, needed in beyond.items() if needed == least]
+        said += f"; no round will have {', '.join(names)}: {least} devices have to evaluate"
+    if beyond and present < asked:
+        said += f", and there are {present}"
+    return said
 
 
 def _limits_of_updates(job: Job) -> list[str]:

@@ -1,10 +1,13 @@
 """What `isthmus job check` and `isthmus run` refuse before the first round."""
 
+import io
+
 import pytest
 from rich.console import Console
 
 from isthmus.errors import UserError
 from isthmus.job.commands import check
+from isthmus.job.unused_layout import unused_layout
 from isthmus.task import load_task
 from isthmus_server.checks import check as server_check
 from isthmus_server.runs.local.session import LocalRun
@@ -408,3 +411,148 @@ def test_a_layer_that_forward_makes_is_refused(check_job, side, held_out):
     ranks = "datacenter.ranks=0" if side == FEDERATED else "datacenter.ranks=1"
     with pytest.raises(UserError, match=r"^running the model added the parameter 'head.weight'"):
         check_job(side, ranks, "datacenter.batch_size=4", methods=LATE.format(held_out=held_out))
+
+
+ON_DEVICES = """
+    def validation_data(self, participant):
+        return rows(15, seed=3)
+
+    def device_metrics(self):
+        return {"accuracy": isthmus.Mean()}
+"""
+BROKEN = """
+    def metrics(self, output, target):
+        accuracy = (output.argmax(-1) == target).float()
+        return {"accuracy": accuracy, "broken": accuracy * float("nan"), "far": 1 / accuracy}
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "present", "left"),
+    [
+        (4, 4, ("p10, devices_accuracy_p90: 50 ", "devices_accuracy_p50: 10 ")),
+        (49, 60, ("p10, devices_accuracy_p90: 50 ",)),
+        (50, 50, ()),
+        # Three quarters of those that are asked are enough for an evaluation, and not for these.
+        (60, 45, ("p10, devices_accuracy_p90: 50 ",)),
+    ],
+)
+def test_quantiles_that_too_few_devices_give_are_said(check_job, asked, present, left):
+    devices = (FEDERATED, f"evaluation.devices={asked}", f"federated.clients={present}")
+    out = check_job(*devices, methods=ON_DEVICES)
+    measured = out.partition("devices will evaluate (")[2].partition(")")[0].split(", ")
+    assert ("devices_accuracy_p10" in measured) is (not left)
+    assert ("devices_accuracy_p50" in measured) is (asked >= 10)
+    assert out.count("no round will have") == len(left)
+    for words in left:
+        assert f"{words}devices have to evaluate" in out
+    assert ("evaluate, and there are 45," in out) is (present < asked)
+
+
+def test_metrics_that_are_not_finite_are_said(check_job):
+    overrides = (FEDERATED, "evaluation.devices=4")
+    assert "where" not in check_job(*overrides, methods=ON_DEVICES)
+    broken = BROKEN + ON_DEVICES.replace("Mean()}", 'Mean(), "broken": isthmus.Mean()}')
+    out = check_job(*overrides, methods=broken)
+    assert "held-out data (accuracy, broken, far, loss), where broken is nan, far is inf" in out
+    assert "one validation batch of client-0, where broken had values that are not finite\n" in out
+
+
+def test_a_value_that_is_not_finite_is_said_where_devices_would_bound_it(check_job):
+    """With `[privacy]` it counts as the upper bound, so that no mean shows it."""
+    noise = ("privacy.mechanism=gaussian", "privacy.epsilon=8", "privacy.delta=1e-5")
+    broken = BROKEN + ON_DEVICES.replace("Mean()}", 'Mean(), "broken": isthmus.Mean()}')
+    out = check_job(FEDERATED, "evaluation.devices=4", *noise, methods=broken)
+    assert "one validation batch of client-0, where broken had values that are not finite\n" in out
+
+
+TENSOR = "datacenter.tensor_parallel=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            (FEDERATED, TENSOR, "datacenter.zero_stage=3"),
+            "[datacenter] zero_stage = 3, tensor_parallel = 2 have no effect: "
+            'strategy.policy="federated" has no datacenter rounds; remove what you do not need',
+        ),
+        (
+            ("strategy.policy=adaptive", "strategy.target_edge_share=1", TENSOR),
+            "[datacenter] tensor_parallel = 2 has no effect: datacenter.ranks=0 starts no "
+            "datacenter; raise it, or remove what you do not need",
+        ),
+        (
+            ("federated.clients=0", TENSOR, "datacenter.pipeline_parallel=3"),
+            "[datacenter] tensor_parallel = 2, pipeline_parallel = 3 needs a datacenter of 6 ranks "
+            "or a multiple, and how many ranks it has is known when it joins: another number is "
+            "refused then",
+        ),
+        (
+            ("federated.clients=0", TENSOR, "datacenter.data_parallel=2"),
+            "[datacenter] data_parallel = 2, tensor_parallel = 2 needs a datacenter of 4 ranks, "
+            "and how many ranks it has is known when it joins: another number is refused then",
+        ),
+        (("federated.clients=0", "datacenter.zero_stage=3"), None),
+        (("datacenter.ranks=2", "datacenter.batch_size=4", TENSOR), None),
+    ],
+)
+def test_a_layout_that_is_not_used_or_not_checked_is_said(check_job, overrides, sentence):
+    notes = [line for line in check_job(*overrides).splitlines() if line.startswith("note")]
+    assert notes == ([] if sentence is None else [f"note    {sentence}"])
+
+
+async def test_a_run_says_that_a_layout_has_no_effect(write_task, make_job, tmp_path):
+    write_task()
+    job = make_job(
+        *("strategy.policy=adaptive", "strategy.target_edge_share=1", "federated.cohort=4"),
+        *(TENSOR, "federated.clients=2"),
+    )
+    said = io.StringIO()
+    run = LocalRun.new(job, tmp_path, tmp_path / "run")
+    with pytest.raises(UserError, match="which need 3 devices"):
+        await run.run(None, Console(file=said, width=200), None)
+    assert said.getvalue().startswith("[datacenter] tensor_parallel = 2 has no effect: ")
+    assert "needs a datacenter of 2 ranks or a multiple" in unused_layout(job, joinable=True)
+
+
+@pytest.mark.parametrize("side", ["eval_data = isthmus.Task.eval_data", "pass"])
+def test_a_loss_of_shapes_that_were_broadcast_is_said(check_job, side):
+    methods = f"""
+    {side}
+
+    def loss(self, output, target):
+        return (output[:, :1] - target.float()) ** 2
+    """
+    out = check_job(FEDERATED, methods=methods)
+    assert out.count(
+        ", where loss has a value for each pair of examples (16 for 4); unless that is meant, give "
+        "output and target one shape"
+    ) == (1 if "eval_data" in side else 2)
+    assert "pair" not in check_job(FEDERATED, methods=methods.replace("[:, :1]", "[:, 0]"))
+
+
+def test_a_metric_of_each_pair_is_said_and_one_of_each_token_is_not(check_job):
+    methods = """
+    def metrics(self, output, target):
+        hit = (output.argmax(-1) == target).float()
+        return {"twice": hit[:, None].expand(-1, 2), "apart": (hit[:, None] - hit).abs()}
+    """
+    assert ", where apart has a value for each pair of examples" in check_job(
+        FEDERATED, methods=methods
+    )
+
+
+def test_a_central_metric_with_the_name_of_one_of_devices_is_refused(check_job):
+    methods = (
+        ON_DEVICES
+        + """
+    def metrics(self, output, target):
+        hit = (output.argmax(-1) == target).float()
+        return {"accuracy": hit, "devices_accuracy": hit}
+    """
+    )
+    sentence = r"^metrics\(\) has a figure 'devices_accuracy', which is the name of a metric that "
+    with pytest.raises(UserError, match=sentence):
+        check_job(FEDERATED, "evaluation.devices=4", methods=methods)
+    check_job(FEDERATED, methods=methods)

@@ -11,6 +11,7 @@ import click
 from isthmus.job.apps import registered
 from isthmus.job.promises import level_of, needs_of
 from isthmus.job.schema import Job, job_schema, load_job
+from isthmus.job.unused_layout import unused_layout
 from isthmus.task.loading import keep_process, load_task
 
 CHECKS = "isthmus.checks"
@@ -65,7 +66,7 @@ def check(path: Path, overrides: tuple[str, ...]) -> None:
         f"tried   {', '.join(filter(None, tried))}"
     )
     _show_promises(checked)
-    if note := _unlearned(checked):
+    for note in filter(None, (_unlearned(checked), unused_layout(checked))):
         click.echo(f"note    {note}")
 
 

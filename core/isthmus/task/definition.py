@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 
 Regime = Literal["datacenter", "federated"]
 
+MAX_FIGURE_NAME = 80
+"""Characters in the name of a task's figure, such as a metric; prefixes make it longer."""
+
 PUBLIC = "public_"
 """Prefix of the metrics of `Task.public_eval()`."""
 

@@ -1,8 +1,9 @@
-"""Find the example of a dataset that makes a loss nan."""
+"""What to say of figures that are not finite, and the example that makes a loss nan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,12 @@ def explain_not_finite(dataset: Dataset[Any], indices: Sequence[int], what: str)
         if not all(map(_is_finite, tree_leaves(dataset[index]))):
             return f"example {index} of {what} has a value that is not finite; remove or fill it"
     return "lower the learning rate or check the data"
+
+
+def not_finite_in_words(figures: Mapping[str, float]) -> str:
+    """Which figures are nan or infinite, as in ", where f1 is nan"; empty if all are finite."""
+    found = [f"{name} is {value}" for name, value in figures.items() if not math.isfinite(value)]
+    return f", where {', '.join(found)}" if found else ""
 
 
 def _is_finite(value: object) -> bool:

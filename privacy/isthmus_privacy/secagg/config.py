@@ -47,10 +47,12 @@ from isthmus_privacy.secagg.graph import (
 from isthmus_privacy.secagg.lottery import DRAW_SECONDS, MILLION, largest_share
 from isthmus_privacy.slots import COMPRESSED_SLOTS, MAX_COUNT, TRAINING_SLOTS, Slot
 
-MAX_LEVELS = 1 << 28
+# Both are odd, so that 0 is the middle level: an element that no device changes stays as it is, and
+# is not rounded to either side.
+MAX_LEVELS = (1 << 28) - 1
 """Finest quantisation: its step is well below the spacing of float32 at the clipping bound."""
 
-WIDE_LEVELS = 1 << 48
+WIDE_LEVELS = (1 << 48) - 1
 """Finest quantisation in a ring of 64 bits, for elements of very different sizes: with it float64
 still represents the rounding to the last of them."""
 
@@ -119,7 +121,8 @@ class RoundConfig(Message):
     bits: int = 32
     """The ring is Z/2^bits; also the size of one element on the wire."""
     levels: int = 0
-    """Highest value of a client's quantised element; 0 selects the highest that cannot wrap."""
+    """Values of a client's quantised element; 0 selects the most, and an odd number, that cannot
+    wrap."""
     clip: float = 1.0
     """Elements of the update are clipped to [-clip, clip]."""
     whole: bool = False
@@ -143,7 +146,7 @@ class RoundConfig(Message):
             object.__setattr__(self, "levels", COUNT_LEVELS)
         if self.levels == 0 and self.clients_max > 0 and self.bits in RING_BITS:
             finest = min(MAX_LEVELS, ((1 << self.bits) - 1) // self.clients_max)
-            object.__setattr__(self, "levels", finest)
+            object.__setattr__(self, "levels", finest - (finest + 1) % 2)
 
     @functools.cached_property
     def hash(self) -> bytes:

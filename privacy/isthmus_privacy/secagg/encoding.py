@@ -6,7 +6,8 @@ An element x of a client with weight w is clipped, weighted and stochastically r
 
 with W the largest weight and a uniform dither from the operating system's randomness, which makes
 the rounding unbiased. `levels` is chosen so that no sum of n clients wraps, so the sum in the ring
-is the sum of integers, and `sum(u) / s - mC` is the sum of x * w / W over the m survivors.
+is the sum of integers, and `sum(u) / s - mC` is the sum of x * w / W over the m survivors. An odd
+`levels` has a level for 0, so that what no client changes is exactly 0 in the sum.
 
 With `RoundConfig.whole` the elements are whole numbers of -L/2 .. L/2 for L = `levels`. Half of L
 is added to each, and `decode` gives their exact sums.
@@ -319,8 +320,9 @@ def _quantise(
     clip = config.clip
     scale = (config.levels - 1) / (2 * config.clip)
     scratch = torch.empty(3, min(TILE, len(values)), dtype=torch.float64)
+    middle, rest = divmod(config.levels - 1, 2)
     # Dither words are read as signed, so half of the dither's range is added here.
-    scratch[2].fill_(clip * scale + 0.5)
+    scratch[2].fill_(rest / 2 + 0.5)
     clipped = 0
     tiles = zip(_parts(values), _parts(out), _dither(len(values), keys), strict=True)
     for part, target, dither in tiles:
@@ -331,7 +333,8 @@ def _quantise(
             clipped += int((x.abs() > clip).sum())
             x.clamp_(-clip, clip)
         torch.add(zero, x, alpha=relative_weight * scale, out=y)
-        y.add_(x.copy_(dither), alpha=2.0**-_DITHER_BITS)
+        # The middle is added last: next to it, float64 would round a dither just below 1 up.
+        y.add_(x.copy_(dither), alpha=2.0**-_DITHER_BITS).floor_().add_(middle)
         target.copy_(y.to(torch.int64) if target.dtype == torch.int16 else y)
     return clipped
 
@@ -393,12 +396,10 @@ def _fit(config: RoundConfig, sums: Sequence[int], weight: int, clients: int) ->
 
 
 def _dequantise(config: RoundConfig, values: torch.Tensor, clients: int) -> torch.Tensor:
-    """Convert sums of quantised values to sums of x * w / W, float64."""
-    return (
-        values.to(torch.float64)
-        .mul_(2 * config.clip / (config.levels - 1))
-        .sub_(clients * config.clip)
-    )
+    """Convert sums of quantised values, int64, to sums of x * w / W, float64; overwrites them."""
+    # The subtraction is one of whole numbers, so that 0 stays 0.
+    centred = values.mul_(2).sub_(clients * (config.levels - 1))
+    return centred.to(torch.float64).mul_(config.clip / (config.levels - 1))
 
 
 def _average(config: RoundConfig, slot: Slot, value: int, clients: int) -> float:

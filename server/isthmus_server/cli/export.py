@@ -41,7 +41,7 @@ def export(run_dir: Path, format_: str, output: Path | None) -> None:
     from isthmus_server.read.report.report import read_report
     from isthmus_server.storage.damage_checks import FINAL_MODEL
     from isthmus_server.storage.run_description import resume_command
-    from isthmus_server.storage.run_place import original_of
+    from isthmus_server.storage.run_place import original_in_words, original_of
     from isthmus_server.storage.store import Store
 
     with contextlib.closing(Store.open(run_dir, check=True)) as store:
@@ -54,9 +54,9 @@ def export(run_dir: Path, format_: str, output: Path | None) -> None:
             original = None
             with contextlib.suppress(FileNotFoundError):  # of a run that was never continued
                 original = original_of(run_dir)
-            where = f"it is a copy; the original, in {original}, is what goes on"
-            if original is None:
-                where = f"`{resume_command(run_dir)}` continues it"
+            where = f"`{resume_command(run_dir)}` continues it"
+            if original is not None:
+                where = f"it is a copy of {original_in_words(run_dir, original)}: only that goes on"
             raise UserError(
                 f"the run in {run_dir} has no final model yet, it is {report.status}; {where}"
             )

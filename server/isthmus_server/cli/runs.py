@@ -129,7 +129,7 @@ def import_(source: Path, run_dir: Path) -> None:
         copy_listed(manifest, source, draft)
         (draft / "logs").mkdir(exist_ok=True)
         if not (draft / PLACE).exists():  # of a version that did not mark copies
-            record_copy(draft, str(source))
+            record_copy(draft, str(source.resolve()))
         closed = close_run(draft, "imported from a copy; it goes on where it came from")
         if run_dir.exists():
             run_dir.rmdir()
@@ -158,7 +158,7 @@ def branch(source: Path, target: Path) -> None:
     draft = target.with_name(f".{target.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
     try:
-        run_id, round_ = branch_run(source, draft)
+        run_id, round_ = branch_run(source, draft, target)
         if target.exists():
             target.rmdir()
         draft.rename(target)

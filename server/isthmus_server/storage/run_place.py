@@ -13,29 +13,37 @@ correlated noise add the same noise to different sums, whose difference has none
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 from pathlib import Path
 from typing import Any
 
-from isthmus.errors import UserError
+from isthmus.errors import DamagedError, UserError
 from isthmus.system.file_identity import FileIdentity
 from isthmus.system.private_files import write_private_file_of
 from isthmus.system.sealed_files import read_sealed, sealed_json, write_sealed
 
 FILE = "place.json"
 
+_DESCRIPTION = "job.json"
+"""See `run_description`, which needs this module."""
+
 _NOWHERE = 0
 """Inode number of no directory."""
 
 
-def record_place(directory: Path) -> None:
+def record_place(directory: Path, place: Path | None = None) -> None:
     """Note that a run is continued in its directory.
+
+    Args:
+        directory: of the run.
+        place: where the directory will be renamed to, which keeps its identity; None if it stays.
 
     Raises:
         OSError: it cannot be written.
     """
-    place = directory.resolve()
-    of_directory = dataclasses.asdict(FileIdentity.of(place))
+    place = (place or directory).resolve()
+    of_directory = dataclasses.asdict(FileIdentity.of(directory.resolve()))
 
     def content(handle: int) -> bytes:
         of_file = dataclasses.asdict(FileIdentity.of_open(handle))
@@ -54,7 +62,7 @@ def record_copy(directory: Path, source: str) -> None:
 
 
 def original_of(directory: Path) -> str | None:
-    """Where the run of a directory that is a copy is continued; None if it is the original.
+    """Where the run of a directory that is a copy was continued; None if it is the original.
 
     Raises:
         DamagedError: the file is damaged.
@@ -62,6 +70,40 @@ def original_of(directory: Path) -> str | None:
     """
     known = read_sealed(directory / FILE)
     return None if _is_recorded(known, directory) else str(known["path"])
+
+
+def original_in_words(directory: Path, original: str) -> str:
+    """Where the original of a copy is, as far as it can be seen from here.
+
+    Args:
+        directory: the copy.
+        original: what `original_of` returned. The run may have been moved since, or another one
+            may be there now.
+    """
+    place = Path(original)
+    if place == directory.resolve():
+        return "a run that was in this place before"
+    found = _run_id(place)
+    if found is not None and found == _run_id(directory) and _is_original(place):
+        return f"the run in {original}"
+    return f"a run that was in {original} and is not found there"
+
+
+def _is_original(directory: Path) -> bool:
+    try:
+        return original_of(directory) is None
+    except FileNotFoundError:  # of a version that recorded nothing
+        return True
+    except (DamagedError, OSError):
+        return False
+
+
+def _run_id(directory: Path) -> str | None:
+    """The id in a run's `job.json`, if it can be read."""
+    try:
+        return str(json.loads((directory / _DESCRIPTION).read_bytes())["run_id"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def refuse_copy(directory: Path, *, private: bool) -> None:
@@ -86,11 +128,11 @@ def refuse_copy(directory: Path, *, private: bool) -> None:
     put_back = known["path"] == str(place) and known["inode"] != _NOWHERE and not private
     if not original and not put_back:
         raise UserError(
-            f"{directory} is a copy of the run in {known['path']}, and nothing continues a copy: "
-            "devices would be asked twice for a round, and the same noise be used twice; continue "
-            f"the original, make a new run of the copy with `{branch_command(directory)}`, or, if "
-            f"the original is gone for good, have the copy take its place with "
-            f"`{adopt_command(directory)}`"
+            f"{directory} is a copy of {original_in_words(directory, known['path'])}, and nothing "
+            "continues a copy: devices would be asked twice for a round, and the same noise be "
+            "used twice; continue the original where it is, make a new run of the copy with "
+            f"`{branch_command(directory)}`, or, if the original is gone for good, have the copy "
+            f"take its place with `{adopt_command(directory)}`"
         )
     # Also what a file of an earlier version does not have.
     if known["path"] != str(place) or not original or "file" not in known:

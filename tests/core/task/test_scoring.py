@@ -126,6 +126,13 @@ def test_evaluation_restores_the_mode_of_the_model():
             "def metrics(self, output, target):\n    return {'loss': output}",
             "metrics() has a figure 'loss', which is the name of loss()'s",
         ),
+        *(
+            (
+                f"def metrics(self, output, target):\n    return {{{name!r}: target}}",
+                f"metrics() has a figure with the name {ascii(name)[:82]}; use a text of 1 to 80 ",
+            )
+            for name in (3, None, "", "a\nb", "\x1b[31m", "a\0b", "\udc80", "m" * 81, "\u202egnp")
+        ),
     ],
 )
 def test_a_task_with_averaged_or_invalid_losses_is_refused(write_task, tmp_path, methods, sentence):

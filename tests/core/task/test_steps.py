@@ -63,6 +63,12 @@ def test_a_mask_of_another_shape_is_refused():
         ("isthmus.StepLoss(torch.ones(()), weight=-1)", "has the weight -1"),
         ("isthmus.StepLoss(torch.ones(()), parts={'loss': torch.ones(())})", "the part 'loss'"),
         ("isthmus.StepLoss(torch.ones(()), parts={'a': 1.0})", "the part 'a', which must be"),
+        (
+            "isthmus.StepLoss(torch.ones(()), parts={3: torch.ones(())})",
+            "the name 3; use a text",
+        ),
+        ("torch.ones((), dtype=torch.complex64)", "returned complex numbers; return real ones"),
+        ("isthmus.StepLoss(torch.ones(()), parts={'a': torch.tensor(1j)})", "complex numbers; ret"),
         ("1 / 0", "training_step() failed at"),
     ],
 )
@@ -71,6 +77,16 @@ def test_a_step_that_cannot_be_used_is_refused(load, returned, sentence):
     with pytest.raises(TaskError) as caught:
         training_step(task, nn.Identity(), BATCH)
     assert sentence in str(caught.value)
+
+
+def test_a_part_does_not_take_the_place_of_the_loss_of_an_optimizer(load):
+    task = load("""
+        def training_step(self, model, batch, optimizer=""):
+            return isthmus.StepLoss(torch.ones(()), parts={"generator_loss": torch.zeros(())})
+    """)
+    training_step(task, nn.Identity(), BATCH, "discriminator")
+    with pytest.raises(TaskError, match=r"another name than 'generator_loss'"):
+        training_step(task, nn.Identity(), BATCH, "generator")
 
 
 def test_the_weight_of_a_step_is_its_number_of_examples_unless_given(load):

@@ -70,7 +70,7 @@ def margins_that_allow_two_quorums():
 
 @expect_refusal("config-values-wrap")
 def values_that_wrap():
-    client_with(levels=2**28, clients_max=16)
+    client_with(levels=2**28 - 1, clients_max=17)
 
 
 @expect_refusal("config-slots-wrap")

@@ -55,7 +55,8 @@ def test_the_default_levels_are_the_finest_that_cannot_wrap():
         for count in (2, 3, 16, 17, 1000, 20_000):
             config = make_config(bits=bits, clients_max=count, clients_min=2)
             assert config.levels * count < 2**bits
-            assert config.levels == 2**28 or (config.levels + 1) * count >= 2**bits
+            assert config.levels % 2 == 1  # with a level for 0
+            assert config.levels == 2**28 - 1 or (config.levels + 2) * count >= 2**bits
 
 
 def test_every_field_is_hashed():

@@ -11,6 +11,7 @@ from torch import nn
 from isthmus.errors import UpdateError
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_privacy.crypto.masking import TILE
+from isthmus_privacy.secagg.config import WIDE_LEVELS
 from isthmus_privacy.secagg.encoding import decode, encode
 from isthmus_privacy.secagg.messages import Stage
 from isthmus_privacy.slots import Slot
@@ -89,6 +90,24 @@ def test_two_encodings_of_one_update_differ():
     assert not torch.equal(
         encode(config, update, weight=1).vector, encode(config, update, weight=1).vector
     )
+
+
+@pytest.mark.parametrize(
+    ("bits", "clients", "levels"), [(16, 3, 0), (32, 3, 0), (32, 41, 0), (64, 2048, WIDE_LEVELS)]
+)
+@pytest.mark.parametrize("clip", [2.0**-40, 0.3, 4.0, 2.0**70])
+def test_an_element_that_no_device_changes_stays_as_it_is(bits, clients, levels, clip):
+    """As of a layer that no loss uses, or a 1 that the model reads as a whole number."""
+    settings = {"bits": bits, "clients_max": clients, "levels": levels, "clip": clip}
+    config = make_config(size=TILE + 3, weight_max=1000, complete_up_to=0, **settings)
+    update = torch.zeros(TILE + 3)
+    update[::2] = torch.empty(len(update[::2])).uniform_(-clip, clip)
+    total = sum(encode(config, update, weight=w).vector for w in (1, 7, 1000))
+    # The others have sent zeros: the middle level.
+    total[: config.size] += (clients - 3) * ((config.levels - 1) // 2)
+    mean = decode(config, total, clients=clients)
+    assert torch.count_nonzero(mean.vector[1::2]) == 0
+    assert torch.count_nonzero(mean.vector[::2]) > TILE / 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

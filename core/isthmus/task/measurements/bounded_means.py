@@ -75,7 +75,7 @@ class BoundedMeans(EvaluationVector):
         first: int | None = None,
     ) -> torch.Tensor:
         """See `EvaluationVector.measure`; a value that is not finite counts as the upper bound."""
-        counts = super().measure(model, dataset, batch_size, first)
+        counts = self.count(model, dataset, batch_size, first)
         shares = []
         at = 0
         for metric in self.metrics.values():

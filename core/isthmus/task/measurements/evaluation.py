@@ -112,7 +112,6 @@ class EvaluationVector:
             for figure in _names(name, metric)
         ]
 
-    @torch.no_grad()
     def measure(
         self,
         model: nn.Module,
@@ -120,7 +119,18 @@ class EvaluationVector:
         batch_size: int,
         first: int | None = None,
     ) -> torch.Tensor:
-        """The vector of one device, int64 (size), with the model in evaluation mode.
+        """The vector of one device, int64 (size); see `count`."""
+        return self.count(model, dataset, batch_size, first)
+
+    @torch.no_grad()
+    def count(
+        self,
+        model: nn.Module,
+        dataset: Dataset[Any],
+        batch_size: int,
+        first: int | None = None,
+    ) -> torch.Tensor:
+        """The counts of all metrics on one device, int64, with the model in evaluation mode.
 
         Args:
             model: the module to evaluate.
@@ -163,6 +173,14 @@ class EvaluationVector:
         for name, metric, part in self._parts(counts):
             figures.update(metric.figures(name, part))
         return figures
+
+    def not_finite(self, counts: torch.Tensor) -> list[str]:
+        """Metrics of which `count` met a value that is nan or infinite; their means are nan."""
+        return [
+            name
+            for name, metric, part in self._parts(counts)
+            if isinstance(metric, Mean) and part[2]
+        ]
 
     def sums(self, total: torch.Tensor) -> dict[str, list[int]]:
         """The numbers of each metric in a sum of vectors, int64 (size), as reports have them."""

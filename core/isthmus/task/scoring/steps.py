@@ -13,6 +13,7 @@ from isthmus.errors import TaskError
 from isthmus.task.definition import StepLoss, Task
 from isthmus.task.loading import user_code
 from isthmus.task.scoring.inputs import tensors_of
+from isthmus.task.scoring.units import check_name
 
 
 def training_step(task: Task, model: nn.Module, batch: Any, optimizer: str = "") -> StepLoss:
@@ -30,7 +31,7 @@ def training_step(task: Task, model: nn.Module, batch: Any, optimizer: str = "")
     with user_code("training_step()"):
         step: Callable[..., object] = task.training_step
         returned = step(model, batch, optimizer=optimizer) if optimizer else step(model, batch)
-    return _checked(returned, batch, "training_step()")
+    return _checked(returned, batch, "training_step()", optimizer)
 
 
 def evaluation_step(task: Task, model: nn.Module, batch: Any) -> StepLoss:
@@ -44,7 +45,7 @@ def evaluation_step(task: Task, model: nn.Module, batch: Any) -> StepLoss:
     return _checked(returned, batch, "evaluation_step()")
 
 
-def _checked(returned: Any, batch: Any, what: str) -> StepLoss:
+def _checked(returned: Any, batch: Any, what: str, optimizer: str = "") -> StepLoss:
     step = StepLoss(returned) if isinstance(returned, torch.Tensor) else returned
     if not isinstance(step, StepLoss) or not _is_number(step.loss):
         shape = f" of shape {tuple(step.loss.shape)}" if _has_shape(step) else ""
@@ -52,12 +53,16 @@ def _checked(returned: Any, batch: Any, what: str) -> StepLoss:
             f"{what} must return one number as a tensor, or an isthmus.StepLoss of one, not "
             f"{type(returned).__name__}{shape}"
         )
+    taken = f"{optimizer}_loss" if optimizer else "loss"
     for name, part in step.parts.items():
-        if name == "loss" or not _is_number(part):
+        check_name(name, what)
+        if name in ("loss", taken) or not _is_number(part):
             raise TaskError(
                 f"{what} has the part {name!r}, which must be one number as a tensor and have "
-                "another name than 'loss'"
+                f"another name than {taken!r}"
             )
+    if step.loss.is_complex() or any(part.is_complex() for part in step.parts.values()):
+        raise TaskError(f"{what} returned complex numbers; return real ones, as by .abs()")
     if step.weight is None:
         return dataclasses.replace(step, weight=_examples(batch, what))
     if not 0 <= step.weight < float("inf"):

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from isthmus.errors import TaskError
-from isthmus.task.definition import StepLoss, Task, defines
+from isthmus.task.definition import MAX_FIGURE_NAME, StepLoss, Task, defines
 from isthmus.task.loading import user_code
 from isthmus.task.scoring.inputs import move
 
@@ -174,6 +174,20 @@ def _as_tensor(value: Any) -> Any:
     return value
 
 
+def check_name(name: object, what: str) -> None:
+    """Refuse the name of a figure that messages, logs and tables cannot have.
+
+    Raises:
+        TaskError: it is no text, empty, too long, or has line ends or other control characters.
+    """
+    if not (isinstance(name, str) and 0 < len(name) <= MAX_FIGURE_NAME and name.isprintable()):
+        shown = ascii(name)[: MAX_FIGURE_NAME + 2]
+        raise TaskError(
+            f"{what} has a figure with the name {shown}; use a text of 1 to {MAX_FIGURE_NAME} "
+            "printable characters"
+        )
+
+
 def described(value: Any) -> str:
     """What a task returned in place of one value per scored unit, for a sentence."""
     if isinstance(value, numbers.Number) or getattr(value, "ndim", None) == 0:
@@ -304,6 +318,7 @@ def figures_of(task: Task, output: Any, target: Any) -> dict[str, UnitValues]:
         )
     checked = {}
     for name, returned in figures.items():
+        check_name(name, "metrics()")
         values = unit_values(returned, f"metrics()[{name!r}]")
         if values is None:
             raise TaskError(

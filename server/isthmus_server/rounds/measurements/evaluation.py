@@ -38,6 +38,7 @@ from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.cohort_selection import CohortSelector
 from isthmus_server.rounds.measurements.followed_metrics import (
+    check_apart,
     check_followed_metrics,
     followed_metrics,
     known_metrics,
@@ -149,6 +150,7 @@ class RoundEvaluator:
         if self._vector is None:
             self._check_evaluated(metrics)
             return Evaluated(metrics)
+        check_apart(metrics, self._vector)
         on_devices = await self._on_devices(self._vector, spec)
         return Evaluated({**metrics, **on_devices.metrics}, on_devices)
 

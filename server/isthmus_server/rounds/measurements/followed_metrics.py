@@ -7,8 +7,9 @@ class shows it; `isthmus job check` also computes the metrics on central data, b
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, TaskError
 from isthmus.job import Job
 from isthmus.task import Task
 from isthmus.task.definition import PUBLIC, defines
@@ -39,6 +40,31 @@ def known_metrics(task: Task, vector: EvaluationVector | None) -> list[str] | No
     if defines(task, "eval_data") or defines(task, "public_eval"):
         return None
     return [] if vector is None else vector.figure_names
+
+
+def check_apart(central: Collection[str], vector: EvaluationVector) -> None:
+    """Refuse a central metric with the name of one of devices, which would take its place.
+
+    Raises:
+        TaskError: with the name.
+    """
+    for name in vector.figure_names:
+        if name in central:
+            raise TaskError(
+                f"metrics() has a figure {name!r}, which is the name of a metric that devices "
+                "measure; rename it"
+            )
+
+
+def quantiles_beyond(devices: int, vector: EvaluationVector) -> dict[str, int]:
+    """Quantiles that no evaluation by so many devices has, and how many devices each needs."""
+    known = set(vector.figure_names)
+    needed = {
+        f"{DEVICES}{metric}_{suffix}": math.ceil(FEWEST / min(share, 1 - share) - 1e-9)
+        for metric in vector.metrics
+        for suffix, share in SPREAD.items()
+    }
+    return {name: least for name, least in needed.items() if name in known and devices < least}
 
 
 def check_followed_metrics(
@@ -99,13 +125,10 @@ def _check_always_there(name: str, key: str, job: Job, vector: EvaluationVector 
                 f"{key}={name!r} is only there in rounds in which values were clipped; name "
                 f"{DEVICES}{metric}, and widen its bounds"
             )
-        for suffix, share in SPREAD.items():
-            if name != f"{DEVICES}{metric}_{suffix}" or name not in vector.figure_names:
-                continue
-            needed = math.ceil(FEWEST / min(share, 1 - share) - 1e-9)
-            asked = job.evaluation.devices
-            if asked < needed:
-                raise JobError(
-                    f"{key}={name!r} needs {needed} devices that evaluate, {FEWEST} of them beyond "
-                    f"it, and evaluation.devices={asked}; raise it, or name {DEVICES}{metric}"
-                )
+    asked = job.evaluation.devices
+    needed = quantiles_beyond(asked, vector).get(name)
+    if needed is not None:
+        raise JobError(
+            f"{key}={name!r} needs {needed} devices that evaluate, {FEWEST} of them beyond it, and "
+            f"evaluation.devices={asked}; raise it, or name {name.rpartition('_')[0]}"
+        )

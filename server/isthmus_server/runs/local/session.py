@@ -12,6 +12,7 @@ from rich.console import Console
 
 from isthmus.errors import UserError
 from isthmus.job import Job
+from isthmus.job.unused_layout import unused_layout
 from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.observability.observers import Observers
 from isthmus_server.rounds.coordinator import Coordinator
@@ -108,6 +109,8 @@ class LocalRun:
                     "nothing evaluates this model: the task has no eval_data(), and "
                     "evaluation.devices is 0"
                 )
+            if trains and (note := unused_layout(store.job, joinable=address is not None)):
+                console.print(note, markup=False)
             if address is None and trains:  # others could join there
                 check_participants(store.job, load_policy(store.job.strategy))
             async with running_participants(

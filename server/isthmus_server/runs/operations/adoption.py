@@ -22,7 +22,7 @@ class Adopted:
     round: int
     """After which it goes on."""
     original: str
-    """Directory that must not be continued any more."""
+    """What must not be continued any more: a directory, in words if it is that of the copy."""
     consequence: str
     """What it means if the statement is not true."""
 
@@ -64,6 +64,8 @@ def adopt(directory: Path, *, nothing_ran_since: bool) -> Adopted:
             audit.record(state, "adopt", by=by, run=directory.name, stated=", ".join(stated))
         with errors_named(directory):
             record_place(directory)
+        elsewhere = Path(original) != directory.resolve()
+        original = original if elsewhere else "what was here before, or another copy of it,"
         return Adopted(store.run_id, store.last_round(), original, _consequence(store))
 
 

@@ -80,7 +80,7 @@ def restore(
         restoring = _Restoring(draft, manifest, lost)
         if nothing_ran_since:
             restoring.refuse_if_it_ran()
-            restoring.keep_runs()
+            restoring.keep_runs(target)
         else:
             restoring.take_over()
             restoring.close()
@@ -123,10 +123,10 @@ class _Restoring:
                 "--nothing-ran-since"
             )
 
-    def keep_runs(self) -> None:
-        """Have the runs continued here: nobody continues them where they came from."""
+    def keep_runs(self, target: Path) -> None:
+        """Have the runs continued in `target`: nobody continues them where they came from."""
         for path in _runs_in(self.draft):
-            record_place(path)
+            record_place(path, target / path.relative_to(self.draft))
 
     def take_over(self) -> None:
         """Use what the lost directory has that continues the backup."""

@@ -16,7 +16,7 @@ from isthmus_server.runs.operations.manifest import copy_private
 from isthmus_server.storage.damage_checks import FINAL_MODEL
 from isthmus_server.storage.run_description import FILE as DESCRIPTION
 from isthmus_server.storage.run_description import new_run_id
-from isthmus_server.storage.run_place import record_copy, record_place
+from isthmus_server.storage.run_place import original_of, record_copy, record_place
 from isthmus_server.storage.schema import SCHEMA
 from isthmus_server.storage.store import Store
 
@@ -43,7 +43,7 @@ def copy_run(source: Path, target: Path, *, with_key: bool) -> int:
         make_private_directory(target)
         try:
             last = _copy(source, target, set() if with_key else {KEY_FILE})
-            record_copy(target, str(source.resolve()))
+            record_copy(target, _original(source))
             return last
         except _Changed:  # a commit has replaced the checkpoints meanwhile
             shutil.rmtree(target)
@@ -55,6 +55,13 @@ def copy_run(source: Path, target: Path, *, with_key: bool) -> int:
 
 class _Changed(Exception):
     """The run has gone on, so the copy is begun anew."""
+
+
+def _original(source: Path) -> str:
+    """Where the run of a directory is continued: a copy of a copy is one of the original."""
+    with contextlib.suppress(FileNotFoundError):  # of a version that recorded nothing
+        return original_of(source) or str(source.resolve())
+    return str(source.resolve())
 
 
 def _copy(source: Path, target: Path, left_out: set[str]) -> int:
@@ -139,7 +146,7 @@ def close_run(directory: Path, reason: str) -> bool:
         return True
 
 
-def branch_run(source: Path, target: Path) -> tuple[str, int]:
+def branch_run(source: Path, target: Path, place: Path | None = None) -> tuple[str, int]:
     """Make a new run that begins with the last committed model of another one.
 
     It has the log, the model and the privacy ledger of the other one, and an id of its own: devices
@@ -147,6 +154,11 @@ def branch_run(source: Path, target: Path) -> tuple[str, int]:
     was asked for after that commit is left out of its log, and stays charged in its ledger.
 
     Returns its id, and the round after which it begins.
+
+    Args:
+        source: directory of the other run.
+        target: the new directory.
+        place: where `target` will be renamed to; None if it stays.
 
     Raises:
         UserError: the run has finished, it is damaged, or only a datacenter has its model.
@@ -165,5 +177,5 @@ def branch_run(source: Path, target: Path) -> tuple[str, int]:
         description = dataclasses.replace(store.description, run_id=new_run_id(store.job))
         store.become(description, commits[0] if commits else None)
         description.write(target)
-        record_place(target)
+        record_place(target, place)
     return description.run_id, round_

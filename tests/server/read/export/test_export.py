@@ -69,7 +69,7 @@ def test_a_run_without_a_final_model_is_not_exported(make_job, tmp_path):
         with pytest.raises(UserError, match="has no final model yet, it is running; `isthmus run"):
             invoke(store.directory)
         copy = shutil.copytree(store.directory, tmp_path / "copy")
-        with pytest.raises(UserError, match=f"it is a copy; the original, in {store.directory}, "):
+        with pytest.raises(UserError, match=f"it is a copy of the run in {store.directory}: only"):
             invoke(copy)
         store.finish("finished", "its ServerApp has ended", None)
         with pytest.raises(UserError, match="was directed by a ServerApp, which keeps its own"):

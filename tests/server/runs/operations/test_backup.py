@@ -8,10 +8,13 @@ import stat
 import pytest
 from click.testing import CliRunner
 from tests.server.service.conftest import fleet, operated  # noqa: F401 - fixtures
+from tests.server.storage.conftest import new_run  # noqa: F401 - a fixture
+from tests.server.storage.rounds import commit_round
 from tests.server.waiting import wait_until
 
 from isthmus.errors import DamagedError, UserError
 from isthmus.identity import tls
+from isthmus.system.sealed_files import read_sealed
 from isthmus_privacy.dp.accounting import ZeroConcentrated
 from isthmus_privacy.dp.ledger import Charge, Ledger, LedgerDamaged
 from isthmus_server.budgets.populations import Populations, check_populations, of_server
@@ -24,6 +27,8 @@ from isthmus_server.runs.operations.manifest import FILE
 from isthmus_server.runs.operations.restore import restore
 from isthmus_server.storage import audit
 from isthmus_server.storage.recovery import verify
+from isthmus_server.storage.run_place import FILE as PLACE
+from isthmus_server.storage.store import Store
 
 
 def command(*words):
@@ -244,9 +249,15 @@ def test_an_audit_log_without_its_head_is_not_taken_over(state, tmp_path):
     assert actions == ["token", "join", "token", "join", "restore"]
 
 
-def test_a_server_that_moves_to_another_machine_goes_on(state, tmp_path):
+def test_a_server_that_moves_to_another_machine_goes_on(state, new_run, tmp_path):  # noqa: F811
+    store = new_run("state/runs/one")
+    commit_round(store, 1)
+    store.close()
     back_up(state, tmp_path / "backup")
     shutil.rmtree(state)
     restore(tmp_path / "backup", tmp_path / "again", nothing_ran_since=True)
     assert charge(tmp_path / "again") == 2
     assert audit.read(tmp_path / "again")[-1].details["stated"] == "nothing ran since"
+    run = tmp_path / "again/runs/one"
+    assert read_sealed(run / PLACE)["path"] == str(run)  # not the draft's
+    Store.open_to_continue(run).close()

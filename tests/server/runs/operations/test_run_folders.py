@@ -108,7 +108,9 @@ def test_a_run_that_goes_on_elsewhere_is_cancelled_where_it_is_imported(new_run,
 
 def test_a_copy_is_recognised_and_a_moved_run_is_not_taken_for_one(ended, tmp_path):
     run = ended("one", "failed")
-    copied = pytest.raises(UserError, match=r"is a copy of the run in .*/one, and nothing contin")
+    copied = pytest.raises(
+        UserError, match=r"is a copy of .* in .*/one( and is .*)?, and nothing c"
+    )
     for copy in (tmp_path / "copy", tmp_path / "another"):
         shutil.copytree(run, copy)
         for again in (Store.open_to_continue, roll_back):
@@ -152,8 +154,55 @@ def test_a_copy_in_a_directory_with_the_same_inode_number_is_recognised(ended, t
         shutil.rmtree(run)
         shutil.copytree(kept, run)
         write_sealed(run / PLACE, {**place, "path": str(tmp_path / "elsewhere")})
-        with pytest.raises(UserError, match="is a copy of the run in"):
+        with pytest.raises(
+            UserError, match=r"is a copy of a run that was in .*elsewhere and is not"
+        ):
             Store.open_to_continue(run)
+
+
+def refused_as(copy):
+    with pytest.raises(UserError, match=r"nothing continues a copy") as refused:
+        Store.open_to_continue(copy)
+    assert f"`isthmus runs branch {copy} NEW`" in str(refused.value)
+    return str(refused.value).partition(", and nothing continues")[0]
+
+
+def test_a_copy_says_where_the_original_is_as_far_as_that_is_known(ended, tmp_path):
+    run = ended("one", "failed")
+    copy = shutil.copytree(run, tmp_path / "copy")
+    assert refused_as(copy) == f"{copy} is a copy of the run in {run}"
+    command("export", copy, tmp_path / "exported")  # not of the copy, which nothing continues
+    exported = (tmp_path / "exported").rename(tmp_path / "carried")
+    assert refused_as(exported) == f"{exported} is a copy of the run in {run}"
+    moved = run.rename(tmp_path / "moved")
+    gone = f"is a copy of a run that was in {run} and is not found there"
+    for each in (copy, exported):
+        assert refused_as(each) == f"{each} {gone}"
+    ended("one", "failed")  # another run has the name now
+    assert refused_as(copy) == f"{copy} {gone}"
+    Store.open_to_continue(moved).close()
+    later = shutil.copytree(moved, tmp_path / "later")
+    assert refused_as(later) == f"{later} is a copy of the run in {moved}"
+
+
+def test_a_copy_of_a_branch_that_was_never_continued_names_the_branch(ended, tmp_path):
+    command("branch", ended("one", "failed"), tmp_path / "new")
+    copy = shutil.copytree(tmp_path / "new", tmp_path / "copy")
+    assert refused_as(copy) == f"{copy} is a copy of the run in {tmp_path / 'new'}"
+
+
+def test_files_put_back_in_the_place_of_a_private_run_are_named_as_such(ended, tmp_path):
+    settings = (
+        *("privacy.mechanism='gaussian'", "privacy.epsilon=8", "privacy.delta=1e-5"),
+        "federated.secure_aggregation=false",
+    )
+    run = ended("one", "failed", settings=settings)
+    shutil.copytree(run, tmp_path / "kept")
+    shutil.rmtree(run)
+    shutil.copytree(tmp_path / "kept", run)
+    assert refused_as(run) == f"{run} is a copy of a run that was in this place before"
+    said = command("adopt", run, "--original-is-gone", "--nothing-ran-since")
+    assert "never continue what was here before, or another copy of it, again: " in said
 
 
 def test_a_file_of_an_earlier_version_is_completed(ended):
