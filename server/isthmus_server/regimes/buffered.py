@@ -25,7 +25,13 @@ from isthmus_privacy.purpose import BufferedPurpose, buffer_name, ranges_run_id
 from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
-from isthmus_server.regimes.plaintext import accepted_fields, added, check_update, mean_loss
+from isthmus_server.regimes.plaintext import (
+    accepted_fields,
+    added,
+    check_update,
+    check_weight,
+    mean_loss,
+)
 from isthmus_server.regimes.secure_sums.attempt import (
     TRAINING_SHARE,
     SecureAggregationAttempt,
@@ -419,6 +425,7 @@ class BufferAttempt:
             self._devices.trained[training.name] = training
             return
         check_update(trained, layout.nbytes)
+        check_weight(trained.examples, training.examples)
         scale = settings.buffer.discount(staleness)
         with UpdateSpool(self._context.spool, expected_bytes=layout.nbytes) as spool:
             update = StreamingUpdate(spool, self.total, layout, trained.examples, scale)
