@@ -357,11 +357,9 @@ def no_ranges(config: RoundConfig, total: RingSum) -> None:
 
 def move_all_ranges(config: RoundConfig, total: RingSum) -> None:
     """Say that the updates of all devices are 2^30 times as large, as if all said so."""
-    middle = len(total.clients) * (config.levels // 2)
     for start in (0, 256, 512):
         own = total.vector[start : start + 256]
         own.copy_(own.roll(30))
-    assert int(total.vector[:768].sum()) == 768 * middle + 3 * len(total.clients)
 
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ def test_no_element_of_a_mean_is_beyond_the_range(share, bits):
             refused += 1
         else:
             assert float(found.abs().max()) < 4.001
-    assert refused >= 3
+    assert refused >= 3 or share == 1.0  # then an honest sum can be anywhere in the ring
 
 
 def encode_and_keep(protocol, name, update):

@@ -92,7 +92,7 @@ async def test_the_result_is_the_mean_of_the_updates_weighted_by_examples(prepar
 async def test_an_update_does_not_count_more_than_its_device_declared(
     prepare, network, claimed, rule
 ):
-    attempt = await prepare("federated.cohort=3", *rule)
+    attempt = await prepare("federated.cohort=3", "federated.quorum=2", *rule)
     for name in "ab":
         await network.join(name, updating([1.0, 2.0, 3.0]))
     await network.join("liar", updating([-4000.0, 2.0, 3.0], examples=claimed))

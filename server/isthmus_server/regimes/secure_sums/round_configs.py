@@ -215,24 +215,23 @@ def _compressed(
     """
     compression = job.federated.compression
     assert compression is not None
-    bits = compression.bits
     clients = config.clients_max
-    if magnitude is None:
-        bits = _most_bits(clients)
-        bound = config.clip
-    else:
+    bits = _most_bits(clients) if magnitude is None else compression.bits
+    codec = sum_codec(job, layout, bits)
+    bound = config.clip
+    if magnitude is not None:
         # Of few examples the mean is mostly rounding, by which one device can move it.
         low, high = -MAX_MAGNITUDE, MAX_MAGNITUDE
         if ranges is not None:
             # A provided codec may send an element as rarely as the shipped one at most.
-            often = [compression.one_in, *compression.one_in_of.values()]
-            rounds = max(often) if compression.codec is None else MAX_ONE_IN
+            rounds = MAX_ONE_IN
+            if isinstance(codec, UpdateCodec):
+                rounds = max(codec.one_in, *(one_in for _, _, one_in in codec.rates), 1)
             liars = corrupt_clients(clients, config.corrupt_permille)
             least, most = ranges.magnitude_bounds(config.weight_max, rounds, liars)
             low, high = max(low, min(least, high)), min(high, max(most, low))
         magnitude = max(low, min(high, magnitude))
         bound = UNITS_PER_BIT * (bits + 1) * 2.0**magnitude
-    codec = sum_codec(job, layout, bits)
     return dataclasses.replace(
         config,
         codec=codec,
