@@ -40,6 +40,8 @@ from isthmus_privacy.secagg.server import RingSum
 
 DEVICES = 20
 NORM = 1.0
+MOST_BITS = 8
+"""Of an element of a compressed update, after the first round."""
 TARGETS = {
     "movement_over_clip/*": Target(at_most=2),
     "movement_over_share/*": Target(at_most=2),
@@ -212,8 +214,8 @@ def lies_of(kind: str, sizes: Sizes) -> Iterator[tuple[str, Lie]]:
             yield f"no ranges, {aim}", Lie(ranges=no_ranges, update=change)
     if kind == "compressed":
         for magnitude, (aim, change) in itertools.product((-60.0, 60.0, 3.0), aims.items()):
-            lie = in_turn(change, report_magnitude(magnitude))
-            yield f"a magnitude of {magnitude:g}, {aim}", Lie(update=lie)
+            lie = after_first(report_magnitude(magnitude), change)
+            yield f"a magnitude of {magnitude:g}, then {aim}", Lie(update=lie)
 
 
 def plain_lies(sizes: Sizes) -> Iterator[tuple[str, Lie]]:
@@ -242,6 +244,18 @@ def in_turn(*changes: ChangeSum) -> ChangeSum:
     def change(config: RoundConfig, total: RingSum) -> None:
         for each in changes:
             each(config, total)
+
+    return change
+
+
+def after_first(first: ChangeSum, later: ChangeSum) -> ChangeSum:
+    """Change the first compressed sum, whose elements have more bits, and all later ones."""
+
+    def change(config: RoundConfig, total: RingSum) -> None:
+        assert config.codec is not None
+        first(config, total)
+        if config.codec.bits <= MOST_BITS:
+            later(config, total)
 
     return change
 
