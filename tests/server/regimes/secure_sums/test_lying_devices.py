@@ -178,7 +178,7 @@ async def test_the_first_compressed_mean_is_within_the_range(opened):
 
     run = await opened("federated.compression={bits=8, one_in=1}")
     lie(run, update=add)
-    with pytest.raises(AttemptFailed, match="elements of up to (19|20)"):
+    with pytest.raises(AttemptFailed, match=r"elements of up to (19|20)"):
         await run.train()
     run = await opened("federated.compression={bits=8, one_in=1}")
     await run.train()
