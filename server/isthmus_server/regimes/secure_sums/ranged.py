@@ -121,6 +121,8 @@ class RangedAttempt:
         # Devices that have unmasked a sum of updates to this model are in this one only if it is
         # that one again, which has the encoding of before. All others may have another one.
         wider = known.round != config.round or not known.devices.issuperset(cohort)
+        # A repeated sum is that of before, perhaps with other numbers of examples than now.
+        comparable = known.ranges.is_known and not (wider or sums.exact)
         try:
             config = sums.config(known.ranges, wider)
             self._current = secure_attempt(
@@ -130,7 +132,7 @@ class RangedAttempt:
                 request,
                 exact=sums.exact,
                 alone=sums.at_once,
-                ranges=known.ranges if known.ranges.is_known and not wider else None,
+                ranges=known.ranges if comparable else None,
             )
             config = self._current.config
             self._check_differences(known.ranges, config)
