@@ -28,6 +28,7 @@ from isthmus_flower.server.run_scoped_grid import RunScopedGrid
 from isthmus_flower.server.state import StrategyState
 from isthmus_flower.server.strategies import check_losses, describe_strategy, innermost
 from isthmus_server.model.update_decoding import UpdateSpool
+from isthmus_server.regimes.plaintext import check_weight
 
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
@@ -203,12 +204,7 @@ class UpdateCollector:
         Raises:
             UpdateError: another layout, a bad value, or a weight beyond what was declared.
         """
-        max_weight = 2 * max(self._cohort[name], 1)
-        if not 1 <= trained.examples <= max_weight:
-            raise UpdateError(
-                f"its weight={trained.examples} does not fit: it must be at least 1 and at most "
-                f"{max_weight}, twice the examples declared at the start"
-            )
+        check_weight(trained.examples, self._cohort[name])
         model = spool.read(self._layout)
         torch.sub(self._strategy.start, model, out=model)
         figures = {self._strategy.weighted_by: float(trained.examples), **trained.training}

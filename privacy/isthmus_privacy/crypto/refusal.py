@@ -168,6 +168,7 @@ _ABORTED: tuple[str, ...] = (
     "key-mismatch",
     "mask-part-mismatch",
     "sum-out-of-range",
+    "weight-not-of-ranges",
     "zero-total-weight",
 )
 

@@ -17,6 +17,7 @@ True
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -89,6 +90,11 @@ def decode(
         out.copy_(part.double().div_(noise.scale * clients))
     unrotate(mean, seed)
     return mean
+
+
+def norm_of_sum(total: torch.Tensor) -> float:
+    """The 2-norm of a sum (N) of ring elements, read as numbers around zero."""
+    return math.sqrt(math.fsum(float(part.double().square().sum()) for part in _tiles(total)))
 
 
 def _clipping(vector: torch.Tensor, clip: float) -> float:

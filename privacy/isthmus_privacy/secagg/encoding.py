@@ -18,6 +18,10 @@ sum if its clipping bound is too tight. With a codec these have a ring of their 
 
 With `RoundConfig.noise` the vector is that of `isthmus_privacy.dp.noisy_vector` and nothing else.
 
+One client can add anything to a sum in the ring, and is not seen. `decode` therefore refuses sums
+that honest clients cannot have: with the weight w of the sum, an element is within C x w / W, so
+that each element of the mean is within C, whatever one or many clients have added.
+
 >>> config = RoundConfig(run_id="demo", round=0, attempt=0, model_hash=bytes(32),
 ...                      purpose=bytes(32), size=2, clients_max=3, weight_max=10, clip=2.0)
 >>> first = encode(config, torch.tensor([1.0, -0.5]), weight=10)
@@ -41,17 +45,23 @@ import torch
 
 from isthmus.errors import AggregationAborted, UpdateError
 from isthmus_privacy.compression.round_vector import RoundVector
-from isthmus_privacy.compression.update_codec import round_to_levels, value_of
+from isthmus_privacy.compression.update_codec import UpdateCodec, round_to_levels, value_of
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.crypto.canonical import tagged_hash
 from isthmus_privacy.crypto.masking import TILE, cipher, ring_vector
 from isthmus_privacy.dp import noisy_vector
 from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg.config import RoundConfig
-from isthmus_privacy.slots import Slot
+from isthmus_privacy.secagg.ranges import Ranges
+from isthmus_privacy.slots import MAGNITUDE, OVER_WEIGHT, UNUSABLE, Slot
 
 _NONE: Mapping[str, float] = MappingProxyType({})
 _DITHER_BITS = 32
+_ROUNDED_BY = 2
+"""Steps by which the encoding of one element may differ from its value: one for the rounding, and
+one for float64, which represents the wide ring's values to a small part of a step."""
+_CANCELLED = 10.0
+"""Binary digits by which the magnitude of what clients send may be below that of the mean."""
 
 
 @dataclasses.dataclass
@@ -166,7 +176,12 @@ def lost_in_clipping(values: torch.Tensor, clip: float) -> float:
 
 
 def decode(
-    config: RoundConfig, total: torch.Tensor, figures: torch.Tensor | None = None, *, clients: int
+    config: RoundConfig,
+    total: torch.Tensor,
+    figures: torch.Tensor | None = None,
+    *,
+    clients: int,
+    ranges: Ranges | None = None,
 ) -> Aggregate:
     """Compute the weighted mean from the unmasked sum.
 
@@ -175,6 +190,7 @@ def decode(
         total: (length) sum of the elements of the survivors' encoded vectors.
         figures: with a codec, the sum of their figures.
         clients: m, the number of clients in the sum.
+        ranges: of these clients, and perhaps of others that were lost since; None if unknown.
 
     Raises:
         AggregationAborted: vectors of honest clients cannot have this sum, or the total weight
@@ -183,14 +199,19 @@ def decode(
     if config.noise is not None:
         return _decode_noisy(config, config.noise, total, clients)
     if config.codec is not None:
-        return _decode_compressed(config, total, figures, clients)
+        return _decode_compressed(config, total, figures, clients, ranges)
     slots = total[config.size :].to(torch.int64)
     if config.bits < 64:
         slots &= (1 << config.bits) - 1
     weight, clipped, *rest = slots.tolist()
-    shares = 0 <= clipped <= clients * config.levels  # each says what share of its elements was
-    if not shares or not _in_range(config, total, weight, rest, clients):
+    usable = _usable(config, rest, clients)
+    shares = 0 <= clipped <= usable * config.levels  # each says what share of its elements was
+    if not (shares and _fit(config, rest, weight, clients, usable)):
         _refuse_range(clients)
+    if not _in_range(config, total, weight, clients):
+        _refuse_range(clients)
+    if ranges is not None:
+        _check_weight(ranges, weight, usable, config.weight_max)
     if weight == 0:
         refusal.refuse("zero-total-weight", f"the {clients} vectors in the sum have no weight")
     scale = config.weight_max / weight
@@ -212,24 +233,69 @@ def decode(
 
 
 def _decode_compressed(
-    config: RoundConfig, total: torch.Tensor, figures: torch.Tensor | None, clients: int
+    config: RoundConfig,
+    total: torch.Tensor,
+    figures: torch.Tensor | None,
+    clients: int,
+    ranges: Ranges | None,
 ) -> Aggregate:
     """The mean of what was sent; elements that were not sent are zero."""
     codec = config.codec
     assert codec is not None
     assert figures is not None
+    mean = decode(config.figures, figures, clients=clients, ranges=ranges)
     numbers = total.to(torch.int64) & ((1 << config.bits) - 1)
-    if len(numbers) and int(numbers.max()) > clients * codec.highest:
+    unusable = int(mean.figures.get(UNUSABLE.name, 0))
+    # A client without a usable update sends zeros, here the middle of the levels.
+    low = unusable * codec.highest // 2 if isinstance(codec, UpdateCodec) else 0
+    if len(numbers) and not low <= int(numbers.min()) <= int(numbers.max()) <= (
+        clients * codec.highest - low
+    ):
         _refuse_range(clients)
-    mean = decode(config.figures, figures, clients=clients)
     scale = config.weight_max / mean.weight
-    values = value_of(numbers, clients, config.clip, codec.levels).mul_(scale)
+    values = value_of(numbers, clients, config.clip, codec.levels)
+    if MAGNITUDE.name in mean.figures:
+        least = _least_magnitude(values, clients - unusable)
+        mean.figures[MAGNITUDE.name] = max(mean.figures[MAGNITUDE.name], least)
+    values.mul_(scale)
     try:
         vector = codec.in_round(config.round, config.size).restore(values.float())
     except UpdateError as error:  # of a codec of another package
         raise AggregationAborted(str(error)) from error
     rounding = math.sqrt(clients / 3) * scale * config.clip / codec.highest
     return dataclasses.replace(mean, vector=vector, clipped=None, rounding=rounding)
+
+
+def _least_magnitude(sums: torch.Tensor, clients: int) -> float:
+    """About the least magnitude of what so many clients have sent that have these sums (kept).
+
+    The root mean square of a sum is at most the sum of the clients'. They report the mean of
+    logarithms, which is less where clients differ, hence the room.
+    """
+    mean_square = float(sums.square().mean()) if len(sums) else 0.0
+    if not mean_square:
+        return -math.inf
+    return math.log2(mean_square) / 2 - math.log2(max(1, clients)) - _CANCELLED
+
+
+def _usable(config: RoundConfig, rest: Sequence[int], clients: int) -> int:
+    """Clients with a usable vector, of a sum with these slots; all if none says so."""
+    for slot, value in zip(config.slots, rest, strict=True):
+        if slot.name == UNUSABLE.name and slot.exact:
+            return clients - min(value, clients)
+    return clients
+
+
+def _check_weight(ranges: Ranges, weight: int, usable: int, weight_max: int) -> None:
+    """Refuse a weight that devices with these numbers of examples cannot have."""
+    least, most = ranges.weight_bounds(usable, weight_max)
+    if not least <= weight <= most:
+        refusal.refuse(
+            "weight-not-of-ranges",
+            f"the unmasked sum of {usable} updates has a weight of {weight} examples, and by what "
+            f"these devices have said before, they have {least} to {most}: one sent a vector that "
+            "does not have the agreed form",
+        )
 
 
 def _refuse_range(clients: int) -> None:
@@ -247,7 +313,12 @@ def _rotation_seed(config: RoundConfig) -> bytes:
 def _decode_noisy(
     config: RoundConfig, noise: DistributedNoise, total: torch.Tensor, clients: int
 ) -> Aggregate:
-    """The mean of the clipped updates with noise: any sum is one that honest clients can have."""
+    """The mean of the clipped updates with noise.
+
+    Honest clients can have any sum whose 2-norm is not above all clipping bounds and the noise.
+    """
+    if noisy_vector.norm_of_sum(total) > noise.largest_sum(config.size, clients):
+        _refuse_range(clients)
     vector = noisy_vector.decode(noise, total, seed=_rotation_seed(config), clients=clients)
     rounding = 1 / (2 * noise.scale * math.sqrt(clients))
     of_mean = noise.noise_of_mean(config.size, clients)
@@ -373,26 +444,43 @@ def _parts(vector: torch.Tensor) -> Iterator[torch.Tensor]:
         yield vector[start : start + TILE]
 
 
-def _in_range(
-    config: RoundConfig, total: torch.Tensor, weight: int, rest: Sequence[int], clients: int
-) -> bool:
-    """Whether vectors of honest clients can have this sum."""
-    if not 0 <= weight <= clients * config.weight_max or not _fit(config, rest, weight, clients):
-        return False
-    maximum = clients * config.levels
-    return all(int(t.min()) >= 0 and int(t.max()) <= maximum for t in _tiles(config, total))
+def _in_range(config: RoundConfig, total: torch.Tensor, weight: int, clients: int) -> bool:
+    """Whether vectors of honest clients with this weight together can have these elements."""
+    if config.whole:
+        low, high = 0, clients * config.levels
+    else:
+        # A client's element is a number around (levels - 1) / 2, as far from it as its weight
+        # allows; one of weight 0 is in the middle. All of them are rounded.
+        middle = clients * (config.levels - 1) / 2
+        reach = (config.levels - 1) / 2 * (weight / config.weight_max) + _ROUNDED_BY * clients
+        low = max(0, math.ceil(middle - reach))
+        high = min(clients * config.levels, math.floor(middle + reach))
+    for tile in _tiles(config, total):
+        smallest, largest = (int(end) for end in torch.aminmax(tile))
+        if not low <= smallest <= largest <= high:
+            return False
+    return True
 
 
-def _fit(config: RoundConfig, sums: Sequence[int], weight: int, clients: int) -> bool:
-    """Whether the sums of the slots can come from honest clients."""
+def _fit(config: RoundConfig, sums: Sequence[int], weight: int, clients: int, usable: int) -> bool:
+    """Whether the weight and the sums of the slots can come from honest clients.
+
+    One without a usable vector has the weight 0, and of the counts only that it has none.
+    """
     share = weight / config.weight_max
     rounding = 2 * clients / (config.levels - 1)
-    return all(
-        0 <= value <= clients * slot.maximum
-        if slot.exact
-        else abs(_average(config, slot, value, clients)) <= slot.maximum * (share + rounding)
-        for slot, value in zip(config.slots, sums, strict=True)
-    )
+    least = 0
+    for slot, value in zip(config.slots, sums, strict=True):
+        if not slot.exact:
+            if abs(_average(config, slot, value, clients)) > slot.maximum * (share + rounding):
+                return False
+            continue
+        of = clients if slot.name == UNUSABLE.name else usable
+        if not 0 <= value <= of * slot.maximum:
+            return False
+        if slot.name == OVER_WEIGHT.name:  # each counts as the largest weight
+            least = value * config.weight_max
+    return least <= weight <= usable * config.weight_max
 
 
 def _dequantise(config: RoundConfig, values: torch.Tensor, clients: int) -> torch.Tensor:

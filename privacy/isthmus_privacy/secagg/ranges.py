@@ -16,6 +16,11 @@ range (a power of two), the largest weight (of the ladder) and the ring, the sam
 of the sum. Where elements of up to `USUAL_CLIP` and weights of up to `USUAL_WEIGHT` are precise
 enough, these are used, so that one device that is a little larger does not change the encoding.
 
+A range bounds what one device can do to the sum, so it must not follow from what one says of
+itself: it is at most 16 times that of the others, or the usual one. An update beyond it is clipped,
+which the server sees and refuses. From the numbers of examples follows the weight that the sum has,
+to a factor of two.
+
 >>> counts = [counts_of(torch.tensor([0.5, -200.0]), [], weight=n) for n in (20, 3_000)]
 >>> ranges = Ranges.of(torch.stack(counts).sum(0), devices=2)
 >>> ranges.encoding(clients=4)
@@ -61,6 +66,10 @@ _LOST = 2.0**-7
 """Error of rounding, as a part of the middle update, with which that is lost."""
 _CODEC_ROUNDING = 1e-2
 """The same with a codec, whose rounding is made up for by later updates."""
+_LIAR_EXPONENTS = 4
+"""Bins by which elements of the few that may lie can be above those of all others."""
+_MAGNITUDE_DIGITS = 8.0
+"""Binary digits by which the magnitude of what devices send may be below that of their updates."""
 _WIDER_EXPONENTS = 4
 _WIDER_STEPS = 2
 """Room for devices that are not in the counts, in bins."""
@@ -176,6 +185,7 @@ class Ranges:
         weight_max: int | None = None,
         levels: int | None = None,
         wider: bool = False,
+        liars: int = 0,
     ) -> Encoding:
         """The encoding of a sum: nothing is clipped, and rounding changes little.
 
@@ -185,11 +195,12 @@ class Ranges:
             weight_max: of the job, which stays; None to choose one.
             levels: of a codec, whose ring cannot be another; None without.
             wider: the sum may have devices that are not in these counts.
+            liars: so many may say anything of their updates, see `is_limited`.
         """
         if not self.is_known:
             weight = weight_max or LADDER[_FIRST_STEP + _UNKNOWN_STEPS]
             return Encoding(_UNKNOWN_CLIP if clip is None else clip, weight, 64)
-        exponent = _last(self.largest) + _LOWEST + (_WIDER_EXPONENTS if wider else 0)
+        exponent = self._exponent(liars) + (_WIDER_EXPONENTS if wider else 0)
         step = _last(self.weights) + (_WIDER_STEPS if wider else 0)
         tight = LADDER[min(step, _STEPS - 1)]
         weight = weight_max or max(USUAL_WEIGHT, tight)
@@ -210,6 +221,52 @@ class Ranges:
             if levels is None and not self._is_precise(bound, weight, fewest, *limits):
                 bits = 64
         return Encoding(bound, weight, bits)
+
+    def is_limited(self, liars: int) -> bool:
+        """Whether the range is narrower than the largest update that devices have said they have.
+
+        One that says it is out of all proportion to the others, of whom `liars` may say anything,
+        may be right: then its update does not fit, which the sum shows.
+        """
+        return self.is_known and self._exponent(liars) < _last(self.largest) + _LOWEST
+
+    def _exponent(self, liars: int) -> int:
+        """The exponent of the range that the elements of all but a few that may lie allow."""
+        largest = _last(self.largest)
+        others = _last(self.largest, above=liars)
+        usual = math.frexp(USUAL_CLIP)[1] - 1 - _LOWEST  # its elements are up to it, and not above
+        return min(largest, max(others + _LIAR_EXPONENTS, usual)) + _LOWEST
+
+    def weight_bounds(self, devices: int, weight_max: int) -> tuple[int, int]:
+        """The least and the most that so many of these devices can weigh together.
+
+        They are those that were not lost since. A device that has data has one example at least.
+        """
+        steps = [step for step, count in enumerate(self.weights) for _ in range(count)]
+        least = [1, *(limit + 1 for limit in LADDER)]
+        most = [*LADDER[:-1], weight_max]
+        return (
+            sum(min(least[step], weight_max) for step in steps[:devices]),
+            sum(min(most[step], weight_max) for step in steps[max(0, len(steps) - devices) :]),
+        )
+
+    def magnitude_bounds(self, weight_max: int, rounds: int, liars: int = 0) -> tuple[float, float]:
+        """Between which magnitudes there is what devices send of compressed updates.
+
+        A device divides by the largest weight, and adds what it has not sent in so many rounds.
+
+        Args:
+            weight_max: largest weight of the sum.
+            rounds: in which each element is sent once.
+            liars: as for `encoding`.
+        """
+        typical = _middle(self.typical)
+        if not self.is_known or math.isinf(typical):
+            return -math.inf, math.inf
+        heaviest = min(LADDER[_last(self.weights)], weight_max)
+        high = self._exponent(liars) + math.log2(rounds * heaviest / weight_max)
+        low = math.log2(typical * self._mean_weight(weight_max) / weight_max) - _MAGNITUDE_DIGITS
+        return low, max(low, high)
 
     def refusal(self, encoding: Encoding, levels: int, *, by_job: bool = False) -> str:
         """Why updates cannot be summed in an encoding; empty if they can.
@@ -250,15 +307,16 @@ class Ranges:
 
         `of_update` and `of_tensor` are the largest errors, relative to root mean squares.
         """
-        lowest = [1, *(limit + 1 for limit in LADDER[:-1])]
-        of_weights = zip(self.weights, lowest, strict=True)
-        total = sum(count * min(low, weight) for count, low in of_weights)
-        mean = total / sum(self.weights)
         # Weighted updates are rounded to steps, with an error of at most half a step on average.
-        error = bound / (levels - 1) * weight / mean
+        error = bound / (levels - 1) * weight / self._mean_weight(weight)
         return error <= of_update * _middle(self.typical) and error <= of_tensor * _middle(
             self.smallest
         )
+
+    def _mean_weight(self, weight_max: int) -> float:
+        """The mean weight of the devices, or up to half of that."""
+        devices = sum(self.weights)
+        return self.weight_bounds(devices, weight_max)[0] / devices
 
 
 def lost_in_rounding(mean: torch.Tensor, rounding: float) -> bool:
@@ -271,9 +329,18 @@ def lost_in_rounding(mean: torch.Tensor, rounding: float) -> bool:
     return rounding > _LOST * math.sqrt(_mean_square(mean))
 
 
-def _last(counts: Sequence[int]) -> int:
-    """The highest bin with a count."""
-    return max((index for index, count in enumerate(counts) if count), default=0)
+def _last(counts: Sequence[int], *, above: int = 0) -> int:
+    """The highest bin with a count, of those with more than `above` counts from it on; 0 for none.
+
+    >>> _last([0, 7, 0, 2]), _last([0, 7, 0, 2], above=2), _last([1], above=2)
+    (3, 1, 0)
+    """
+    from_it_on = 0
+    for index in range(len(counts) - 1, -1, -1):
+        from_it_on += counts[index]
+        if from_it_on > above:
+            return index
+    return 0
 
 
 def _middle(counts: Sequence[int]) -> float:

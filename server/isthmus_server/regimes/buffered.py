@@ -29,6 +29,7 @@ from isthmus_server.regimes.plaintext import (
     accepted_fields,
     added,
     check_update,
+    check_weight,
     counted_weights,
     mean_loss,
 )
@@ -426,6 +427,7 @@ class BufferAttempt:
             self._devices.trained[training.name] = training
             return
         check_update(trained, layout.nbytes)
+        check_weight(trained.examples, training.examples)
         scale = settings.buffer.discount(staleness)
         with UpdateSpool(self._context.spool, expected_bytes=layout.nbytes) as spool:
             update = StreamingUpdate(spool, self.total, layout, trained.examples, scale)

@@ -8,8 +8,13 @@ from typing import Self
 
 from isthmus.job import Job
 from isthmus.wire import link_pb2
+from isthmus_privacy.compression.update_codec import MAX_MAGNITUDE
 from isthmus_privacy.slots import MAGNITUDE
 from isthmus_server.storage.records import AttemptRecord, RoundRecord
+
+MAGNITUDE_STEP = 4.0
+"""Binary digits by which the magnitude of a round may differ from that of the one before: with one
+device that lies about it the range of the next sum is at most 16 times too wide or too narrow."""
 
 LARGEST_WEIGHT = "weight_max"
 """The figure of a round's training that says which largest weight its ranges have given."""
@@ -56,8 +61,7 @@ class CommittedSums:
         figures = record.training.get("federated", {})
         used = [receipt for receipt in record.receipts if receipt.status == "accepted"]
         if MAGNITUDE.name in figures:
-            self.magnitude = figures[MAGNITUDE.name]
-            self._weight_max = figures.get(LARGEST_WEIGHT)
+            self._follow(figures[MAGNITUDE.name], figures.get(LARGEST_WEIGHT))
             used = [receipt for receipt in used if receipt.regime == "federated"]
         elif self._of_all_updates:
             used = [receipt for receipt in used if receipt.regime == "federated"]
@@ -66,7 +70,18 @@ class CommittedSums:
         for receipt in used:
             self._last[receipt.participant] = record.round, record.attempt
 
-    def magnitude_for(self, weight_max: int) -> float | None:
+    def _follow(self, magnitude: float, weight_max: float | None) -> None:
+        """Take note of the magnitude of a sum with this largest weight, if the job has none."""
+        if magnitude <= -MAX_MAGNITUDE + 1:
+            return  # nothing was sent, which says nothing about later updates
+        if self.magnitude is not None:
+            before = self.magnitude_for(1 if weight_max is None else weight_max)
+            assert before is not None
+            magnitude = min(before + MAGNITUDE_STEP, max(before - MAGNITUDE_STEP, magnitude))
+        self.magnitude = magnitude
+        self._weight_max = weight_max
+
+    def magnitude_for(self, weight_max: float) -> float | None:
         """`magnitude` in a sum whose largest weight, by which devices divide, is this one."""
         if self.magnitude is None or self._weight_max is None:
             return self.magnitude

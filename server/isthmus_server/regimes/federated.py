@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Sequence
+
+import torch
 
 from isthmus.errors import JobError
 from isthmus.transport.requests import position_message, position_of
@@ -27,6 +30,9 @@ from isthmus_server.regimes.secure_sums.round_configs import range_config, train
 from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.gradients import REST
+
+_FLOAT_ROUNDING = 1e-4
+"""Part by which a mean of clipped updates may be longer than their bound in float32."""
 
 
 class FederatedRegime:
@@ -70,6 +76,7 @@ class FederatedRegime:
         result = await self._attempt.run()
         _check_clipped(result, spec)
         if self.context.privacy is not None:
+            self._check_norm(result, spec)
             mean = result.pseudo_gradient
             # Before anything else reads the mean: all that is derived from it is from the mean with
             # noise.
@@ -81,6 +88,30 @@ class FederatedRegime:
             return result
         groups = {name: self._split(one, spec) for name, one in result.groups.items()}
         return dataclasses.replace(self._split(result, spec), groups=groups)
+
+    def _check_norm(self, result: FederatedResult, spec: AttemptSpec) -> None:
+        """Refuse a mean that is longer than each of the updates may be, before noise is added.
+
+        With the devices' own noise their secure sum is checked, see `DistributedNoise.largest_sum`.
+
+        Raises:
+            AttemptFailed: one device has not clipped its update.
+        """
+        privacy = self.context.privacy
+        assert privacy is not None
+        if privacy.privacy.mechanism == "distributed" or spec.gradient_scale:
+            return
+        devices = sum(receipt.status == "accepted" for receipt in result.receipts)
+        size = len(result.pseudo_gradient)
+        # Each update is rounded by less than a step, of which `rounding` has a deviation of half.
+        rounding = 2 * result.rounding * math.sqrt(max(1, devices) * size)
+        norm = float(torch.linalg.vector_norm(result.pseudo_gradient, dtype=torch.float64))
+        if norm > privacy.clip * (1 + _FLOAT_ROUNDING) + rounding:
+            raise AttemptFailed(
+                f"the mean of {devices} updates has a 2-norm of {norm:.6g}, and each of them may "
+                f"have {privacy.clip:g} ([privacy] clip): a device sent one that is not clipped",
+                result.receipts,
+            )
 
     def _as_before(self, spec: AttemptSpec) -> AttemptSpec:
         """The attempt with the training of the sum that it repeats exactly.

@@ -183,11 +183,13 @@ class WeightedMeanAggregator:
         controlled = context.job.federated.control_variates is not None
         self._counts_devices = controlled or context.privacy is not None
         """Whether each device has the weight 1."""
+        self._declared = spec.cohort
         self._total = context.weighted_sum(sum(spec.cohort.values()), self._layout.size)
 
     async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
         """Add an update while it arrives; see `Aggregator.add`."""
         layout = self._layout
+        check_weight(trained.examples, self._declared[name])
         weight = 1 if self._counts_devices else trained.examples
         if self._context.messages is not None:
             size = trained.result.size
@@ -242,6 +244,22 @@ async def added(
         # sum.
         await to_the_end(asyncio.to_thread(update.withdraw))
         raise
+
+
+def check_weight(examples: int, declared: int) -> None:
+    """Check that an update counts as many examples as its device had when it opened the run.
+
+    The server has chosen devices and the precision of their sum by what they declared, and shows
+    it: a device that counts more would have a share of the model that nobody was told of.
+
+    Raises:
+        UpdateError: it counts more, or nothing.
+    """
+    if not 1 <= examples <= max(declared, 1):
+        raise UpdateError(
+            f"its weight={examples} does not fit: it must be at least 1 and at most "
+            f"{max(declared, 1)}, the examples that it declared when it opened the run"
+        )
 
 
 def check_update(trained: link_pb2.Trained, nbytes: int) -> None:

@@ -82,6 +82,11 @@ class RangeLog:
             return self._of_other_groups(round_, model_hash, group)
         return next((entry for entry in known if entry.round == round_), known[0])
 
+    def last_known(self, *, before: int) -> Ranges | None:
+        """The newest ranges of an earlier round; None if there are none that are known."""
+        earlier = (entry for entry in reversed(self._entries()) if entry.round < before)
+        return next((entry.ranges for entry in earlier if entry.ranges.is_known), None)
+
     def _of_other_groups(self, round_: int, model_hash: bytes, group: str) -> SummedRanges | None:
         newest: dict[str, SummedRanges] = {}
         for entry in self._entries():

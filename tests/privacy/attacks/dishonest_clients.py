@@ -23,8 +23,10 @@ from tests.privacy.protocol import (
 
 from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.crypto.canonical import PositionSet
+from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg.encoding import decode, encode
 from isthmus_privacy.secagg.messages import ConsistencySignature, Stage, UnmaskingShares
+from isthmus_privacy.secagg.ranges import Ranges, counts_of
 from isthmus_privacy.slots import COMPRESSED_SLOTS
 
 # -- shares --------------------------------------------------------------------------------------
@@ -326,6 +328,45 @@ def a_weight_beyond_the_agreed_range():
     total = encode(make_config(), torch.zeros(4), weight=10).vector
     total[4] = 11
     decode(make_config(), total, clients=1)
+
+
+@expect_refusal("sum-out-of-range")
+def an_element_that_is_larger_than_the_weight_allows():
+    """It fits what twenty devices can have with the largest weight, and these have less."""
+    config = make_config(clients_max=20, weight_max=100)
+    vectors = [encode(config, torch.ones(4), weight=20).vector for _ in range(20)]
+    total = sum(vectors)
+    total[0] += 2 * config.levels
+    decode(config, total, clients=20)
+
+
+@expect_refusal("sum-out-of-range")
+def a_weight_that_cancels_those_of_the_others():
+    """The mean of their updates would be 400 times as large."""
+    config = make_config(clients_max=20, weight_max=100)
+    total = sum(encode(config, torch.ones(4), weight=20).vector for _ in range(20))
+    total[4] = 1
+    decode(config, total, clients=20)
+
+
+@expect_refusal("weight-not-of-ranges")
+def a_weight_that_cancels_those_of_the_others_where_the_updates_are_small():
+    config = make_config(clients_max=20, weight_max=100)
+    update = torch.full((4,), 1e-3)
+    counts = sum(counts_of(update, [update], weight=20) for _ in range(20))
+    total = sum(encode(config, update, weight=20).vector for _ in range(20))
+    total[4] = 1
+    decode(config, total, clients=20, ranges=Ranges.of(counts, 20))
+
+
+@expect_refusal("sum-out-of-range")
+def an_update_that_is_not_clipped_before_its_noise():
+    noise = DistributedNoise.fit(clip=1.0, multiplier=0.1, honest=4, clients=6, size=4, bits=32)
+    config = make_config(weight_max=1, noise=noise)
+    vectors = [encode(config, torch.zeros(4), weight=1).vector for _ in range(6)]
+    total = sum(vectors)
+    total[0] += int(20 * noise.clip * noise.scale)
+    decode(config, total, clients=6)
 
 
 @expect_refusal("sum-out-of-range")

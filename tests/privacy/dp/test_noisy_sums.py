@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.privacy.protocol import ProtocolRound, make_config, names
 
-from isthmus.errors import UpdateError
+from isthmus.errors import AggregationAborted, UpdateError
 from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.encoding import decode, encode
@@ -135,11 +135,50 @@ def test_a_repeated_attempt_has_noise_of_its_own():
     assert deviation(first - second) == pytest.approx(expected, rel=0.07)
 
 
-def test_a_sum_that_no_honest_devices_can_have_is_not_refused():
-    """Noise has no range: what honest devices send may be anything."""
+@pytest.mark.parametrize(("size", "multiplier"), [(4, 1.0), (4, 0.02), (5000, 1.0), (5000, 0.02)])
+def test_one_device_adds_to_a_sum_no_more_than_bounds_and_noise(size, multiplier):
+    """Up to about the clipping bounds of all devices, which it can cancel, and what noise hides."""
+    noise = noise_for(20, 12, size=size, multiplier=multiplier)
+    config = make_config(size=size, clients_max=20, weight_max=1, noise=noise)
+    total = sum(encode(config, torch.zeros(size), weight=1).vector for _ in range(20))
+    decode(config, total, clients=20)
+    added = torch.zeros_like(total)
+    largest = 0.0
+    # In the rotated vector, in which every direction is as good as any other.
+    for factor in torch.arange(0, 10, 0.05).tolist():
+        added[0] = int(factor * 20 * noise.clip * noise.scale)
+        try:
+            decode(config, total + added, clients=20)
+        except AggregationAborted as error:
+            assert error.code == "sum-out-of-range"  # noqa: PT017
+            break
+        largest = factor
+    spread = noise.noise_of_mean(size, 20)
+    hidden = 4 * spread**2 * (size * 29) ** 0.5 + 30 * spread + 120 * spread**2
+    assert 0.9 < largest < (1 + hidden) ** 0.5 + 0.1
+
+
+@pytest.mark.parametrize("value", [2**31 - 1, -(2**31), 1 << 28])
+def test_a_sum_that_no_honest_devices_can_have_is_refused(value):
     config = make_config(weight_max=1, noise=noise_for(6, 4, size=4))
-    total = torch.full((4,), 2**31 - 1, dtype=torch.int32)
-    assert decode(config, total, clients=4).vector.isfinite().all()
+    total = torch.full((4,), value, dtype=torch.int32)
+    with pytest.raises(AggregationAborted, match="sum of 4 clients is out of range"):
+        decode(config, total, clients=4)
+
+
+@pytest.mark.parametrize("size", [1, 15, 1000])
+@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8])
+def test_the_largest_honest_sums_are_not_refused(size, scale):
+    """All devices send the same update, at their bound, which is also that of the sum."""
+    for multiplier in (1e-3, 0.3, 10.0):
+        noise = DistributedNoise.fit(
+            clip=scale, multiplier=multiplier, honest=12, clients=20, size=size, bits=64
+        )
+        config = make_config(size=size, clients_max=20, weight_max=1, bits=64, noise=noise)
+        update = torch.ones(size) * scale * 1e3
+        for clients in (1, 14, 20):
+            vectors = [encode(config, update, weight=1).vector for _ in range(clients)]
+            decode(config, sum(vectors), clients=clients)
 
 
 def test_noise_needs_updates_without_figures():

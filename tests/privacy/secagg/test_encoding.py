@@ -5,16 +5,20 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.privacy.protocol import ProtocolRound, make_config
 from torch import nn
 
-from isthmus.errors import UpdateError
+from isthmus.errors import AggregationAborted, UpdateError
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_privacy.crypto.masking import TILE
 from isthmus_privacy.secagg.config import WIDE_LEVELS
 from isthmus_privacy.secagg.encoding import decode, encode
 from isthmus_privacy.secagg.messages import Stage
-from isthmus_privacy.slots import Slot
+from isthmus_privacy.secagg.ranges import SIZE as RANGE_COUNTS
+from isthmus_privacy.secagg.ranges import Ranges, counts_of
+from isthmus_privacy.slots import OVER_WEIGHT, UNUSABLE, Slot
 
 SLOTS = (
     Slot(name="hits", maximum=1000.0, exact=True),
@@ -147,6 +151,89 @@ def test_an_exchange_set_is_averaged_in_a_round():
             for w, i in zip(weights, remaining, strict=True)
         ) / sum(weights)
         torch.testing.assert_close(parameter, plain, rtol=0, atol=1e-5)
+
+
+UNUSABLE_SLOTS = (OVER_WEIGHT, UNUSABLE)
+
+
+def adversarial_update(draws, size, clip):
+    """Elements at and around the bounds, and any others."""
+    ends = torch.tensor([clip, -clip, 1e30, -1e30, 0.0, 1e-30, clip / 3])
+    return ends[torch.randint(len(ends), (size,), generator=draws)]
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    clients=st.integers(1, 40),
+    bits=st.sampled_from([16, 32, 64]),
+    exponent=st.integers(-100, 100),
+    weight_max=st.sampled_from([1, 2, 7, 1000, 64_000]),
+    levels=st.sampled_from([0, 2, 3, 5, 100]),
+    equal=st.booleans(),
+)
+def test_a_sum_of_honest_clients_is_never_refused(
+    seed, clients, bits, exponent, weight_max, levels, equal
+):
+    """Whatever the scale, the weights, the rounding, and how many have no usable update."""
+    weight_max = min(weight_max, ((1 << bits) - 1) // clients)
+    draws = torch.Generator().manual_seed(seed)
+    clip = 2.0**exponent
+    wide = WIDE_LEVELS if bits == 64 and not levels else levels
+    config = make_config(
+        bits=bits,
+        size=9,
+        slots=UNUSABLE_SLOTS,
+        clip=clip,
+        weight_max=weight_max,
+        clients_max=max(3, clients),
+        levels=min(wide, ((1 << bits) - 1) // max(3, clients)),
+    )
+    update = adversarial_update(draws, 9, clip)
+    contributions = []
+    counts = torch.zeros(RANGE_COUNTS, dtype=torch.int64)
+    for client in range(clients):
+        if not equal:
+            update = adversarial_update(draws, 9, clip)
+        if client and torch.rand((), generator=draws) < 0.2:
+            figures = {"unusable": 1, "over_weight": 0}
+            contributions.append((torch.zeros(9), 0, figures))
+            continue
+        examples = int(2 ** (torch.rand((), generator=draws) * 17))
+        over = examples > weight_max
+        figures = {"unusable": 0, "over_weight": int(over)}
+        contributions.append((update, min(examples, weight_max), figures))
+        counts += counts_of(update, [update], examples)
+    # Any devices may be lost between the sum of ranges and that of the updates.
+    kept = contributions[: 1 + int(torch.randint(clients, (), generator=draws))]
+    ranges = Ranges.of(counts, int(counts.sum()) // 4)
+    mean = decode(config, total_of(config, *kept), clients=len(kept), ranges=ranges)
+    assert mean.weight == sum(weight for _, weight, _ in kept)
+    step = 2 * clip / (config.levels - 1) * 2 * len(kept) * weight_max / mean.weight
+    assert float(mean.vector.abs().max()) <= clip * (1 + 1e-6) + step
+
+
+@pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
+@pytest.mark.parametrize("bits", [32, 64])
+def test_no_element_of_a_mean_is_beyond_the_range(share, bits):
+    """One client adds anything in the ring: the mean stays in the range, or is refused."""
+    levels = WIDE_LEVELS if bits == 64 else 0
+    config = make_config(clients_max=20, weight_max=1000, clip=4.0, bits=bits, levels=levels)
+    weight = int(1000 * share)
+    honest = total_of(config, *[(torch.full((4,), -0.01), weight, {})] * 20)
+    refused = 0
+    for mean in (-1e6, -4.1, -4.0, -3.9, 0.0, 3.9, 4.0, 4.1, 80.0, 1e6, 1e18):
+        total = honest.clone()
+        number = round((20 * 4 + mean * 20 * share) * (config.levels - 1) / 8) % (1 << bits)
+        total[0] = number - (1 << bits) if number >= 1 << (bits - 1) else number
+        try:
+            found = decode(config, total, clients=20).vector
+        except AggregationAborted as error:
+            assert error.code == "sum-out-of-range"  # noqa: PT017
+            refused += 1
+        else:
+            assert float(found.abs().max()) < 4.001
+    assert refused >= 3 or share == 1.0  # then an honest sum can be anywhere in the ring
 
 
 def encode_and_keep(protocol, name, update):

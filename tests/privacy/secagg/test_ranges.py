@@ -1,9 +1,12 @@
 """The encoding that follows from summed ranges: nothing is clipped, and rounding changes little."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.privacy.protocol import make_config
 
 from isthmus_privacy.secagg.encoding import decode, encode
@@ -128,6 +131,66 @@ def test_a_sum_that_devices_cannot_have_is_refused(index, change):
     total[index] += change
     with pytest.raises(ValueError, match="does not have a count for each"):
         Ranges.of(total, devices=3)
+
+
+@pytest.mark.parametrize(
+    ("others", "lied", "clip"),
+    [
+        (0.01, 3.9, 4.0),  # within the usual range, as before
+        (0.01, 1e6, 4.0),
+        (0.01, 1e30, 4.0),
+        (100.0, 1000.0, 1024.0),  # 16 times the others at most: it may be right
+        (100.0, 1e6, 2048.0),
+        (0.0, 1e6, 4.0),
+    ],
+)
+def test_a_device_that_may_lie_does_not_make_the_range_as_wide_as_it_likes(others, lied, clip):
+    updates = [torch.full((4,), others)] * 19 + [torch.full((4,), lied)]
+    ranges = ranges_of(updates, [20] * 20)
+    assert ranges.encoding(clients=20, liars=2).clip == clip
+    assert ranges.is_limited(2) == (clip < lied)
+    assert ranges.encoding(clients=20).clip >= lied
+    assert not ranges.is_limited(0)
+
+
+@settings(max_examples=50)
+@given(
+    exponent=st.integers(-30, 30),
+    spread=st.floats(0, 3.9),
+    devices=st.integers(3, 40),
+    seed=st.integers(0, 2**32),
+)
+def test_devices_of_one_scale_are_never_limited(exponent, spread, devices, seed):
+    """Whatever it is: the largest is up to 16 times as large as the others."""
+    draws = torch.Generator().manual_seed(seed)
+    powers = exponent + spread * torch.rand(devices, generator=draws)
+    updates = [torch.full((3,), float(2**power)) for power in powers]
+    ranges = ranges_of(updates, [20] * devices)
+    assert not ranges.is_limited(max(1, devices // 10))
+    assert ranges.encoding(clients=devices, liars=2) == ranges.encoding(clients=devices)
+
+
+def test_the_weight_of_survivors_is_known_to_a_factor_of_two():
+    ranges = ranges_of([torch.ones(2)] * 5, [1, 20, 20, 300, 5000])
+    assert ranges.weight_bounds(5, 8000) == (1 + 17 + 17 + 251 + 4001, 1 + 32 + 32 + 500 + 8000)
+    assert ranges.weight_bounds(3, 8000) == (1 + 17 + 17, 32 + 500 + 8000)  # whoever is lost
+    assert ranges.weight_bounds(5, 100) == (1 + 17 + 17 + 100 + 100, 1 + 32 + 32 + 100 + 100)
+    assert ranges.weight_bounds(5, 1) == (5, 5)
+    assert ranges.weight_bounds(0, 8000) == (0, 0)
+
+
+def test_the_magnitude_of_compressed_updates_is_near_that_of_the_updates():
+    updates = [torch.full((50,), 0.02)] * 20
+    ranges = ranges_of(updates, [20] * 20)
+    low, high = ranges.magnitude_bounds(1000, 4)
+    sent = math.log2(0.02 * 20 / 1000)
+    assert sent - 11 < low < sent - 7
+    assert sent + 2 < high < sent + 5
+    lied = ranges_of([*updates[:-1], torch.full((50,), 1e30)], [20] * 20)
+    assert lied.magnitude_bounds(1000, 4, 2)[1] < math.log2(4 * 4 * 32 / 1000) + 0.01
+    nothing = ranges_of([torch.zeros(50)] * 3, [20] * 3)
+    assert nothing.magnitude_bounds(1000, 4) == (-math.inf, math.inf)
+    assert Ranges.unknown().magnitude_bounds(1000, 4) == (-math.inf, math.inf)
 
 
 def test_counts_are_read_as_they_were_written():

@@ -69,7 +69,8 @@ class BufferedRun:
         blob = describe(payload)
         self.network.link.publish(blob, payload)
         try:
-            idle = {name: 10 for name in self.devices if name not in self.regime.busy}
+            busy = self.regime.busy
+            idle = {name: each.examples for name, each in self.devices.items() if name not in busy}
             return await self.regime.train(spec_of(self.regime, round_, attempt, blob, idle))
         finally:
             self.network.link.retract(blob)

@@ -3,7 +3,7 @@
 from tests.server.storage.records import failed_attempt, round_record
 
 from isthmus.wire import link_pb2
-from isthmus_server.regimes.committed_sums import CommittedSums
+from isthmus_server.regimes.committed_sums import MAGNITUDE_STEP, CommittedSums
 from isthmus_server.storage.records import Receipt
 
 COMPRESSED = {"federated": {"magnitude": -5.0}}
@@ -31,6 +31,37 @@ def test_the_last_committed_sum_of_each_device_is_told_to_it():
     request = link_pb2.Request(train_local=link_pb2.TrainLocal(round=4))
     sums.tell("b", request)
     assert (request.train_local.summed_round, request.train_local.summed_attempt) == (1, 1)
+
+
+def compressed(number, magnitude, **figures):
+    training = {"federated": {"magnitude": magnitude, **figures}}
+    return round_record(number, receipts=receipts(a="accepted"), training=training)
+
+
+def test_the_magnitude_follows_in_steps():
+    """One device can move it by any amount, in one round as well as in the next."""
+    sums = CommittedSums([compressed(1, -9.0)])
+    sums.add(compressed(2, 60.0))
+    assert sums.magnitude_for(1000) == -9.0 + MAGNITUDE_STEP
+    sums.add(compressed(3, -60.0))  # as if nothing had been sent, by which nothing follows
+    assert sums.magnitude_for(1000) == -9.0 + MAGNITUDE_STEP
+    sums.add(compressed(4, -50.0))
+    sums.add(compressed(5, -9.5))
+    assert sums.magnitude_for(1000) == -9.5
+
+
+def test_steps_of_the_magnitude_do_not_depend_on_the_largest_weight():
+    """Devices divide by it, so that a magnitude of one sum is another one in the next."""
+    sums = CommittedSums([compressed(1, -9.0, weight_max=1000.0)])
+    sums.add(compressed(2, -19.0, weight_max=1024_000.0))
+    assert sums.magnitude_for(1024_000) == -19.0
+    sums.add(compressed(3, 60.0, weight_max=1000.0))
+    assert sums.magnitude_for(1000) == -9.0 + MAGNITUDE_STEP
+
+
+def test_the_first_magnitude_is_not_that_of_a_sum_in_which_nothing_was_sent():
+    sums = CommittedSums([compressed(1, -60.0)])
+    assert sums.magnitude_for(1000) is None
 
 
 def test_all_updates_of_devices_count_where_control_variates_follow_from_them():

@@ -85,6 +85,27 @@ async def test_the_result_is_the_mean_of_the_updates_weighted_by_examples(prepar
     assert (receipt.bytes_in, receipt.bytes_out) == (LAYOUT.nbytes, LAYOUT.nbytes)
 
 
+@pytest.mark.parametrize("claimed", [0, 11, 20, 1 << 30])
+@pytest.mark.parametrize(
+    "rule", [(), ("federated.aggregation=norm-bound", "federated.aggregation_settings.norm=10.0")]
+)
+async def test_an_update_does_not_count_more_than_its_device_declared(
+    prepare, network, claimed, rule
+):
+    attempt = await prepare("federated.cohort=3", "federated.quorum=2", *rule)
+    for name in "ab":
+        await network.join(name, updating([1.0, 2.0, 3.0]))
+    await network.join("liar", updating([-4000.0, 2.0, 3.0], examples=claimed))
+    result = await attempt.run("a", "b", "liar")
+    assert result.pseudo_gradient.tolist() == [1.0, 2.0, 3.0]
+    receipt = result.receipts[-1]
+    assert (receipt.participant, receipt.status) == ("liar", "rejected")
+    assert receipt.reason == (
+        f"its weight={claimed} does not fit: it must be at least 1 and at most 10, the examples "
+        "that it declared when it opened the run"
+    )
+
+
 async def test_a_model_of_many_chunks_is_aggregated(prepare, network):
     layout = TensorLayout.from_shapes({"weight": (CHUNK_BYTES,)})
     attempt = await prepare("federated.cohort=3", layout=layout)

@@ -1,7 +1,7 @@
 """The weighted mean of updates whose 2-norm is bounded (Sun et al. 2019).
 
-A device cannot move the model further than the bound, whatever it sends. It may claim a weight of
-up to twice the examples that it declared at the start.
+A device cannot move the model further than its share of the weights times twice the bound, whatever
+it sends: its weight is at most the examples that it declared when it opened the run.
 
 Source: Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan: Can You Really Backdoor Federated Learning?
 2019, section 3 ("norm thresholding of updates"), without the paper's noise, which `[privacy]` adds.

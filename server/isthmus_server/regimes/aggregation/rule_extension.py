@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isthmus.errors import JobError, RoundFailed, UpdateError, UserError
+from isthmus.errors import JobError, RoundFailed, UserError
 from isthmus.job.federated import FederatedSection
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.stream import to_the_end
@@ -22,7 +22,7 @@ from isthmus_server.regimes.aggregation.rule import (
     SingleUpdate,
 )
 from isthmus_server.regimes.base import AttemptSpec, FederatedAttempt
-from isthmus_server.regimes.plaintext import PlaintextAttempt
+from isthmus_server.regimes.plaintext import PlaintextAttempt, check_weight
 from isthmus_server.regimes.received_update import decoded_update
 
 if TYPE_CHECKING:
@@ -149,12 +149,7 @@ class RuleAggregator:
         self, name: str, examples: int, spool: UpdateSpool, accept: Callable[[], None]
     ) -> None:
         async with self._adding:  # so that a streaming rule has one vector at a time
-            max_weight = 2 * max(self._facts.cohort[name], 1)
-            if not 1 <= examples <= max_weight:
-                raise UpdateError(
-                    f"its weight={examples} does not fit: it must be at least 1 and at most "
-                    f"{max_weight}, twice the examples declared at the start"
-                )
+            check_weight(examples, self._facts.cohort[name])
             round_ = self._facts.round
             vector = await asyncio.to_thread(decoded_update, self._context, round_, spool)
             accept()

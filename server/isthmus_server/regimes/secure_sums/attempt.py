@@ -27,6 +27,7 @@ from isthmus_privacy.secagg.messages import (
     ShareKeys,
     UnmaskingShares,
 )
+from isthmus_privacy.secagg.ranges import Ranges
 from isthmus_privacy.secagg.server import RingSum, ServerSession
 from isthmus_privacy.slots import UNUSABLE
 from isthmus_server.model.update_decoding import UpdateSpool
@@ -85,6 +86,7 @@ class SecureAggregationAttempt:
         *,
         exact: bool = False,
         alone: FirstRequest | None = None,
+        ranges: Ranges | None = None,
     ) -> None:
         """Prepare.
 
@@ -98,6 +100,8 @@ class SecureAggregationAttempt:
                 any of them signs.
             alone: makes the request with which a device would join without a sum of ranges before;
                 None for `first_request`. The log of unmaskings has it.
+            ranges: of the updates of the cohort, which say how much they can weigh; None if they
+                are not known.
         """
         self._context = context
         self._config = config
@@ -107,6 +111,7 @@ class SecureAggregationAttempt:
         joining = (alone or first_request)(config.to_bytes())
         self._unmaskings = AttemptUnmaskings(context.unmaskings, config, joining)
         self._draw = StatedDraw(config.draw, context.link.enrolments)
+        self._ranges = ranges
         self._exact = exact
         self._needed = len(cohort) if exact else config.clients_min
         self._limits: StepLimits
@@ -143,7 +148,13 @@ class SecureAggregationAttempt:
         try:
             total = await self._sum(trained_by, deadline, before_unmasking)
             summed = total.clients
-            aggregate = decode(self._config, total.vector, total.ring.figures, clients=len(summed))
+            aggregate = decode(
+                self._config,
+                total.vector,
+                total.ring.figures,
+                clients=len(summed),
+                ranges=self._ranges,
+            )
         except AggregationAborted as error:
             # No device was lost: all of them said that they had nothing. This counts as an attempt.
             if error.code == "zero-total-weight":

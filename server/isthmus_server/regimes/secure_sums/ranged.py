@@ -14,12 +14,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg.config import RoundConfig
-from isthmus_privacy.secagg.ranges import Encoding, Ranges, lost_in_rounding
+from isthmus_privacy.secagg.graph import corrupt_clients
+from isthmus_privacy.secagg.ranges import USUAL_CLIP, Encoding, Ranges, lost_in_rounding
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
 from isthmus_server.regimes.call import ReceiptBook
 from isthmus_server.regimes.committed_sums import LARGEST_WEIGHT
@@ -38,6 +40,9 @@ log = logging.getLogger(__name__)
 
 RANGE = "range"
 """The figure of a round's training that says which range its ranges have given."""
+
+_FLOAT_ROUNDING = 1e-4
+"""Part by which a mean may be beyond its range in float32."""
 
 MakeConfig = Callable[[Ranges, bool], RoundConfig]
 """Makes the configuration of the sum of updates from ranges, which are perhaps those of others."""
@@ -71,7 +76,9 @@ class RangedAttempt:
     Guarantees:
       * the ranges of updates to a model are summed once, and are stored before anything follows
         from them. A repeated attempt uses them, with more room if it has other devices;
-      * devices that may have unmasked a sum of updates are asked for the same encoding again.
+      * devices that may have unmasked a sum of updates are asked for the same encoding again;
+      * what one device says of itself does not make the range more than 16 times that of the
+        others, and what it adds to the sum moves no element of the mean beyond the range.
     """
 
     def __init__(self, context: FederatedContext, sums: RangedSum) -> None:
@@ -114,10 +121,18 @@ class RangedAttempt:
         # Devices that have unmasked a sum of updates to this model are in this one only if it is
         # that one again, which has the encoding of before. All others may have another one.
         wider = known.round != config.round or not known.devices.issuperset(cohort)
+        # A repeated sum is that of before, perhaps with other numbers of examples than now.
+        comparable = known.ranges.is_known and not (wider or sums.exact)
         try:
             config = sums.config(known.ranges, wider)
             self._current = secure_attempt(
-                self._context, config, cohort, request, exact=sums.exact, alone=sums.at_once
+                self._context,
+                config,
+                cohort,
+                request,
+                exact=sums.exact,
+                alone=sums.at_once,
+                ranges=known.ranges if comparable else None,
             )
             config = self._current.config
             self._check_differences(known.ranges, config)
@@ -128,9 +143,16 @@ class RangedAttempt:
             result = await self._current.run(
                 max(deadline, least), before_unmasking=before_unmasking
             )
-            _check_unknown(known.ranges, result)
+            self._check_unknown(known.ranges, config, result)
+            self._check_limited(known.ranges, config, result)
+            if not wider:
+                self._check_first(known.ranges, config, result)
             self._note_false(known.ranges, result)
         except AttemptFailed as failed:
+            # One device can have moved the counts of the others, and the same devices are not asked
+            # for them again.
+            if getattr(failed.__cause__, "code", "") == "weight-not-of-ranges":
+                self._store(Ranges.unknown(), ())
             raise AttemptFailed(
                 str(failed),
                 self._with_earlier(failed.receipts),
@@ -156,6 +178,87 @@ class RangedAttempt:
         by_job = self._context.job.federated.clip is not None
         if why := ranges.refusal(encoding, config.levels, by_job=by_job):
             raise AttemptFailed(why, [])
+
+    def _check_limited(self, ranges: Ranges, config: RoundConfig, result: FederatedResult) -> None:
+        """Refuse a sum in which a device was clipped whose update is out of all proportion.
+
+        It may be right, and it may lie: one that lies only about its range is in the sum with what
+        it has sent.
+
+        Raises:
+            AttemptFailed: so it is.
+        """
+        if self._context.job.federated.clip is not None or not result.training.get("clipped"):
+            return
+        if ranges.is_limited(_liars(config)):
+            raise AttemptFailed(_out_of_proportion(config), result.receipts)
+
+    def _check_first(self, ranges: Ranges, config: RoundConfig, result: FederatedResult) -> None:
+        """Refuse a mean of compressed updates beyond their range, while nothing is left unsent.
+
+        Of compressed updates the product with the weight is clipped, which for a device with few
+        examples is far beyond its range.
+
+        Raises:
+            AttemptFailed: so it is.
+        """
+        sums = self._context.sums
+        if config.codec is None or sums.magnitude is not None or not ranges.is_known:
+            return
+        if self._context.job.federated.clip is not None or not len(result.pseudo_gradient):
+            return
+        # Rounding to the nearest level is off by half a step, and `rounding` is its deviation.
+        rounding = result.rounding * math.sqrt(3 * config.clients_max)
+        largest = max(abs(float(end)) for end in result.pseudo_gradient.aminmax())
+        if largest <= config.clip * (1 + _FLOAT_ROUNDING) + rounding:
+            return
+        if ranges.is_limited(_liars(config)):
+            raise AttemptFailed(_out_of_proportion(config), result.receipts)
+        raise AttemptFailed(
+            f"the mean of the updates has elements of up to {largest:.3g}, and by what the devices "
+            f"have said before, each update has elements of up to {config.clip:g}: one sent a "
+            "vector that does not have the agreed form",
+            result.receipts,
+        )
+
+    def _check_unknown(self, ranges: Ranges, config: RoundConfig, result: FederatedResult) -> None:
+        """Refuse a sum for which there are no ranges, and that others than honest devices can have.
+
+        Raises:
+            AttemptFailed: the updates were lost in the rounding of the encoding without ranges, or
+                their mean is out of proportion to the rounds before.
+        """
+        if ranges.is_known:
+            return
+        why = (
+            "the ranges of the updates to this model are not known, as a device was lost or sent "
+            "no ranges while they were summed"
+        )
+        advice = "set federated.clip and federated.max_examples, with which none are needed"
+        if lost_in_rounding(result.pseudo_gradient, result.rounding):
+            raise AttemptFailed(
+                f"{why}, and in the encoding without them the updates are lost in rounding: "
+                f"{advice}",
+                result.receipts,
+            )
+        # With a codec, later rounds follow the magnitude of the ones before.
+        follows = config.codec is not None and self._context.sums.magnitude is not None
+        if self._context.job.federated.clip is not None or follows or not _liars(config):
+            return
+        known = self._context.ranges.last_known(before=config.round)
+        bound = USUAL_CLIP
+        if known is not None:
+            usual = known.encoding(clients=config.clients_max, wider=True, liars=_liars(config))
+            bound = max(bound, usual.clip)
+        # After the gradient, if there is one.
+        update = result.pseudo_gradient[-self._context.layout.size :]
+        largest = max(abs(float(end)) for end in update.aminmax()) if len(update) else 0.0
+        if largest > bound:
+            raise AttemptFailed(
+                f"{why}, and the mean of the updates has elements of up to {largest:.3g}, where "
+                f"the rounds before allow {bound:g}: {advice}",
+                result.receipts,
+            )
 
     async def _find(self, deadline: float) -> SummedRanges:
         """Sum the ranges, and store them, or that they are unknown.
@@ -259,19 +362,16 @@ class RangedAttempt:
         return [merged[name] for name in sorted(merged)]
 
 
-def _check_unknown(ranges: Ranges, result: FederatedResult) -> None:
-    """Refuse a sum of updates that were lost in the rounding of an encoding for unknown ranges.
+def _liars(config: RoundConfig) -> int:
+    """Devices of a cohort that may say anything of themselves; none on the server's machine."""
+    return corrupt_clients(config.clients_max, config.corrupt_permille)
 
-    Raises:
-        AttemptFailed: so it is.
-    """
-    if ranges.is_known or not lost_in_rounding(result.pseudo_gradient, result.rounding):
-        return
-    raise AttemptFailed(
-        "the ranges of the updates to this model are not known, as a device was lost or sent no "
-        "ranges while they were summed, and in the encoding without them the updates are lost in "
-        "rounding: set federated.clip and federated.max_examples, with which none are needed",
-        result.receipts,
+
+def _out_of_proportion(config: RoundConfig) -> str:
+    return (
+        f"a device has elements beyond {config.clip:g}, which is 16 times those of the others or "
+        "the usual range: it may have diverged, or lie; set federated.clip to more than the "
+        "largest element if it is right, or to less, which bounds it"
     )
 
 

@@ -16,6 +16,7 @@ from isthmus_privacy.compression.sum_codecs import sum_codec
 from isthmus_privacy.compression.update_codec import (
     MAX_BITS,
     MAX_MAGNITUDE,
+    MAX_ONE_IN,
     MAX_RING_BITS,
     UpdateCodec,
 )
@@ -23,6 +24,7 @@ from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.distributed import fit_ring
 from isthmus_privacy.purpose import RangePurpose, ranged_model, ranges_run_id
 from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.graph import corrupt_clients
 from isthmus_privacy.secagg.ranges import (
     SIZE as RANGE_COUNTS,
 )
@@ -140,7 +142,8 @@ def training_config(
     )
     if settings.compression is not None and not spec.gradient_scale:
         magnitude = context.sums.magnitude_for(config.weight_max)
-        return _compressed(config, context.job, context.layout, magnitude)
+        known = None if wider else ranges
+        return _compressed(config, context.job, context.layout, magnitude, known)
     if context.job.federated.privacy is not None:  # devices send no loss and count the same
         config = dataclasses.replace(config, slots=PRIVATE_SLOTS, weight_max=1)
     privacy = context.privacy
@@ -176,7 +179,12 @@ def _encoding(
         encoding = Encoding(clip or USUAL_CLIP, weight, bits)
     else:
         encoding = ranges.encoding(
-            clients=clients, clip=clip, weight_max=weight_max, levels=levels, wider=wider
+            clients=clients,
+            clip=clip,
+            weight_max=weight_max,
+            levels=levels,
+            wider=wider,
+            liars=corrupt_clients(clients, margins(context, settings)["corrupt_permille"]),
         )
     if levels is not None and encoding.bits > FIGURE_BITS:
         raise AttemptFailed(
@@ -194,24 +202,36 @@ def _most_bits(clients: int) -> int:
 
 
 def _compressed(
-    config: RoundConfig, job: Job, layout: TensorLayout, magnitude: float | None
+    config: RoundConfig,
+    job: Job,
+    layout: TensorLayout,
+    magnitude: float | None,
+    ranges: Ranges | None = None,
 ) -> RoundConfig:
     """The configuration of a sum of compressed updates.
 
     Before the magnitude of updates is known, each element has as many bits as the ring allows.
+    `ranges` are of the devices' updates, if they are known: one device can move the magnitude.
     """
     compression = job.federated.compression
     assert compression is not None
-    bits = compression.bits
     clients = config.clients_max
-    if magnitude is None:
-        bits = _most_bits(clients)
-        bound = config.clip
-    else:
-        # Of few examples the mean is mostly rounding, by which one device can move it.
-        magnitude = max(-MAX_MAGNITUDE, min(MAX_MAGNITUDE, magnitude))
-        bound = UNITS_PER_BIT * (bits + 1) * 2.0**magnitude
+    bits = _most_bits(clients) if magnitude is None else compression.bits
     codec = sum_codec(job, layout, bits)
+    bound = config.clip
+    if magnitude is not None:
+        # Of few examples the mean is mostly rounding, by which one device can move it.
+        low, high = -MAX_MAGNITUDE, MAX_MAGNITUDE
+        if ranges is not None:
+            # A provided codec may send an element as rarely as the shipped one at most.
+            rounds = MAX_ONE_IN
+            if isinstance(codec, UpdateCodec):
+                rounds = max(codec.one_in, *(one_in for _, _, one_in in codec.rates), 1)
+            liars = corrupt_clients(clients, config.corrupt_permille)
+            least, most = ranges.magnitude_bounds(config.weight_max, rounds, liars)
+            low, high = max(low, min(least, high)), min(high, max(most, low))
+        magnitude = max(low, min(high, magnitude))
+        bound = UNITS_PER_BIT * (bits + 1) * 2.0**magnitude
     return dataclasses.replace(
         config,
         codec=codec,

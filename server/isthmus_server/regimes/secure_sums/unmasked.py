@@ -16,6 +16,7 @@ from isthmus.errors import AggregationAborted, UpdateError
 from isthmus.transport.blobs import into
 from isthmus.wire import link_pb2
 from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.ranges import Ranges
 from isthmus_privacy.secagg.server import RingSum, too_few
 from isthmus_server.regimes.call import call
 from isthmus_server.regimes.secure_sums.attempt import (
@@ -44,9 +45,12 @@ class UnmaskedAttempt(SecureAggregationAttempt):
         *,
         exact: bool = False,
         alone: FirstRequest | None = None,
+        ranges: Ranges | None = None,
     ) -> None:
         """Prepare; see `SecureAggregationAttempt`."""
-        super().__init__(context, config, cohort, first_request, exact=exact, alone=alone)
+        super().__init__(
+            context, config, cohort, first_request, exact=exact, alone=alone, ranges=ranges
+        )
         self._total = config.new_vector()
         self._vector = bytearray(config.payload_bytes)
         """Memory of the vector that is being added."""
@@ -107,6 +111,7 @@ def secure_attempt(
     *,
     exact: bool = False,
     alone: FirstRequest | None = None,
+    ranges: Ranges | None = None,
 ) -> SecureAggregationAttempt:
     """The attempt for the participants of a link; for the arguments see its class.
 
@@ -118,4 +123,4 @@ def secure_attempt(
         kind = SecureAggregationAttempt
         if exact:
             config = as_before(context.unmaskings, config, cohort)
-    return kind(context, config, cohort, first_request, exact=exact, alone=alone)
+    return kind(context, config, cohort, first_request, exact=exact, alone=alone, ranges=ranges)
