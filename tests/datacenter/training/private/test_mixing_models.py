@@ -106,7 +106,7 @@ def test_without_the_check_examples_change_others(monkeypatch, name, method, bat
         monkeypatch.setattr(module, "check_same", lambda *_: None)
         monkeypatch.setattr(module, "KeptState", Unchecked)
     own, others = change(name, method, batch)
-    assert max(own - 1, others) > 0.05  # and not 1e-5
+    assert max(own - 1, others) > 0.01  # a thousand times what is allowed above
 
 
 @pytest.mark.parametrize("method", ["per_example", "ghost"])
