@@ -121,9 +121,9 @@ class DeviceRun:
         """State of the last round's schedules, from which the next one's continue."""
         parts = self.job.federated.accumulate > 1
         self._gradient = StepGradient(self.task, self._trained, self._arithmetic, accumulates=parts)
-        self._open_data()
+        self._open_data(checked=False)
 
-    def _open_data(self) -> None:
+    def _open_data(self, *, checked: bool) -> None:
         device = self._arithmetic.device
         self.data = LocalData(self.task, self.participant, self.job, device)
         self.dataset = self.data.dataset
@@ -131,7 +131,9 @@ class DeviceRun:
         self._private: PrivateSteps | None = None
         """In place of the data's batches and their gradients, with `[federated.privacy]`."""
         if self.job.federated.privacy is not None:
-            self._private = PrivateSteps(self.task, self.model, self.data, self.job, device)
+            self._private = PrivateSteps(
+                self.task, self.model, self.data, self.job, device, checked=checked
+            )
 
     def for_device(self, participant: Participant) -> DeviceRun:
         """This run on another device that is simulated in this process.
@@ -147,7 +149,7 @@ class DeviceRun:
         other.participant = participant
         other._schedules = {}
         other._validation = None
-        other._open_data()
+        other._open_data(checked=True)  # the same task and model
         other._low_rank = self._low_rank.for_device(participant)
         return other
 

@@ -39,10 +39,14 @@ from isthmus_datacenter.training.forward_backward import ForwardBackward
 from isthmus_datacenter.training.positions import DataPositions
 from isthmus_datacenter.training.private.ghost_step import GhostForwardBackward
 from isthmus_datacenter.training.private.refusals import check_numbers
-from isthmus_datacenter.training.private.step import PerExampleForwardBackward
+from isthmus_datacenter.training.private.step import (
+    PerExampleForwardBackward,
+    PrivateForwardBackward,
+)
 from isthmus_datacenter.training.rng import generator_states, restore_generators, seed_all
 from isthmus_datacenter.training.whole_batches import check_layout, check_optimizers
 from isthmus_privacy.dp_sgd.examples import SampledExamples
+from isthmus_privacy.dp_sgd.isolation import EXAMPLES
 from isthmus_privacy.dp_sgd.refusals import check_layers, check_task
 
 _TABLE = "datacenter.privacy"
@@ -300,9 +304,9 @@ class Engine:
             forward_backward.model.train()
             if self.private:
                 check_layers(forward_backward.model, _TABLE)
-            if isinstance(forward_backward, GhostForwardBackward):
+            if isinstance(forward_backward, PrivateForwardBackward):
                 assert isinstance(self.batch_source, SampledExamples)
-                sample = range(min(_SAMPLE_EXAMPLES, self.examples))
+                sample = range(min(EXAMPLES, self.examples))
                 forward_backward.check(self.batch_source.read(sample)[0])
             optimizer = self._build_optimizer(shard)
         return shard, forward_backward, optimizer

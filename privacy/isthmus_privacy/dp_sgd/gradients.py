@@ -1,23 +1,39 @@
 """The gradient of every single example, clipped to a norm, and their sum with noise.
 
 The gradients are those that a batch of this one example would have, computed for several at a time
-by `torch.func`: nothing that the model does can mix examples.
+by `torch.func`, where no operation sees two examples. What is left to a model is to keep something
+of one example until it computes another: `KeptState` refuses it in every step.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
+from torch.overrides import TorchFunctionMode
 
+from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
 from isthmus.task.scoring import losses_of, pair_of
+from isthmus.task.scoring.inputs import tensors_of
 from isthmus_privacy.dp.gaussian import KEY_BYTES, GaussianDraws
 from isthmus_privacy.dp_sgd.examples import ExampleGroup
+from isthmus_privacy.dp_sgd.isolation import (
+    GeneratorStates,
+    Observed,
+    arranged,
+    check_same,
+    compares,
+    kept_generators,
+    place_in,
+    replaced,
+)
+from isthmus_privacy.dp_sgd.kept_state import KeptState
 
 MEMORY_ELEMENTS = 1 << 26
 """Elements of all gradients that exist at a time."""
@@ -39,11 +55,59 @@ class ExampleGradients:
         self.size = sum(each.numel() for each in self.trained().values())
         """N: elements of a gradient."""
         self._at_once = max(1, min(at_once, MEMORY_ELEMENTS // max(self.size, 1)))
+        self._steps = 0
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, by name; a gradient is in their order."""
         named = self._model.named_parameters()
         return {name: each for name, each in named if each.requires_grad}
+
+    def check(self, group: ExampleGroup) -> None:
+        """Refuse models in which the gradient of an example depends on others.
+
+        What is computed for each of the examples must not change when the others are replaced, and
+        nothing that is kept between calls may change at all. Random numbers are drawn again
+        afterwards as if this had not been.
+
+        Args:
+            group: a few examples.
+
+        Raises:
+            TaskError: it does, or the model or the loss failed.
+        """
+        state = KeptState(self._task, self._model, parameters="values")
+        for rows, place in arranged(group.tensors):
+            expected = self._observe(group, rows, place)
+            state.check()
+            repeated = self._repeated(group, rows, place)
+            for others in replaced(rows, place, made_up=True):
+                try:
+                    found = self._observe(group, others, place)
+                except TaskError:  # of values that no example has
+                    continue
+                state.check()
+                check_same(expected, found, repeated)
+            check_same(expected, self._observe(group, rows, place), repeated)
+        state.check()
+
+    def step_sum(self, groups: Sequence[ExampleGroup], device: Any) -> torch.Tensor:
+        """The sum (N, float64) of the clipped gradients of all examples of a step.
+
+        In some steps what was computed for one of them is compared with what it is among others.
+
+        Raises:
+            TaskError: see `add_to`; or one example changes the gradients of others.
+        """
+        compared = compares(self._steps)
+        state = KeptState(self._task, self._model, parameters="values" if compared else "versions")
+        total = self.zeros(device)
+        for group in groups:
+            self.add_to(total, group)
+        if compared and groups:
+            self._compare(max(groups, key=len))
+        state.check()
+        self._steps += 1
+        return total
 
     def add_to(self, total: torch.Tensor, group: ExampleGroup) -> None:
         """Add the clipped gradients of all examples of a group to a vector (N) of `zeros`.
@@ -53,21 +117,68 @@ class ExampleGradients:
         Raises:
             TaskError: the model or the loss failed, or cannot be computed by `torch.func.vmap`.
         """
+        gradients = self._computed(group)
+        for rows in group.parts(self._at_once):
+            parts = list(gradients(*rows)[0].values())
+            total += clipped_sum(parts, self._clip)
+
+    def _compare(self, group: ExampleGroup) -> None:
+        """Compute the gradient of one example twice, among different others."""
+        rows = next(iter(group.parts(self._at_once)))
+        count = len(rows[0])
+        place = place_in(self._steps, count)
+        for others in itertools.islice(replaced(rows, place, made_up=False), 1):
+            expected = self._observe(group, rows, place)
+            repeated = self._repeated(group, rows, place)
+            check_same(expected, self._observe(group, others, place), repeated)
+
+    def _repeated(
+        self, group: ExampleGroup, rows: Sequence[torch.Tensor], place: int
+    ) -> Observed | None:
+        """The same once more, where kernels may not repeat their result."""
+        return None if rows[0].device.type == "cpu" else self._observe(group, rows, place)
+
+    def _observe(self, group: ExampleGroup, rows: Sequence[torch.Tensor], place: int) -> Observed:
+        """The loss, the outputs and the gradient of one of some examples, from one seed."""
+        gradients = self._computed(group, with_outputs=True)
+        observed: dict[str, torch.Tensor] = {}
+        with kept_generators(rows[0].device):
+            for start in range(0, len(rows[0]), self._at_once):
+                some = [each[start : start + self._at_once] for each in rows]
+                found, (loss, outputs) = gradients(*some)
+                if not start <= place < start + self._at_once:
+                    continue
+                index = place - start
+                observed["the loss"] = loss[index].clone()
+                for number, each in enumerate(outputs):
+                    observed[f"tensor {number} of the output"] = each[index].clone()
+                for name, each in found.items():
+                    observed[f"the gradient of parameter {name!r}"] = each[index].clone()
+            observed.update(GeneratorStates(rows[0].device).observed())
+        return observed
+
+    def _computed(self, group: ExampleGroup, *, with_outputs: bool = False) -> Callable[..., Any]:
+        """A function of rows (B, ...): gradients (B, ...) by name, losses (B), and outputs."""
         trained = {name: each.detach() for name, each in self.trained().items()}
         places = _places(self._called, self.trained())
 
-        def loss(parameters: Mapping[str, torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
+        def loss(parameters: Mapping[str, torch.Tensor], *rows: torch.Tensor) -> Any:
             inputs, target = pair_of(self._task, group.batch_of(rows))
             swapped = {place: parameters[name] for place, name in places.items()}
-            output = functional_call(self._called, swapped, (inputs,), tie_weights=False)
-            return losses_of(self._task, output, target).mean()
+            with _WithoutAssignedData():
+                output = functional_call(self._called, swapped, (inputs,), tie_weights=False)
+                mean = losses_of(self._task, output, target).mean()
+            outputs = [each.detach() for each in tensors_of(output)] if with_outputs else []
+            return mean, (mean.detach(), outputs)
 
         axes = (None, *(0 for _ in group.tensors))
-        gradients = vmap(grad(loss), in_dims=axes, randomness="different")
-        for rows in group.parts(self._at_once):
+        gradients = vmap(grad(loss, has_aux=True), in_dims=axes, randomness="different")
+
+        def computed(*rows: torch.Tensor) -> Any:
             with user_code("the gradient of single examples (torch.func.vmap)"):
-                parts = list(gradients(trained, *rows).values())
-            total += clipped_sum(parts, self._clip)
+                return gradients(trained, *rows)
+
+        return computed
 
     def zeros(self, device: Any) -> torch.Tensor:
         """A sum (N) of nothing, in float64: see `clipped_sum`."""
@@ -148,3 +259,24 @@ class _CalledWithInputs(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         return self.task.forward(self.model, inputs)
+
+
+class _WithoutAssignedData(TorchFunctionMode):
+    """Refuses to put the memory of a tensor of `torch.func` into another tensor.
+
+    PyTorch does not: such a tensor has no memory of its own, and the process would end.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func == _SET_DATA:
+            raise TaskError(
+                "forward() or loss() assigns the data of a tensor, which with differential privacy "
+                "of examples could carry something of one example to others; keep nothing between "
+                "calls"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor of C

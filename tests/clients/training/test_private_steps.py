@@ -124,6 +124,12 @@ def test_a_gradient_that_is_not_finite_costs_only_its_example(open_run):
             r"local_data\(\) is an iterable dataset.*\(federated.privacy\)",
         ),
         (
+            "def forward(self, model, inputs):\n"
+            "    self.last = model(inputs).detach()\n"
+            "    return model(inputs)",
+            r"changes 'task.last', so that one example could change the gradients of others",
+        ),
+        (
             "def local_data(self, participant):\n    return rows(19, 0)",
             r"federated.batch_size=20 is more than the number of examples of this device, 19",
         ),

@@ -16,6 +16,7 @@ from isthmus_clients.training.local_data import LocalData
 from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 from isthmus_privacy.dp_sgd.examples import ExampleGroup, SampledExamples
 from isthmus_privacy.dp_sgd.gradients import ExampleGradients, add_noise
+from isthmus_privacy.dp_sgd.isolation import EXAMPLES, kept_generators
 from isthmus_privacy.dp_sgd.refusals import check_layers, check_task
 
 TABLE = "federated.privacy"
@@ -31,11 +32,24 @@ class PrivateSteps:
     """
 
     def __init__(
-        self, task: Task, model: nn.Module, data: LocalData, job: Job, device: torch.device
+        self,
+        task: Task,
+        model: nn.Module,
+        data: LocalData,
+        job: Job,
+        device: torch.device,
+        *,
+        checked: bool = False,
     ) -> None:
         """Find the noise, from the number of examples of this device.
 
-        `model` is what the device trains, on `device`.
+        Args:
+            task: of the job.
+            model: what the device trains, on `device`.
+            data: of this device.
+            job: with `federated.privacy`.
+            device: of the computation.
+            checked: whether the model was compared on another device's examples.
 
         Raises:
             TaskError: the task or a layer of the model mixes examples.
@@ -51,6 +65,10 @@ class PrivateSteps:
         own = range(data.examples)
         self._sampled = SampledExamples(task, data.dataset, own, plan.probability, device)
         self._gradients = ExampleGradients(task, model, plan.privacy.clip, settings.batch_size)
+        if not checked:
+            with kept_generators(device):
+                sample = self._sampled.read(range(min(EXAMPLES, data.examples)))
+            self._gradients.check(sample[0])
 
     def steps(
         self, seed: bytes, round_: int, settings: FederatedSection
@@ -76,9 +94,7 @@ class PrivateSteps:
         Raises:
             TaskError: the task's code failed.
         """
-        total = self._gradients.zeros(self._device)
-        for group in groups:
-            self._gradients.add_to(total, group)
+        total = self._gradients.step_sum(groups, self._device)
         add_noise(total, self._deviation)
         self._gradients.put(total.div_(self._expected))
         return torch.zeros(())

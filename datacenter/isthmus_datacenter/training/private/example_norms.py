@@ -11,6 +11,7 @@ is reduced, and the layers have their whole parameters when gradients pass them.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call, vjp, vmap
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.training.private.outer_products import (
@@ -31,6 +33,15 @@ from isthmus_datacenter.training.private.outer_products import (
 
 PER_EXAMPLE = "set datacenter.privacy.clipping = 'per_example', with zero_stage = 0"
 """What is possible for all models."""
+
+_UNIT = 2.0**-24
+"""Largest relative error of rounding to float32."""
+_ERRORS = 8
+"""Roundings of an output gradient on its way to a layer, relative to the largest one."""
+_UNIT_TF32 = 2.0**-11
+"""The same of TensorFloat-32, to which convolutions on GPUs round what they multiply."""
+_NORMALISING = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _InstanceNorm)
+"""Layers whose gradients do not grow with their inputs."""
 
 _Summand = OuterProducts | torch.Tensor
 """The gradients of one parameter at one of its places: as they are, or (B, ...)."""
@@ -62,14 +73,16 @@ class ExampleNorms:
                 module.register_forward_pre_hook(self._before(layer), with_kwargs=True)
                 module.register_forward_hook(self._after(layer), with_kwargs=True)
 
-    def begin(self, alive: torch.Tensor) -> None:
+    def begin(self, alive: torch.Tensor, observed: int | None = None) -> None:
         """Begin a batch, before its forward pass.
 
         Args:
             alive: (B) bool; the layers replace the inputs of other examples by zeros, and do not
                 pass their gradients on, so that nothing of them is in a sum, even if not finite.
+            observed: the place of an example whose inputs and output gradients of all layers are
+                noted; None for none.
         """
-        self._batch = _Batch(alive)
+        self._batch = _Batch(alive, observed)
 
     def end(self) -> None:
         """End the batch."""
@@ -94,6 +107,22 @@ class ExampleNorms:
             batch.squares[name] = _squares_of_sum(summands)
         batch.several.clear()
         return batch.squares
+
+    def observed(self) -> dict[str, torch.Tensor]:
+        """What the layers got for the observed example, by what it is; after `squares`.
+
+        The gradients of all parameters of layers follow from it.
+        """
+        assert self._batch is not None
+        return self._batch.noted
+
+    def rounding(self) -> torch.Tensor:
+        """Bounds (B, float64) on what rounding adds to each example's gradient; after `squares`.
+
+        See `_Batch.rounding`.
+        """
+        assert self._batch is not None
+        return self._batch.rounding()
 
     # -- hooks ----------------------------------------------------------------------------------
 
@@ -121,6 +150,7 @@ class ExampleNorms:
                 return
             given = layer.input_of(args, kwargs)
             layer.check_output(output, batch.size)
+            call = batch.note(f"the input of layer {layer.name!r}", given)
             if not output.requires_grad:
                 return
             batch.uses.update(layer.trained.values())
@@ -133,6 +163,8 @@ class ExampleNorms:
             def receive(gradient: torch.Tensor) -> torch.Tensor:
                 gradient = batch.without_dead(gradient)
                 if batch.measures:
+                    if call is not None:
+                        batch.note(f"the gradient after {call[4:]}", gradient)
                     with torch.no_grad():  # then the second pass frees inputs as it goes
                         batch.add(layer, kept.pop(), gradient)
                 return gradient
@@ -197,6 +229,46 @@ class _Layer:
         shape = torch.Size((module.num_embeddings, module.embedding_dim))
         return {"weight": OuterProducts(rows, gradient, shape)}
 
+    def sizes(self, given: torch.Tensor, gradient: torch.Tensor) -> _Sizes:
+        """How large the terms of the gradients are, by attribute.
+
+        A gradient is a sum over the T positions of an example, such as of g_t x_t^T in a linear
+        layer, whose terms may be much larger than it. Where the terms are not known, the product of
+        the norms of g and x is no less than the sum of theirs (Cauchy and Schwarz).
+        """
+        module = self.module
+        if isinstance(module, nn.Linear | nn.Embedding):
+            of_gradients = _norms_of_terms(gradient)
+            terms = dict.fromkeys(self.trained, of_gradients.sum(1))
+            count = torch.full_like(of_gradients[:, 0], of_gradients.shape[1])
+            factors = dict.fromkeys(self.trained, count)
+            if isinstance(module, nn.Linear) and "weight" in terms:
+                of_inputs = _norms_of_terms(given)
+                terms["weight"] = (of_gradients * of_inputs).sum(1)
+                factors["weight"] = of_inputs.sum(1)
+            return _Sizes(terms, factors, of_gradients.amax(1))
+        positions = max(1, self.terms(gradient) // len(gradient))
+        # What is normalised is at most one on average; other layers may have it besides inputs.
+        length = torch.full_like(_norm(gradient), math.sqrt(gradient[0].numel()))
+        if not isinstance(module, _NORMALISING) and given.is_floating_point():
+            # A convolution uses each number of its input once for each number of the kernel.
+            kernel = getattr(module, "kernel_size", ())
+            uses = math.prod(kernel) if isinstance(kernel, tuple) else 1
+            length += math.sqrt(uses) * _norm(given)
+        largest = gradient.abs().flatten(1).amax(1).double()
+        return _Sizes(
+            dict.fromkeys(self.trained, length * _norm(gradient)),
+            dict.fromkeys(self.trained, length * math.sqrt(positions)),
+            largest * math.sqrt(gradient[0].numel() / positions),
+        )
+
+    def terms(self, gradient: torch.Tensor) -> int:
+        """The number of terms of all examples that are added to one number of a gradient."""
+        if isinstance(self.module, nn.Linear | nn.Embedding):
+            return gradient.numel() // gradient.shape[-1]
+        smallest = min(each.numel() for each in self.parameters().values())
+        return max(1, gradient.numel() // getattr(self.module, "out_channels", smallest))
+
     def computed(self, given: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
         """The gradients (B, ...) of the parameters of any layer."""
         called = _Forward(_kind(self.module), self.module)
@@ -222,10 +294,24 @@ class _Layer:
 
 
 @dataclasses.dataclass
+class _Sizes:
+    """How large the terms of the gradients of one layer are: (B, float64) each."""
+
+    terms: dict[str, torch.Tensor]
+    """Sums of the norms of all terms, by attribute."""
+    factors: dict[str, torch.Tensor]
+    """Sums of the norms of what output gradients are multiplied by, by attribute."""
+    largest: torch.Tensor
+    """Largest norm of an output gradient at one position."""
+
+
+@dataclasses.dataclass
 class _Batch:
     """What the hooks find for one batch."""
 
     alive: torch.Tensor
+    place: int | None = None
+    """Of the example that is observed."""
     measures: bool = False
     """Whether gradients that pass are those whose norms are wanted."""
     lowest: list[GradientEdge] = dataclasses.field(default_factory=list)
@@ -237,6 +323,13 @@ class _Batch:
         default_factory=lambda: defaultdict(list)
     )
     """Gradients of parameters with several places: the norm of their sum is wanted."""
+    terms: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """See `_Sizes`, for each parameter at all of its places."""
+    factors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    largest: torch.Tensor | None = None
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What rounding adds to a parameter's gradient, relative to its terms."""
+    noted: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.size = len(self.alive)
@@ -248,8 +341,52 @@ class _Batch:
             return rows
         return torch.where(self.alive.view(-1, *[1] * (rows.ndim - 1)), rows, 0)
 
+    def note(self, what: str, rows: torch.Tensor) -> str | None:
+        """Note the row of the observed example; returns what it is called, None without one."""
+        if self.place is None:
+            return None
+        calls = sum(each.partition(" (")[0] == what for each in self.noted)
+        name = f"{what} (call {calls + 1})" if calls else what
+        self.noted[name] = rows[self.place].detach().clone()
+        return name
+
+    def rounding(self) -> torch.Tensor:
+        """Bounds (B, float64) on what rounding adds to the gradient of each example.
+
+        Adding n numbers rounds n times, each time by at most u of the sum so far, which is at most
+        the sum of the numbers' sizes. Errors of independent signs add up to the root of n times
+        that (Higham and Mary 2019, "A new approach to probabilistic rounding error analysis"). n
+        is of the whole batch, since all its examples are added to one sum, in any order.
+
+        Output gradients have rounding errors too, which may be all that there is of them, where
+        others cancel on the way. They are taken for `_ERRORS` u of the example's largest one.
+        """
+        assert self.largest is not None
+        total = torch.zeros_like(self.largest)
+        for name, terms in self.terms.items():
+            error = self.errors[name] * terms
+            error = error + _ERRORS * _UNIT * self.largest * self.factors[name]
+            total += error.square()
+        return total.sqrt()
+
+    def _add_sizes(self, layer: _Layer, given: torch.Tensor, gradient: torch.Tensor) -> None:
+        count = layer.terms(gradient)
+        error = _UNIT * math.sqrt(count)
+        if gradient.device.type != "cpu" and hasattr(layer.module, "kernel_size"):
+            error += _UNIT_TF32 / math.sqrt(max(1, count // self.size))
+        sizes = layer.sizes(given, gradient)
+        for attribute, terms in sizes.terms.items():
+            name = layer.trained[attribute]
+            self.terms[name] = self.terms.get(name, 0) + terms
+            self.factors[name] = self.factors.get(name, 0) + sizes.factors[attribute]
+            self.errors[name] = max(self.errors.get(name, 0.0), error)
+        if self.largest is None:
+            self.largest = sizes.largest
+        self.largest = torch.maximum(self.largest, sizes.largest)
+
     def add(self, layer: _Layer, given: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add the gradients of a layer's parameters at one place."""
+        self._add_sizes(layer, given, gradient)
         if isinstance(layer.module, nn.Linear | nn.Embedding):
             for attribute, summand in layer.gradients(given, gradient).items():
                 name = layer.trained[attribute]
@@ -277,6 +414,19 @@ def refused(name: str, module: nn.Module, why: str) -> TaskError:
         f"layer {name!r} ({_kind(module).__name__}) {why}, so that ghost clipping cannot find the "
         f"norm of an example's gradient; {PER_EXAMPLE}"
     )
+
+
+def _norm(rows: torch.Tensor) -> torch.Tensor:
+    """Norms (B, float64) of tensors (B, ...)."""
+    norms: torch.Tensor = torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=torch.float64)
+    return norms
+
+
+def _norms_of_terms(rows: torch.Tensor) -> torch.Tensor:
+    """Norms (B, T, float64) of the last dimension of tensors (B, ..., C)."""
+    terms = rows.flatten(1, -2) if rows.ndim > 2 else rows.unsqueeze(1)
+    norms: torch.Tensor = torch.linalg.vector_norm(terms, dim=-1, dtype=torch.float64)
+    return norms
 
 
 def _squares_of_sum(summands: Sequence[_Summand]) -> torch.Tensor:

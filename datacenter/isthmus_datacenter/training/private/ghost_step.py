@@ -29,6 +29,17 @@ from isthmus_datacenter.training.private.example_norms import PER_EXAMPLE, Examp
 from isthmus_datacenter.training.private.step import PrivateForwardBackward
 from isthmus_privacy.dp.gaussian import KEY_BYTES, GaussianDraws
 from isthmus_privacy.dp_sgd.examples import ExampleGroup
+from isthmus_privacy.dp_sgd.isolation import (
+    GeneratorStates,
+    Observed,
+    arranged,
+    check_same,
+    compares,
+    kept_generators,
+    place_in,
+    replaced,
+)
+from isthmus_privacy.dp_sgd.kept_state import KeptState
 
 _ROUNDING = {"cpu": 2.0**-16}
 """By how much of it the bound is lowered: the second pass rounds otherwise than the first."""
@@ -36,6 +47,8 @@ _ROUNDING_ELSEWHERE = 2.0**-10
 """Convolutions on GPUs are TensorFloat-32 by default, with 10 bits."""
 _TOLERANCE = 4e-3
 """Largest error of squared norms, relative to those that `check` computes otherwise."""
+_ROUNDED = 2.0**-8
+"""Largest share of the bound that rounding may add to an example's clipped gradient."""
 _NEGLIGIBLE = 1e-6
 """Share of the squared norm of all parameters."""
 _IN_PLACE_OF_ZERO = 0.02
@@ -72,6 +85,7 @@ class GhostForwardBackward(PrivateForwardBackward):
         # A step has more than the expected number of examples half of the time, and a second pass
         # for a few of them would take nearly as long as the first.
         self._at_once = math.ceil(section.batch_size + 2 * math.sqrt(section.batch_size))
+        self._steps = 0
         self._spare: ExampleGroup | None = None
         """What a rank without examples passes through the model, with nothing of it in the sum."""
 
@@ -83,7 +97,11 @@ class GhostForwardBackward(PrivateForwardBackward):
         its layer. In training mode they are compared with the gradient of the same pass, and the
         loss of one example must not depend on the other at all. Each of the two is first once, as
         a model may change their order. Zeros among the parameters are replaced meanwhile: they stop
-        gradients, but only until the first step of training. All ranks call this together.
+        gradients, but only until the first step of training.
+
+        Gradients do not show statistics that are detached. So what all layers get for one example
+        must not change either when the others are replaced, and nothing that is kept between
+        batches may change. All ranks call this together.
 
         Args:
             group: at least one example, the same on all ranks.
@@ -98,9 +116,11 @@ class GhostForwardBackward(PrivateForwardBackward):
             each[:2] if len(group) > 1 else each.repeat_interleave(2, 0) for each in group.tensors
         ]
         with self._without_zeros():
+            state = self._state(values=True)
             for rows in [two, [each.flip(0) for each in two]][: len(group)]:
                 self._check_evaluation(group.one, rows)
                 self._check_training(group.one, rows)
+            self._check_isolation(group, state)
 
     def _check_evaluation(self, one: Any, two: Sequence[torch.Tensor]) -> None:
         with _without_dropout(self.model):
@@ -136,6 +156,51 @@ class GhostForwardBackward(PrivateForwardBackward):
                     f"shows, which ghost clipping does not bound; {PER_EXAMPLE}"
                 )
         self._compare(squares)
+
+    def _check_isolation(self, group: ExampleGroup, state: KeptState) -> None:
+        for rows, place in arranged(group.tensors):
+            expected = self._observe(group.one, rows, place)
+            state.check()
+            repeated = self._repeated(group.one, rows, place)
+            for others in replaced(rows, place, made_up=True):
+                try:
+                    found = self._observe(group.one, others, place)
+                except TaskError:  # of values that no example has
+                    continue
+                state.check()
+                check_same(expected, found, repeated)
+            check_same(expected, self._observe(group.one, rows, place), repeated)
+        state.check()
+
+    def _state(self, *, values: bool) -> KeptState:
+        # `fully_shard` has other parameters in the layers while they compute.
+        how = "none" if self._sharded else "values" if values else "versions"
+        return KeptState(self.task, self.model, parameters=how)
+
+    def _repeated(self, one: Any, rows: Sequence[torch.Tensor], place: int) -> Observed | None:
+        """The same once more, where kernels may not repeat their result."""
+        return None if self.device.type == "cpu" else self._observe(one, rows, place)
+
+    def _observe(self, one: Any, rows: Sequence[torch.Tensor], place: int) -> Observed:
+        """What all layers get for one of some examples, and its loss, from one seed."""
+        alive = torch.ones(len(rows[0]), dtype=torch.bool, device=self.device)
+        self._norms.begin(alive, place)
+        with kept_generators(self.device):
+            try:
+                output, losses = self._outputs_and_losses(one, rows)
+                self._reshard_after_backward(self.dims.reshard_after_forward)
+                with user_code("the backward pass"):
+                    self._norms.squares(losses)
+                observed = self._norms.observed()
+            finally:
+                self._norms.end()
+                self._reshard_after_backward(True)
+                self.shard.reshard()
+            observed.update(GeneratorStates(self.device).observed())
+        observed["the loss"] = losses[place].detach()
+        for number, each in enumerate(tensors_of(output)):
+            observed[f"tensor {number} of the output"] = each[place].detach()
+        return observed
 
     def _compare(self, squares: Mapping[str, torch.Tensor]) -> None:
         """Compare the squared norms of the first example with the parameters' `grad`."""
@@ -175,6 +240,12 @@ class GhostForwardBackward(PrivateForwardBackward):
 
     def _set_gradients(self, batch: Any) -> None:
         parts = [(group.one, rows) for group in batch for rows in group.parts(self._at_once)]
+        compared = compares(self._steps)
+        self.shard.reshard()
+        state = self._state(values=compared)
+        if compared:
+            self._compare_others(parts)
+        self._steps += 1
         # As many passes on all ranks: each gathers parameters, which all ranks do together.
         for index in range(self._largest(len(parts)) if self._sharded else len(parts)):
             if index < len(parts):
@@ -182,7 +253,23 @@ class GhostForwardBackward(PrivateForwardBackward):
             else:
                 assert self._spare is not None
                 self._add(self._spare.one, self._spare.tensors, alive=False)
+        state.check()
         self._finish_gradients()
+
+    def _compare_others(self, parts: Sequence[tuple[Any, Sequence[torch.Tensor]]]) -> None:
+        """Compute one example of a step among different others, in equal passes of all ranks."""
+        if parts:
+            one, rows = max(parts, key=lambda part: len(part[1][0]))
+        elif self._sharded:
+            assert self._spare is not None
+            one, rows = self._spare.one, self._spare.tensors
+        else:
+            return
+        place = place_in(self._steps, len(rows[0]))
+        expected = self._observe(one, rows, place)
+        repeated = self._repeated(one, rows, place)
+        others = next(replaced(rows, place, made_up=False), rows)
+        check_same(expected, self._observe(one, others, place), repeated)
 
     # -- passes ---------------------------------------------------------------------------------
 
@@ -207,6 +294,12 @@ class GhostForwardBackward(PrivateForwardBackward):
             del losses  # with its graph
             self.shard.reshard()
         factor = (self._bound / squared.sqrt().clamp(min=1e-300)).clamp(max=1.0)
+        # What rounding may add has a bound too. It matters where the terms of a gradient are much
+        # larger than it and cancel, as for a number of 1e9 at all positions of an example. A power
+        # of two then has the second pass round as the first did.
+        most = self._clip * _ROUNDED / self._norms.rounding().clamp(min=1e-300)
+        exponent = torch.frexp(most).exponent - 1
+        factor = torch.where(factor > most, torch.ldexp(torch.ones_like(most), exponent), factor)
         # A factor below the least normal number would be rounded by up to a half, also upwards.
         kept = living & (factor >= torch.finfo(losses.dtype).tiny)
         factor = torch.where(kept, factor, 0.0).to(losses.dtype)
@@ -217,6 +310,11 @@ class GhostForwardBackward(PrivateForwardBackward):
 
     def _losses(self, one: Any, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss (B) of each example, as if it were alone; the model computes all together."""
+        return self._outputs_and_losses(one, rows)[1]
+
+    def _outputs_and_losses(
+        self, one: Any, rows: Sequence[torch.Tensor]
+    ) -> tuple[Any, torch.Tensor]:
         inputs, target = pair_of(self.task, _with_tensors(one, rows))
         with user_code("forward()"):
             output = self.task.forward(self.model, inputs)
@@ -227,7 +325,7 @@ class GhostForwardBackward(PrivateForwardBackward):
             raise TaskError(
                 "loss() does not depend on what is trained; is something detached, or in NumPy?"
             )
-        return together
+        return output, together
 
     def _reshard_after_backward(self, whether: bool) -> None:
         """Keep what was gathered for the first backward pass, where memory is not scarce."""

@@ -15,6 +15,7 @@ from isthmus_datacenter.messages import ReadSignal
 from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.training.consensus import start_units_all_reduce
 from isthmus_datacenter.training.forward_backward import ForwardBackward, StepResult
+from isthmus_privacy.dp_sgd.examples import ExampleGroup
 from isthmus_privacy.dp_sgd.gradients import ExampleGradients, add_noise
 
 
@@ -82,6 +83,17 @@ class PrivateForwardBackward(ForwardBackward, abc.ABC):
         return 0
 
     @abc.abstractmethod
+    def check(self, group: ExampleGroup) -> None:
+        """Refuse models in which an example has a share in more than its own gradient.
+
+        Args:
+            group: a few examples, the same on all ranks.
+
+        Raises:
+            TaskError: the model is one.
+        """
+
+    @abc.abstractmethod
     def _set_gradients(self, batch: Any) -> None:
         """Set the parameters' `grad` to the sum of the clipped gradients over all ranks, and noise.
 
@@ -105,10 +117,12 @@ class PerExampleForwardBackward(PrivateForwardBackward):
         self._adds_noise = rank == 0
         self._gradients = ExampleGradients(task, self.model, self._clip, section.batch_size)
 
+    def check(self, group: ExampleGroup) -> None:
+        """See `PrivateForwardBackward`."""
+        self._gradients.check(group)
+
     def _set_gradients(self, batch: Any) -> None:
-        total = self._gradients.zeros(self.device)
-        for group in batch:
-            self._gradients.add_to(total, group)
+        total = self._gradients.step_sum(batch, self.device)
         if self._adds_noise:
             add_noise(total, self._deviation)
         if self.dims.ranks > 1:

@@ -13,6 +13,7 @@ from isthmus.job.datacenter import DatacenterSection
 from isthmus_datacenter.messages import ControlSignal
 from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
+from isthmus_datacenter.training.private import ghost_step
 from isthmus_datacenter.training.private.example_norms import ExampleNorms
 from isthmus_datacenter.training.private.ghost_step import GhostForwardBackward
 from isthmus_privacy.dp_sgd.examples import SampledExamples
@@ -235,6 +236,62 @@ def test_no_example_is_longer_than_the_bound(kind):
             assert float(clipped) <= clip
             assert float(clipped) == pytest.approx(clip, rel=1e-4)
             model.zero_grad()
+
+
+class Level(nn.Module):
+    """Sequences of which the mean is taken away, so that what is the same at all places cancels."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 8), nn.Linear(8, 3)
+
+    def forward(self, values):
+        hidden = self.inner(values)
+        hidden = hidden - hidden.mean(1, keepdim=True)
+        return self.head(hidden.tanh().mean(1))
+
+
+class Level2d(nn.Module):
+    """The same with a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Conv1d(3, 8, 1), nn.Linear(8, 3)
+
+    def forward(self, values):
+        hidden = self.inner(values.mT)
+        hidden = hidden - hidden.mean(2, keepdim=True)
+        return self.head(hidden.tanh().mean(2))
+
+
+def largest_change(kind, length, value):
+    """By one example with a number that is the same at all places, in bounds."""
+    task, changes = Table({}), []
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = kind()
+        inputs, target = torch.randn(4, length, 3), torch.tensor([0, 1, 2, 1])
+        inputs[0, :, 0] = value
+        steps = forward_backward(task, model, clip=0.3)
+        totals = []
+        for first in (1, 0):  # zero-out
+            rows = (inputs[first:], target[first:])
+            steps.model.zero_grad()
+            steps._add(rows, rows, alive=True)
+            totals.append(torch.cat([each.grad.flatten() for each in model.parameters()]))
+        changes.append(float((totals[1] - totals[0]).double().norm()) / 0.3)
+    return max(changes)
+
+
+@pytest.mark.parametrize("kind", [Level, Level2d])
+@pytest.mark.parametrize("length", [2, 7])
+@pytest.mark.parametrize("value", [1.0, 1e3, 1.7e9, 1e15])  # seconds since 1970
+def test_terms_that_cancel_add_no_more_than_the_bound(kind, length, value, monkeypatch):
+    """The first pass finds a norm, and what float32 loses in the second pass may be larger."""
+    assert largest_change(kind, length, value) <= 1 + 3 * 2.0**-8
+    if (length, value) == (7, 1.7e9):
+        monkeypatch.setattr(ghost_step, "_ROUNDED", 1e300)
+        assert largest_change(kind, length, value) > 1.1
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")

@@ -80,6 +80,7 @@ def test_a_step_without_examples_has_noise_only(make_private, warm_datacenter, d
     [
         ("Normalised", {}, r"layer '1' \(BatchNorm1d\).*use nn.GroupNorm"),
         ("ByBatch", {}, r"training_step\(\) gives the loss of a batch.*define loss\(\)"),
+        ("Centred", {"clipping": "ghost"}, r"changes with the other examples of its batch"),
         ("Table", {"examples": 60}, r"local_data\(\) has 50 examples.*set it to 50"),
         ("Table", {"noise": None}, r"does not say the noise"),
     ],
@@ -88,6 +89,13 @@ def test_what_cannot_be_bounded_is_refused(make_private, warm_datacenter, task, 
     setup = make_private(task, **{"noise": 1.0, **privacy})
     with pytest.raises(UserError, match=reason):
         warm_datacenter.open("private-refused", setup)
+
+
+@pytest.mark.parametrize("clipping", ["per_example", "ghost"])
+def test_what_is_kept_between_batches_is_refused(make_private, warm_datacenter, clipping):
+    setup = make_private("Centred", {"later": True}, noise=1.0, clipping=clipping)
+    with pytest.raises(UserError, match=r"changes 'task.last'"):
+        warm_datacenter.open("private-kept", setup)
 
 
 def test_gradients_without_noise_are_refused(make_private, warm_datacenter):

@@ -1,0 +1,193 @@
+"""Whether what a model computes for one example depends on the others of its batch.
+
+Others are replaced, in batches of the same size and with the same random numbers, and everything
+that is computed for the one has to be the same, bit by bit: the kernels of PyTorch then add the
+same numbers in the same order. Only where repeating the very same batch gives other bits, as some
+kernels of accelerators do, a difference is allowed, of at most `_ROUNDING`.
+
+Gradients do not tell all: a statistic that is detached changes what others get without a gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from isthmus.errors import TaskError
+
+EXAMPLES = 4
+"""Examples of the batches that are compared when a run is opened."""
+_EVERY = 64
+"""Steps from one comparison in training to the next."""
+_ROUNDING = 2.0**-16
+"""Largest difference, relative to the largest element, where kernels are not repeatable."""
+_OUTLIERS = (-1e3, 1e6)
+"""Factors of other examples' values: a share of one part in a thousand million is then seen."""
+
+Observed = Mapping[str, torch.Tensor]
+"""What was computed for one example, by what it is."""
+
+
+def compares(step: int) -> bool:
+    """Whether a step of training, counted from 0, is one of those that are compared."""
+    return step % _EVERY == 0
+
+
+def place_in(step: int, count: int) -> int:
+    """The place of the example that is compared in a step, among so many: the last one first.
+
+    An example may depend only on those before it.
+    """
+    return count - 1 - step // _EVERY % count
+
+
+def arranged(rows: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[torch.Tensor], int]]:
+    """A few examples with each of them at the end once, and one at the beginning; and its place.
+
+    Where examples before one change what it gets, the last is changed most, as by the capacity of
+    an expert; the first is, where examples after it do. A single example is there twice.
+    """
+    rows = [each[:EXAMPLES] for each in rows]
+    if len(rows[0]) == 1:
+        rows = [each.repeat_interleave(2, 0) for each in rows]
+    count = len(rows[0])
+    yield rows, 0
+    for shift in range(count):
+        yield [each.roll(shift, 0) for each in rows], count - 1
+
+
+def replaced(
+    rows: Sequence[torch.Tensor], place: int, *, made_up: bool
+) -> Iterator[list[torch.Tensor]]:
+    """The same examples with others in all places but one.
+
+    Args:
+        rows: tensors with one row for each example.
+        place: of the example that stays.
+        made_up: whether also by values that no example has, on which the task's code may fail.
+    """
+    count = len(rows[0])
+    others = torch.tensor([index for index in range(count) if index != place])
+    if not len(others):
+        return
+
+    def with_others(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        changed = []
+        for each, new in zip(rows, values, strict=True):
+            changed.append(each.clone())
+            changed[-1][others.to(each.device)] = new.to(each.dtype)
+        return changed
+
+    yield with_others([each[place] for each in rows])
+    if len(others) > 1:  # which leaves their mean as it is
+        yield with_others([each[others.roll(1).to(each.device)] for each in rows])
+    if made_up:
+        for factor in _OUTLIERS:
+            if any(map(_is_measured, rows)):
+                yield with_others(
+                    [
+                        each[others.to(each.device)] * (factor if _is_measured(each) else 1)
+                        for each in rows
+                    ]
+                )
+
+
+def _is_measured(values: torch.Tensor) -> bool:
+    """Whether there may be others such values: those of whole numbers may be places in a table."""
+    return values.is_floating_point() and bool((values != values.round()).any())
+
+
+def check_same(expected: Observed, found: Observed, repeated: Observed | None = None) -> None:
+    """Refuse a model that computed something else for an example among others.
+
+    Args:
+        expected: with some other examples.
+        found: with others.
+        repeated: once more with those of `expected`; None if they had the same bits.
+
+    Raises:
+        TaskError: with what differs.
+    """
+    for what, before in expected.items():
+        after = found.get(what)
+        if after is not None and after.shape == before.shape:
+            if _same_bits(before, after):
+                continue
+            again = None if repeated is None else repeated.get(what)
+            if again is not None and not _same_bits(before, again) and _is_close(before, after):
+                continue
+        raise TaskError(
+            f"{what} of an example changes with the other examples of its batch, which "
+            "differential privacy of examples does not bound; compute everything from the "
+            "example alone, with nn.GroupNorm or nn.LayerNorm in place of statistics over a batch"
+        )
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal, any NaN to another."""
+    return torch.equal(one, other) or (
+        one.is_floating_point() and bool(((one == other) | (one.isnan() & other.isnan())).all())
+    )
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not one.is_floating_point():
+        return False
+    largest = one.abs().max()
+    return bool((one - other).abs().max() <= _ROUNDING * largest)
+
+
+@contextlib.contextmanager
+def kept_generators(device: torch.device) -> Iterator[None]:
+    """Leave the generators of random numbers as they were, so that training is not changed."""
+    states = GeneratorStates(device)
+    try:
+        yield
+    finally:
+        states.restore()
+
+
+class GeneratorStates:
+    """The states of all generators that code may use without having one of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Note those of the processor and of `device`."""
+        self._device = device
+        self._torch = torch.get_rng_state()
+        self._accelerator: torch.Tensor | None = None
+        if device.type == "cuda":
+            self._accelerator = torch.cuda.get_rng_state(device)
+        elif device.type != "cpu":
+            self._accelerator = torch.get_device_module(device).get_rng_state()
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy: Any = None if numpy is None else numpy.random.get_state()
+
+    def restore(self) -> None:
+        """Set them again."""
+        torch.set_rng_state(self._torch)
+        if self._accelerator is not None and self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._accelerator, self._device)
+        elif self._accelerator is not None:
+            torch.get_device_module(self._device).set_rng_state(self._accelerator)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+    def observed(self) -> Observed:
+        """What a pass must leave the same, whatever its examples are: seeds made from data mix."""
+        states = {"the state of PyTorch's random numbers after a batch": self._torch}
+        if self._accelerator is not None:
+            states["the state of the accelerator's random numbers after a batch"] = (
+                self._accelerator
+            )
+        text = repr((self._python, self._numpy and repr(self._numpy))).encode()
+        states["the state of Python's or NumPy's random numbers after a batch"] = torch.frombuffer(
+            bytearray(text), dtype=torch.uint8
+        )
+        return states

@@ -1,0 +1,468 @@
+"""What a task's code keeps from one call to the next, so that a change of it is noticed.
+
+A forward() that keeps a statistic of one example and uses it for another gives an example a share
+of gradients that are not its own, which clipping does not bound, however they are computed. What is
+kept is found from the task and the model: attributes of their objects, containers in them,
+variables of enclosing functions, and global variables that the code names.
+
+Not found is what is outside of Python's objects or in those of installed libraries: for it,
+`isolation` compares results.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import operator
+import queue
+import random
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from isthmus.errors import TaskError
+from isthmus.task import Task
+
+_WHOLE_ELEMENTS = 1 << 16
+"""Tensors and arrays of at most so many elements are compared as a whole, others in a sample."""
+_SAMPLED_ELEMENTS = 1 << 12
+_LONGEST = 4096
+"""Items up to which a container is compared as a whole; of longer ones, the ends and the length."""
+_END_ITEMS = 64
+_MOST_OBJECTS = 200_000
+"""Objects that are looked at; a task whose data are as many objects of Python keeps its time."""
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    slice,
+    range,
+)
+"""Types whose values are the same if they are equal."""
+_HOLDERS = (
+    types.SimpleNamespace,
+    threading.local,
+    collections.UserDict,
+    collections.UserList,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    queue.Queue,
+)
+"""Classes of Python's library whose objects keep what they are given in attributes."""
+_MISSING = object()
+
+_Items = list[tuple[object, object]]
+"""What an object refers to, with the name of each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """An object and what it was at the time."""
+
+    path: str
+    read: Callable[[], object]
+    before: object
+
+
+class KeptState:
+    """What the code of a task can keep, as it was at one time."""
+
+    def __init__(self, task: Task, model: nn.Module, *, parameters: str = "versions") -> None:
+        """Note the state.
+
+        Args:
+            task: whose code is called.
+            model: that is trained.
+            parameters: `"versions"` compares whether operations have changed the trained
+                parameters, `"values"` also what is in them, and `"none"` leaves them out, where
+                somebody else replaces them between calls.
+
+        Raises:
+            TaskError: a tensor of `torch.func.vmap` was left in it.
+        """
+        self._how = parameters
+        self._parameters = {id(each) for each in model.parameters()}
+        self._seen: list[_Seen] = []
+        self._tensors: list[tuple[str, torch.Tensor, tuple[object, ...], torch.Tensor | None]] = []
+        self._own = _library(type(task))
+        self._walk([("task", task), ("model", model)])
+
+    def check(self) -> None:
+        """Refuse what has changed since.
+
+        Raises:
+            TaskError: with the place.
+        """
+        for seen in self._seen:
+            after = seen.read()
+            place = _difference(seen.before, after)
+            if place is not None:
+                raise _changed(seen.path + place)
+        compared = []
+        for path, tensor, facts, sample in self._tensors:
+            if _facts(tensor) != facts:
+                raise _changed(path)
+            if sample is not None:
+                compared.append((path, _equal(sample, _sample(tensor))))
+        # One at the end: a comparison waits for an accelerator.
+        for (path, _), same in zip(compared, _gathered(compared), strict=True):
+            if not bool(same):
+                raise _changed(path)
+
+    # -- walk -----------------------------------------------------------------------------------
+
+    def _walk(self, roots: list[tuple[str, object]]) -> None:
+        waiting = collections.deque(roots)
+        visited: set[int] = set()
+        while waiting and len(visited) < _MOST_OBJECTS:
+            path, found = waiting.popleft()
+            if isinstance(found, _PLAIN) or id(found) in visited:
+                continue
+            visited.add(id(found))
+            if isinstance(found, torch.Tensor):
+                self._note_tensor(path, found)
+            for suffix, read in self._readers(found):
+                items = read()
+                self._seen.append(_Seen(path + suffix, read, items))
+                if isinstance(items, list):
+                    waiting.extend((path + suffix + _step(key), each) for key, each in items)
+
+    def _note_tensor(self, path: str, tensor: torch.Tensor) -> None:
+        if is_wrapped(tensor):
+            raise _left(path)
+        if id(tensor) in self._parameters:
+            if self._how == "none":
+                return
+            sample = _sample(tensor).clone() if self._how == "values" else None
+        else:
+            sample = _sample(tensor).clone()
+        self._tensors.append((path, tensor, _facts(tensor), sample))
+
+    def _readers(self, found: object) -> Iterator[tuple[str, Callable[[], object]]]:
+        """What an object can keep: names for the path, and how to read it."""
+        if isinstance(found, torch.Tensor):
+            yield "", lambda: _entries(vars(found))
+        elif isinstance(found, nn.Module):
+            yield "", functools.partial(self._module_entries, found)
+        elif isinstance(found, Mapping) and not isinstance(found, types.MappingProxyType):
+            if isinstance(found, dict):
+                yield "", functools.partial(_entries, found)
+        elif isinstance(found, list | tuple | collections.deque):
+            yield "", functools.partial(_elements, found)
+        elif isinstance(found, set | frozenset):
+            yield "", lambda: frozenset(map(id, found)) if len(found) <= _LONGEST else len(found)
+        elif isinstance(found, types.FunctionType):
+            if self._is_own(found.__module__):
+                yield from _of_function(found)
+        elif isinstance(found, types.MethodType):
+            yield "", lambda: [("", found.__self__), ("", found.__func__)]
+        elif isinstance(found, types.CellType):
+            yield "", lambda: [("", _contents(found))]
+        elif isinstance(found, functools.partial):
+            yield "", lambda: [("", found.func), ("", found.args), ("", found.keywords)]
+        elif isinstance(found, staticmethod | classmethod):
+            yield "", lambda: [("", found.__func__)]
+        elif isinstance(found, property):
+            yield "", lambda: [("", found.fget), ("", found.fset)]
+        elif isinstance(found, type):
+            if self._is_own(found.__module__):
+                yield (
+                    "",
+                    lambda: [*_class_entries(found), *(("", each) for each in found.__bases__)],
+                )
+        elif (read := _opaque(found)) is not None:
+            yield "", read
+        elif isinstance(found, _HOLDERS) or self._is_own(type(found).__module__):
+            if hasattr(found, "__dict__"):
+                yield "", lambda: _entries(vars(found))
+            kind: Any = type(found)
+            if slots := _slots(kind):
+                yield "", lambda: [(name, getattr(found, name, _MISSING)) for name in slots]
+            yield "", lambda: [("", type(found)), ("", getattr(found, "__wrapped__", None))]
+
+    def _module_entries(self, module: nn.Module) -> _Items:
+        hidden = ("_parameters",) if self._how == "none" else ()
+        elsewhere = ("_state_dict", "_load_state_dict")  # hooks that no call of the model runs
+        entries: _Items = []
+        hooks = 0
+        for name, each in vars(module).items():
+            if name.startswith(elsewhere):
+                continue
+            # Recurrent layers list their parameters anew when `torch.func` replaces these.
+            if isinstance(module, nn.RNNBase) and name in ("_flat_weights", "_flat_weight_refs"):
+                continue
+            if name.endswith("_hooks"):
+                hooks += len(each)
+                if not each:  # most of what a module has
+                    continue
+            if name not in hidden:
+                entries.append((name, each))
+        return [*entries, ("hooks", hooks), ("", type(module))]
+
+    def _is_own(self, module: str | None) -> bool:
+        """Whether code of a module is the task's and not that of a library."""
+        if module is None or not _is_library(module):
+            return True
+        return module.partition(".")[0] == self._own
+
+
+def is_wrapped(value: object) -> bool:
+    """Whether a value is a tensor that only exists inside of `torch.func`."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(
+        value
+    )
+
+
+# -- what objects keep ----------------------------------------------------------------------------
+
+
+def _entries(found: Mapping[Any, Any]) -> _Items:
+    if len(found) <= _LONGEST:
+        return list(found.items())
+    keys = list(itertools.islice(found, _END_ITEMS))
+    last = list(itertools.islice(reversed(found), _END_ITEMS))
+    return [(key, found[key]) for key in [*keys, *last]] + [("length", len(found))]
+
+
+def _elements(found: list[Any] | tuple[Any, ...] | collections.deque[Any]) -> _Items:
+    count = len(found)
+    if count <= _LONGEST:
+        return list(enumerate(found))
+    places = [*range(_END_ITEMS), *range(count - _END_ITEMS, count)]
+    return [(index, found[index]) for index in places] + [("length", count)]
+
+
+def _class_entries(found: type) -> _Items:
+    hidden = ("__dict__", "__weakref__", "__doc__", "__module__")
+    return [(name, each) for name, each in vars(found).items() if name not in hidden]
+
+
+def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Callable[[], object]]]:
+    if function.__closure__:
+        names = function.__code__.co_freevars
+        cells = function.__closure__
+        yield "", lambda: list(zip(names, cells, strict=True))
+    if function.__defaults__ or function.__kwdefaults__:
+        yield "", lambda: [("", function.__defaults__), ("", function.__kwdefaults__)]
+    yield "", lambda: _entries(function.__dict__)
+    named = _names(function.__code__)
+    variables = function.__globals__
+    yield (
+        "",
+        lambda: [
+            (name, variables[name]) for name in named if name in variables and not _is_special(name)
+        ],
+    )
+    modules = [
+        each
+        for name in named
+        if isinstance(each := variables.get(name), types.ModuleType)
+        and not _is_library(each.__name__)
+    ]
+    for module in modules:
+        yield "", functools.partial(_named_entries, vars(module), named)
+
+
+def _named_entries(variables: Mapping[str, Any], names: tuple[str, ...]) -> _Items:
+    return [(name, variables[name]) for name in names if name in variables]
+
+
+def _is_special(name: str) -> bool:
+    """Names that the interpreter itself sets in modules."""
+    return name.startswith("__") and name.endswith("__")
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Names of global variables and attributes that a function's code uses."""
+    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return tuple(dict.fromkeys([*code.co_names, *itertools.chain(*inner)]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = [each.__dict__.get("__slots__", ()) for each in kind.__mro__]
+    names = [(each,) if isinstance(each, str) else tuple(each) for each in slots]
+    return tuple(name for each in names for name in each if name not in ("__dict__", "__weakref__"))
+
+
+def _contents(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return _MISSING
+
+
+def _opaque(found: object) -> Callable[[], object] | None:
+    """How to read an object whose state is no object of Python; None for others."""
+    if isinstance(found, torch.Generator):
+        return lambda: bytes(found.get_state().numpy())
+    if isinstance(found, random.Random):
+        return found.getstate
+    if isinstance(found, bytearray):
+        return lambda: bytes(found[:_WHOLE_ELEMENTS])
+    if isinstance(found, itertools.count):
+        return lambda: repr(found)
+    if isinstance(found, ContextVar):
+        return lambda: [("", found.get(None))]
+    if isinstance(found, types.GeneratorType):
+        return lambda: None if found.gi_frame is None else found.gi_frame.f_lasti
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        if isinstance(found, numpy.ndarray):
+            return lambda: _array(found)
+        if isinstance(found, numpy.random.Generator):
+            return lambda: repr(found.bit_generator.state)
+        if isinstance(found, numpy.random.RandomState):
+            return lambda: repr(found.get_state())
+    if isinstance(found, collections.abc.Iterator) and hasattr(found, "__length_hint__"):
+        return lambda: operator.length_hint(found)
+    return None
+
+
+def _array(array: Any) -> tuple[object, ...]:
+    if array.dtype.hasobject:
+        return (array.shape,)
+    flat = array.reshape(-1)
+    if array.size > _WHOLE_ELEMENTS:
+        flat = flat[:: array.size // _SAMPLED_ELEMENTS]
+    return array.shape, array.dtype.str, flat.tobytes()
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library(module: str) -> bool:
+    """Whether a module is Python's, PyTorch's, Isthmus' or installed."""
+    name = module.partition(".")[0]
+    if name in sys.stdlib_module_names or name == "torch":
+        return True
+    if name == "isthmus" or (name.startswith("isthmus_") and not name.startswith("isthmus_task_")):
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def _library(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+# -- comparisons ----------------------------------------------------------------------------------
+
+
+def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What an operation in place, or another memory, changes."""
+    if is_wrapped(tensor):
+        return ("wrapped",)
+    version = 0 if tensor.is_inference() else tensor._version
+    return version, _address(tensor), tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _address(tensor: torch.Tensor) -> int:
+    # Tensors that are divided among ranks, sparse and fake ones have none of their own.
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return tensor.data_ptr() if plain and tensor.layout == torch.strided else 0
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor, or some of a large one."""
+    tensor = tensor.detach()
+    local = getattr(tensor, "_local_tensor", tensor)
+    if local.layout != torch.strided or local.is_meta:
+        return torch.zeros(0)
+    if local.numel() <= _WHOLE_ELEMENTS:
+        return local
+    if not local.is_contiguous():
+        return local.select(0, 0).reshape(-1)[:_SAMPLED_ELEMENTS]
+    return local.view(-1)[:: local.numel() // _SAMPLED_ELEMENTS]
+
+
+def _equal(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Whether two tensors of equal shape have equal bits, with any NaN equal to another."""
+    if before.shape != after.shape:
+        return torch.zeros((), dtype=torch.bool)
+    same = before == after
+    if before.is_floating_point() or before.is_complex():
+        same |= (before != before) & (after != after)
+    return same.all()
+
+
+def _gathered(compared: list[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """The results of comparisons on the processor, with one transfer for each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, (_, same) in enumerate(compared):
+        by_device.setdefault(same.device, []).append(index)
+    results: list[torch.Tensor] = [torch.zeros(())] * len(compared)
+    for indices in by_device.values():
+        moved = torch.stack([compared[index][1] for index in indices]).cpu()
+        for index, same in zip(indices, moved, strict=True):
+            results[index] = same
+    return results
+
+
+def _difference(before: object, after: object) -> str | None:
+    """Where two readings of one object differ: the end of the path; None if they do not."""
+    if not isinstance(before, list) or not isinstance(after, list):
+        return None if _same(before, after) else ""
+    if len(before) != len(after):
+        old = {repr(key) for key, _ in before}
+        added = [key for key, _ in after if repr(key) not in old]
+        return _step(added[0]) if added else ""
+    for (key, old_value), (other, value) in zip(before, after, strict=True):
+        if key is not other and key != other:
+            return _step(other)
+        if old_value is not value and not _same(old_value, value):
+            return _step(key)
+    return None
+
+
+def _same(before: object, after: object) -> bool:
+    if before is after:
+        return True
+    if type(before) is not type(after):
+        return False
+    if isinstance(before, tuple) and isinstance(after, tuple) and not isinstance(before, _PLAIN):
+        return len(before) == len(after) and all(map(_same, before, after))
+    if isinstance(before, types.MethodType) and isinstance(after, types.MethodType):
+        return before.__self__ is after.__self__ and before.__func__ is after.__func__
+    if isinstance(before, frozenset):
+        return before == after
+    return isinstance(before, _PLAIN) and (before == after or (before != before and after != after))
+
+
+def _step(key: object) -> str:
+    """One more step of a path, as one reads it in code."""
+    if key == "":
+        return ""
+    if isinstance(key, str):
+        return "" if key in ("_parameters", "_buffers", "_modules") else f".{key}"
+    return f"[{key}]" if isinstance(key, int) else "[...]"
+
+
+def _changed(path: str) -> TaskError:
+    return TaskError(
+        f"forward() or loss() changes {path!r}, so that one example could change the gradients of "
+        "others, which differential privacy of examples does not bound; make it in model(), and "
+        "compute what depends on an example anew for each"
+    )
+
+
+def _left(path: str) -> TaskError:
+    return TaskError(
+        f"forward() or loss() keeps a tensor of an example in {path!r}, and differential privacy "
+        "of examples does not bound its share in the gradients of others; keep nothing"
+    )

@@ -1,0 +1,221 @@
+"""What a model keeps between calls, and what it computes for one example among others."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from tests.datacenter.tasks import Table
+from tests.privacy.dp_sgd import mixing_models
+from tests.privacy.dp_sgd.mixing_models import Layer, Mixing
+from torch import nn
+
+from isthmus.errors import TaskError
+from isthmus_privacy.dp_sgd.examples import ExampleGroup, SampledExamples
+from isthmus_privacy.dp_sgd.gradients import ExampleGradients
+from isthmus_privacy.dp_sgd.isolation import GeneratorStates, check_same, replaced
+from isthmus_privacy.dp_sgd.kept_state import KeptState
+
+CPU = torch.device("cpu")
+
+
+def groups_of(task, count):
+    data = task.rows(count, seed=3)
+    return SampledExamples(task, data, range(count), 1.0, CPU).read(range(count))
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("running mean, attribute", "model.1.kept"),
+        ("running mean, buffer", "model.1.mean"),
+        ("running mean, data", "model.1.mean"),
+        ("running mean, copied data", "model.1.mean"),
+        ("running mean, array", "function.NUMBERS"),
+        ("list of a module", "function.KEPT"),
+        ("dictionary of a module", "function.KEPT_BY_KEY.last"),
+        ("closure", "function.kept"),
+        ("class", "model.1.kept"),
+        ("default", "function"),
+        ("function", "function.kept"),
+        ("namespace", "function.space.kept"),
+        ("thread", "function.LOCAL.kept"),
+        ("context variable", "function.VARIABLE"),
+        ("deque", "function.kept[0]"),
+        ("queue", "model.1.queue"),
+        ("counter", "model.1.kept"),
+        ("own generator", "model.1.kept"),
+        ("iterator", "function.numbers"),
+        ("hook", "kept"),
+        ("target network", "target.weight"),
+        ("running loss", "task.kept"),
+        ("last output", "task.settings.last"),
+    ],
+)
+def test_a_change_is_refused_with_its_place(kind, place):
+    task = mixing_models.task_of(kind)
+    model = task.model()
+    inputs, _ = task.rows(3, seed=1)[:3]
+    state = KeptState(task, model, parameters="values")
+    task.loss(task.forward(model, inputs), torch.zeros(3, dtype=torch.long))
+    with pytest.raises(TaskError, match=r"forward\(\) or loss\(\) changes '") as caught:
+        state.check()
+    assert place in str(caught.value)
+
+
+def test_what_is_not_changed_is_not_refused():
+    task = Table({"dropout": 0.5})
+    model = task.model()
+    inputs, target = task.rows(3, seed=1)[:3]
+    state = KeptState(task, model, parameters="values")
+    task.loss(task.forward(model, inputs), target).sum().backward()
+    state.check()
+    with torch.no_grad():
+        model[0].weight += 0.0
+    with pytest.raises(TaskError, match=r"changes 'model.0.weight'"):
+        state.check()
+
+
+def keep(self, hidden):
+    self.kept = hidden.detach()
+    return hidden
+
+
+@pytest.mark.parametrize("examples", [1, 3])
+def test_a_tensor_of_a_step_that_is_kept_is_refused(examples):
+    """Also if it is never used: it is one that `torch.func` takes for one of the next step."""
+    task = Mixing(lambda: Layer(keep))
+    gradients = ExampleGradients(task, task.model(), 1.0, 8)
+    with pytest.raises(TaskError, match=r"changes 'model.1.kept'"):
+        gradients.step_sum(groups_of(task, examples), CPU)
+    with pytest.raises(TaskError, match=r"keeps a tensor of an example in 'model.1.kept'"):
+        gradients.step_sum(groups_of(task, examples), CPU)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_an_assignment_of_data_is_refused(rows):
+    """PyTorch ends the process at the next use of the tensor."""
+    task = mixing_models.task_of("running mean, data")
+    gradients = ExampleGradients(task, task.model(), 1.0, 8)
+    with pytest.raises(TaskError, match=r"assigns the data of a tensor.*keep nothing between"):
+        gradients.check(groups_of(task, rows)[0])
+
+
+def test_comparisons_draw_no_random_numbers():
+    """Or training with them would not be the same."""
+    task = Table({"dropout": 0.5})
+    gradients = ExampleGradients(task, task.model(), 1.0, 8)
+    groups = groups_of(task, 5)
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    before = GeneratorStates(CPU).observed()
+    gradients.check(groups[0])
+    check_same(before, GeneratorStates(CPU).observed())
+    compared = gradients.step_sum(groups, CPU)
+    after = GeneratorStates(CPU).observed()
+    torch.manual_seed(3)
+    alone = gradients.zeros(CPU)
+    gradients.add_to(alone, groups[0])
+    assert torch.equal(compared, alone)
+    check_same(after, GeneratorStates(CPU).observed())
+
+
+def test_others_are_replaced_and_one_stays():
+    rows = [torch.randn(4, 3), torch.tensor([3, 1, 0, 2])]
+    kinds = list(replaced(rows, 2, made_up=True))
+    assert len(kinds) == 4
+    for values, target in kinds:
+        assert torch.equal(values[2], rows[0][2])
+        assert not (values[[0, 1, 3]] == rows[0][[0, 1, 3]]).all(1).any()
+        assert set(target.tolist()) <= {0, 1, 2, 3}
+    assert [float(values.abs().max()) > 1e4 for values, _ in kinds] == [False] * 3 + [True]
+    assert list(replaced([torch.zeros(1, 2)], 0, made_up=True)) == []
+
+
+@pytest.mark.parametrize("kept", [2.0**-15, 2.0**-17])
+def test_bits_must_be_equal_unless_a_repetition_has_others(kept):
+    one, other = {"the loss": torch.ones(3)}, {"the loss": torch.ones(3) + kept}
+    with pytest.raises(TaskError, match="the loss of an example changes with the other examples"):
+        check_same(one, other)
+    with pytest.raises(TaskError, match="the loss"):
+        check_same(one, other, one)
+    if kept < 2.0**-16:
+        check_same(one, other, {"the loss": torch.ones(3) - 2.0**-20})
+    not_finite = {"the loss": torch.tensor([float("nan"), 1.0])}
+    check_same(not_finite, {"the loss": not_finite["the loss"].clone()})
+
+
+KEPT_CALLS = []
+
+
+@pytest.fixture
+def calls():
+    """What changes models in these tests; empty before and after."""
+    yield KEPT_CALLS
+    KEPT_CALLS.clear()
+
+
+class Counting(Mixing):
+    """Keeps something from some call on."""
+
+    def model(self):
+        kept = []
+
+        class Late(nn.Module):
+            def forward(self, hidden):
+                if KEPT_CALLS:
+                    kept.append(1)
+                return hidden
+
+        return nn.Sequential(nn.Linear(6, 8), Late(), nn.Linear(8, 3))
+
+
+def test_what_begins_in_training_is_refused(calls):
+    task = Counting(nn.Identity)
+    gradients = ExampleGradients(task, task.model(), 1.0, 8)
+    groups = groups_of(task, 3)
+    gradients.check(groups[0])
+    for _ in range(2):
+        gradients.step_sum(groups, CPU)
+    calls.append(1)
+    with pytest.raises(TaskError, match=r"changes 'model.1.forward.kept"):
+        gradients.step_sum(groups, CPU)
+
+
+def test_a_mixing_that_begins_in_training_is_found(calls):
+    """`torch.func` separates examples, except through rules that a task writes itself."""
+
+    class Mixed(torch.autograd.Function):
+        @staticmethod
+        def forward(values):
+            return values * 1.0
+
+        @staticmethod
+        def setup_context(context, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient
+
+        @staticmethod
+        def vmap(info, dims, values):
+            return (values - values.mean(0) if KEPT_CALLS else values * 1.0), 0
+
+    task = Mixing(lambda: Layer(lambda self, hidden: Mixed.apply(hidden)))
+    gradients = ExampleGradients(task, task.model(), 1.0, 8)
+    groups = groups_of(task, 5)
+    gradients.check(groups[0])
+    gradients.step_sum(groups, CPU)
+    calls.append(1)
+    gradients._steps = 64
+    with pytest.raises(TaskError, match="of an example changes with the other examples"):
+        gradients.step_sum(groups, CPU)
+
+
+def test_group_of_one_example_is_compared_with_made_up_others():
+    task = Mixing(lambda: nn.Identity())
+    one = groups_of(task, 1)[0]
+    assert isinstance(one, ExampleGroup)
+    ExampleGradients(task, task.model(), 1.0, 8).check(one)
