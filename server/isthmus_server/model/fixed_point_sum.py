@@ -1,9 +1,11 @@
 """The weighted sum of a round's updates, in memory independent of their number.
 
 Updates arrive in any order, and floating-point addition would give a different model for each
-order. The sum is therefore kept in fixed point: every value is rounded once to a multiple of
+order. The sum is therefore kept in fixed point: weight x value is rounded once to a multiple of
 `2**-fraction_bits` and added as an integer, which is exact in any order. The bits are allocated
-before the round, from the weights that the cohort declared, so that no sum can wrap.
+before the round, from the weights that the cohort declared, so that no sum can wrap. Because the
+product is rounded, and not the value, the error of the mean does not grow with the weights: with n
+updates it is below n x 2**(MAGNITUDE_BITS - 61), at most 2.3e-12 for ten.
 
 >>> import torch
 >>> total = WeightedSum(size=2, declared_weight=30)
@@ -28,8 +30,8 @@ import torch
 from isthmus.errors import UpdateError
 from isthmus_server.model.mmap_buffer import MmapBuffer
 
-MAGNITUDE_BITS = 12
-"""Values of an update lie strictly within +-2**12; a larger value means that training diverged."""
+MAGNITUDE_BITS = 20
+"""Values of an update lie strictly within +-2**20, about a million; larger ones are refused."""
 
 SUM_BYTES = 8
 """Bytes of memory per element of a sum."""
@@ -95,27 +97,27 @@ class WeightedSum:
             tile: float32 (`TILE`); the last tile may be shorter.
             weight: of the update; negative to subtract it.
         """
-        fixed = self._converted(tile)
+        fixed = self._converted(tile, weight)
         part = self._sum[offset : offset + tile.numel()]
         number = offset // TILE
         with self._tile_locks[number % _TILE_LOCKS]:
             if self._initialized[number]:
-                part.add_(fixed, alpha=weight)
+                part.add_(fixed)
             else:
-                torch.mul(fixed, weight, out=part)
+                part.copy_(fixed)
                 self._initialized[number] = True
 
-    def _converted(self, tile: torch.Tensor) -> torch.Tensor:
-        """A tile in fixed point, int64; valid until the thread's next call."""
+    def _converted(self, tile: torch.Tensor, weight: int) -> torch.Tensor:
+        """`weight` times a tile in fixed point, int64; valid until the thread's next call."""
         scratch = self._scratch
         if not hasattr(scratch, "scaled"):
-            scratch.scaled = torch.empty(TILE)
+            scratch.scaled = torch.empty(TILE, dtype=torch.float64)
             scratch.fixed = torch.empty(TILE, dtype=torch.int64)
-        # Scaling by a power of two and rounding to an integer are exact in float32 as well.
         count = tile.numel()  # much faster than len()
-        scaled = torch.mul(tile, 2.0**self.fraction_bits, out=scratch.scaled[:count])
+        scaled: torch.Tensor = scratch.scaled[:count]
+        scaled.copy_(tile).mul_(weight * 2.0**self.fraction_bits)
         fixed: torch.Tensor = scratch.fixed[:count]
-        return fixed.copy_(scaled.round_())
+        return fixed.copy_(scaled.round_())  # half to even, so that a negative weight undoes it
 
     def withdraw(self, tiles: Iterable[tuple[int, torch.Tensor]], weight: int) -> None:
         """Undo `reserve` and the `add` of these tiles.

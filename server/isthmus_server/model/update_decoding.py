@@ -278,4 +278,7 @@ def _explain_bad_value(layout: TensorLayout, offset: int, tile: torch.Tensor) ->
     value = float(tile[bad - offset])
     if value - value != 0:  # nan or infinite
         return f"its update of {name!r} is not finite ({value})"
-    return f"its update of {name!r} is out of range ({value:g}, allowed is +-{2**MAGNITUDE_BITS})"
+    return (
+        f"its update of {name!r} is out of range ({value:g}, allowed is +-{2**MAGNITUDE_BITS}): "
+        "training diverged, or the data are not scaled; lower the learning rate, or scale them"
+    )

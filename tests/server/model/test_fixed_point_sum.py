@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus_server.model.fixed_point_sum import SUM_BYTES, TILE, WeightedSum
+from isthmus_server.model.fixed_point_sum import MAGNITUDE_BITS, SUM_BYTES, TILE, WeightedSum
 from isthmus_server.model.mmap_buffer import MmapBuffer
 
 values = st.floats(-4095, 4095, width=32)
@@ -42,15 +42,30 @@ def test_the_mean_is_the_weighted_mean(weighted_updates):
     vectors = torch.tensor([vector for vector, _ in weighted_updates], dtype=torch.float64)
     weights = torch.tensor([weight for _, weight in weighted_updates], dtype=torch.float64)
     expected = (vectors * weights[:, None]).sum(0) / weights.sum()
-    torch.testing.assert_close(
-        total.mean().double(), expected, rtol=1e-6, atol=2.0**-total.fraction_bits
-    )
+    error = len(weighted_updates) * 2.0 ** (MAGNITUDE_BITS - 61)
+    torch.testing.assert_close(total.mean().double(), expected, rtol=1e-6, atol=error)
+
+
+@pytest.mark.parametrize("scale", [1e-7, 1e-6, 1e-3, 1.0, 1e3, 1e5])
+@pytest.mark.parametrize("examples", [1, 8_000, 5_000_000, 1 << 30])
+def test_updates_of_any_scale_and_weight_keep_their_precision(scale, examples):
+    """The rounding of values, and not of products, cost small updates of large data sets."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(10, 1000, generator=generator) * scale
+    weights = [max(1, examples >> i) for i in range(10)]
+    total = WeightedSum(1000, sum(weights))
+    for vector, weight in zip(vectors, weights, strict=True):
+        add_tile(total, vector, weight)
+    factors = torch.tensor(weights, dtype=torch.float64)
+    expected = (vectors.double() * factors[:, None]).sum(0) / factors.sum()
+    error = torch.linalg.vector_norm(total.mean().double() - expected)
+    assert error < 1e-4 * torch.linalg.vector_norm(expected)
 
 
 @pytest.mark.parametrize("declared", [1, 3, 1000, 2**31, 2**48])
 def test_the_largest_values_and_weights_do_not_wrap(declared):
     total = WeightedSum(2, declared)
-    most = torch.tensor([4095.999, -4095.999])
+    most = torch.tensor([2.0**MAGNITUDE_BITS - 0.0625, -(2.0**MAGNITUDE_BITS) + 0.0625])
     add_tile(total, most, declared)
     add_tile(total, most, declared)
     torch.testing.assert_close(total.mean(), most)

@@ -82,7 +82,7 @@ MISBEHAVIOURS = {
     ),
     "nan": (updating([0, torch.nan, 0]), "rejected", "its update of 'weight' is not fin"),
     "infinity": (updating([torch.inf, 0, 0]), "rejected", "its update of 'bias' is not"),
-    "huge": (updating([0, 0, 1e6]), "rejected", "its update of 'weight' is out of range"),
+    "huge": (updating([0, 0, 1e7]), "rejected", "its update of 'weight' is out of range"),
     "no weight": (updating(examples=0), "rejected", "its weight=0 does not fit"),
     "too much weight": (
         updating(examples=2**63),
