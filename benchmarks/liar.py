@@ -16,7 +16,7 @@ Figures: `movement_over_clip/<kind>`, over the bound of one update: what the ran
 devices give, for compressed updates the bound of the round; `movement_over_share/plain`, over the
 bound times the liar's share of the weights; `refused/<kind>`, the part of the attempts with a lie
 that were refused; and `movement_knowing_ranges/secure`, of a liar that also knows the ranges of
-all others and can move them together, which only `federated.clip` bounds.
+all others and can move them together, which only a clip of the job bounds.
 """
 
 from __future__ import annotations
