@@ -65,7 +65,7 @@ def test_a_batch_of_the_first_simulated_client_is_tried(check_job):
             assert participant.shard == (0, 9)
             return super().local_data(participant)
         """
-    first, second = check_job(*overrides, methods=methods).splitlines()
+    first, second, *_ = check_job(*overrides, methods=methods).splitlines()
     assert first.endswith("policy federated, 9 simulated clients, 0 datacenter ranks")
     assert second.endswith("one training batch of client-0")
 

@@ -26,7 +26,7 @@ async def test_an_operator_pauses_one_of_two_jobs_and_resumes_it(two_at_once):
     queue = operated.runner.queue
 
     def waits(id_):
-        return operated.runner.waiting_for(queue.get(id_))
+        return operated.runner.waiting_for(queue.get(id_), "me")
 
     await wait_until(lambda: any("waiting for its turn" in waits(id_) for id_ in (first, second)))
     held = await operated.ask("Pause", pb.PauseReply, pb.PauseRequest(id=second))
