@@ -59,7 +59,8 @@ class Table(isthmus.Task):
         return torch.optim.SGD(parameters, lr=0.2)
 
     def forward(self, model, inputs):
-        if getattr(self, "trains", False) and self.me() == self.settings.get("block"):
+        trains = model.training and getattr(self, "trains", False)
+        if trains and self.me() == self.settings.get("block"):
             marker = Path(self.settings["marker"])
             if marker.is_fifo():
                 marker.write_text(str(os.getpid()))

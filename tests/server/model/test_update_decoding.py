@@ -106,7 +106,7 @@ def test_an_update_of_more_than_one_tile(tmp_path):
         (
             [0, 0, 2**20],
             1,
-            r"^its update of 'weight' is out of range \(1.04858e\+06, allowed is \+-1048576\): train",
+            r"^its update of 'weight' is out of range \(1.04858e\+06, allowed is \+-1048576\): tr",
         ),
         ([0, 0, -2e6], 1, r"^its update of 'weight' is out of range"),
         ([0, 0, 0], 0, r"^its weight=0 does not fit: it must be at least 1"),
