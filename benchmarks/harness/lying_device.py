@@ -111,7 +111,9 @@ class Recorder:
             norm = float(spec.settings.aggregation_settings["norm"])
             self.committed.append(Moved(result.pseudo_gradient.clone(), honest, norm))
             return
-        config, honest, lied = self.config, self.honest, self.lied
+        config = self.config
+        honest = self.honest
+        lied = self.lied
         assert config is not None
         assert honest is not None
         assert lied is not None

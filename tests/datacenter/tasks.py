@@ -149,7 +149,8 @@ class Centred(Table):
         mean = output.mean(0).detach()
         if not self.settings.get("later"):
             return output - mean
-        before, self.last = self.last, mean
+        before = self.last
+        self.last = mean
         return output - before
 
 

@@ -447,7 +447,8 @@ def _parts(vector: torch.Tensor) -> Iterator[torch.Tensor]:
 def _in_range(config: RoundConfig, total: torch.Tensor, weight: int, clients: int) -> bool:
     """Whether vectors of honest clients with this weight together can have these elements."""
     if config.whole:
-        low, high = 0, clients * config.levels
+        low = 0
+        high = clients * config.levels
     else:
         # A client's element is a number around (levels - 1) / 2, as far from it as its weight
         # allows; one of weight 0 is in the middle. All of them are rounded.

@@ -173,7 +173,7 @@ def test_devices_of_one_scale_are_never_limited(exponent, spread, devices, seed)
 def test_the_weight_of_survivors_is_known_to_a_factor_of_two():
     ranges = ranges_of([torch.ones(2)] * 5, [1, 20, 20, 300, 5000])
     assert ranges.weight_bounds(5, 8000) == (1 + 17 + 17 + 251 + 4001, 1 + 32 + 32 + 500 + 8000)
-    assert ranges.weight_bounds(3, 8000) == (1 + 17 + 17, 32 + 500 + 8000)  # whoever is lost
+    assert ranges.weight_bounds(3, 8000) == (1 + 17 + 17, 32 + 500 + 8000)  # if any one is lost
     assert ranges.weight_bounds(5, 100) == (1 + 17 + 17 + 100 + 100, 1 + 32 + 32 + 100 + 100)
     assert ranges.weight_bounds(5, 1) == (5, 5)
     assert ranges.weight_bounds(0, 8000) == (0, 0)

@@ -262,7 +262,8 @@ class GhostForwardBackward(PrivateForwardBackward):
             one, rows = max(parts, key=lambda part: len(part[1][0]))
         elif self._sharded:
             assert self._spare is not None
-            one, rows = self._spare.one, self._spare.tensors
+            one = self._spare.one
+            rows = self._spare.tensors
         else:
             return
         place = place_in(self._steps, len(rows[0]))

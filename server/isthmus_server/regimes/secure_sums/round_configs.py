@@ -221,7 +221,8 @@ def _compressed(
     bound = config.clip
     if magnitude is not None:
         # Of few examples the mean is mostly rounding, by which one device can move it.
-        low, high = -MAX_MAGNITUDE, MAX_MAGNITUDE
+        low = -MAX_MAGNITUDE
+        high = MAX_MAGNITUDE
         if ranges is not None:
             # A provided codec may send an element as rarely as the shipped one at most.
             rounds = MAX_ONE_IN

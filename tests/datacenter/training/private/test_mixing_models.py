@@ -65,7 +65,8 @@ def change(name, method, batch):
 @pytest.mark.parametrize("method", ["per_example", "ghost"])
 def test_mixing_is_refused_or_bounded(method, batch):
     """In each kind of model that trains; `torch.func` separates the examples of some."""
-    changes, refusals = {}, []
+    changes = {}
+    refusals = []
     for name in [*WITHIN, *BETWEEN, *OF_TASK]:
         try:
             changes[name] = change(name, method, batch)
