@@ -195,7 +195,7 @@ def test_personal_parameters_are_trained_kept_and_not_sent(open_host):
 
 
 def test_the_name_of_a_state_does_not_tell_whether_a_training_has_failed(open_host):
-    """A server could have a crafted model fail where a feature is large, and ask what is refused."""
+    """A crafted model may fail where a feature is large, and a server sees what is refused."""
     host = open_host(BIAS)
     score = link_pb2.Score(run_id="run")
     third = link_pb2.TrainLocal(run_id="run", round=3, attempt=1)
