@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isthmus.errors import TaskError, UpdateError
+from isthmus.errors import JobError, TaskError, UpdateError
 from isthmus.job import Job, read_job
 from isthmus.job.flower import MAX_BYTES
 from isthmus.job.weights import Weights
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from isthmus_privacy.purpose import RunPurpose
     from isthmus_privacy.secagg.config import RoundConfig
     from isthmus_privacy.slots import Slot
+
+log = logging.getLogger(__name__)
 
 MAX_MODELS = 8
 """Maximum number of models of one comparison."""
@@ -63,6 +66,9 @@ class ActiveRun:
     """What the device's updates count, from when its data were opened until the run is closed."""
     account: RunAccount | None = None
     """Account of this device's examples, for a job that protects them."""
+    unfit: bool = False
+    """Whether the job cannot protect so few or so many examples: then nothing is trained, and this
+    device takes part without effect."""
     messages: UpdateMessages | None = None
     """Encodes single updates, for a job with `federated.codec`."""
     changes: ChangesCodec | None = None
@@ -406,18 +412,31 @@ class ActiveRun:
         weighs = federated.weights is None and all(table is None for table in tables)
         return weighs and self.owners_weights != "exact"
 
-    def with_account(self, account: ExamplesAccount, examples: int) -> ActiveRun:
+    def with_account(
+        self, account: ExamplesAccount, examples: int, *, withheld: bool = False
+    ) -> ActiveRun:
         """This run with the account of the device's examples, if the job protects them.
 
+        Args:
+            account: of the device.
+            examples: their number.
+            withheld: whether the server is not to know whether their number fits.
+
         Raises:
-            JobError: the job's budget does not fit so many examples.
+            JobError: the job's budget does not fit so many examples, and that is not withheld.
         """
         from isthmus_clients.training.examples_account import RunAccount
         from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 
         if self.job.federated.privacy is None:
             return self
-        plan = DeviceExamplesPlan.of(self.job.federated, self.job.rounds, examples)
+        try:
+            plan = DeviceExamplesPlan.of(self.job.federated, self.job.rounds, examples)
+        except JobError as error:
+            if not withheld:
+                raise
+            log.error("this device takes part in %s without effect: %s", self.run_id, error)
+            return dataclasses.replace(self, unfit=True)
         return dataclasses.replace(self, account=RunAccount(account, plan, self.run_id))
 
     def charge(self, work: link_pb2.TrainLocal) -> None:
@@ -431,6 +450,8 @@ class ActiveRun:
             return
         if work.gradient_scale:
             self.check_measured()
+        if self.unfit:
+            return
         assert self.account is not None
         self.account.charge(work.round, work.attempt)
 

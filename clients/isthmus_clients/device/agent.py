@@ -515,7 +515,11 @@ class Agent:
         secure = run.job.federated.secure_aggregation
         with constant_failures(secure, self._log_file, on_data=True):
             examples = self.host.open(work)
-            run = run.weighing(examples).with_account(self._account, examples)
+            # A server that opens runs with several sizes of batches could find the number. One that
+            # started this device has its log.
+            withheld = secure and self.tasks is not None
+            run = run.weighing(examples)
+            run = run.with_account(self._account, examples, withheld=withheld)
         self._active = run
         if run.has_app:
             return link_pb2.Reply(opened=link_pb2.Opened())

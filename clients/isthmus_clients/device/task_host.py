@@ -81,7 +81,7 @@ class TaskHost(Protocol):
         ...
 
     def state_digest(self, work: Work) -> bytes:
-        """SHA-256 of the personal state that some work would start from; empty without one."""
+        """Names the personal state that some work would start from; empty without one."""
         ...
 
     def score(self, request_id: str, work: link_pb2.Score, payload: Buffer) -> list[float]:
@@ -281,11 +281,16 @@ class InProcessHost:
         state = None
         if self._personal is not None:
             state = self._personal.before(work)
-        with _random_numbers:
-            trained, result = train_in(self.run, work, memory, progress, stopped, state)
+        self._saved = request_id, work.round
+        try:
+            with _random_numbers:
+                trained, result = train_in(self.run, work, memory, progress, stopped, state)
+        except Exception:
+            if self._personal is not None:
+                self._personal.save_unchanged(work.round)
+            raise
         if self._personal is not None and state is not None:
             self._personal.save(work.round, state)
-            self._saved = request_id, work.round
         self._sent = request_id, memory
         return trained, result
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from isthmus.errors import TaskError
+from isthmus.errors import JobError, TaskError
 from isthmus.job import read_job
 from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
@@ -121,6 +121,8 @@ class DeviceRun:
         """State of the last round's schedules, from which the next one's continue."""
         parts = self.job.federated.accumulate > 1
         self._gradient = StepGradient(self.task, self._trained, self._arithmetic, accumulates=parts)
+        self._withheld = self.job.federated.secure_aggregation and tasks is not None
+        """Whether the server is not to know if the job's privacy fits the number of examples."""
         self._open_data(checked=False)
 
     def _open_data(self, *, checked: bool) -> None:
@@ -130,10 +132,17 @@ class DeviceRun:
         self.examples = self.data.examples
         self._private: PrivateSteps | None = None
         """In place of the data's batches and their gradients, with `[federated.privacy]`."""
+        self._unfit: JobError | None = None
+        """Why nothing can be trained here: the job cannot protect so many examples."""
         if self.job.federated.privacy is not None:
-            self._private = PrivateSteps(
-                self.task, self.model, self.data, self.job, device, checked=checked
-            )
+            try:
+                self._private = PrivateSteps(
+                    self.task, self.model, self.data, self.job, device, checked=checked
+                )
+            except JobError as error:
+                if not self._withheld:
+                    raise
+                self._unfit = error
 
     def for_device(self, participant: Participant) -> DeviceRun:
         """This run on another device that is simulated in this process.
@@ -198,7 +207,10 @@ class DeviceRun:
         Raises:
             TaskError: the task's code raised, its loss, update or gradient is not finite, or
                 `stopped` returned True.
+            JobError: the job's privacy does not fit the number of examples.
         """
+        if self._unfit is not None:
+            raise self._unfit
         started = time.monotonic()
         start = self.layout.decode(payload)
         self._load(start, personal)

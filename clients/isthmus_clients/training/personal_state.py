@@ -4,7 +4,12 @@ Or its control variate, which differs in what a round starts from, see `Personal
 
 A state belongs to the round that it was trained in. The one before it is kept until the next round
 begins, so that a repeated attempt at a round starts where the first one did. A file is named after
-its round, the round that it was trained from, and its SHA-256, and is a valid safetensors file.
+its round, the round that it was trained from, a random number, and its SHA-256, and is a valid
+safetensors file.
+
+Every training leaves a state with another random number, also one that fails, which leaves what it
+began with. A device refuses what depends on another state than before, and what is missing is
+noted, and a server sees both: neither may say whether a training on this device's data has failed.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import secrets
 import shutil
 import tempfile
 import weakref
@@ -31,6 +37,8 @@ MAX_MB = 1024
 """Disk space for the states of all runs, where no owner has set another."""
 
 _SUFFIX = ".safetensors"
+_DRAWN_BYTES = 8
+_DIGEST_CHARACTERS = 64
 
 Work = link_pb2.TrainLocal | link_pb2.Score | link_pb2.Evaluate
 """Requests whose work may use a personal state."""
@@ -44,6 +52,11 @@ class _Stored:
     base: int
     """The round of the state that it was trained from; 0 for the initial values."""
     path: Path
+
+    @property
+    def drawn(self) -> str:
+        """The random number in its name; empty for a file of an earlier version."""
+        return self.path.stem.rpartition("-")[2][:-_DIGEST_CHARACTERS]
 
     @classmethod
     def of(cls, path: Path) -> _Stored:
@@ -130,6 +143,8 @@ class PersonalState:
         self._follows_commits = follows_commits
         self._base = 0
         """Round of the state that the current training began from."""
+        self._drawn = ""
+        """The random number of the state that was read last; empty for the initial values."""
         self._notes: list[str] = []
 
     def begin(self, round_: int, committed: int = 0) -> bytearray:
@@ -159,10 +174,12 @@ class PersonalState:
 
     def _begin_after(self, committed: int, stored: list[_Stored]) -> bytearray:
         self._base = committed
+        self._drawn = ""
         for each in stored:
             if each.round == committed:
                 state = self._read(each)
                 if state is not None:
+                    self._drawn = each.drawn
                     return state
         if committed:
             self._base = 0
@@ -185,8 +202,20 @@ class PersonalState:
             if each.round == round_ or each.round != kept:
                 each.path.unlink()
         digest = hashlib.sha256(state).hexdigest()
-        path = self._folder / f"{round_}-{kept}-{digest}{_SUFFIX}"
+        drawn = secrets.token_hex(_DRAWN_BYTES)
+        path = self._folder / f"{round_}-{kept}-{drawn}{digest}{_SUFFIX}"
         write_private_file(path, bytes(state))
+
+    def save_unchanged(self, round_: int) -> None:
+        """Store what a failed training in a round has begun with as what it ended with.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        base = next((each for each in self._stored() if each.round == self._base), None)
+        state = None if base is None else self._read(base)
+        # Zeros stand for the initial values, also in a file.
+        self.save(round_, bytearray(self.layout.nbytes) if state is None else state)
 
     def drop(self, round_: int) -> None:
         """Forget the state of a round whose update the server did not use."""
@@ -231,16 +260,26 @@ class PersonalState:
         return [_Stored.of(path) for path in self._folder.glob(f"*-*-*{_SUFFIX}")]
 
     def _first_whole(self, candidates: Iterable[_Stored]) -> tuple[_Stored | None, bytearray]:
-        """The first undamaged state; None and zeros, which no state has, for the initial values."""
+        """The first undamaged state; None and zeros for the initial values."""
         for stored in candidates:
             state = self._read(stored)
             if state is not None:
+                self._drawn = stored.drawn
                 return stored, state
             # It would be in the way of each later round, and nothing of it can be used.
             with contextlib.suppress(OSError):
                 stored.path.unlink()
             self._note(f"the one of round {stored.round} was damaged and is removed", stored.path)
+        self._drawn = ""
         return None, bytearray(self.layout.nbytes)
+
+    def name_before(self, work: Work) -> bytes:
+        """Names what some work starts from, 32 bytes: its content, and the training that left it.
+
+        By the content alone it would tell whether a training has changed anything.
+        """
+        state = self.before(work)
+        return hashlib.sha256(self._drawn.encode() + hashlib.sha256(state).digest()).digest()
 
     def _read(self, stored: _Stored) -> bytearray | None:
         """The bytes of a state; None if they are not what was written."""
@@ -264,8 +303,8 @@ class PersonalState:
 
 
 def digest_before(states: PersonalState | None, work: Work) -> bytes:
-    """SHA-256 of what some work starts from; empty for a run without personal states."""
-    return b"" if states is None else hashlib.sha256(states.before(work)).digest()
+    """See `PersonalState.name_before`; empty for a run without personal states."""
+    return b"" if states is None else states.name_before(work)
 
 
 def is_initial(state: Buffer) -> bool:

@@ -120,3 +120,26 @@ async def test_both_kinds_of_privacy_hold_together(device, opening):
     await device.work(opening(*both, "privacy.clip=0.01", "task.settings.lr=9.0"), None, None)
     update = LAYOUT.decode((await train(device))[1])
     assert 0.0099 < float(update.norm()) <= 0.01
+
+
+@pytest.mark.parametrize(("batch", "fits"), [(5, True), (5000, False)])
+async def test_opening_runs_does_not_tell_how_many_examples_there_are(
+    opening, tmp_path, caplog, batch, fits
+):
+    """Fifteen runs with other sizes of batches would tell the number, without any sum."""
+    buffered = ('federated.mode="buffered"', "federated.secure_aggregation=true")
+    source = "task.source=learn/task.py:Learn"
+    request = opening(*buffered, source, f"federated.batch_size={batch}")
+    tasks = tmp_path / "tasks"
+    (tasks / "learn").mkdir(parents=True)
+    (tmp_path / "task.py").rename(tasks / "learn" / "task.py")
+    account = ExamplesAccount(tmp_path / "state")
+    device = Agent(Participant(name="a", regime="federated"), None, tasks=tasks, account=account)
+    reply, _ = await device.work(request, None, None)
+    assert reply.opened == link_pb2.Opened()
+    reply, _ = await train(device, keep=True)
+    assert reply.trained == link_pb2.Trained()
+    # Zeros, which cost its examples nothing.
+    assert (device._secure._kept.result is not None) == fits
+    assert (tmp_path / "state").exists() == fits
+    assert ("takes part in run without effect: federated.privacy" in caplog.text) != fits

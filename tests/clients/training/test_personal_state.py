@@ -194,6 +194,49 @@ def test_personal_parameters_are_trained_kept_and_not_sent(open_host):
     again._personal.drop(4)
 
 
+def test_the_name_of_a_state_does_not_tell_whether_a_training_has_failed(open_host):
+    """A crafted model may fail where a feature is large, and a server sees what is refused."""
+    host = open_host(BIAS)
+    score = link_pb2.Score(run_id="run")
+    third = link_pb2.TrainLocal(run_id="run", round=3, attempt=1)
+    update(host, 1)
+    update(host, 2)
+    state = host._personal.newest()
+    names = [host.state_digest(score)]
+    repeated = host.state_digest(third)
+    for attempt in (1, 2):
+        payload = host.buffer(host.run.layout.nbytes)
+        payload[:] = host.run.layout.encode(torch.full([host.run.layout.size], 3e38))
+        with pytest.raises(TaskError, match="lower the learning rate"):
+            host.train(str(attempt), third, payload, lambda progress: None)
+        assert host._personal.newest() == state
+        names.append(host.state_digest(score))
+        assert host.state_digest(third) == repeated  # where a repeated attempt begins
+    update(host, 3)
+    names.append(host.state_digest(score))
+    assert len(set(names)) == len(names) == 4
+    again = open_host(BIAS)  # the device was started again
+    assert again.state_digest(score) == names[-1]
+
+
+def test_no_note_tells_that_a_training_of_a_committed_round_has_failed(tmp_path):
+    """What belongs to the sum is the variate of before: zeros have changed nothing of it."""
+    states = PersonalStates(tmp_path).open("run", LAYOUT, follows_commits=True)
+    states.begin(1)
+    states.save(1, encoded(5))
+    states.begin(2, committed=1)
+    states.save_unchanged(2)
+    assert value(states.begin(3, committed=2)) == 5
+    states.save_unchanged(3)
+    assert value(states.begin(4, committed=3)) == 5
+    assert states.take_notes() == []
+    first = PersonalStates(tmp_path).open("first", LAYOUT, follows_commits=True)
+    first.begin(1)
+    first.save_unchanged(1)
+    assert value(first.begin(2, committed=1)) is None
+    assert first.take_notes() == []
+
+
 def test_scores_and_evaluations_use_the_personal_state(open_host):
     validates = "def validation_data(self, participant):\n    return rows(20, seed=5)"
     host = open_host(BIAS, methods=validates)

@@ -205,10 +205,15 @@ class ProcessHost:
         shared = []
         if opened.personal is not None:
             shared.append(_shared(opened.personal.before(work)))
-        trained = self._call(opened, request, [memory, *shared], report).trained
+            self._saved = request_id, opened.personal, work.round
+        try:
+            trained = self._call(opened, request, [memory, *shared], report).trained
+        except Exception:
+            if opened.personal is not None:
+                opened.personal.save_unchanged(work.round)
+            raise
         if opened.personal is not None:
             opened.personal.save(work.round, _copy_of(shared[0], opened.run.kept))
-            self._saved = request_id, opened.personal, work.round
         # Private before it is read: the task may still write to the memory that it shares.
         layout = opened.run.layout
         room = layout.gradient_room if work.gradient_scale else 0
