@@ -11,9 +11,13 @@ Not found is what is outside of Python's objects or in those of installed librar
 
 from __future__ import annotations
 
+import array
 import collections
+import ctypes
 import dataclasses
 import functools
+import gc
+import io
 import itertools
 import operator
 import queue
@@ -22,6 +26,7 @@ import sys
 import threading
 import types
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -60,11 +65,23 @@ _HOLDERS = (
     threading.local,
     collections.UserDict,
     collections.UserList,
+    collections.ChainMap,
     weakref.WeakKeyDictionary,
     weakref.WeakValueDictionary,
     queue.Queue,
 )
 """Classes of Python's library whose objects keep what they are given in attributes."""
+_REFERRING = (
+    types.GeneratorType,
+    types.MappingProxyType,
+    type(functools.lru_cache(len)),
+    queue.SimpleQueue,
+    map,
+    filter,
+    zip,
+    enumerate,
+)
+"""Classes of C whose objects tell the collector alone what they keep."""
 _MISSING = object()
 
 _Items = list[tuple[object, object]]
@@ -158,15 +175,12 @@ class KeptState:
         """What an object can keep: names for the path, and how to read it."""
         if isinstance(found, torch.Tensor):
             yield "", lambda: _entries(vars(found))
+            if id(found) not in self._parameters and found.is_leaf:
+                yield "", lambda: [("grad", found.grad)]
         elif isinstance(found, nn.Module):
             yield "", functools.partial(self._module_entries, found)
-        elif isinstance(found, Mapping) and not isinstance(found, types.MappingProxyType):
-            if isinstance(found, dict):
-                yield "", functools.partial(_entries, found)
-        elif isinstance(found, list | tuple | collections.deque):
-            yield "", functools.partial(_elements, found)
-        elif isinstance(found, set | frozenset):
-            yield "", lambda: frozenset(map(id, found)) if len(found) <= _LONGEST else len(found)
+        elif isinstance(found, dict | list | tuple | collections.deque | set | frozenset):
+            yield from self._of_container(found)
         elif isinstance(found, types.FunctionType):
             if self._is_own(found.__module__):
                 yield from _of_function(found)
@@ -178,8 +192,14 @@ class KeptState:
             yield "", lambda: [("", found.func), ("", found.args), ("", found.keywords)]
         elif isinstance(found, staticmethod | classmethod):
             yield "", lambda: [("", found.__func__)]
+        elif isinstance(found, types.BuiltinMethodType | types.MethodWrapperType):
+            # Such as the get() of a dictionary.
+            if not isinstance(found.__self__, types.ModuleType):
+                yield "", lambda: [("", found.__self__)]
         elif isinstance(found, property):
             yield "", lambda: [("", found.fget), ("", found.fset)]
+        elif isinstance(found, functools.cached_property):
+            yield "", lambda: [("", found.func)]
         elif isinstance(found, type):
             if self._is_own(found.__module__):
                 yield (
@@ -189,12 +209,21 @@ class KeptState:
         elif (read := _opaque(found)) is not None:
             yield "", read
         elif isinstance(found, _HOLDERS) or self._is_own(type(found).__module__):
-            if hasattr(found, "__dict__"):
-                yield "", lambda: _entries(vars(found))
-            kind: Any = type(found)
-            if slots := _slots(kind):
-                yield "", lambda: [(name, getattr(found, name, _MISSING)) for name in slots]
-            yield "", lambda: [("", type(found)), ("", getattr(found, "__wrapped__", None))]
+            yield from _of_object(found)
+
+    def _of_container(self, found: Any) -> Iterator[tuple[str, Callable[[], object]]]:
+        # All items only where values are compared: it takes time in proportion to their number.
+        longest = _LONGEST if self._how == "versions" else _MOST_OBJECTS
+        if isinstance(found, dict):
+            yield "", functools.partial(_entries, found, longest)
+            if isinstance(found, collections.defaultdict):
+                yield "", lambda: [("", found.default_factory)]
+        elif isinstance(found, set | frozenset):
+            yield "", lambda: frozenset(map(id, found)) if len(found) <= longest else len(found)
+        else:
+            yield "", functools.partial(_elements, found, longest)
+        if self._is_own(type(found).__module__):  # a class of the task, with attributes besides
+            yield from _of_object(found)
 
     def _module_entries(self, module: nn.Module) -> _Items:
         hidden = ("_parameters",) if self._how == "none" else ()
@@ -232,17 +261,35 @@ def is_wrapped(value: object) -> bool:
 # -- what objects keep ----------------------------------------------------------------------------
 
 
-def _entries(found: Mapping[Any, Any]) -> _Items:
-    if len(found) <= _LONGEST:
+def _of_object(found: Any) -> Iterator[tuple[str, Callable[[], object]]]:
+    if hasattr(found, "__dict__"):
+        yield "", lambda: _entries(vars(found))
+    kind: Any = type(found)
+    if slots := _slots(kind):
+        yield "", lambda: [(name, getattr(found, name, _MISSING)) for name in slots]
+    yield "", lambda: [("", type(found)), ("", getattr(found, "__wrapped__", None))]
+
+
+def _referents(found: object) -> _Items:
+    """What an object refers to, in an order that does not depend on how it was used."""
+    hidden = (type, types.ModuleType, types.CodeType)
+    kept = [each for each in gc.get_referents(found) if not isinstance(each, hidden)]
+    return [("", each) for each in sorted(kept, key=id)]
+
+
+def _entries(found: Mapping[Any, Any], longest: int = _LONGEST) -> _Items:
+    if len(found) <= longest:
         return list(found.items())
     keys = list(itertools.islice(found, _END_ITEMS))
     last = list(itertools.islice(reversed(found), _END_ITEMS))
     return [(key, found[key]) for key in [*keys, *last]] + [("length", len(found))]
 
 
-def _elements(found: list[Any] | tuple[Any, ...] | collections.deque[Any]) -> _Items:
+def _elements(
+    found: list[Any] | tuple[Any, ...] | collections.deque[Any], longest: int = _LONGEST
+) -> _Items:
     count = len(found)
-    if count <= _LONGEST:
+    if count <= longest:
         return list(enumerate(found))
     places = [*range(_END_ITEMS), *range(count - _END_ITEMS, count)]
     return [(index, found[index]) for index in places] + [("length", count)]
@@ -269,14 +316,22 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Callable[[
             (name, variables[name]) for name in named if name in variables and not _is_special(name)
         ],
     )
+    package = variables.get("__package__") or ""
     modules = [
         each
         for name in named
-        if isinstance(each := variables.get(name), types.ModuleType)
+        if isinstance(each := _module(name, variables, package), types.ModuleType)
         and not _is_library(each.__name__)
     ]
     for module in modules:
         yield "", functools.partial(_named_entries, vars(module), named)
+
+
+def _module(name: str, variables: Mapping[str, Any], package: str) -> object:
+    """The module that a function's code means by a name, also if it imports it itself."""
+    if name in variables:
+        return variables[name]
+    return sys.modules.get(name) or sys.modules.get(f"{package}.{name}")
 
 
 def _named_entries(variables: Mapping[str, Any], names: tuple[str, ...]) -> _Items:
@@ -315,17 +370,21 @@ def _opaque(found: object) -> Callable[[], object] | None:
         return lambda: bytes(found.get_state().numpy())
     if isinstance(found, random.Random):
         return found.getstate
-    if isinstance(found, bytearray):
-        return lambda: bytes(found[:_WHOLE_ELEMENTS])
+    if isinstance(found, bytearray | array.array | ctypes.Array):
+        return lambda: zlib.crc32(found)
+    if isinstance(found, io.BytesIO):
+        return lambda: zlib.crc32(found.getbuffer())
     if isinstance(found, itertools.count):
         return lambda: repr(found)
+    if isinstance(found, weakref.ref):
+        return lambda: [("", found())]
     if isinstance(found, ContextVar):
         return lambda: [("", found.get(None))]
-    if isinstance(found, types.GeneratorType):
-        return lambda: None if found.gi_frame is None else found.gi_frame.f_lasti
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         if isinstance(found, numpy.ndarray):
+            if found.dtype.hasobject:
+                return lambda: _elements(found.ravel().tolist())
             return lambda: _array(found)
         if isinstance(found, numpy.random.Generator):
             return lambda: repr(found.bit_generator.state)
@@ -333,16 +392,18 @@ def _opaque(found: object) -> Callable[[], object] | None:
             return lambda: repr(found.get_state())
     if isinstance(found, collections.abc.Iterator) and hasattr(found, "__length_hint__"):
         return lambda: operator.length_hint(found)
+    kind = type(found)
+    inner = (kind.__module__, kind.__name__) == ("functools", "_lru_list_elem")
+    if inner or kind.__module__ == "itertools" or isinstance(found, _REFERRING):
+        return functools.partial(_referents, found)
     return None
 
 
-def _array(array: Any) -> tuple[object, ...]:
-    if array.dtype.hasobject:
-        return (array.shape,)
-    flat = array.reshape(-1)
-    if array.size > _WHOLE_ELEMENTS:
-        flat = flat[:: array.size // _SAMPLED_ELEMENTS]
-    return array.shape, array.dtype.str, flat.tobytes()
+def _array(numbers: Any) -> tuple[object, ...]:
+    flat = numbers.reshape(-1)
+    if numbers.size > _WHOLE_ELEMENTS:
+        flat = flat[:: numbers.size // _SAMPLED_ELEMENTS]
+    return numbers.shape, numbers.dtype.str, flat.tobytes()
 
 
 @functools.lru_cache(maxsize=4096)

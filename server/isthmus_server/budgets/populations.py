@@ -45,7 +45,7 @@ class Populations:
             runs: folders with the directories of the runs, with which a ledger is compared when it
                 is opened.
         """
-        self._directory = directory
+        self.directory = directory
         self._runs = runs
         self._open: dict[str, Ledger] = {}
         self._users = collections.Counter[str]()
@@ -59,7 +59,7 @@ class Populations:
             UserError: another process has it open.
         """
         if name not in self._open:
-            self._open[name] = _open(self._directory, name, self._runs)
+            self._open[name] = _open(self.directory, name, self._runs)
         ledger = self._open[name]
         self._users[name] += 1
         try:
@@ -115,6 +115,22 @@ def _refuse_older(directory: Path, name: str) -> None:
 def of_server(state: Path) -> Populations:
     """The populations of a server, by its state directory."""
     return Populations(state / DIRECTORY, folders_of_runs(state))
+
+
+def beside(run: Path, name: str) -> Populations | None:
+    """The populations of a comparison or a server that a run was begun by; None for one by itself.
+
+    Args:
+        run: directory of the run.
+        name: of the population, whose ledger is looked for.
+    """
+    folder = run.resolve().parent
+    # Of a comparison, whose directory has the runs, or of a server, whose `runs` has them.
+    if (folder / DIRECTORY / f"{name}.ledger").exists():
+        return Populations(folder / DIRECTORY, (folder,))
+    if folder.name == "runs" and (folder.parent / DIRECTORY / f"{name}.ledger").exists():
+        return of_server(folder.parent)
+    return None
 
 
 def folders_of_runs(state: Path) -> Sequence[Path]:

@@ -19,7 +19,7 @@ from isthmus_privacy.dp.ledger import (
 from isthmus_privacy.dp_sgd.device_examples import check_device_examples
 from isthmus_server.budgets.budget import ROUND, PrivacyBudget
 from isthmus_server.budgets.examples_budget import EXAMPLE, ExamplesBudget
-from isthmus_server.budgets.populations import Populations
+from isthmus_server.budgets.populations import Populations, beside
 from isthmus_server.budgets.run_ledgers import RunLedgers
 from isthmus_server.storage.records import CommittedState
 from isthmus_server.storage.store import Store
@@ -57,7 +57,7 @@ class RunBudgets:
         Args:
             store: the run.
             state: of the run, which knows a line of its ledger.
-            populations: of the server; None for a run by itself.
+            populations: of the server or comparison; None looks for those that it was begun by.
 
         Raises:
             UserError: no noise meets a budget, a ledger is damaged or in use, or the key of the
@@ -75,9 +75,11 @@ class RunBudgets:
             _check_logged(store, own)
 
             def ledgers(population: str) -> RunLedgers:
-                if populations is None:
+                # A run of a comparison or a server is charged there, whoever continues it.
+                found = populations or beside(store.directory, population)
+                if found is None:
                     return RunLedgers(store.run_id, population, own)
-                shared = opened.enter_context(populations.ledger(population))
+                shared = opened.enter_context(found.ledger(population))
                 both = RunLedgers(store.run_id, population, own, shared)
                 both.check()
                 return both

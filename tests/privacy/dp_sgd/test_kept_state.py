@@ -1,6 +1,15 @@
 """What a model keeps between calls, and what it computes for one example among others."""
 
+import array
+import collections
+import ctypes
+import functools
+import io
+import queue
 import random
+import sys
+import types
+import weakref
 
 import numpy as np
 import pytest
@@ -61,6 +70,110 @@ def test_a_change_is_refused_with_its_place(kind, place):
     with pytest.raises(TaskError, match=r"forward\(\) or loss\(\) changes '") as caught:
         state.check()
     assert place in str(caught.value)
+
+
+class Config(dict):
+    """A dictionary with attributes, as configurations of models are."""
+
+    last = 0.0
+
+
+class Own(collections.UserDict):
+    """A mapping that is no dictionary of Python."""
+
+
+def in_a_cached_function():
+    kept = functools.lru_cache(list)
+    return lambda number: kept().append(number)
+
+
+def in_a_generator():
+    def mean():
+        total = 0.0
+        while True:
+            total += yield total
+
+    running = mean()
+    next(running)
+    return running.send
+
+
+def in_a_queue():
+    kept = queue.SimpleQueue()
+    return lambda number: kept.put(number)
+
+
+def in_a_bound_method():
+    kept = [0.0]
+    return functools.partial(kept.__setitem__, 0)
+
+
+def in_a_weak_reference():
+    class Kept:
+        last = 0.0
+
+    kept = Kept()
+    sys.modules["imported_late"].held = kept
+    reference = weakref.ref(kept)
+    return lambda number: setattr(reference(), "last", number)
+
+
+def in_a_module_that_is_imported_late():
+    def put(number):
+        import imported_late
+
+        imported_late.LAST = number
+
+    return put
+
+
+def in_bytes():
+    kept = io.BytesIO()
+    return lambda number: kept.write(str(number).encode())
+
+
+def in_(kept, place):
+    return lambda number: kept.__setitem__(place, number)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        in_a_cached_function,
+        in_a_generator,
+        in_a_queue,
+        in_a_bound_method,
+        in_a_weak_reference,
+        in_a_module_that_is_imported_late,
+        lambda: in_(collections.ChainMap({"last": 0.0}), "last"),
+        lambda: in_(Own(last=0.0), "last"),
+        lambda: in_([0.0] * 5000, 2500),
+        lambda: in_(dict.fromkeys(range(5000), 0.0), 2500),
+        lambda: in_(array.array("d", [0.0]), 0),
+        lambda: in_((ctypes.c_double * 1)(), 0),
+        lambda: in_(np.array([None]), 0),
+        lambda: functools.partial(setattr, Config(), "last"),
+        in_bytes,
+    ],
+)
+def test_a_number_is_noticed_wherever_objects_of_python_keep_it(make, monkeypatch):
+    """Of examples, and used only in later steps: no comparison of results would meet it."""
+    monkeypatch.setitem(sys.modules, "imported_late", types.ModuleType("imported_late"))
+    sys.modules["imported_late"].LAST = 0.0
+    put = make()
+
+    def function(self, hidden):
+        put(float(hidden.detach().mean()))
+        return hidden
+
+    task = Mixing(lambda: Layer(function))
+    model = task.model()
+    inputs, _ = task.rows(3, seed=1)[:3]
+    state = KeptState(task, model, parameters="values")
+    state.check()
+    task.forward(model, inputs)
+    with pytest.raises(TaskError, match=r"forward\(\) or loss\(\) changes '"):
+        state.check()
 
 
 def test_what_is_not_changed_is_not_refused():

@@ -10,7 +10,8 @@ from tests.privacy.dp.charges import charge
 from isthmus.errors import UserError
 from isthmus_privacy.dp.accounting import Composition, CorrelatedGaussian
 from isthmus_privacy.dp.ledger import HEAD_FILE, LEDGER_FILE, Ledger, LedgerDamaged
-from isthmus_server.budgets.populations import check_populations, of_server
+from isthmus_server.budgets.populations import DIRECTORY, Populations, check_populations, of_server
+from isthmus_server.budgets.run_budgets import RunBudgets
 from isthmus_server.cli.server import server
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
@@ -153,6 +154,23 @@ def test_a_charge_that_a_crash_kept_from_the_population_is_added(charged, state)
     assert begin(state) == pytest.approx(0.35)
     shared = Ledger.read(files(state)[0])
     assert [entry.outcome for entry in shared.entries.values()] == ["committed", None]
+
+
+@pytest.mark.parametrize("comparison", [False, True])
+def test_a_run_that_is_continued_by_itself_is_charged_to_its_population(charged, state, comparison):
+    """As by `isthmus run --resume`, or its budget would be one of its own."""
+    run = charged("one", {"round": 1})
+    charged("two", {"round": 1}, {"round": 2})
+    if comparison:  # which has its ledgers beside its runs
+        (state / "privacy").rename(state / "runs" / "privacy")
+    with contextlib.closing(Store.open_to_write(run)) as store:
+        budgets = RunBudgets.open(store, store.run_state(), None)
+        with contextlib.closing(budgets):
+            assert budgets.devices_spent == Composition(rho=0.3).epsilon(0.01)
+            folder = state / "runs" if comparison else state
+            another = Populations(folder / DIRECTORY)
+            with pytest.raises(UserError, match="in use"), another.ledger("devices"):
+                pass
 
 
 def test_the_population_may_lead_by_what_no_run_knows_any_more(charged, state):

@@ -150,6 +150,7 @@ class ExampleNorms:
                 return
             given = layer.input_of(args, kwargs)
             layer.check_output(output, batch.size)
+            layer.check_precision(output)
             call = batch.note(f"the input of layer {layer.name!r}", given)
             if not output.requires_grad:
                 return
@@ -211,6 +212,15 @@ class _Layer:
         """Refuse an output that is not one tensor with a row for each example."""
         if not isinstance(output, torch.Tensor) or len(output) != examples:
             raise self._refused("does not return one tensor with a row for each example")
+
+    def check_precision(self, output: torch.Tensor) -> None:
+        """Refuse numbers with fewer bits, as of autocast, whose rounding has no bound here."""
+        numbers = {output.dtype, *(each.dtype for each in self.parameters().values())}
+        half = numbers & {torch.bfloat16, torch.float16}
+        if half or torch.is_autocast_enabled(output.device.type):
+            raise self._refused(
+                "computes in half precision, whose rounding could add more than the bound"
+            )
 
     def gradients(self, given: torch.Tensor, gradient: torch.Tensor) -> dict[str, _Summand]:
         """The gradients of the parameters for all examples, by attribute."""

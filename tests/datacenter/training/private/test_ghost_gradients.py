@@ -119,6 +119,21 @@ class MixingInTraining(nn.Module):
         return mixing(hidden) if self.training else hidden
 
 
+class InHalf(nn.Module):
+    """A layer in autocast, or of numbers with few bits."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.words, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+        self.inner = nn.Linear(8, 8, dtype=dtype)
+
+    def forward(self, words):
+        hidden = self.words(words).to(self.inner.weight.dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = self.inner(hidden)
+        return self.head(hidden.float())
+
+
 class FunctionalAtTimes(nn.Module):
     """Uses its layer's weight without the layer: always, or not in evaluation."""
 
@@ -342,6 +357,8 @@ def test_a_gradient_that_is_not_finite_adds_nothing(name, bad):
         (Sorting, r"parameter 'head.weight' .* an example changes the outputs of others"),
         (embedded(scale_grad_by_freq=True), r"scale_grad_by_freq=True, which mixes examples"),
         (embedded(max_norm=1.0), r"max_norm, which changes weights without noise"),
+        (lambda: InHalf(torch.float32), r"'inner' \(Linear\) computes in half precision"),
+        (lambda: InHalf(torch.bfloat16), r"'inner' \(Linear\) computes in half precision"),
     ],
 )
 def test_models_whose_norms_cannot_be_found_are_refused(kind, reason):

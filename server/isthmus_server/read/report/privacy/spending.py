@@ -14,7 +14,7 @@ from isthmus.job.privacy import PrivacySection
 from isthmus_privacy.dp.accounting import SampledGaussian
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger, LedgerEntry, last_known
 from isthmus_server.budgets.budget import UNIT
-from isthmus_server.budgets.populations import DIRECTORY, known_head
+from isthmus_server.budgets.populations import beside, known_head
 from isthmus_server.model.summed_evaluation import TRIES
 from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
 from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
@@ -160,14 +160,11 @@ def _shared(run_dir: Path, privacy: PrivacySection) -> float | None:
     Raises:
         LedgerDamaged: the ledger of the population is not the one that was written.
     """
-    folder = run_dir.resolve().parent
-    # Of a comparison, whose directory has the runs, or of a server, whose `runs` has them.
-    for directory in (folder / DIRECTORY, folder.parent / DIRECTORY):
-        path = directory / f"{privacy.population}.ledger"
-        if path.exists() and (directory.parent == folder or folder.name == "runs"):
-            known = known_head(directory, privacy.population)
-            return Ledger.read(path, known).epsilon(privacy.population, privacy.delta)
-    return None
+    if (populations := beside(run_dir, privacy.population)) is None:
+        return None
+    path = populations.directory / f"{privacy.population}.ledger"
+    known = known_head(populations.directory, privacy.population)
+    return Ledger.read(path, known).epsilon(privacy.population, privacy.delta)
 
 
 def _of_devices_alone(promised: PromisedToExamples) -> Spending:
