@@ -46,6 +46,8 @@ _SYSTEM = (
 )
 """What programs need besides Python itself."""
 
+_OPEN_FILES = 1024
+"""Of each process. Each may be a socket or a pipe, whose buffers are memory of the kernel."""
 _DEVICES = Path("/dev")
 _NVIDIA = ("/proc/driver/nvidia", "/proc/devices", "/sys/module", "/sys/bus/pci", "/sys/devices")
 """What the CUDA driver reads."""
@@ -101,7 +103,10 @@ def confine(confinement: Confinement, *, separate: bool) -> str:
 def _limit_resources(confinement: Confinement) -> None:
     """Set the limits of each process; the agent watches what all of them use together."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limits = [(resource.RLIMIT_FSIZE, confinement.scratch_mb << 20)]
+    limits = [
+        (resource.RLIMIT_FSIZE, confinement.scratch_mb << 20),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES),
+    ]
     if confinement.memory_mb is not None:
         limits.append((resource.RLIMIT_DATA, confinement.memory_mb << 20))
     if _has_users_of_its_own():

@@ -64,6 +64,9 @@ _CALLS = {
     "semget": (64, 190),
     "msgget": (68, 186),
     "mq_open": (240, 180),
+    # Memory of the kernel that no limit counts: pages in pipes, and large buffers of sockets.
+    "vmsplice": (278, 75),
+    "setsockopt": (54, 208),
     # Keys of the user's session, and rarely used parts of the kernel.
     "add_key": (248, 217),
     "request_key": (249, 218),

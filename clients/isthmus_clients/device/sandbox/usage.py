@@ -18,8 +18,12 @@ _PROC = Path("/proc")
 _OF_PROGRAMS = 64 << 20
 """Bytes that RLIMIT_DATA does not count either: constants of libraries, and the process that only
 waits for the task's."""
+_SOCKET_BUFFER = 212_992
+"""Most bytes that wait in one socket, of the kernel's default; tasks cannot change it (seccomp)."""
 _BLOCK = 512
 """Unit of the size of a file on disk (stat(2))."""
+_PAGE_TABLES = "VmPTE:"
+"""They grow with each range of addresses that is read, also where nothing is stored."""
 _MOST_FILES = 50_000
 """Files of a scratch directory that are counted; more would take too long."""
 
@@ -54,7 +58,10 @@ def excess(leader: int, allowed: Confinement, shared: int) -> str | None:
     if allowed.memory_mb is None:
         return None
     most = (allowed.memory_mb << 20) + shared + _OF_PROGRAMS
-    if sum(map(_resident, pids)) > most and (used := sum(map(_in_parts, pids))) > most:
+    # What sockets may hold is counted as if it were there: no file of proc(5) says it.
+    buffers = len(_sockets_of(pids)) * _SOCKET_BUFFER
+    resident = sum(map(_resident, pids)) + buffers
+    if resident > most and (used := sum(map(_in_parts, pids)) + buffers) > most:
         return (
             f"its processes had {used >> 20} MB of memory together, and its owner allows "
             f"memory_mb={allowed.memory_mb}"
@@ -85,17 +92,20 @@ def _threads_of(pid: int) -> list[Path]:
 
 
 def _resident(pid: int) -> int:
-    """Resident bytes of a process that are not those of a program or of a file on disk.
+    """Bytes of a process in memory, or swapped, that are not of a program or of a file on disk.
 
     Pages that several processes share count for each of them.
     """
-    return _sum_of(pid, "status", ("RssAnon:", "RssShmem:")) or 0
+    names = ("RssAnon:", "RssShmem:", "VmSwap:", _PAGE_TABLES)
+    return _sum_of(pid, "status", names) or 0
 
 
 def _in_parts(pid: int) -> int:
     """Likewise, with shared pages divided among those that share them, which takes longer."""
-    used = _sum_of(pid, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:"))
-    return _resident(pid) if used is None else used
+    used = _sum_of(pid, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:", "SwapPss:"))
+    if used is None:
+        return _resident(pid)
+    return used + (_sum_of(pid, "status", (_PAGE_TABLES,)) or 0)
 
 
 def _sum_of(pid: int, file: str, names: tuple[str, ...]) -> int | None:
@@ -133,10 +143,26 @@ def _below(scratch: Path) -> Iterator[os.stat_result]:
 
 def _open_in(pids: Iterable[int]) -> Iterator[os.stat_result]:
     """Regular files without a name that processes have open."""
+    for handle in _handles_of(pids):
+        with contextlib.suppress(OSError):
+            found = handle.stat()
+            if stat.S_ISREG(found.st_mode) and not found.st_nlink:
+                yield found
+
+
+def _sockets_of(pids: Iterable[int]) -> set[str]:
+    """The sockets that processes have open, each once."""
+    found = set()
+    for handle in _handles_of(pids):
+        with contextlib.suppress(OSError):
+            target = str(handle.readlink())
+            if target.startswith("socket:"):
+                found.add(target)
+    return found
+
+
+def _handles_of(pids: Iterable[int]) -> Iterator[Path]:
+    """The entries of proc(5) for the open files of processes."""
     for pid in pids:
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            for handle in (_PROC / str(pid) / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    found = handle.stat()
-                    if stat.S_ISREG(found.st_mode) and not found.st_nlink:
-                        yield found
+            yield from (_PROC / str(pid) / "fd").iterdir()

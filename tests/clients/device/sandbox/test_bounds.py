@@ -25,7 +25,7 @@ from isthmus_clients.device.sandbox.usage import excess, processes_of
 NOBODY = 65534
 
 PROGRAM = """
-import ctypes, mmap, os, sys, threading, time
+import ctypes, mmap, os, socket, sys, threading, time
 from pathlib import Path
 from isthmus.wire import link_pb2
 from isthmus_clients.device.sandbox import task_worker, worker
@@ -58,6 +58,28 @@ def filled(megabytes):
     for page in range(0, len(memory), 4096):
         memory[page] = 1
     return memory
+
+def sockets(count):
+    kept = [socket.socketpair() for _ in range(count)]
+    time.sleep(FOREVER)
+
+def large_buffer():
+    socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+
+def page_in_a_pipe():
+    library = ctypes.CDLL(None, use_errno=True)
+    page = ctypes.create_string_buffer(1)
+    part = (ctypes.c_size_t * 2)(ctypes.addressof(page), 1)
+    if library.vmsplice(os.pipe()[1], part, 1, 0) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+def page_tables(gigabytes):
+    # Nothing is stored, and the kernel needs 4 KB for each 2 MB in which something was read.
+    no_reserve = 0x4000
+    memory = mmap.mmap(-1, gigabytes << 30, PRIVATE | no_reserve, mmap.PROT_READ)
+    for place in range(0, len(memory), 2 << 20):
+        memory[place]
+    time.sleep(FOREVER)
 
 def files(count, megabytes, named):
     kept = []
@@ -153,6 +175,9 @@ REFUSED = {
     "prctl(36, 0)": "Operation not permitted",
     "open('/dev/shm/isthmus-test', 'wb')": "Permission denied",
     "files(1, 9, True)": "File too large",
+    "large_buffer()": "Operation not permitted",
+    "page_in_a_pipe()": "Operation not permitted",
+    "sockets(600)": "Too many open files",
 }
 """What fails in the task's process, which goes on."""
 
@@ -161,6 +186,8 @@ PROCESSES = "it had more than 40 processes and threads, and its owner allows no 
 FILES = "its files had more than 8 MB, or were more than 50000, and its owner allows no more"
 ENDED = {
     "children(4, lambda: filled(120))": MEMORY,
+    "children(4, lambda: [socket.socketpair() for _ in range(300)])": MEMORY,
+    "page_tables(200)": MEMORY,
     "children(60)": PROCESSES,
     "threads(60)": PROCESSES,
     "files(3, 4, True)": FILES,
