@@ -117,16 +117,17 @@ def _on_devices(job: Job, vector: EvaluationVector) -> str:
 def _limits_of_updates(job: Job) -> list[str]:
     """How the job makes the sum of devices' updates another than that of what they trained."""
     federated = job.federated
-    if not federated.secure_aggregation or job.privacy is not None:
+    if job.privacy is not None:
         return []
     limits = []
-    if federated.clip is not None:
+    if federated.secure_aggregation and federated.clip is not None:
         limits.append(
             f"elements of updates outside of -{federated.clip:g} to {federated.clip:g} will be "
             f"clipped (federated.clip), and the run ends where more than "
             f"{federated.max_clipped:.2%} were"
         )
-    if federated.max_examples is not None and federated.privacy is None:
+    same = federated.privacy is not None or federated.control_variates is not None
+    if federated.max_examples is not None and not same:
         limits.append(
             f"devices with more than {federated.max_examples} examples will count as if they had "
             "so many (federated.max_examples)"

@@ -79,6 +79,14 @@ def test_what_the_job_takes_from_updates_is_said(check_job):
     assert "elements of updates outside of -4 to 4 will be clipped (federated.clip), and the" in out
     assert "with more than 9 examples will count as if they had so many (federated.max" in out
     assert "clipped" not in check_job(FEDERATED)
+    plain = check_job(
+        FEDERATED,
+        "federated.secure_aggregation=false",
+        "federated.clip=4",
+        "federated.max_examples=9",
+    )
+    assert "with more than 9 examples will count" in plain
+    assert "clipped" not in plain
 
 
 @pytest.mark.parametrize(

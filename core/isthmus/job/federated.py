@@ -180,8 +180,8 @@ class FederatedSection(Section):
     """Largest share of the elements of a round's updates that may have been clipped; the run ends
     where it was larger, as its model would not be that of the updates."""
     max_examples: Annotated[int, Field(ge=1, le=1 << 42)] | None = None
-    """With secure aggregation, the largest weight of a device, in examples: one with more counts
-    as one with so many. Default: every device counts with its number of examples."""
+    """The largest weight of a device, in examples: one with more counts as one with so many.
+    Default: every device counts with its number of examples."""
     weights: Weights | None = None
     """What the weights of updates say of the devices' numbers of examples: `exact`, `coarse`
     (powers of two) or `equal` (1 for each device). Devices whose owners give less are refused.
@@ -520,10 +520,15 @@ class FederatedSection(Section):
 
         >>> FederatedSection(weights="coarse").weight(100)
         128
+        >>> FederatedSection(secure_aggregation=False, max_examples=50).weight(100)
+        50
         """
         if self.privacy is not None:
             return 1
-        return weight_of(examples, agreed(self.weights, owners) or owners)
+        weight = weight_of(examples, agreed(self.weights, owners) or owners)
+        if self.secure_aggregation or self.max_examples is None:
+            return weight  # a secure sum has a largest weight of its own
+        return min(weight, self.max_examples)
 
     @property
     def largest_weight(self) -> int | None:

@@ -181,6 +181,7 @@ class Ranges:
         self,
         *,
         clients: int,
+        needed: int | None = None,
         clip: float | None = None,
         weight_max: int | None = None,
         levels: int | None = None,
@@ -191,6 +192,8 @@ class Ranges:
 
         Args:
             clients: most devices in the sum.
+            needed: fewest of these devices in the sum, which may be those of the least weights;
+                None for all.
             clip: of the job, which stays; None to choose one.
             weight_max: of the job, which stays; None to choose one.
             levels: of a codec, whose ring cannot be another; None without.
@@ -220,6 +223,10 @@ class Ranges:
             bits = self._bits(clients, weight)
             if levels is None and not self._is_precise(bound, weight, fewest, *limits):
                 bits = 64
+        # The mean may be far below the updates. Nothing is known of those that are not counted.
+        rounding = bound / (fewest - 1) * weight
+        if levels is None and (wider or rounding > _ROUNDING * self._least_product(needed, weight)):
+            bits = 64
         return Encoding(bound, weight, bits)
 
     def is_limited(self, liars: int) -> bool:
@@ -295,6 +302,14 @@ class Ranges:
             f"{encoding.clip:.1g}; a device may have diverged: set federated.clip, which bounds it"
         )
 
+    def are_lost(self, rounding: float) -> bool:
+        """Whether a sum has lost updates like these in rounding.
+
+        Args:
+            rounding: bound on the standard deviation of the error of an element of the mean.
+        """
+        return self.is_known and rounding > _LOST * _middle(self.typical)
+
     @staticmethod
     def _bits(clients: int, weight: int) -> int:
         """The narrowest ring in which the sum of the weights cannot wrap."""
@@ -312,6 +327,26 @@ class Ranges:
         return error <= of_update * _middle(self.typical) and error <= of_tensor * _middle(
             self.smallest
         )
+
+    def _least_product(self, needed: int | None, weight_max: int) -> float:
+        """The least that updates times weights can be on average, if they do not cancel.
+
+        The histograms do not say which device has which update: those with most examples may have
+        the smallest, or be lost. Products of pairs have the least sum in opposite orders.
+
+        Args:
+            needed: fewest of the devices in the sum; None for all.
+            weight_max: largest weight.
+        """
+        typical = [_root(index) for index, count in enumerate(self.typical) for _ in range(count)]
+        weights = [
+            min(([0, *LADDER])[step] + 1, weight_max)
+            for step, count in enumerate(self.weights)
+            for _ in range(count)
+        ]
+        survivors = min(needed or len(weights), len(weights))
+        pairs = zip(typical[:survivors], reversed(weights[:survivors]), strict=True)
+        return sum(value * weight for value, weight in pairs) / survivors
 
     def _mean_weight(self, weight_max: int) -> float:
         """The mean weight of the devices, or up to half of that."""
@@ -343,6 +378,11 @@ def _last(counts: Sequence[int], *, above: int = 0) -> int:
     return 0
 
 
+def _root(index: int) -> float:
+    """The least value of a bin of exponents; 0 for that of zeros."""
+    return 2.0 ** (index + _LOWEST - 1) if index else 0.0
+
+
 def _middle(counts: Sequence[int]) -> float:
     """The lower end of the median of the values that are not zero; infinite if all are."""
     left = sum(counts[1:])
@@ -352,5 +392,5 @@ def _middle(counts: Sequence[int]) -> float:
     for index, count in enumerate(counts[1:], start=1):
         below += count
         if 2 * below >= left:
-            return 2.0 ** (index + _LOWEST - 1)
+            return _root(index)
     raise AssertionError("the counts have a median")

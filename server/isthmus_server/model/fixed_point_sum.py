@@ -5,7 +5,8 @@ order. The sum is therefore kept in fixed point: weight x value is rounded once 
 `2**-fraction_bits` and added as an integer, which is exact in any order. The bits are allocated
 before the round, from the weights that the cohort declared, so that no sum can wrap. Because the
 product is rounded, and not the value, the error of the mean does not grow with the weights: with n
-updates it is below n x 2**(MAGNITUDE_BITS - 61), at most 2.3e-12 for ten.
+updates it is below n x 2**(MAGNITUDE_BITS - 61), at most 2.3e-12 for ten. It does grow if devices
+with most of the declared weight are lost: a mean that is then mostly rounding is refused.
 
 >>> import torch
 >>> total = WeightedSum(size=2, declared_weight=30)
@@ -22,12 +23,13 @@ turns out not to count is subtracted again, which is exact too.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable
 
 import torch
 
-from isthmus.errors import UpdateError
+from isthmus.errors import RoundFailed, UpdateError
 from isthmus_server.model.mmap_buffer import MmapBuffer
 
 MAGNITUDE_BITS = 20
@@ -39,6 +41,13 @@ SUM_BYTES = 8
 TILE = 1 << 16
 """Elements processed at a time; they stay in the CPU cache from one operation to the next."""
 
+_SMALL_SHARE = 8
+"""Binary digits by which a weight is below the declared ones from which on rounding is looked at.
+With more than that share of them a mean of 1e-6 keeps its precision."""
+
+_LOST = 1e-4
+"""Error of a mean, as a part of it, with which it is lost in rounding."""
+
 _TILE_LOCKS = 16
 """Locks of the sum's tiles, so that several threads can add to different ones."""
 
@@ -48,7 +57,9 @@ class WeightedSum:
 
     Guarantees:
       * the same updates give the same bytes, in whatever order they are added;
-      * the sum cannot wrap: weights above twice the declared total are refused.
+      * the sum cannot wrap: weights above twice the declared total are refused;
+      * rounding changes a mean by less than a ten-thousandth of its length, or it is refused; but
+        for updates below 1e-6.
     """
 
     def __init__(self, size: int, declared_weight: int, memory: MmapBuffer | None = None) -> None:
@@ -63,6 +74,9 @@ class WeightedSum:
         self.max_weight = 2 * max(declared_weight, 1)
         self.fraction_bits = 63 - MAGNITUDE_BITS - self.max_weight.bit_length()
         self.weight = 0
+        self._updates = 0
+        self._has_small = False
+        """Whether an update of a small weight is not zero."""
         self._memory = memory or MmapBuffer(SUM_BYTES * size)
         self._sum = self._memory.tensor(torch.int64)
         self._initialized = bytearray(-(-size // TILE))
@@ -88,6 +102,7 @@ class WeightedSum:
                     f"together at most {self.max_weight}, twice the examples declared at the start"
                 )
             self.weight += weight
+            self._updates += 1
 
     def add(self, offset: int, tile: torch.Tensor, weight: int) -> None:
         """Add `weight` times a tile of an update. Thread-safe.
@@ -116,6 +131,8 @@ class WeightedSum:
         count = tile.numel()  # much faster than len()
         scaled: torch.Tensor = scratch.scaled[:count]
         scaled.copy_(tile).mul_(weight * 2.0**self.fraction_bits)
+        if self._is_small(abs(weight)) and not self._has_small:
+            self._has_small = bool(scaled.any())
         fixed: torch.Tensor = scratch.fixed[:count]
         return fixed.copy_(scaled.round_())  # half to even, so that a negative weight undoes it
 
@@ -131,6 +148,10 @@ class WeightedSum:
         with self._lock:
             self._pending_withdrawals -= 1
             self.weight -= weight
+            self._updates -= 1
+
+    def _is_small(self, weight: int) -> bool:
+        return weight << _SMALL_SHARE < self.max_weight
 
     def mean(self) -> torch.Tensor:
         """Return the weighted mean, float32 (N), in the memory of the sum, which it overwrites.
@@ -139,6 +160,8 @@ class WeightedSum:
 
         Raises:
             OSError: an update that had to be withdrawn could not be read any more.
+            RoundFailed: the updates that came have so little of the declared weight that their mean
+                is lost in rounding.
         """
         assert self.weight > 0
         if self._pending_withdrawals:
@@ -146,8 +169,21 @@ class WeightedSum:
         scale = 2.0**-self.fraction_bits / self.weight
         # Each tile of the mean overwrites sums that have been read already.
         mean = self._sum.view(torch.float32)[: len(self._sum)]
+        looked_at = self._has_small and self._is_small(self.weight)
+        squares = 0.0
         for start in range(0, len(mean), TILE):
-            part = self._sum[start : start + TILE]
-            mean[start : start + TILE] = part.double().mul_(scale)
+            part = self._sum[start : start + TILE].double().mul_(scale)
+            if looked_at:
+                squares += float(part.square().sum())
+            mean[start : start + TILE] = part
         self._memory.release(4 * len(mean))
+        # Each product is off by up to half a step, evenly.
+        rounding = scale * math.sqrt(self._updates / 12)
+        if looked_at and rounding > _LOST * math.sqrt(squares / len(mean)):
+            raise RoundFailed(
+                f"the updates that came count as {self.weight} examples, of up to "
+                f"{self.max_weight // 2} that the invited devices declared, and their mean is lost "
+                "in the rounding that these need: the devices with most examples were lost; leave "
+                'out those with so many more than the others, or set federated.weights = "equal"'
+            )
         return mean

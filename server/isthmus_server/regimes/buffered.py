@@ -17,7 +17,7 @@ import random
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from isthmus.errors import ParticipantLost, UpdateError
+from isthmus.errors import ParticipantLost, RoundFailed, UpdateError
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.transport.requests import position_message, position_of
 from isthmus.wire import link_pb2
@@ -219,8 +219,12 @@ class BufferAttempt:
             )
         if settings.secure_aggregation:
             return await self._sum_securely(deadline)
+        try:
+            mean = await asyncio.to_thread(self.total.mean)
+        except RoundFailed as error:
+            raise AttemptFailed(str(error), self._all_receipts(())) from error
         return FederatedResult(
-            pseudo_gradient=await asyncio.to_thread(self.total.mean),
+            pseudo_gradient=mean,
             training=self._training(),
             receipts=self._all_receipts(()),
         )

@@ -13,6 +13,7 @@ from isthmus.errors import JobError
 from isthmus.transport.requests import position_message, position_of
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import TrainingPurpose, ranged_model
+from isthmus_privacy.secagg.ranges import lost_in_rounding
 from isthmus_server.regimes.base import (
     AttemptFailed,
     AttemptSpec,
@@ -30,6 +31,9 @@ from isthmus_server.regimes.secure_sums.round_configs import range_config, train
 from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.gradients import REST
+
+_NOTICEABLE = 1e-9
+"""Rounding below this is not looked at: the rate of a schedule's last steps may be next to zero."""
 
 _FLOAT_ROUNDING = 1e-4
 """Part by which a mean of clipped updates may be longer than their bound in float32."""
@@ -75,6 +79,7 @@ class FederatedRegime:
         self._attempt = self._attempt_for(spec)
         result = await self._attempt.run()
         _check_clipped(result, spec)
+        self._check_rounding(result, spec)
         if self.context.privacy is not None:
             self._check_norm(result, spec)
             mean = result.pseudo_gradient
@@ -88,6 +93,27 @@ class FederatedRegime:
             return result
         groups = {name: self._split(one, spec) for name, one in result.groups.items()}
         return dataclasses.replace(self._split(result, spec), groups=groups)
+
+    def _check_rounding(self, result: FederatedResult, spec: AttemptSpec) -> None:
+        """Refuse a sum whose range and largest weight are the job's, if they lose the updates.
+
+        Where they are found, `RangedAttempt` looks at it.
+
+        Raises:
+            AttemptFailed: rounding is a large part of the mean.
+        """
+        job = self.context.job
+        settings = spec.settings
+        if job.finds_ranges or job.privacy is not None or settings.compression is not None:
+            return
+        for one in (result, *result.groups.values()):
+            if one.rounding > _NOTICEABLE and lost_in_rounding(one.pseudo_gradient, one.rounding):
+                raise AttemptFailed(
+                    f"the updates are lost in rounding with federated.clip={settings.clip:g} and a "
+                    f"largest weight of {settings.largest_weight}: remove federated.clip or "
+                    "federated.max_examples, and they are found from the updates",
+                    result.receipts,
+                )
 
     def _check_norm(self, result: FederatedResult, spec: AttemptSpec) -> None:
         """Refuse a mean that is longer than each of the updates may be, before noise is added.

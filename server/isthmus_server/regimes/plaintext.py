@@ -70,7 +70,7 @@ class PlaintextAttempt:
             )
         try:
             pseudo_gradient, state = await self._aggregator.result()
-        # Only an extension refuses what its devices have sent: all of them did their work.
+        # What was sent cannot be combined: all devices did their work.
         except RoundFailed as error:
             raise AttemptFailed(str(error), receipts) from error
         return FederatedResult(
@@ -184,7 +184,9 @@ class WeightedMeanAggregator:
         self._counts_devices = controlled or context.privacy is not None
         """Whether each device has the weight 1."""
         self._declared = spec.cohort
-        self._total = context.weighted_sum(sum(spec.cohort.values()), self._layout.size)
+        # The precision of the sum follows from the weights, not from the numbers of examples.
+        weights = len(spec.cohort) if self._counts_devices else sum(spec.cohort.values())
+        self._total = context.weighted_sum(weights, self._layout.size)
 
     async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
         """Add an update while it arrives; see `Aggregator.add`."""

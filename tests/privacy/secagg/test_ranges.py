@@ -229,3 +229,56 @@ def test_a_device_out_of_all_proportion_does_not_silently_cost_the_others_their_
     assert bool(refusal) == is_refused
     if is_refused:
         assert "too different to be summed" in refusal
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("largest", [10_000, 5_000_000])
+def test_a_mean_without_the_device_with_most_examples_is_precise(scale, largest):
+    """It is lost after the ranges are summed, and the others have few examples."""
+    generator = torch.Generator().manual_seed(3)
+    updates = list(torch.randn(10, 300, generator=generator) * scale)
+    weights = [largest, *[1] * 9]
+    ranges = ranges_of(updates, weights)
+    encoding = ranges.encoding(clients=10, needed=9)
+    result = summed(encoding, updates[1:], weights[1:], clients=10)
+    assert relative_error(result.vector, plain_mean(updates[1:], weights[1:])) < 1e-4
+    assert not ranges.are_lost(result.rounding)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_mean_of_other_devices_with_few_examples_is_precise(scale):
+    generator = torch.Generator().manual_seed(4)
+    updates = list(torch.randn(6, 300, generator=generator) * scale)
+    encoding = ranges_of(updates[:3], [5_000_000] * 3).encoding(clients=3, wider=True)
+    found = summed(encoding, updates[3:], [1, 2, 1]).vector
+    assert relative_error(found, plain_mean(updates[3:], [1, 2, 1])) < 1e-4
+
+
+def test_a_sum_that_lost_the_updates_is_noticed():
+    ranges = ranges_of([torch.full((4,), 0.01)] * 3, [1, 1, 5_000_000])
+    assert ranges.are_lost(1e-3)
+    assert not ranges.are_lost(1e-6)
+    assert not ranges_of([torch.zeros(4)] * 3, [1, 1, 9]).are_lost(1.0)
+
+
+@pytest.mark.parametrize("small", [0.0, 1e-6])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_mean_far_below_most_updates_is_precise(small, count):
+    """The devices with most examples have hardly changed the model."""
+    generator = torch.Generator().manual_seed(5)
+    scales = torch.tensor([*[small] * count, 1.0, 1.0, 1.0])
+    updates = list(torch.randn(count + 3, 300, generator=generator) * scales[:, None])
+    weights = [*[1_000_000] * count, 1, 1, 1]
+    ranges = ranges_of(updates, weights)
+    found = summed(ranges.encoding(clients=len(weights)), updates, weights).vector
+    assert relative_error(found, plain_mean(updates, weights)) < 1e-4
+
+
+@pytest.mark.parametrize("clients", [10, 400])
+def test_devices_of_usual_differences_need_no_wide_ring(clients):
+    generator = torch.Generator().manual_seed(6)
+    scales = 2.0 ** torch.randint(-2, 3, (clients, 1), generator=generator)
+    updates = list(torch.randn(clients, 200, generator=generator) * 0.01 * scales)
+    weights = torch.randint(20, 500, (clients,), generator=generator).tolist()
+    encoding = ranges_of(updates, weights).encoding(clients=clients, needed=clients * 3 // 4)
+    assert encoding.bits == 32

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isthmus.errors import RoundFailed
 from isthmus_server.model.fixed_point_sum import MAGNITUDE_BITS, SUM_BYTES, TILE, WeightedSum
 from isthmus_server.model.mmap_buffer import MmapBuffer
 
@@ -81,3 +82,39 @@ def test_tiles_in_any_order_give_the_same_sum():
         for i in order:
             total.add(i * TILE, vector[i * TILE : (i + 1) * TILE], 7)
         assert torch.equal(total.mean(), vector)
+
+
+def lost(scale, declared, weights):
+    """The mean, and its error, after a device that declared most of the examples was lost."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(len(weights), 1000, generator=generator) * scale
+    total = WeightedSum(1000, declared + sum(weights))
+    for vector, weight in zip(vectors, weights, strict=True):
+        add_tile(total, vector, weight)
+    factors = torch.tensor(weights, dtype=torch.float64)
+    expected = (vectors.double() * factors[:, None]).sum(0) / factors.sum()
+    error = torch.linalg.vector_norm(total.mean().double() - expected)
+    return float(error / torch.linalg.vector_norm(expected))
+
+
+@pytest.mark.parametrize(
+    ("scale", "declared"), [(1e-6, 1000), (1e-4, 100_000), (1e-2, 5_000_000), (1.0, 1 << 27)]
+)
+@pytest.mark.parametrize("weights", [[1, 1, 1], [12, 300]])
+def test_a_mean_without_the_largest_device_is_precise(scale, declared, weights):
+    assert lost(scale, declared, weights) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("scale", "declared"), [(1e-6, 5_000_000), (1e-4, 1 << 30), (1e-2, 1 << 37), (1.0, 1 << 45)]
+)
+@pytest.mark.parametrize("weights", [[1, 1, 1], [12, 3]])
+def test_a_mean_that_is_lost_without_the_largest_device_is_refused(scale, declared, weights):
+    with pytest.raises(RoundFailed, match="lost in the rounding that these need"):
+        lost(scale, declared, weights)
+
+
+def test_zeros_without_the_largest_device_are_zeros():
+    total = WeightedSum(3, 5_000_000)
+    add_tile(total, torch.zeros(3), 1)
+    assert total.mean().tolist() == [0, 0, 0]

@@ -39,7 +39,7 @@ class PreparedAttempt:
         self.blob = describe(self.model)
         network.link.publish(self.blob, self.model)
 
-    async def run(self, *names, examples=10):
+    async def run(self, *names, examples=10, start=None):
         """Run an attempt with these devices, each with so many examples."""
         spec = AttemptSpec(
             round=1,
@@ -47,6 +47,7 @@ class PreparedAttempt:
             model=self.blob,
             cohort=dict.fromkeys(names, examples),
             settings=self.job.federated,
+            start=start,
         )
         return await self.regime.train(spec)
 
@@ -83,6 +84,18 @@ async def test_the_result_is_the_mean_of_the_updates_weighted_by_examples(prepar
     assert (receipt.participant, receipt.status, receipt.reason) == ("a", "accepted", "")
     assert (receipt.examples, receipt.steps, receipt.seconds) == (10, 1, 0.5)
     assert (receipt.bytes_in, receipt.bytes_out) == (LAYOUT.nbytes, LAYOUT.nbytes)
+
+
+async def test_devices_that_count_the_same_may_have_any_number_of_examples(prepare, network):
+    """The precision followed from examples that are no weights."""
+    attempt = await prepare("federated.cohort=2", "federated.control_variates=2")
+    for name, factor in (("a", 1.0), ("b", 3.0)):
+        vector = [factor * each for each in (0.0, 0.0, 0.0, 1e-6, 2e-6, -3e-6)]
+        layout = LAYOUT.gradient_and_update
+        await network.join(name, updating(vector, examples=1 << 40, layout=layout))
+    start = torch.ones(LAYOUT.size)
+    result = await attempt.run("a", "b", examples=1 << 40, start=start)
+    assert result.pseudo_gradient.tolist() == pytest.approx([2e-6, 4e-6, -6e-6], rel=1e-5)
 
 
 @pytest.mark.parametrize("claimed", [0, 11, 20, 1 << 30])

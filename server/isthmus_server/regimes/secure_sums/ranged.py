@@ -145,6 +145,7 @@ class RangedAttempt:
             )
             self._check_unknown(known.ranges, config, result)
             self._check_limited(known.ranges, config, result)
+            self._check_rounding(known.ranges, config, result)
             if not wider:
                 self._check_first(known.ranges, config, result)
             self._note_false(known.ranges, result)
@@ -192,6 +193,20 @@ class RangedAttempt:
             return
         if ranges.is_limited(_liars(config)):
             raise AttemptFailed(_out_of_proportion(config), result.receipts)
+
+    def _check_rounding(self, ranges: Ranges, config: RoundConfig, result: FederatedResult) -> None:
+        """Refuse a sum without the devices that have most examples, if rounding loses the others.
+
+        Raises:
+            AttemptFailed: so it is.
+        """
+        if config.codec is None and ranges.are_lost(result.rounding):
+            raise AttemptFailed(
+                "the devices with most examples were lost, and the updates of the others are lost "
+                f"in the rounding for a largest weight of {config.weight_max} examples: leave out "
+                'devices with so many more than the others, or set federated.weights = "equal"',
+                result.receipts,
+            )
 
     def _check_first(self, ranges: Ranges, config: RoundConfig, result: FederatedResult) -> None:
         """Refuse a mean of compressed updates beyond their range, while nothing is left unsent.

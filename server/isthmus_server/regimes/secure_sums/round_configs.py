@@ -173,13 +173,16 @@ def _encoding(
         levels = UpdateCodec(one_in=1, bits=_most_bits(clients), seed=0).highest
     if ranges is None:  # all of it is in the job, or follows from its privacy
         weight = weight_max or USUAL_WEIGHT
-        # In a wider range than the usual one, the steps of a ring of 32 bits could be coarse.
-        usual = levels is not None or (clip or USUAL_CLIP) <= USUAL_CLIP
-        bits = 32 if usual and clients * weight < 1 << 32 else 64
+        # In a ring of 32 bits, updates of which nothing is known could be lost in rounding: small
+        # ones, or those of few examples. With privacy, the noise is more than that.
+        narrow = levels is not None or context.job.privacy is not None
+        usual = (clip or USUAL_CLIP) <= USUAL_CLIP or levels is not None
+        bits = 32 if narrow and usual and clients * weight < 1 << 32 else 64
         encoding = Encoding(clip or USUAL_CLIP, weight, bits)
     else:
         encoding = ranges.encoding(
             clients=clients,
+            needed=settings.needed,
             clip=clip,
             weight_max=weight_max,
             levels=levels,

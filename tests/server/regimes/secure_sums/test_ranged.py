@@ -122,6 +122,16 @@ async def test_a_device_may_be_lost_between_the_sums(opened, step):
     assert (receipt.status, receipt.participant) == ("rejected", "c")
 
 
+async def test_the_device_with_most_examples_may_be_lost_between_the_sums(opened):
+    """The sum has room for its weight, and the others have little of that."""
+    run = await opened("task.settings.rows={c=200000, e=1}", "federated.local_steps=2")
+    made = record_updates(run)
+    run.devices["c"].fails_at = "agree"
+    result = await run.train()
+    assert result.training["examples"] == 61
+    assert relative_error(result, made, "abde") < 1e-4
+
+
 async def test_a_receipt_has_the_bytes_of_both_sums(opened):
     run = await opened()
     result = await run.train()
@@ -380,6 +390,29 @@ async def test_a_wide_range_of_the_job_changes_nothing(opened, clip, more):
     made = record_updates(run)
     result = await run.train()
     assert relative_error(result, made) < 1e-4
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-2])
+async def test_a_large_weight_of_the_job_loses_no_small_updates(opened, scale):
+    limits = ("federated.clip=4", "federated.max_examples=1000000")
+    run = await opened(f"task.settings.lr={scale}", *limits)
+    made = record_updates(run)
+    result = await run.train()
+    assert relative_error(result, made) < 1e-4
+
+
+@pytest.mark.parametrize("largest", [1e9, 1e12])
+async def test_a_weight_of_the_job_that_loses_the_updates_is_refused(opened, largest):
+    run = await opened("federated.clip=1e7", f"federated.max_examples={int(largest)}")
+    with pytest.raises(
+        AttemptFailed, match=r"lost in rounding with federated\.clip=1e\+07 and a l"
+    ):
+        await run.train()
+
+
+async def test_zeros_are_no_updates_that_were_lost(opened):
+    run = await opened("task.settings.lr=0", "federated.clip=4", "federated.max_examples=1000000")
+    assert not (await run.train()).pseudo_gradient.any()
 
 
 async def test_a_range_of_the_job_that_loses_the_updates_is_refused(opened):
