@@ -75,7 +75,7 @@ class RunBudgets:
             _check_logged(store, own)
 
             def ledgers(population: str) -> RunLedgers:
-                # A run of a comparison or a server is charged there, whoever continues it.
+                # A run of a comparison or a server is charged there, by every command.
                 found = populations or beside(store.directory, population)
                 if found is None:
                     return RunLedgers(store.run_id, population, own)

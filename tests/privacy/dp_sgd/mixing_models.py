@@ -233,7 +233,8 @@ def in_a_closure():
 
     def function(self, hidden):
         nonlocal kept
-        before, kept = kept, hidden.mean(0).detach()
+        before = kept
+        kept = hidden.mean(0).detach()
         return hidden - before
 
     return Layer(function)
@@ -244,7 +245,8 @@ def in_a_class():
         kept = torch.zeros(WIDTH)
 
         def forward(self, hidden):
-            before, Own.kept = Own.kept, hidden.mean(0).detach()
+            before = Own.kept
+            Own.kept = hidden.mean(0).detach()
             return hidden - before
 
     return Own()
@@ -271,7 +273,8 @@ def in_a_namespace():
     space = SimpleNamespace(kept=torch.zeros(WIDTH))
 
     def function(self, hidden):
-        before, space.kept = space.kept, hidden.mean(0).detach()
+        before = space.kept
+        space.kept = hidden.mean(0).detach()
         return hidden - before
 
     return Layer(function)
@@ -386,7 +389,8 @@ class RunningLoss(Mixing):
 
     def loss(self, output, target):
         losses = super().loss(output, target)
-        before, self.kept = self.kept, losses.detach().mean() + 1e-3
+        before = self.kept
+        self.kept = losses.detach().mean() + 1e-3
         return losses / before
 
 

@@ -396,7 +396,8 @@ class Attempt:
     def _join_device(self, name: str, asked: Callable[[str], link_pb2.Request]) -> AdvertiseKeys:
         lie = self.plan.lie if name == self.liked else ""
         device = self.devices[name]
-        job, about = self.job, self.plan.changes
+        job = self.job
+        about = self.plan.changes
         if lie == "job":
             about = (*about, "federated.local_steps=3")
             job = make_job(about, job.tasks) or job
@@ -570,7 +571,8 @@ class Training(Attempt):
             if lie == "position":
                 work.position.start += 10
             if lie == "committed":
-                work.summed_round, work.summed_attempt = 9, 9
+                work.summed_round = 9
+                work.summed_attempt = 9
             if plan.kind == "ranges":
                 work.ranges = encoded
             else:

@@ -161,7 +161,7 @@ def test_a_run_that_is_continued_by_itself_is_charged_to_its_population(charged,
     """As by `isthmus run --resume`, or its budget would be one of its own."""
     run = charged("one", {"round": 1})
     charged("two", {"round": 1}, {"round": 2})
-    if comparison:  # which has its ledgers beside its runs
+    if comparison:  # which has its ledgers next to its runs
         (state / "privacy").rename(state / "runs" / "privacy")
     with contextlib.closing(Store.open_to_write(run)) as store:
         budgets = RunBudgets.open(store, store.run_state(), None)
