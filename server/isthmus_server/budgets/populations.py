@@ -117,7 +117,7 @@ def of_server(state: Path) -> Populations:
     return Populations(state / DIRECTORY, folders_of_runs(state))
 
 
-def beside(run: Path, name: str) -> Populations | None:
+def shared_with(run: Path, name: str) -> Populations | None:
     """The populations of a comparison or a server that a run was begun by; None for one by itself.
 
     Args:

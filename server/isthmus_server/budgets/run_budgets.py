@@ -19,7 +19,7 @@ from isthmus_privacy.dp.ledger import (
 from isthmus_privacy.dp_sgd.device_examples import check_device_examples
 from isthmus_server.budgets.budget import ROUND, PrivacyBudget
 from isthmus_server.budgets.examples_budget import EXAMPLE, ExamplesBudget
-from isthmus_server.budgets.populations import Populations, beside
+from isthmus_server.budgets.populations import Populations, shared_with
 from isthmus_server.budgets.run_ledgers import RunLedgers
 from isthmus_server.storage.records import CommittedState
 from isthmus_server.storage.store import Store
@@ -76,7 +76,7 @@ class RunBudgets:
 
             def ledgers(population: str) -> RunLedgers:
                 # A run of a comparison or a server is charged there, by every command.
-                found = populations or beside(store.directory, population)
+                found = populations or shared_with(store.directory, population)
                 if found is None:
                     return RunLedgers(store.run_id, population, own)
                 shared = opened.enter_context(found.ledger(population))
