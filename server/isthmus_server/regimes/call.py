@@ -32,7 +32,7 @@ from isthmus.wire import link_pb2
 from isthmus_server.regimes.reasons import anonymous
 from isthmus_server.storage.records import Moved, Receipt, Status
 from isthmus_server.transport.link import Link
-from isthmus_server.transport.peer import Peer
+from isthmus_server.transport.peer import MovedBytes, Peer
 from isthmus_server.transport.sanitize import reason_of
 
 TOO_LATE = "the round is over"
@@ -182,12 +182,15 @@ class ReceiptBook:
 
 
 def _moved(peer: Peer, request: link_pb2.Request, reply: link_pb2.Reply | None) -> Moved:
-    """The bytes of a call that has ended, its messages included."""
+    """The bytes of a call that has ended, its messages included.
+
+    With what arrived late of calls of the participant that were cancelled before.
+    """
     results = [] if reply is None else [blob_of(reply).sha256]
     models = [blob.sha256 for blob in blobs_of(request)]
     about = [request.id.encode(), *results, *models]
     return Moved(
-        peer.received.take(results),
+        peer.received.take([*results, MovedBytes.LATE]),
         peer.sent.take(models),
         peer.messages_received.take(about),
         peer.messages_sent.take(about),

@@ -20,6 +20,8 @@ MAX_OUTBOX = 64
 """Receipts and cancellations kept for one participant: as many as it may have open requests."""
 THREAD_CHUNK_BYTES = 512 << 10
 """Size from which a chunk is hashed and written in a thread instead of on the event loop."""
+MAX_ABANDONED = 16
+"""Blobs of one participant of which chunks may still be on their way after their transfer ended."""
 
 
 @dataclasses.dataclass
@@ -93,6 +95,8 @@ class MovedBytes:
     SHA-256 of the blob that they ask for or carry.
     """
 
+    LATE = b""
+    """Key of the chunks that arrived after their transfer had been given up."""
     _KEPT = 64
     """Keys whose bytes are kept; those of requests that nobody waits for are forgotten."""
 
@@ -142,6 +146,8 @@ class Peer:
         """Receipts and cancellations, oldest first; sent again on every new stream."""
         self.fetches: dict[bytes, Fetch] = {}
         """Blobs that are being received from it, by SHA-256."""
+        self.abandoned: dict[bytes, int] = {}
+        """Bytes that may still arrive of blobs whose transfer was given up, by SHA-256."""
         self.transfers: dict[bytes, asyncio.Task[None]] = {}
         """Blobs that are being sent to it on its present stream, by SHA-256."""
         self.last_blob = b""
@@ -193,6 +199,7 @@ class Peer:
     ) -> None:
         """Pull a blob, see `Link.fetch`; `machine` is the server's, if it shares memory."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.abandoned.pop(blob.sha256, None)
         fetch = self.fetches[blob.sha256] = Fetch(Assembly(blob, write), done, take)
         try:
             if self.stream is not None:
@@ -201,15 +208,35 @@ class Peer:
             await done
         finally:
             self.fetches.pop(blob.sha256, None)
+            if not fetch.assembly.complete:
+                self._abandon(fetch.assembly)
             await to_the_end(fetch.idle())
+
+    def _abandon(self, assembly: Assembly) -> None:
+        """Expect the rest of a blob that is not wanted any more, until its sender knows that."""
+        self.abandoned[assembly.blob.sha256] = assembly.blob.size - assembly.offset
+        if len(self.abandoned) > MAX_ABANDONED:
+            del self.abandoned[next(iter(self.abandoned))]
 
     async def add_chunk(self, chunk: link_pb2.Chunk | Piece, size: int) -> None:
         """Add a chunk to the blob that it belongs to; a chunk that was not requested is dropped.
 
-        `size` is that of the message with the chunk.
+        What was on its way when its transfer was given up is counted all the same, for the next
+        call of the participant; what was never requested is not, so that nobody can raise the
+        costs of a run by sending.
+
+        Args:
+            chunk: the chunk.
+            size: bytes of the message with the chunk.
         """
         fetch = self.fetches.get(chunk.sha256)
-        if fetch is None or fetch.done.done():
+        if fetch is None:
+            expected = min(len(chunk.data), self.abandoned.get(chunk.sha256, 0))
+            if expected:
+                self.abandoned[chunk.sha256] -= expected
+                self.received.add(MovedBytes.LATE, expected)
+            return
+        if fetch.done.done():
             return
         if isinstance(chunk, link_pb2.Chunk) and chunk.HasField("file"):
             if await fetch.open(chunk.file):
