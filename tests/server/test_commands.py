@@ -38,7 +38,7 @@ def invoke(command, *arguments):
         (["--resume"], r"^--resume needs --run-dir"),
         (
             ["--resume", "--run-dir", "x", "--set", "a=1"],
-            r"^--set cannot be combined with --resume",
+            r"^x contains no run to resume",
         ),
         (
             ["job.toml", "--resume", "--run-dir", "x"],

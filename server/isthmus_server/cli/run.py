@@ -23,6 +23,7 @@ from isthmus.errors import CannotContinue, UserError
 from isthmus.identity.tls import split_address
 from isthmus.job import Job, load_job
 from isthmus.job.flower import SERVER_APP
+from isthmus.job.layout_changes import layout_changes
 from isthmus.system.process import return_freed_memory
 from isthmus.task import check_named
 from isthmus_server.observability.options import LogFormat, observed
@@ -74,20 +75,23 @@ def run(
     With federated.clients=0 or datacenter.ranks=0 that role is not started; participants can take
     it by connecting to --address. Ctrl-C or SIGTERM ends it after the running round, for which it
     waits up to 30 s; a second one gives that round up.
+
+    With --resume, --set changes only how ranks share the work: their number, ZeRO stage, tensor and
+    pipeline parallelism, and what else leaves a step as it is.
     """
     from isthmus_server.runs.local.fork_server import ParticipantForkServer
 
     if resume:
         if run_dir is None:
             raise UserError("--resume needs --run-dir, the directory of the run to resume")
-        if job is not None or overrides:
-            given = "--set" if job is None else "JOB"
-            raise UserError(f"{given} cannot be combined with --resume: a run keeps its job")
+        if job is not None:
+            raise UserError("JOB cannot be combined with --resume: a run keeps its job")
         if not (run_dir / "job.json").exists() and not (run_dir / "run.head").exists():
             raise UserError(f"{run_dir} contains no run to resume")
     elif job is None:
         raise UserError("give a job file, or --resume --run-dir DIR")
     loaded = None if job is None else loaded_job(job, overrides)
+    changes = layout_changes(overrides) if resume else {}
     listen_at = None if address is None else split_address(address, "--address")
     # The fork must happen before this process opens files or starts threads.
     with ParticipantForkServer.fork(
@@ -101,7 +105,7 @@ def run(
         console = observers.console
         if loaded is None or job is None:
             assert run_dir is not None
-            local_run = LocalRun.resumed(run_dir)
+            local_run = LocalRun.resumed(run_dir, changes)
         else:
             directory = run_dir or fresh_directory(loaded)
             local_run = LocalRun.new(loaded, job.resolve().parent, directory)

@@ -42,10 +42,7 @@ def opening_of(run_id: str, job: Job, base: Path, model: GlobalModel) -> link_pb
         TaskError: the task's code cannot be read.
         JobError: no noise meets the budget of the datacenter's examples.
     """
-    noise = SampledNoisePlan.of(job)
-    if noise is not None:
-        # Found once for all ranks: the search can take seconds.
-        job = with_changes(job, {"datacenter.privacy.noise": noise.multiplier})
+    job = _with_noise(job)
     opening = link_pb2.OpenRun(
         run_id=run_id,
         job=write_job(job),
@@ -60,6 +57,29 @@ def opening_of(run_id: str, job: Job, base: Path, model: GlobalModel) -> link_pb
         # that came from different code means nothing.
         opening.task_digest = code_digest(job.task.source, base)
     return opening
+
+
+def opening_of_ranks(opening: link_pb2.OpenRun, job: Job) -> link_pb2.OpenRun:
+    """The same request for datacenters, whose ranks train in the layout of `job`.
+
+    Raises:
+        JobError: no noise meets the budget of the datacenter's examples.
+    """
+    changed = link_pb2.OpenRun()
+    changed.CopyFrom(opening)
+    changed.job = write_job(_with_noise(job))
+    return changed
+
+
+def _with_noise(job: Job) -> Job:
+    """The job with the noise of the datacenter's examples, if it has any.
+
+    Found once for all ranks: the search can take seconds.
+    """
+    noise = SampledNoisePlan.of(job)
+    if noise is None:
+        return job
+    return with_changes(job, {"datacenter.privacy.noise": noise.multiplier})
 
 
 def installed_package(job: Job, base: Path) -> packages.Package | None:

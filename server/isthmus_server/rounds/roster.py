@@ -16,7 +16,13 @@ from isthmus.job.section import Hours
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
 from isthmus_server.regimes.call import CallFailed, call
-from isthmus_server.regimes.opening import check_examples, group_of, hours_of, installed_package
+from isthmus_server.regimes.opening import (
+    check_examples,
+    group_of,
+    hours_of,
+    installed_package,
+    opening_of_ranks,
+)
 from isthmus_server.regimes.reasons import group_reasons
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.storage.events import (
@@ -67,6 +73,7 @@ class ParticipantRoster(ParticipantListener):
         run: link_pb2.OpenRun,
         availability: DeviceAvailability,
         publish: Callable[[Event], None],
+        ranks_job: Job | None = None,
     ) -> None:
         """Prepare; `start` begins to open the run.
 
@@ -77,6 +84,7 @@ class ParticipantRoster(ParticipantListener):
                 devices can fetch it.
             availability: when each device may be invited.
             publish: receives an event for each participant that joins, leaves or declines.
+            ranks_job: the job with the layout of the ranks, if that has changed in the run.
         """
         self.clients: dict[str, ReadyParticipant] = {}
         self.datacenters: dict[str, ReadyParticipant] = {}
@@ -103,6 +111,7 @@ class ParticipantRoster(ParticipantListener):
             run.package.blob.CopyFrom(describe(package.data))
             run.package.digest = package.digest
             run.package.author = package.author
+        self._run_of_ranks = run if ranks_job in (None, job) else opening_of_ranks(run, ranks_job)
 
     @property
     def declined(self) -> Mapping[str, tuple[link_pb2.Role, str]]:
@@ -423,7 +432,8 @@ class ParticipantRoster(ParticipantListener):
         self._publish(ParticipantProgress.from_message(name, progress))
 
     async def _open(self, peer: Peer) -> None:
-        request = link_pb2.Request(open=self._run)
+        run = self._run_of_ranks if peer.role == link_pb2.DATACENTER else self._run
+        request = link_pb2.Request(open=run)
         try:
             async with call(self._link, peer.name, request, "opened") as reply:
                 check_examples(peer, reply.opened)

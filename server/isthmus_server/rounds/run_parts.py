@@ -168,6 +168,7 @@ class RunParts:
                 run=opening,
                 availability=availability,
                 publish=journal.publish,
+                ranks_job=store.ranks_job,
             )
             cohorts = CohortSelector(
                 job=job,

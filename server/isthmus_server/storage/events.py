@@ -199,6 +199,17 @@ class RunAdopted(ReportedEvent):
     stated: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayoutChanged(ReportedEvent):
+    """Ranks train in another layout from a round on; the job of the run stays what it was."""
+
+    kind: Literal["layout"] = "layout"
+    round: int
+    """The first round in this layout."""
+    changes: Mapping[str, Any]
+    """All that is different from the job, by dotted key."""
+
+
 # -- the end ---------------------------------------------------------------------------------------
 
 
@@ -262,7 +273,8 @@ LoggedEvent = Annotated[
     | ParticipantLeft
     | RunAdopted
     | RunServed
-    | RunStopped,
+    | RunStopped
+    | LayoutChanged,
     Discriminator("kind"),
 ]
 """Every `ReportedEvent`."""

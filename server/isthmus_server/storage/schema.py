@@ -9,7 +9,7 @@ from pathlib import Path
 
 from isthmus_server.storage.sealed_database import SealedDatabase
 
-FORMAT = 4
+FORMAT = 5
 """Version of the contents of a run directory."""
 
 SCHEMA = f"""
@@ -40,6 +40,9 @@ CREATE TABLE IF NOT EXISTS unmaskings (
 CREATE TABLE IF NOT EXISTS ranges (
     round INTEGER NOT NULL, model_hash TEXT NOT NULL, sum_group TEXT NOT NULL,
     devices TEXT NOT NULL, counts TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS layouts (
+    round INTEGER NOT NULL, changes TEXT NOT NULL
 );
 """
 

@@ -23,11 +23,13 @@ import json
 import logging
 import sqlite3
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from isthmus.errors import UserError
 from isthmus.job import Job
+from isthmus.job.layout_changes import with_layout
 from isthmus_server.storage.checkpoints import Checkpoints, replacing
 from isthmus_server.storage.damage_checks import (
     FINAL_MODEL,
@@ -35,7 +37,12 @@ from isthmus_server.storage.damage_checks import (
     check_final_model,
     check_no_newer_checkpoint,
 )
-from isthmus_server.storage.events import LoggedEvent, ReportedEvent, logged_event_from_json
+from isthmus_server.storage.events import (
+    LayoutChanged,
+    LoggedEvent,
+    ReportedEvent,
+    logged_event_from_json,
+)
 from isthmus_server.storage.range_log import RangeLog
 from isthmus_server.storage.records import (
     CommittedState,
@@ -340,6 +347,25 @@ class Store:
         self._db.execute("COMMIT")
         self.log.write_head()
 
+    def change_layout(self, changes: Mapping[str, Any]) -> None:
+        """Store that ranks train in another layout from the next round on.
+
+        The job stays what it was: devices have agreed to it, and compare it with every request.
+
+        Raises:
+            UserError: the run has finished.
+            JobError: with the changes a step would not be the same, see `with_layout`.
+        """
+        if self.status()[0] == "finished":
+            raise UserError(f"{self.directory} has finished: no rank trains in it any more")
+        all_changes = {**self.layout_changes(), **changes}
+        with_layout(self.job, all_changes)
+        event = LayoutChanged(round=self.last_round() + 1, changes=all_changes)
+        row = (event.round, json.dumps(all_changes))
+        self._db.execute("INSERT INTO layouts VALUES (?, ?)", row)
+        self.log.write_head()
+        self.log_event(event)
+
     def reopen(self) -> None:
         """Store that the run continues after it had ended."""
         self._db.execute("UPDATE run SET status='running', reason=''")
@@ -385,6 +411,17 @@ class Store:
             (number, limit),
         )
         return [(rowid, _record(state, record)) for rowid, state, record in rows]
+
+    def layout_changes(self) -> dict[str, Any]:
+        """What is different in the ranks' layout from the job, by dotted key."""
+        row = self._db.execute("SELECT changes FROM layouts ORDER BY rowid DESC LIMIT 1").fetchone()
+        return dict(parsed(row[0])) if row else {}
+
+    @property
+    def ranks_job(self) -> Job:
+        """The job with the layout in which ranks train now."""
+        changes = self.layout_changes()
+        return with_layout(self.job, changes) if changes else self.job
 
     def last_round(self) -> int:
         """The last committed round; 0 if none."""

@@ -186,9 +186,9 @@ def test_a_lost_job_file_is_no_reason_to_begin_anew(run, make_job, tmp_path):
 def test_runs_of_other_versions_are_told_apart_from_damaged_ones(run):
     text = (run / "job.json").read_text()
     for found, logged, sentence in (
-        (None, 0, "written by an older version of isthmus, before format 4; read it with that"),
-        (5, 5, "written by a newer version of isthmus, in format 5; this version reads format 4"),
-        (5, 4, "job.json has the format 5 and run.sqlite 4; restore it"),
+        (None, 0, "written by an older version of isthmus, before format 5; read it with that"),
+        (6, 6, "written by a newer version of isthmus, in format 6; this version reads format 5"),
+        (6, 5, "job.json has the format 6 and run.sqlite 5; restore it"),
     ):
         table = json.loads(text)
         table["format"] = found

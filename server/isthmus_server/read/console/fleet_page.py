@@ -11,6 +11,7 @@ from typing import Any
 from isthmus_server.fleet.registry_file import NAME
 from isthmus_server.read.console.sources import ConsoleSource
 from isthmus_server.storage.events import (
+    LayoutChanged,
     ParticipantDeclined,
     ParticipantLeft,
     RunAdopted,
@@ -84,7 +85,9 @@ def _of_run(source: ConsoleSource) -> list[DeviceRow]:
     rows: dict[str, DeviceRow] = {}
     run = source.run(source.run_names()[0])
     for event in run.store.events():
-        if isinstance(event, RunStopped | RunAdopted | RunServed):  # of the run, and of no device
+        if isinstance(
+            event, RunStopped | RunAdopted | RunServed | LayoutChanged
+        ):  # of the run, and of no device
             continue
         reason = event.reason if isinstance(event, ParticipantDeclined | ParticipantLeft) else ""
         rows[event.participant] = DeviceRow(

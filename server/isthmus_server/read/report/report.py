@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from isthmus_server.read.report.privacy.device_examples import PromisedToExample
 from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
 from isthmus_server.read.report.unused_updates import unused_updates
 from isthmus_server.storage.events import (
+    LayoutChanged,
     LoggedEvent,
     ParticipantDeclined,
     ParticipantLeft,
@@ -258,6 +260,12 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
         f"{event.by} had this copy take the place of {event.original}, and stated: {event.stated}"
         for event in report.events
         if isinstance(event, RunAdopted)
+    ]
+    lines += [
+        f"ranks train in another layout from round {event.round} on: "
+        + ", ".join(f"{key}={json.dumps(value)}" for key, value in event.changes.items())
+        for event in report.events
+        if isinstance(event, LayoutChanged)
     ]
     return [in_a_line(line) for line in lines]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,6 +23,7 @@ from isthmus_server.runs.local.processes import LocalProcesses, OnFailure, start
 from isthmus_server.storage.events import EventStream
 from isthmus_server.storage.records import FinalModel
 from isthmus_server.storage.run_description import (
+    alone_in,
     is_simulated,
     remove_refused_run,
     resume_command,
@@ -57,17 +59,30 @@ class LocalRun:
         return cls(Store.create(directory, job, base))
 
     @classmethod
-    def resumed(cls, directory: Path) -> LocalRun:
+    def resumed(cls, directory: Path, changes: Mapping[str, Any] | None = None) -> LocalRun:
         """Open an existing run to continue it.
 
+        Args:
+            directory: the run directory.
+            changes: of the layout in which ranks train from now on, see `layout_changes`.
+
         Raises:
-            UserError: it was simulated.
+            UserError: it was simulated, or nothing may continue it.
+            JobError: a step would not be the same with the changes.
         """
         if is_simulated(directory):
             raise UserError(
                 f"{directory} has a simulated run; continue it with `{resume_command(directory)}`"
             )
-        return cls(Store.open_to_continue(directory))
+        store = Store.open_to_continue(directory)
+        if changes:
+            try:
+                with alone_in(store.directory):
+                    store.change_layout(changes)
+            except BaseException:
+                store.close()
+                raise
+        return cls(store)
 
     @property
     def directory(self) -> Path:
@@ -109,12 +124,12 @@ class LocalRun:
                     "nothing evaluates this model: the task has no eval_data(), and "
                     "evaluation.devices is 0"
                 )
-            if trains and (note := unused_layout(store.job, joinable=address is not None)):
+            if trains and (note := unused_layout(store.ranks_job, joinable=address is not None)):
                 console.print(note, markup=False)
             if address is None and trains:  # others could join there
                 check_participants(store.job, load_policy(store.job.strategy))
             async with running_participants(
-                store.job, link, address, self.directory, fork_server, loop.roster.decline
+                store.ranks_job, link, address, self.directory, fork_server, loop.roster.decline
             ):
                 return await loop.run()
 
