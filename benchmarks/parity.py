@@ -83,6 +83,7 @@ MAIN = {
 MORE = {
     "zero1": Layout(2, {"zero_stage": 1}),
     "zero2": Layout(2, {"zero_stage": 2}),
+    "zero3-groups": Layout(4, {"zero_stage": 3, "shard_groups": 2}),
     "compile": Layout(2, {"compile": True}),
     "tp2-recompute": Layout(2, {**TENSOR, "checkpoint_activations": True}),
     "tp2-compile": Layout(2, {**TENSOR, "compile": True}),

@@ -84,6 +84,9 @@ class DatacenterSection(Section):
     """`auto` chooses zero_stage and the three degrees below from the model's size and devices."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
     """Sharded over data_parallel: 1 the optimizer state, 2 also gradients, 3 also parameters."""
+    shard_groups: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Groups of replicas that each hold the whole model in shards (hybrid sharding): set it to the
+    number of nodes, and only sums of gradients pass between them."""
     data_parallel: Annotated[int, Field(ge=1)] | None = None
     """Replicas that train on different examples. Default: all ranks, divided by the other two."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
@@ -149,6 +152,12 @@ class DatacenterSection(Section):
             raise ValueError(
                 "schedule='zero_bubble' with zero_stage=3 loses gradients in PyTorch; "
                 "use zero_stage=2 or another schedule"
+            )
+        if self.shard_groups > 1 and (self.zero_stage == 0 or self.layout == "auto"):
+            why = "nothing is sharded" if self.layout == "given" else "the ranks choose the layout"
+            raise ValueError(
+                f"shard_groups={self.shard_groups} is for zero_stage 1 to 3 with "
+                f'layout="given": here {why}; remove it'
             )
         if self.ranks and self.layout == "given":
             self.for_replicas(self.replicas(self.ranks))
@@ -222,7 +231,8 @@ class DatacenterSection(Section):
         """The data-parallel degree on a number of ranks.
 
         Raises:
-            ValueError: the degrees do not multiply to the number of ranks.
+            ValueError: the degrees do not multiply to the number of ranks, or the groups of shards
+                do not divide the replicas.
         """
         others = self.tensor_parallel * self.pipeline_parallel
         left, rest = divmod(ranks, others)
@@ -233,5 +243,10 @@ class DatacenterSection(Section):
                 f"tensor_parallel={self.tensor_parallel} x pipeline_parallel="
                 f"{self.pipeline_parallel}{given} needs {needed} ranks"
                 f"{'' if given else ' or a multiple'}, and there are {ranks}"
+            )
+        if left % self.shard_groups:
+            raise ValueError(
+                f"shard_groups={self.shard_groups} cannot divide {left} data-parallel replicas "
+                "into equal groups"
             )
         return left

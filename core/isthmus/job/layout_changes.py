@@ -26,6 +26,7 @@ LAYOUT_KEYS = (
     "ranks",
     "layout",
     "zero_stage",
+    "shard_groups",
     "data_parallel",
     "tensor_parallel",
     "pipeline_parallel",

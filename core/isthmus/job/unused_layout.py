@@ -14,6 +14,7 @@ from isthmus.job.tables import JobTables
 _KEYS = (
     "layout",
     "zero_stage",
+    "shard_groups",
     "data_parallel",
     "tensor_parallel",
     "pipeline_parallel",

@@ -42,6 +42,9 @@ def apply_zero_stage(
       * 1 and 2: sharded, and gathered parameters are kept from the forward to the backward pass.
         The two differ only when gradients are accumulated (`ForwardBackward`);
       * 3: sharded, and gathered again for the backward pass.
+
+    With `shard_groups`, stages 1 to 3 have a mesh (replicate, shard), too: each group has all
+    shards, and gathers among its own ranks (hybrid sharding, HSDP).
     """
     dtype = _DTYPES.get(dims.precision)
     data_mesh = dims.data_mesh(mesh)

@@ -7,6 +7,8 @@
 Coordinates(pipeline=1, data=0, tensor=1)
 >>> ParallelDims(ranks=4, zero_stage=0).axes
 {'replicate': 4, 'shard': 1}
+>>> ParallelDims(ranks=8, zero_stage=3, shard_groups=2).axes
+{'replicate': 2, 'shard': 4}
 """
 
 from __future__ import annotations
@@ -61,6 +63,8 @@ class ParallelDims:
     """0 to 3, as in Rajbhandari et al. 2020."""
     tensor: int = 1
     """Ranks over which each matrix is sharded."""
+    shard_groups: int = 1
+    """Groups of replicas of which each has the whole model in its shards (hybrid sharding)."""
     pipeline: int = 1
     """Ranks over which the layers are divided."""
     schedule: Schedule = "1f1b"
@@ -88,6 +92,7 @@ class ParallelDims:
         dims = cls(
             ranks=ranks,
             zero_stage=section.zero_stage,
+            shard_groups=section.shard_groups,
             tensor=section.tensor_parallel,
             pipeline=section.pipeline_parallel,
             schedule=section.schedule,
@@ -134,8 +139,11 @@ class ParallelDims:
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh's axes by name, outermost first."""
         axes = {} if self.pipeline == 1 else {"pipeline": self.pipeline}
-        axes |= {"replicate": self.data} if self.zero_stage == 0 else {}
-        axes["shard"] = 1 if self.zero_stage == 0 else self.data
+        # Where nothing is sharded each replica is a group by itself.
+        groups = self.data if self.zero_stage == 0 else self.shard_groups
+        if self.zero_stage == 0 or groups > 1:
+            axes["replicate"] = groups
+        axes["shard"] = self.data // groups
         return axes if self.tensor == 1 else {**axes, "tensor": self.tensor}
 
     @property
@@ -180,7 +188,7 @@ class ParallelDims:
 
     def data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """The axes of the mesh that `fully_shard` works on."""
-        return mesh["replicate", "shard"] if self.zero_stage == 0 else mesh["shard"]
+        return mesh["replicate", "shard"] if "replicate" in self.axes else mesh["shard"]
 
 
 @kept

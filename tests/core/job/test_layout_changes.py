@@ -41,6 +41,7 @@ def test_a_layout_with_the_same_steps_is_accepted(changes):
         (["datacenter.precision=bf16"], r"^--set datacenter.precision cannot be combined with"),
         (["rounds=7"], r"^--set rounds cannot be combined with --resume: a run keeps its job"),
         (["datacenter.tensor_parallel=3"], r"needs 3 ranks or a multiple, and there are 2"),
+        (["datacenter.shard_groups=2", "datacenter.zero_stage=0"], r"here nothing is sharded"),
         (["datacenter.zero_stage=7"], r"datacenter.zero_stage"),
         (["datacenter.layout=auto"], r"can only change if its job has datacenter.global_batch"),
         (["datacenter.privacy.delta=1"], r"^--set datacenter.privacy.delta cannot"),

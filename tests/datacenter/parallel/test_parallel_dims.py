@@ -17,6 +17,11 @@ from isthmus.job.datacenter import DatacenterSection
             {"ranks": 6, "tensor_parallel": 4},
             "tensor_parallel=4 x pipeline_parallel=1 needs 4 ranks or a multiple, and there are 6",
         ),
+        (
+            {"ranks": 4, "shard_groups": 3},
+            "shard_groups=3 cannot divide 4 data-parallel replicas into equal groups",
+        ),
+        ({"shard_groups": 2, "layout": "auto"}, "here the ranks choose the layout; remove it"),
         ({"batch_size": 10, "accumulate": 4}, "batch_size=10 cannot be divided into 4 equal parts"),
         (
             {"pipeline_parallel": 2, "schedule": "zero_bubble", "zero_stage": 3},

@@ -94,6 +94,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "pp2-cnn": ("Pictures", SGD, layout(pp=2)),
     "dp4-zero0": ("Language", ADAMW, layout(4, stage=0)),
     "dp4-zero3": ("Language", ADAMW, layout(4, stage=3)),
+    "dp4-zero3-groups2-clip": (
+        "Language",
+        SGD,
+        layout(4, stage=3, shard_groups=2, clip_norm=0.2),
+    ),
+    "dp4-zero2-groups2-accumulate": (
+        "Gpt",
+        ADAMW,
+        layout(4, shard_groups=2, accumulate=2),
+    ),
     "dp2-tp2-zero0-clip": ("Gpt", SGD, layout(2, 2, stage=0, clip_norm=0.2)),
     "dp2-tp2-zero1": ("Gpt", PLAN, layout(2, 2, stage=1, accumulate=2)),
     "dp2-tp2-zero2": ("Gpt", SGD, layout(2, 2)),
@@ -108,6 +118,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dp2-tp2-pp2-zero1": ("Gpt", PLAN, layout(2, 2, 2, stage=1)),
     "dp2-tp2-pp2-zero2": ("Gpt", FOUR, layout(2, 2, 2, schedule="interleaved", microbatches=2)),
     "dp2-tp2-pp2-zero3": ("Gpt", ADAMW, layout(2, 2, 2, stage=3)),
+    "dp4-tp2-zero3-groups2": ("Gpt", ADAMW, layout(4, 2, stage=3, shard_groups=2)),
 }
 
 
