@@ -94,6 +94,7 @@ MORE = {
     "tp4": Layout(4, {"tensor_parallel": 4}),
     "isthmus run": Layout(1, SECURE, "device processes"),
     "recompute": Layout(2, {"checkpoint_activations": True}),
+    "operators": Layout(2, {"checkpoint_activations": "operators", "checkpoint_every": 2}),
 }
 """For some models."""
 LAYOUTS = {**MAIN, **MORE}

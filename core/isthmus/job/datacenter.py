@@ -103,8 +103,11 @@ class DatacenterSection(Section):
     """Precision of the layers; parameters, gradient sums and the optimizer stay float32."""
     compile: bool = False
     """Compile each block with `torch.compile`."""
-    checkpoint_activations: bool = False
-    """Recompute each block in the backward pass instead of keeping its activations."""
+    checkpoint_activations: bool | Literal["operators"] = False
+    """Recompute each block in the backward pass instead of keeping its activations. "operators"
+    keeps the outputs of matrix products, convolutions and attention, and recomputes the rest."""
+    checkpoint_every: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Recompute every n-th block only, to trade memory for time."""
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Largest 2-norm of the whole gradient; a longer one is scaled down. Default: no limit."""
     steps: Annotated[int, Field(ge=1)] = 50
@@ -152,6 +155,22 @@ class DatacenterSection(Section):
             raise ValueError(
                 "schedule='zero_bubble' with zero_stage=3 loses gradients in PyTorch; "
                 "use zero_stage=2 or another schedule"
+            )
+        if self.checkpoint_activations == "operators" and self.compile:
+            raise ValueError(
+                'checkpoint_activations="operators" does not see the operators of compiled blocks; '
+                "set compile = false, or checkpoint_activations = true"
+            )
+        if self.checkpoint_activations == "operators" and self.schedule == "zero_bubble":
+            raise ValueError(
+                'checkpoint_activations="operators" keeps outputs for one backward pass, and '
+                "schedule='zero_bubble' has two; set checkpoint_activations = true, or another "
+                "schedule"
+            )
+        if self.checkpoint_every > 1 and not self.checkpoint_activations:
+            raise ValueError(
+                f"checkpoint_every={self.checkpoint_every} has no effect without "
+                "checkpoint_activations; set that, or remove it"
             )
         if self.shard_groups > 1 and (self.zero_stage == 0 or self.layout == "auto"):
             why = "nothing is sharded" if self.layout == "given" else "the ranks choose the layout"

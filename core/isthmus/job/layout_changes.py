@@ -37,6 +37,7 @@ LAYOUT_KEYS = (
     "global_batch",
     "compile",
     "checkpoint_activations",
+    "checkpoint_every",
     "checkpoint_steps",
     "readers",
     "hang_seconds",

@@ -109,16 +109,17 @@ def units_in_stage(stage: nn.Module, task_units: Sequence[Any]) -> list[nn.Modul
     return [unit for unit in task_units if id(unit) in modules]
 
 
-def wrap_unit(unit: nn.Module, dims: ParallelDims, backend: Any) -> None:
+def wrap_unit(unit: nn.Module, number: int, dims: ParallelDims, backend: Any) -> None:
     """Compile a unit and recompute its activations, where the job says so.
 
-    The instance's `forward` is replaced, so that no parameter name changes.
+    `number` is that of the unit in its stage. The instance's `forward` is replaced, so that no
+    parameter name changes.
     """
     if dims.compile:
         # torch.compile skips PyTorch's own modules unless a function of another package calls them.
         unit.forward = torch.compile(_calling(unit), backend=backend)
-    if dims.checkpoint_activations:
-        recompute(unit)
+    if dims.checkpoint_activations and number % dims.checkpoint_every == 0:
+        recompute(unit, keep_products=dims.checkpoint_activations == "operators")
 
 
 def _calling(unit: nn.Module) -> Callable[..., Any]:

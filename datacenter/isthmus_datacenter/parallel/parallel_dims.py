@@ -74,7 +74,9 @@ class ParallelDims:
     """Parts of a batch whose gradients are accumulated one after the other."""
     precision: Precision = "fp32"
     compile: bool = False
-    checkpoint_activations: bool = False
+    checkpoint_activations: bool | Literal["operators"] = False
+    checkpoint_every: int = 1
+    """Recompute every n-th sharding unit of a stage."""
     private: bool = False
     """Whether a rank needs the whole model for itself, for the gradients of single examples."""
 
@@ -101,6 +103,7 @@ class ParallelDims:
             precision=section.precision,
             compile=section.compile,
             checkpoint_activations=section.checkpoint_activations,
+            checkpoint_every=section.checkpoint_every,
             private=section.privacy is not None and section.zero_stage == 0,
         )
         dims.check()

@@ -139,8 +139,8 @@ def parallelize(
             stage.to(device)
         # A stage without units is one by itself. Units are wrapped before `fully_shard`, whose
         # hooks then are outside of what is compiled and recomputed.
-        for unit in units or [stage]:
-            wrap_unit(unit, dims, backend)
+        for number, unit in enumerate(units or [stage]):
+            wrap_unit(unit, number, dims, backend)
         if dims.needs_fully_shard and all_reduce is None:
             assert mesh is not None
             if shared_calls is not None:

@@ -1,4 +1,9 @@
-"""Recompute a module's activations in the backward pass instead of keeping them."""
+"""Recompute a module's activations in the backward pass instead of keeping them.
+
+All of them, or all but the outputs of the operators that take most of the time (*selective*
+recomputation, Korthikanti et al. 2022): their memory is a part of the whole, and calling the others
+again costs little.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,38 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 _Kept = list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]
 """A module's table of buffers, the name of one, and its values before a call."""
 
+_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+)
+"""Operators whose outputs are kept, as they cost most to call again."""
 
-def recompute(unit: nn.Module) -> None:
+
+def recompute(unit: nn.Module, *, keep_products: bool = False) -> None:
     """Have a module keep no activations; the backward pass calls its `forward` a second time.
+
+    With `keep_products` the outputs of matrix products, convolutions and attention are kept, and
+    the second call does not compute them.
 
     Buffers that a call changes have the values of the first call's beginning in the second one, and
     keep what the first has made of them: otherwise running statistics would count each batch twice,
@@ -26,14 +55,46 @@ def recompute(unit: nn.Module) -> None:
         checkpoint,
         unit.forward,
         use_reentrant=False,
-        context_fn=functools.partial(_contexts, unit),
+        context_fn=functools.partial(_contexts, unit, keep_products),
     )
 
 
-def _contexts(unit: nn.Module) -> tuple[Any, Any]:
+def _contexts(unit: nn.Module, keep_products: bool) -> tuple[Any, Any]:
     """What the two calls run within."""
     kept: _Kept = []
-    return _noting(unit, kept), _repeating(kept)
+    first: Any = _noting(unit, kept)
+    second: Any = _Repeating(kept)
+    if not keep_products:
+        return first, second
+    keeping, using = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    # The buffers are copied outside of what counts the operators of a call.
+    return _within(first, keeping), _within(second, using)
+
+
+def policy(
+    context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """Whether the output of an operator is kept.
+
+    One that draws random numbers, such as attention with dropout, is not: if the second call left
+    it out, whatever draws after it would get other numbers than in the first.
+    """
+    keeps = operator in _PRODUCTS and not _draws(operator, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _draws(operator: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    names = [argument.name for argument in operator._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return bool(given.get("dropout_p", 0.0))
+
+
+@contextlib.contextmanager
+def _within(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 @contextlib.contextmanager
@@ -57,15 +118,23 @@ def _noting(unit: nn.Module, kept: _Kept) -> Iterator[None]:
             kept.append((table, name, values))
 
 
-@contextlib.contextmanager
-def _repeating(kept: _Kept) -> Iterator[None]:
-    """Have the kept values in place of what the first call has made of them."""
-    now = [(table, name, table[name]) for table, name, _ in kept]
-    for table, name, values in kept:
-        # A copy, in case that the backward pass is run again (`retain_graph`).
-        table[name] = values.clone()
-    try:
-        yield
-    finally:
-        for table, name, buffer in now:
+class _Repeating:
+    """Has the kept values in place of what the first call has made of them.
+
+    It can be entered again: a schedule that computes the gradients of inputs and of parameters one
+    after the other (`zero_bubble`) calls the module for each.
+    """
+
+    def __init__(self, kept: _Kept) -> None:
+        self._kept = kept
+        self._now: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._now = [(table, name, table[name]) for table, name, _ in self._kept]
+        for table, name, values in self._kept:
+            # A copy, as the values are needed again if the backward pass is.
+            table[name] = values.clone()
+
+    def __exit__(self, *_: object) -> None:
+        for table, name, buffer in self._now:
             table[name] = buffer

@@ -21,6 +21,15 @@ from isthmus.job.datacenter import DatacenterSection
             {"ranks": 4, "shard_groups": 3},
             "shard_groups=3 cannot divide 4 data-parallel replicas into equal groups",
         ),
+        (
+            {"checkpoint_activations": "operators", "compile": True},
+            "does not see the operators of compiled blocks; set compile = false",
+        ),
+        (
+            {"checkpoint_activations": "operators", "schedule": "zero_bubble"},
+            "schedule='zero_bubble' has two; set checkpoint_activations = true",
+        ),
+        ({"checkpoint_every": 2}, "checkpoint_every=2 has no effect without"),
         ({"shard_groups": 2, "layout": "auto"}, "here the ranks choose the layout; remove it"),
         ({"batch_size": 10, "accumulate": 4}, "batch_size=10 cannot be divided into 4 equal parts"),
         (
