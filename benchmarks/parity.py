@@ -87,6 +87,7 @@ MORE = {
     "compile": Layout(2, {"compile": True}),
     "tp2-recompute": Layout(2, {**TENSOR, "checkpoint_activations": True}),
     "tp2-compile": Layout(2, {**TENSOR, "compile": True}),
+    "tp2-sequence": Layout(2, {**TENSOR, "sequence_parallel": True}),
     "tp2-zero0": Layout(4, {**TENSOR, "zero_stage": 0}),
     "tp2-zero1": Layout(4, {**TENSOR, "zero_stage": 1}),
     "tp2-zero2": Layout(4, {**TENSOR, "zero_stage": 2}),
@@ -100,6 +101,18 @@ MORE = {
 LAYOUTS = {**MAIN, **MORE}
 WIDELY = ("prelu", "resnet", "qwen3", "bert", "t5", "vit")
 """Models that are trained in all layouts, and in the main ones with all settings."""
+SEQUENCES = (
+    "llama",
+    "mistral",
+    "qwen3",
+    "gemma3",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+    "modernbert",
+    "bart",
+)
+"""Models whose blocks can share the positions of sequences."""
 IN_PROCESSES = ("prelu", "bert")
 """Models that `isthmus run` trains, whose processes take a minute to start on a busy machine."""
 QUICK = {
@@ -199,6 +212,7 @@ def _keys(options: argparse.Namespace, names: Sequence[str], settings: Sequence[
         raise UserError(f"--only: there is no {unknown[0]}; there are {', '.join(names)}")
     full = {**dict.fromkeys(MAIN, tuple(names)), **dict.fromkeys(MORE, WIDELY)}
     full["isthmus run"] = IN_PROCESSES
+    full["tp2-sequence"] = SEQUENCES
     chosen = command_line.of_size(options, full=full, quick=QUICK, smoke=SMOKE)
     if only:
         chosen = dict.fromkeys(chosen, tuple(only))

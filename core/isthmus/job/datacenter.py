@@ -91,6 +91,9 @@ class DatacenterSection(Section):
     """Replicas that train on different examples. Default: all ranks, divided by the other two."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks that share each layer's matrices."""
+    sequence_parallel: bool = False
+    """Have tensor-parallel ranks share the positions of sequences between the layers of a block,
+    which saves memory of activations."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks that each hold a contiguous part of the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
@@ -167,6 +170,9 @@ class DatacenterSection(Section):
                 "schedule='zero_bubble' has two; set checkpoint_activations = true, or another "
                 "schedule"
             )
+        if self.sequence_parallel and (self.tensor_parallel == 1 or self.compile):
+            why = "tensor_parallel above 1" if self.tensor_parallel == 1 else "compile = false"
+            raise ValueError(f"sequence_parallel needs {why}; remove one of the two")
         if self.checkpoint_every > 1 and not self.checkpoint_activations:
             raise ValueError(
                 f"checkpoint_every={self.checkpoint_every} has no effect without "

@@ -29,6 +29,7 @@ LAYOUT_KEYS = (
     "shard_groups",
     "data_parallel",
     "tensor_parallel",
+    "sequence_parallel",
     "pipeline_parallel",
     "schedule",
     "microbatches",

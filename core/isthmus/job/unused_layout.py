@@ -17,6 +17,7 @@ _KEYS = (
     "shard_groups",
     "data_parallel",
     "tensor_parallel",
+    "sequence_parallel",
     "pipeline_parallel",
     "schedule",
     "microbatches",

@@ -76,7 +76,7 @@ def default_units(model: nn.Module, smallest: int) -> list[list[nn.Module]]:
         for parameter in module.parameters(recurse=False)
     )
     groups = []
-    for container in _outermost_containers(model):
+    for container in outermost_containers(model):
         units: list[nn.Module] = []
         for block in container.children():
             own_uses = Counter(
@@ -138,7 +138,8 @@ def _code_for(class_name: str, code: CodeType) -> CodeType:
     return code.replace(co_name=f"call_{class_name}")
 
 
-def _outermost_containers(module: nn.Module) -> list[nn.Module]:
+def outermost_containers(module: nn.Module) -> list[nn.Module]:
+    """The containers of a model, such as `nn.ModuleList`, that are in no other container."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return [module]
-    return [each for child in module.children() for each in _outermost_containers(child)]
+    return [each for child in module.children() for each in outermost_containers(child)]

@@ -65,6 +65,8 @@ class ParallelDims:
     """Ranks over which each matrix is sharded."""
     shard_groups: int = 1
     """Groups of replicas of which each has the whole model in its shards (hybrid sharding)."""
+    sequence: bool = False
+    """Whether the tensor-parallel ranks also share the positions of sequences within blocks."""
     pipeline: int = 1
     """Ranks over which the layers are divided."""
     schedule: Schedule = "1f1b"
@@ -96,6 +98,7 @@ class ParallelDims:
             zero_stage=section.zero_stage,
             shard_groups=section.shard_groups,
             tensor=section.tensor_parallel,
+            sequence=section.sequence_parallel,
             pipeline=section.pipeline_parallel,
             schedule=section.schedule,
             microbatches=_microbatches(section),

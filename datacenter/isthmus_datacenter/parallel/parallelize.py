@@ -300,18 +300,27 @@ def _tensor_plan(
     with user_code("tensor_parallel_plan()"):
         task_plan = task.tensor_parallel_plan(model)
     if task_plan is not None:
+        if dims.sequence:
+            raise TaskError(
+                "sequence_parallel: the task gives a tensor_parallel_plan(), which says itself "
+                "where activations are sharded; set sequence_parallel = false"
+            )
         return resolve_plan(model, task_plan), []
     (inputs,), _ = traces[0]
     called = _CalledByTask(task, model)
     plan, notes = default_tensor_plan(
-        model, dims.tensor, stages, lambda: run_in_eval_mode(called, inputs)
+        model,
+        dims.tensor,
+        stages,
+        lambda: run_in_eval_mode(called, inputs),
+        sequence=dims.sequence,
     )
     if not plan:
         raise TaskError(
             f"no linear layer or embedding of the model can be divided into tensor_parallel="
             f"{dims.tensor} equal parts; lower it or give the task a tensor_parallel_plan(model)"
         )
-    return resolve_plan(model, plan), notes
+    return plan, notes
 
 
 def _shard_stage(
@@ -363,6 +372,8 @@ def _shard_stage(
             differentiable_inputs=not first,
             zeros=whole.zeros,
         )
+    except TaskError:  # has said what to change
+        raise
     except Exception as error:
         raise TaskError(
             f"with its matrices sharded the model fails in training ({first_line(error)}); give "

@@ -19,12 +19,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.parallel.attention import Attention, find_head_sharding
+from isthmus_datacenter.parallel.sequence_parallel import (
+    POSITIONS,
+    GathersPositions,
+    SequenceBlocks,
+)
 from isthmus_datacenter.parallel.tensor_styles import (
     FusedAttentionParallel,
     column_wise,
@@ -73,8 +78,13 @@ _OPAQUE = (nn.MultiheadAttention, nn.RNNBase)
 
 
 def default_tensor_plan(
-    model: nn.Module, degree: int, stages: Sequence[nn.Module], run: Callable[[], Any]
-) -> tuple[TensorPlan, list[str]]:
+    model: nn.Module,
+    degree: int,
+    stages: Sequence[nn.Module],
+    run: Callable[[], Any],
+    *,
+    sequence: bool = False,
+) -> tuple[list[tuple[nn.Module, ParallelStyle]], list[str]]:
     """Plan how to shard a model's layers over `degree` tensor-parallel ranks.
 
     Only layers whose widths `degree` divides are sharded.
@@ -85,9 +95,14 @@ def default_tensor_plan(
         stages: the pipeline stages of the model. Activations between stages are not sharded, so no
             layers of two stages are sharded as a pair.
         run: sends a few examples through the whole model.
+        sequence: whether activations within blocks are sharded along the sequence
+            (`sequence_parallel`).
 
     Returns:
-        Styles by module name, maybe none; and notes for the user on what stays inefficient.
+        Modules with their styles, maybe none; and notes for the user on what stays inefficient.
+
+    Raises:
+        TaskError: the model has no blocks for `sequence`.
     """
     stage_modules = [{id(module) for module in stage.modules()} for stage in stages]
     plan: dict[str, ParallelStyle] = {}
@@ -102,34 +117,56 @@ def default_tensor_plan(
         ids = [id(layer) for layer in layers]
         return planned.isdisjoint(ids) and any(stage.issuperset(ids) for stage in stage_modules)
 
-    def shard_pair(inner: Sequence[nn.Module], outer: nn.Module) -> None:
-        plan.update({names[id(each)]: column_wise(each) for each in inner})
-        plan[names[id(outer)]] = row_wise(outer)
+    def shard_pair(
+        inner: Sequence[nn.Module], outer: nn.Module, inputs: Placement | None = None
+    ) -> None:
+        plan.update({names[id(each)]: column_wise(each, inputs=inputs) for each in inner})
+        plan[names[id(outer)]] = row_wise(outer, outputs=positions(outer))
         planned.update(id(each) for each in (*inner, outer))
 
     # First: what is sharded by heads needs one collective, and its layers would match later rules,
     # too.
     attentions, others = find_head_sharding(model, degree, run)
+    attentions = [
+        each
+        for each in attentions
+        if can_shard_jointly([*each.input_projections, *each.output_projections])
+    ]
+    blocks = SequenceBlocks.find(model, stages, attentions) if sequence else None
+
+    def positions(layer: nn.Module) -> Placement | None:
+        """What a rank has of activations outside of attentions and MLPs; None for all."""
+        return POSITIONS if blocks is not None and id(layer) in blocks.modules else None
+
+    gathering: list[tuple[nn.Module, ParallelStyle]] = []
     for attention in attentions:
-        if not can_shard_jointly([*attention.input_projections, *attention.output_projections]):
-            continue
+        # An attention reads the number of positions from its inputs, so they are gathered before
+        # it; where it is the block itself, only before its layers.
+        inputs = None
+        if blocks is not None and id(attention.module) in blocks.modules:
+            if blocks.is_block(attention.module):
+                inputs = POSITIONS
+            else:
+                gathering.append((attention.module, GathersPositions()))
         shard_pair(
             () if attention.fused else attention.input_projections,
             attention.output_projections[0],
+            inputs,
         )
         if attention.fused:
             plan[attention.name] = FusedAttentionParallel(
-                attention.fused, attention.pieces, attention.width_attributes
+                attention.fused, attention.pieces, attention.width_attributes, inputs
             )
             planned.add(id(attention.input_projections[0]))
     for module in modules.values():
         for into, out in _mlp_pairs(module):
             layers = [module.get_submodule(name) for name in (*into, out)]
             if can_shard_jointly(layers) and _width(layers[-1], 0) % degree == 0:
-                shard_pair(layers[:-1], layers[-1])
+                shard_pair(layers[:-1], layers[-1], positions(layers[-1]))
     # What is left, alone: its outputs are gathered at once, which is correct wherever it is called.
     for name, module in modules.items():
-        if id(module) in planned:
+        # In blocks that divide the sequence, each rank would gather outputs for other positions.
+        if id(module) in planned or positions(module) is not None:
             continue
         if _is_embedding(module) and module.embedding_dim % degree == 0:
             plan[name] = ColwiseParallel(output_layouts=Replicate())
@@ -137,7 +174,11 @@ def default_tensor_plan(
             plan[name] = column_wise(module, gather_output=True)
     plan.update(_plan_of_tied(model, modules, degree))
     notes = [*_notes_on_attention(others, degree), *_notes_on_replicated(model, plan)]
-    return plan, notes
+    styles = resolve_plan(model, plan)
+    if blocks is not None:
+        # Blocks divide their inputs before any layer of theirs is called.
+        styles += [*blocks.styles(), *gathering]
+    return styles, notes
 
 
 def resolve_plan(model: nn.Module, plan: TensorPlan) -> list[tuple[nn.Module, ParallelStyle]]:

@@ -68,23 +68,33 @@ def linear_widths(module: nn.Module | None) -> tuple[int, int] | None:
     return weight.shape[0], weight.shape[1]
 
 
-def column_wise(layer: nn.Module, *, gather_output: bool = False) -> ParallelStyle:
+def column_wise(
+    layer: nn.Module, *, gather_output: bool = False, inputs: Placement | None = None
+) -> ParallelStyle:
     """A style that shards a linear layer along its outputs.
 
-    With `gather_output`, every rank then receives all outputs.
+    With `gather_output`, every rank then receives all outputs. `inputs` is what a rank has of the
+    inputs, which are gathered if it is a shard; None for all of them.
     """
     output = Replicate() if gather_output else Shard(-1)
+    given = inputs or Replicate()
     if isinstance(layer, nn.Linear):
-        return ColwiseParallel(output_layouts=output)
-    return _TransposedLinearParallel(weight_dim=1, input_layout=Replicate(), output_layout=output)
-
-
-def row_wise(layer: nn.Module) -> ParallelStyle:
-    """A style that shards a linear layer along its inputs and sums the ranks' partial outputs."""
-    if isinstance(layer, nn.Linear):
-        return RowwiseParallel()
+        return ColwiseParallel(input_layouts=given, output_layouts=output)
     return _TransposedLinearParallel(
-        weight_dim=0, input_layout=Shard(-1), output_layout=Replicate()
+        weight_dim=1, input_layout=given, needed_layout=Replicate(), output_layout=output
+    )
+
+
+def row_wise(layer: nn.Module, *, outputs: Placement | None = None) -> ParallelStyle:
+    """A style that shards a linear layer along its inputs and sums the ranks' partial outputs.
+
+    `outputs` is what a rank gets of the sums; None for all of them.
+    """
+    wanted = outputs or Replicate()
+    if isinstance(layer, nn.Linear):
+        return RowwiseParallel(output_layouts=wanted)
+    return _TransposedLinearParallel(
+        weight_dim=0, input_layout=Shard(-1), needed_layout=Shard(-1), output_layout=wanted
     )
 
 
@@ -108,12 +118,21 @@ class _TransposedLinearParallel(ParallelStyle):
     """Shards a linear layer with a weight (inputs, outputs) and a bias (outputs)."""
 
     def __init__(
-        self, *, weight_dim: int, input_layout: Placement, output_layout: Placement
+        self,
+        *,
+        weight_dim: int,
+        input_layout: Placement,
+        needed_layout: Placement,
+        output_layout: Placement,
     ) -> None:
-        """`weight_dim` is the dimension of the weight to shard; the layouts are of activations."""
+        """`weight_dim` is the dimension of the weight to shard; the layouts are of activations.
+
+        Inputs come in `input_layout`, and are multiplied in `needed_layout`.
+        """
         super().__init__()
         self._weight_dim = weight_dim
         self._input_layout = input_layout
+        self._needed_layout = needed_layout
         self._output_layout = output_layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -137,7 +156,8 @@ class _TransposedLinearParallel(ParallelStyle):
     def _distribute_input(
         self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh
     ) -> Any:
-        return DTensor.from_local(inputs[0], mesh, [self._input_layout], run_check=False)
+        given = DTensor.from_local(inputs[0], mesh, [self._input_layout], run_check=False)
+        return given.redistribute(placements=[self._needed_layout])
 
     def _redistribute_output(
         self, module: nn.Module, output: DTensor, mesh: DeviceMesh
@@ -156,7 +176,13 @@ def heads_of_part(outputs: torch.Tensor, *, part: int, degree: int, pieces: int)
 class FusedAttentionParallel(ParallelStyle):
     """Shards the fused layer of an attention module by heads."""
 
-    def __init__(self, layer: str, pieces: int, width_attributes: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        layer: str,
+        pieces: int,
+        width_attributes: tuple[str, ...],
+        inputs: Placement | None = None,
+    ) -> None:
         """Describe the attention module.
 
         Args:
@@ -164,15 +190,17 @@ class FusedAttentionParallel(ParallelStyle):
             pieces: equally wide pieces that the layer's outputs consist of: 3 for queries, keys and
                 values one after another, 1 if they are interleaved by head.
             width_attributes: integer attributes of the module that hold the width of a piece.
+            inputs: what a rank has of the layer's inputs, see `column_wise`.
         """
         super().__init__()
         self._layer = layer
         self._pieces = pieces
         self._width_attributes = width_attributes
+        self._inputs = inputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer = module.get_submodule(self._layer)
-        apply_style(layer, column_wise(layer), device_mesh)
+        apply_style(layer, column_wise(layer, inputs=self._inputs), device_mesh)
         # The module splits the outputs by this number, and each rank has only a part of them.
         for name in self._width_attributes:
             setattr(module, name, getattr(module, name) // device_mesh.size())

@@ -79,7 +79,7 @@ def test_attention_that_cannot_be_sharded_by_heads_is_noted(
         f"'blocks.0' and 1 more cannot be sharded by heads into tensor_parallel={degree} equal "
         f"parts ({widths}): the output of each of its layers is gathered separately"
     )
-    assert "blocks.0.q_proj" in plan
+    assert any(module is model.blocks[0].q_proj for module, _ in plan)
 
 
 def test_large_replicated_parameters_are_noted(words: torch.Tensor) -> None:

@@ -29,6 +29,11 @@ from isthmus.job.datacenter import DatacenterSection
             {"checkpoint_activations": "operators", "schedule": "zero_bubble"},
             "schedule='zero_bubble' has two; set checkpoint_activations = true",
         ),
+        ({"sequence_parallel": True}, "sequence_parallel needs tensor_parallel above 1"),
+        (
+            {"sequence_parallel": True, "tensor_parallel": 2, "compile": True},
+            "sequence_parallel needs compile = false",
+        ),
         ({"checkpoint_every": 2}, "checkpoint_every=2 has no effect without"),
         ({"shard_groups": 2, "layout": "auto"}, "here the ranks choose the layout; remove it"),
         ({"batch_size": 10, "accumulate": 4}, "batch_size=10 cannot be divided into 4 equal parts"),

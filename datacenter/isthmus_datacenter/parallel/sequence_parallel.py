@@ -1,0 +1,170 @@
+"""Keep activations between the layers of a block in shards along the sequence.
+
+With tensor parallelism alone each rank has all of what passes between attentions and MLPs: the
+residual stream, and what norms and dropout make of it. *Sequence parallelism* (Korthikanti et al.
+2022) gives each rank a part of the positions there. Where a layer's inputs were whole they are now
+gathered, and where its partial outputs were summed the sum is scattered, so that no more is sent.
+
+Blocks are the children of the model's containers, such as `nn.ModuleList`, that have an attention
+whose heads are sharded. The hidden states are divided before the first block of a container and
+gathered after the last one, so that embeddings, heads and the task see whole sequences. Hidden
+states are (batch, positions, width). That a block computes the same on a part of the positions is
+compared for a sample, like the rest of a partitioned model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from isthmus.errors import TaskError
+from isthmus_datacenter.parallel.attention import Attention
+from isthmus_datacenter.parallel.fully_sharded import outermost_containers
+
+POSITIONS = Shard(1)
+"""The part of the positions that a rank has of hidden states."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceBlocks:
+    """The blocks between whose layers activations are sharded along the sequence."""
+
+    runs: Sequence[Sequence[nn.Module]]
+    """Blocks that pass hidden states on to each other, in order."""
+    modules: frozenset[int]
+    """By `id`, all modules within blocks."""
+
+    @classmethod
+    def find(
+        cls, model: nn.Module, stages: Sequence[nn.Module], attentions: Sequence[Attention]
+    ) -> SequenceBlocks:
+        """Find the blocks of a model.
+
+        Args:
+            model: the whole model.
+            stages: its pipeline stages, between which hidden states are whole.
+            attentions: those whose heads are sharded.
+
+        Raises:
+            TaskError: there are none, or a container has also children of another kind.
+        """
+        has_attention = {id(each.module) for each in attentions}
+        runs: list[list[nn.Module]] = []
+        modules: set[int] = set()
+        for container in outermost_containers(model):
+            blocks = list(container.children())
+            inside = [{id(each) for each in block.modules()} for block in blocks]
+            sharded = [not has_attention.isdisjoint(each) for each in inside]
+            if not any(sharded):
+                continue
+            if not all(sharded):
+                kind = type(blocks[sharded.index(False)]).__name__
+                raise TaskError(
+                    f"sequence_parallel: a {kind} is in one list with blocks whose attention is "
+                    "sharded by heads, and has none of its own; set sequence_parallel = false"
+                )
+            modules.update(*inside)
+            for stage in stages:
+                members = {id(each) for each in stage.modules()}
+                run = [block for block in blocks if id(block) in members]
+                if run:
+                    runs.append(run)
+        if not runs:
+            raise TaskError(
+                "sequence_parallel: no block of the model has an attention that can be sharded by "
+                "heads; set sequence_parallel = false"
+            )
+        return cls(runs, frozenset(modules))
+
+    def is_block(self, module: nn.Module) -> bool:
+        """Whether a module is a block itself, and not a part of one."""
+        return any(module is block for run in self.runs for block in run)
+
+    def styles(self) -> Iterator[tuple[nn.Module, ParallelStyle]]:
+        """What divides the hidden states before the first block of each run, and gathers them."""
+        for run in self.runs:
+            yield run[0], DividesPositions()
+            yield run[-1], GathersOutputs()
+
+
+class DividesPositions(ParallelStyle):
+    """Gives a module the rank's part of the positions of its first tensor."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def divide(hidden: torch.Tensor) -> torch.Tensor:
+            if hidden.ndim != 3 or hidden.shape[1] % device_mesh.size():
+                raise TaskError(
+                    f"sequence_parallel: hidden states of shape {tuple(hidden.shape)} have no "
+                    f"positions that tensor_parallel={device_mesh.size()} divides into equal "
+                    "parts; pad the sequences, or set sequence_parallel = false"
+                )
+            return _redistributed(hidden, device_mesh, Replicate(), POSITIONS)
+
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs: _with_first(args, kwargs, divide), with_kwargs=True
+        )
+        return module
+
+
+class GathersPositions(ParallelStyle):
+    """Gives a module, such as an attention, all positions of its first tensor."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(hidden: torch.Tensor) -> torch.Tensor:
+            return _redistributed(hidden, device_mesh, POSITIONS, Replicate())
+
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs: _with_first(args, kwargs, gather), with_kwargs=True
+        )
+        return module
+
+
+class GathersOutputs(ParallelStyle):
+    """Gathers all positions of a module's output, of a tuple those of the first tensor."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(hidden: torch.Tensor) -> torch.Tensor:
+            return _redistributed(hidden, device_mesh, POSITIONS, Replicate())
+
+        def gather_output(module: nn.Module, args: Any, output: Any) -> Any:
+            if isinstance(output, torch.Tensor):
+                return gather(output)
+            if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
+                return (gather(output[0]), *output[1:])
+            raise TaskError(
+                f"sequence_parallel: a block returns {type(output).__name__}, and neither a tensor "
+                "nor a tuple that begins with one; set sequence_parallel = false"
+            )
+
+        module.register_forward_hook(gather_output)
+        return module
+
+
+def _redistributed(
+    hidden: torch.Tensor, mesh: DeviceMesh, before: Shard | Replicate, after: Shard | Replicate
+) -> torch.Tensor:
+    """Hidden states in another placement; gradients go the other way."""
+    given = DTensor.from_local(hidden, mesh, [before], run_check=False)
+    moved: torch.Tensor = given.redistribute(placements=[after]).to_local()
+    return moved
+
+
+def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> Any:
+    """The arguments of a call, the first tensor changed; layers may be called by keyword."""
+    for at, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            return (*args[:at], change(value), *args[at + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor):
+            return args, {**kwargs, name: change(value)}
+    raise TaskError(
+        "sequence_parallel: a block or its attention is called without a tensor; set "
+        "sequence_parallel = false"
+    )
