@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -80,7 +81,7 @@ def start_with(
     namespaces: Mapping[str, int] = MappingProxyType({}),
     umask: int | None = None,
 ) -> ForkServerProcess:
-    """Start a command, `isthmus` or `torchrun`, with open files as input, output and error."""
+    """Start a command, by the name of its program, with open files as input, output and error."""
     theirs = [Connection(os.dup(stream)) for stream in streams]
     process = context().Process(
         target=_become,
@@ -127,10 +128,14 @@ def _become(
     forked_tasks.install()
     if threads := environment.get("OMP_NUM_THREADS"):  # PyTorch was imported without it
         torch.set_num_threads(int(threads))
-    if words[0] == "torchrun":
-        torchrun()
-    else:
-        cli.main()
+    match words[0]:
+        case "isthmus":
+            cli.main()
+        case "torchrun":
+            torchrun()
+        case name:  # of a package that is not imported above
+            (program,) = entry_points(group="console_scripts", name=name)
+            sys.exit(program.load()())
 
 
 def _enter(namespaces: Mapping[str, int]) -> None:
