@@ -49,7 +49,11 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Modules and tests stay: the garbage of one test is found without looking at all of them."""
+    """Modules and tests stay: the garbage of one test is found without looking at all of them.
+
+    Some tests have it collected often: Flower does for every update, simulations for every run. So
+    nothing may call `gc.unfreeze`.
+    """
     gc.collect()
     gc.freeze()
 
@@ -155,6 +159,15 @@ def forked_commands():
     """The program `isthmus` for shells that does not import PyTorch anew for each command."""
     with ForkedCommands() as commands:
         yield commands
+
+
+@pytest.fixture
+def forked_tasks():
+    """The processes of tasks of this process's devices do not import PyTorch anew."""
+    from tests.forked_tasks import forked_from_tests  # imports all that devices have
+
+    with forked_from_tests():
+        yield
 
 
 @pytest.fixture

@@ -116,6 +116,8 @@ def _become(
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = list(words)
+    added = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in added if path and path not in sys.path]
     # What this process starts by multiprocessing is started as in a process of its own: a child of
     # a fork server would start another such server, which imports everything anew.
     multiprocessing.set_start_method(None, force=True)
@@ -133,6 +135,10 @@ def _become(
             cli.main()
         case "torchrun":
             torchrun()
+        case "python":  # -c CODE ARGUMENTS
+            _, _, code, *arguments = words
+            sys.argv = ["-c", *arguments]
+            exec(code, {"__name__": "__main__"})
         case name:  # of a package that is not imported above
             (program,) = entry_points(group="console_scripts", name=name)
             sys.exit(program.load()())

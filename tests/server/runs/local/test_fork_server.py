@@ -1,7 +1,9 @@
-"""The fork server of local runs, used in a process of its own."""
+"""The fork server of local runs, used in a process of its own, which has PyTorch already."""
 
 import subprocess
-import sys
+
+import pytest
+from tests.forked_commands import ForkedCommands
 
 SCRIPT = """
 import asyncio, os, signal, sys
@@ -39,9 +41,15 @@ with ParticipantForkServer.fork(ranks=False) as fork_server:
 """
 
 
-def test_programs_are_forked_and_end_with_the_fork_server(tmp_path):
+@pytest.fixture(scope="module")
+def python():
+    with ForkedCommands("python") as commands:
+        yield commands.folder / "python"
+
+
+def test_programs_are_forked_and_end_with_the_fork_server(python, tmp_path):
     ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=True
+        [python, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert ran.stdout.splitlines() == [
         "0 True",
@@ -74,8 +82,8 @@ with ParticipantForkServer.fork(
 """
 
 
-def test_programs_that_are_started_at_once_all_start(tmp_path):
+def test_programs_that_are_started_at_once_all_start(python, tmp_path):
     ran = subprocess.run(
-        [sys.executable, "-c", MANY], cwd=tmp_path, capture_output=True, text=True, check=True
+        [python, "-c", MANY], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert ran.stdout.strip() == str(list(range(60)))
