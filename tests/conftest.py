@@ -171,6 +171,13 @@ def forked_commands():
         yield commands
 
 
+@pytest.fixture(scope="module")
+def forked_python():
+    """A Python for `-c CODE` and `-m isthmus` that does not import PyTorch anew."""
+    with ForkedCommands("python") as commands:
+        yield commands.folder / "python"
+
+
 @pytest.fixture
 def forked_tasks():
     """The processes of tasks of this process's devices do not import PyTorch anew."""

@@ -135,8 +135,12 @@ def _become(
             cli.main()
         case "torchrun":
             torchrun()
-        case "python":  # -c CODE ARGUMENTS
-            _, _, code, *arguments = words
+        case "python" if words[1:3] == ["-m", "isthmus"]:
+            sys.argv = ["isthmus", *words[3:]]
+            cli.main()
+        case "python":
+            option, code, *arguments = words[1:]
+            assert option == "-c"
             sys.argv = ["-c", *arguments]
             exec(code, {"__name__": "__main__"})
         case name:  # of a package that is not imported above

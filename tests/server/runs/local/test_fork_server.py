@@ -2,9 +2,6 @@
 
 import subprocess
 
-import pytest
-from tests.forked_commands import ForkedCommands
-
 SCRIPT = """
 import asyncio, os, signal, sys
 from pathlib import Path
@@ -41,15 +38,9 @@ with ParticipantForkServer.fork(ranks=False) as fork_server:
 """
 
 
-@pytest.fixture(scope="module")
-def python():
-    with ForkedCommands("python") as commands:
-        yield commands.folder / "python"
-
-
-def test_programs_are_forked_and_end_with_the_fork_server(python, tmp_path):
+def test_programs_are_forked_and_end_with_the_fork_server(forked_python, tmp_path):
     ran = subprocess.run(
-        [python, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=True
+        [forked_python, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert ran.stdout.splitlines() == [
         "0 True",
@@ -82,8 +73,8 @@ with ParticipantForkServer.fork(
 """
 
 
-def test_programs_that_are_started_at_once_all_start(python, tmp_path):
+def test_programs_that_are_started_at_once_all_start(forked_python, tmp_path):
     ran = subprocess.run(
-        [python, "-c", MANY], cwd=tmp_path, capture_output=True, text=True, check=True
+        [forked_python, "-c", MANY], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert ran.stdout.strip() == str(list(range(60)))
