@@ -48,8 +48,22 @@ def pytest_collection_modifyitems(items):
     items.sort(key=place)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection():
+    """Look for no garbage among a million objects, of which none is."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish():
-    """Modules and tests stay: the garbage of one test is found without looking at all of them."""
+    """Modules and tests stay: the garbage of one test is found without looking at all of them.
+
+    Some tests have it collected often: Flower does for every update, simulations for every run. So
+    nothing may call `gc.unfreeze`.
+    """
     gc.collect()
     gc.freeze()
 
@@ -155,6 +169,22 @@ def forked_commands():
     """The program `isthmus` for shells that does not import PyTorch anew for each command."""
     with ForkedCommands() as commands:
         yield commands
+
+
+@pytest.fixture(scope="module")
+def forked_python():
+    """A Python for `-c CODE` and `-m isthmus` that does not import PyTorch anew."""
+    with ForkedCommands("python") as commands:
+        yield commands.folder / "python"
+
+
+@pytest.fixture
+def forked_tasks():
+    """The processes of tasks of this process's devices do not import PyTorch anew."""
+    from tests.forked_tasks import forked_from_tests  # imports all that devices have
+
+    with forked_from_tests():
+        yield
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -80,7 +81,7 @@ def start_with(
     namespaces: Mapping[str, int] = MappingProxyType({}),
     umask: int | None = None,
 ) -> ForkServerProcess:
-    """Start a command, `isthmus` or `torchrun`, with open files as input, output and error."""
+    """Start a command, by the name of its program, with open files as input, output and error."""
     theirs = [Connection(os.dup(stream)) for stream in streams]
     process = context().Process(
         target=_become,
@@ -115,6 +116,8 @@ def _become(
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = list(words)
+    added = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in added if path and path not in sys.path]
     # What this process starts by multiprocessing is started as in a process of its own: a child of
     # a fork server would start another such server, which imports everything anew.
     multiprocessing.set_start_method(None, force=True)
@@ -127,10 +130,22 @@ def _become(
     forked_tasks.install()
     if threads := environment.get("OMP_NUM_THREADS"):  # PyTorch was imported without it
         torch.set_num_threads(int(threads))
-    if words[0] == "torchrun":
-        torchrun()
-    else:
-        cli.main()
+    match words[0]:
+        case "isthmus":
+            cli.main()
+        case "torchrun":
+            torchrun()
+        case "python" if words[1:3] == ["-m", "isthmus"]:
+            sys.argv = ["isthmus", *words[3:]]
+            cli.main()
+        case "python":
+            option, code, *arguments = words[1:]
+            assert option == "-c"
+            sys.argv = ["-c", *arguments]
+            exec(code, {"__name__": "__main__"})
+        case name:  # of a package that is not imported above
+            (program,) = entry_points(group="console_scripts", name=name)
+            sys.exit(program.load()())
 
 
 def _enter(namespaces: Mapping[str, int]) -> None:

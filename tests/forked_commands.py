@@ -1,4 +1,4 @@
-"""The programs `isthmus` and `torchrun` for shells, whose work forked processes do.
+"""The programs `isthmus`, `torchrun` and others for shells, whose work forked processes do.
 
     with ForkedCommands() as commands:
         subprocess.run(["bash", "-c", "isthmus jobs"], env=commands.environment())
@@ -57,14 +57,15 @@ os._exit(status)
 class ForkedCommands:
     """While the block lasts, `folder` has the programs; their processes end with the block."""
 
-    def __init__(self) -> None:
+    def __init__(self, *others: str) -> None:
+        """Also prepare other programs, by the names that their packages install them under."""
         self._temporary = tempfile.TemporaryDirectory(prefix="isthmus-")
         self.folder = Path(self._temporary.name)
         address = str(self.folder / "socket")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen(64)
-        for name in ("isthmus", "torchrun"):
+        for name in ("isthmus", "torchrun", *others):
             program = self.folder / name
             text = PROGRAM.format(python=sys.executable, folder=self.folder, name=name)
             program.write_text(text)

@@ -37,10 +37,16 @@ class OutsidePackage:
         paths = [str(self.folder), os.environ.get("PYTHONPATH", "")]
         return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
-    def isthmus(self, *arguments, cwd):
-        """Run a command with the package installed; returns what ended."""
+    def isthmus(self, *arguments, cwd, forked_commands=None):
+        """Run a command with the package installed; returns what ended.
+
+        With `forked_commands` it does not import PyTorch anew.
+        """
+        program = [sys.executable, "-m", "isthmus"]
+        if forked_commands is not None:
+            program = [forked_commands.folder / "isthmus"]
         return subprocess.run(
-            [sys.executable, "-m", "isthmus", *map(str, arguments)],
+            [*program, *map(str, arguments)],
             cwd=cwd,
             env=self.environment,
             capture_output=True,

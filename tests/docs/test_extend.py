@@ -42,20 +42,24 @@ def example(name):
 
 
 @pytest.fixture
-def extended(tmp_path, write_task):
-    """Run a job with an example of the page installed; returns its report and what was told."""
+def extended(tmp_path, write_task, forked_commands):
+    """Run a job with an example of the page installed; returns its report and its folder.
+
+    The processes of the job do not import PyTorch anew, unless the test is `as_installed`.
+    """
     write_task()
 
-    def run(group, name, attribute, *arguments):
+    def run(group, name, attribute, *arguments, as_installed=False):
         entry = {f"{group}/{name}": attribute}
         module = f"outside_{attribute.lower()}"
         package = OutsidePackage(tmp_path / "site", module, example(attribute), entry)
         (tmp_path / "job.toml").write_text(JOB)
+        how = {"cwd": tmp_path, "forked_commands": None if as_installed else forked_commands}
         for command in (["job", "check", "job.toml"], ["run", "job.toml", "--run-dir", "run"]):
             options = [each for each in arguments if command[0] == "run" or "track" not in each]
-            ended = package.isthmus(*command, *options, cwd=tmp_path)
+            ended = package.isthmus(*command, *options, **how)
             assert ended.returncode == 0, ended.stdout + ended.stderr
-        told = package.isthmus("report", "run", "--json", cwd=tmp_path).stdout
+        told = package.isthmus("report", "run", "--json", **how).stdout
         return json.loads(told), tmp_path
 
     return run
@@ -128,6 +132,7 @@ def test_an_update_codec_from_outside(extended):
         "HalfPrecision",
         "--set=federated.codec=half",
         "--set=federated.download_codec=half",
+        as_installed=True,
     )
     assert accepted(report) == [3, 3]
     sent = {receipt["bytes_in"] for row in report["rounds"] for receipt in row["receipts"]}

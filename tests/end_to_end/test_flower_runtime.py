@@ -1,5 +1,10 @@
-"""Isthmus' ServerApp and ClientApp on Flower's own SuperLink and SuperNodes."""
+"""Isthmus' ServerApp and ClientApp on Flower's own SuperLink and SuperNodes.
 
+Flower's programs do what they do when they are installed, in processes that have PyTorch and this
+project already: there are a dozen, and each would import them anew.
+"""
+
+import contextlib
 import json
 import os
 import shutil
@@ -7,6 +12,8 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+from tests.forked_commands import ForkedCommands
 
 from isthmus.job import load_job
 from isthmus.task import load_task
@@ -16,6 +23,10 @@ from isthmus_server.model.global_model import GlobalModel
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 APP = ROOT / "examples" / "flower"
+PROGRAMS = (
+    *("flwr", "flower-superlink", "flower-supernode"),
+    *("flower-superexec", "flwr-serverapp", "flwr-clientapp"),  # started by name, by those
+)
 
 
 def test_flwr_run_trains_an_isthmus_task(tmp_path, monkeypatch):
@@ -26,15 +37,18 @@ def test_flwr_run_trains_an_isthmus_task(tmp_path, monkeypatch):
         "dev-mode-dirs"
     ]  # this checkout, for Flower's processes
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / name) for name in roots))
-    from harness.flower_runtime import NAME, deployment, programs
+    from harness import flower_runtime
 
     app, home, results = tmp_path / "app", tmp_path / "home", tmp_path / "results"
     shutil.copytree(APP, app)
     home.mkdir()
-    with deployment(home, clients=2) as (_, _, environment):
+    with contextlib.ExitStack() as stack:
+        commands = stack.enter_context(ForkedCommands(*PROGRAMS))
+        monkeypatch.setattr(flower_runtime, "programs", lambda: commands.folder)
+        _, _, environment = stack.enter_context(flower_runtime.deployment(home, clients=2))
         finished = subprocess.run(
             [
-                *(str(programs() / "flwr"), "run", str(app), NAME, "--stream"),
+                *(str(commands.folder / "flwr"), "run", str(app), flower_runtime.NAME, "--stream"),
                 *("--run-config", f'directory="{results}" rounds=1'),
             ],
             env={**os.environ, **environment},

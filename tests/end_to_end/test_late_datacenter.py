@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +45,36 @@ COMMON = (
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def write_job(folder: Path) -> None:
     """The job of the digits and its task, whose devices the test can hold."""
-    shutil.copy(ROOT / "examples/digits/job.toml", tmp_path)
-    (tmp_path / "tasks").mkdir()
+    shutil.copy(ROOT / "examples/digits/job.toml", folder)
+    (folder / "tasks").mkdir()
     task = (ROOT / "examples/digits/task.py").read_text() + GATED
-    (tmp_path / "tasks/task.py").write_text(task)
-    (tmp_path / "task.py").write_text(task)
-    return tmp_path
+    (folder / "tasks/task.py").write_text(task)
+    (folder / "task.py").write_text(task)
 
 
 @pytest.fixture
-def fleet(folder: Path) -> Iterator[LoopbackFleet]:
-    with LoopbackFleet(folder, devices=3) as fleet:
+def fleet(tmp_path: Path) -> Iterator[LoopbackFleet]:
+    write_job(tmp_path)
+    with LoopbackFleet(tmp_path, devices=3) as fleet:
         yield fleet
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The report of the same job in `isthmus run`, whose datacenter is there from the start."""
+    folder = tmp_path_factory.mktemp("there")
+    write_job(folder)
+    changes = (*COMMON, "federated.clients=3", "datacenter.ranks=1")
+    sets = [part for change in changes for part in ("--set", change)]
+    trained = RunProcess("job.toml", "--run-dir", "here", *sets, cwd=folder)
+    with trained.stdout:
+        assert trained.finish() == 0, trained.output
+    told = RunProcess("here", "--json", cwd=folder, command="report")
+    with told.stdout:
+        assert told.finish() == 0, told.output
+    return json.loads(told.output)
 
 
 def rounds_of(report: Any) -> str:
@@ -71,18 +86,9 @@ def cost_of(report: Any, regime: str) -> float:
     return sum(float(row["cost"]["price"]) for row in rows)
 
 
-def train_on_this_machine(start: Callable[..., RunProcess], report_of: Any) -> Any:
-    """The same job in `isthmus run`."""
-    changes = (*COMMON, "federated.clients=3", "datacenter.ranks=1")
-    sets = [part for change in changes for part in ("--set", change)]
-    run = start("job.toml", "--run-dir", "here", *sets)
-    assert run.finish() == 0, run.output
-    return report_of("here")
-
-
 @pytest.mark.parametrize("gate_round", [0, 1, 2], ids=["before", "first round", "second round"])
 def test_a_datacenter_is_used_alike_whenever_it_connects(
-    gate_round: int, fleet: LoopbackFleet, start: Any, report_of: Any
+    gate_round: int, fleet: LoopbackFleet, there: Any
 ) -> None:
     """Devices alone would have a loss that is five times as high for the same budget.
 
@@ -107,7 +113,6 @@ def test_a_datacenter_is_used_alike_whenever_it_connects(
     with os.fdopen(os.open(gate, os.O_RDWR)):
         fleet.run("logs", job, "--follow", "--state", "alice")
     late = json.loads(fleet.run("report", str(fleet.directory(job)), "--json"))
-    there = train_on_this_machine(start, report_of)
 
     assert rounds_of(there).startswith("dddfff")
     assert rounds_of(late).startswith("f" * gate_round + "dddf")

@@ -12,7 +12,15 @@ from nbclient import NotebookClient
 NOTEBOOK = Path(__file__).parents[2] / "examples/notebook/digits.ipynb"
 
 
-def test_the_notebook_trains_plots_and_saves_the_best_model(tmp_path, monkeypatch):
+FORKED = """
+from types import SimpleNamespace
+from isthmus_server.python import child_process
+child_process.sys = SimpleNamespace(executable={python!r})
+"""
+"""For the kernel, before the cells: the run of the notebook does not import PyTorch anew."""
+
+
+def test_the_notebook_trains_plots_and_saves_the_best_model(tmp_path, monkeypatch, forked_python):
     kernels = tmp_path / "share/jupyter/kernels/python3"
     kernels.mkdir(parents=True)
     argv = f'["{sys.executable}", "-m", "ipykernel_launcher", "-f", "{{connection_file}}"]'
@@ -21,6 +29,9 @@ def test_the_notebook_trains_plots_and_saves_the_best_model(tmp_path, monkeypatc
     )
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share/jupyter"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    startup = tmp_path / "ipython/profile_default/startup"
+    startup.mkdir(parents=True)
+    (startup / "forked.py").write_text(FORKED.format(python=str(forked_python)))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert sum(bool(line.strip()) for cell in cells for line in cell.source.splitlines()) < 40

@@ -12,5 +12,3 @@ __all__ = ["deployment", "network", "run_with_datacenter", "timeouts"]
 def _frozen_garbage():
     """Freeze objects: Flower collects garbage for every update, which PyTorch makes slow."""
     gc.freeze()
-    yield
-    gc.unfreeze()

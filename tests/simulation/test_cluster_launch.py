@@ -116,17 +116,25 @@ def free_port():
 
 
 @pytest.fixture
-def run_script(tmp_path):
-    """Run a batch script; returns its status, its output, and the status of each node."""
+def run_script(tmp_path, forked_commands):
+    """Run a batch script; returns its status, its output, and the status of each node.
+
+    Its two commands, which name this installation, are those that do not import PyTorch anew.
+    """
+    modules = {"torchrun": "torch.distributed.run", "isthmus": "isthmus.cli"}
     for name, text in (("srun", SRUN), ("hostname", "#!/bin/sh\necho 127.0.0.1\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
     def run(script, name):
         output = tmp_path / name
+        for program, module in modules.items():
+            installed = f"{sys.executable} -m {module} "
+            assert script.count(installed) == 1
+            script = script.replace(installed, f"{program} ")
         (tmp_path / "script").write_text(script)
         variables = {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PATH": f"{tmp_path}:{forked_commands.environment()['PATH']}",
             "SLURM_JOB_ID": str(free_port() - 20000),
             "OUTPUT": str(output),
         }

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import io
 import re
 import subprocess
@@ -115,6 +116,12 @@ async def test_factors_of_different_ranks_give_the_bits_of_real_devices(
     assert virtual.final.model_sha256 == real["final"]["model_sha256"]
     with pytest.raises(UserError, match=r"exchange\.low_rank has factors"):
         await asyncio.to_thread(simulate, *same, "simulation.training=stacked", name="stacked")
+
+
+def test_what_a_caller_keeps_out_of_garbage_collections_stays_so(simulate):
+    assert gc.get_freeze_count()  # all that these tests have imported
+    simulate(devices=4)
+    assert gc.get_freeze_count()
 
 
 def model_of(directory):

@@ -123,6 +123,7 @@ def test_an_owner_who_allows_no_state_refuses_the_run(opening, tmp_path):
         host.close()
 
 
+@pytest.mark.usefixtures("forked_tasks")
 def test_a_sandboxed_task_gives_the_same_and_keeps_it_for_the_next_round(
     open_host, opening, tmp_path
 ):

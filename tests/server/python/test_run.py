@@ -66,13 +66,9 @@ def job(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def forked(monkeypatch, forked_commands, tmp_path):
+def forked(monkeypatch, forked_python):
     """The processes of runs do not import PyTorch anew, as those of a script do."""
-    python = tmp_path / "python"
-    program = forked_commands.folder / "isthmus"
-    python.write_text(f'#!/bin/sh\nshift 2  # -m isthmus\nexec "{program}" "$@"\n')
-    python.chmod(0o755)
-    monkeypatch.setattr(child_process, "sys", SimpleNamespace(executable=str(python)))
+    monkeypatch.setattr(child_process, "sys", SimpleNamespace(executable=str(forked_python)))
 
 
 @pytest.mark.usefixtures("forked")

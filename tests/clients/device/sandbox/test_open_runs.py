@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests import forked_tasks
 from tests.clients.device.sandbox.test_process_host import Device, opening, train
 
 from isthmus.tensors.exchange_set import TensorLayout
@@ -15,11 +14,7 @@ from isthmus_clients.device.owner_limits import OwnerLimits
 from isthmus_clients.device.sandbox import process_host
 from isthmus_clients.device.sandbox.memory_room import available_memory, memory_of_group
 
-
-@pytest.fixture(autouse=True)
-def _forked():
-    with forked_tasks.forked_from_tests():
-        yield
+pytestmark = pytest.mark.usefixtures("forked_tasks")
 
 
 def test_runs_that_their_owner_lets_open_keep_their_processes(tmp_path):

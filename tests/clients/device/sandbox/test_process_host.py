@@ -166,6 +166,7 @@ def test_a_process_that_hangs_fails_one_request_and_leaves_nothing_behind(hostil
     assert hostile.host.process is not process
 
 
+@pytest.mark.usefixtures("forked_tasks")
 def test_what_stays_on_the_device_is_out_of_reach_of_its_tasks(tmp_path):
     """The agent keeps it: a process gets the state of its own run only, and starts again."""
     reads = """
@@ -386,6 +387,7 @@ def test_a_task_is_refused_where_a_required_restriction_is_missing(tmp_path, mon
         device.host.open(opening())
 
 
+@pytest.mark.usefixtures("forked_tasks")
 def test_the_own_figures_of_an_evaluation_come_from_the_task_s_process(tmp_path, write_task):
     methods = """
     def validation_data(self, participant):

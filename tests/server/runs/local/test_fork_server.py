@@ -1,7 +1,6 @@
-"""The fork server of local runs, used in a process of its own."""
+"""The fork server of local runs, used in a process of its own, which has PyTorch already."""
 
 import subprocess
-import sys
 
 SCRIPT = """
 import asyncio, os, signal, sys
@@ -39,9 +38,9 @@ with ParticipantForkServer.fork(ranks=False) as fork_server:
 """
 
 
-def test_programs_are_forked_and_end_with_the_fork_server(tmp_path):
+def test_programs_are_forked_and_end_with_the_fork_server(forked_python, tmp_path):
     ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=True
+        [forked_python, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert ran.stdout.splitlines() == [
         "0 True",
@@ -74,8 +73,8 @@ with ParticipantForkServer.fork(
 """
 
 
-def test_programs_that_are_started_at_once_all_start(tmp_path):
+def test_programs_that_are_started_at_once_all_start(forked_python, tmp_path):
     ran = subprocess.run(
-        [sys.executable, "-c", MANY], cwd=tmp_path, capture_output=True, text=True, check=True
+        [forked_python, "-c", MANY], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert ran.stdout.strip() == str(list(range(60)))
