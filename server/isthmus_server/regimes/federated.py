@@ -32,8 +32,9 @@ from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.gradients import REST
 
-_NOTICEABLE = 1e-9
-"""Rounding below this is not looked at: the rate of a schedule's last steps may be next to zero."""
+_NOTICEABLE = 1e-10
+"""Rounding below this is not looked at: the rate of a schedule's last steps may be next to zero. Of
+an update of 1e-6 it is a ten-thousandth."""
 
 _FLOAT_ROUNDING = 1e-4
 """Part by which a mean of clipped updates may be longer than their bound in float32."""
