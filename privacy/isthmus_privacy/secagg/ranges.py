@@ -6,7 +6,7 @@ device that was clipped. So the range is found first. Each device that has train
 bin of four histograms, and the server learns these counts and no device's bin:
 
     largest   the exponent of the largest absolute element of its update
-    typical   that of the root mean square of all elements
+    typical   that of the root mean square of all elements of parameters
     smallest  that of the least root mean square of a tensor that is not zero
     weights   the step of its number of examples on the ladder 1, 2, 4, 8, 16, 32, 63, 125, 250,
               500, 1000, 2000, ..
@@ -79,19 +79,27 @@ _UNKNOWN_STEPS = 7
 of 64 bits the steps of elements are still small: with 100 examples a device, 4e-8."""
 
 
-def counts_of(update: torch.Tensor, tensors: Iterable[torch.Tensor], weight: int) -> torch.Tensor:
+def counts_of(
+    update: torch.Tensor,
+    tensors: Iterable[torch.Tensor],
+    weight: int,
+    parameters: torch.Tensor | None = None,
+) -> torch.Tensor:
     """What a device adds to the histograms: int64 (SIZE), a 1 in each of the four.
 
     Args:
         update: (N) float32, finite.
         tensors: its parts.
         weight: number of examples.
+        parameters: those of the update, without running statistics: these can change by far more.
+            None for all of it.
     """
     counts = torch.zeros(SIZE, dtype=torch.int64)
     largest = max(abs(float(end)) for end in torch.aminmax(update)) if len(update) else 0.0
     parts = [_mean_square(part) for part in tensors]
     smallest = min((part for part in parts if part), default=0.0)
-    figures = (largest, math.sqrt(_mean_square(update)), math.sqrt(smallest))
+    typical = math.sqrt(_mean_square(update if parameters is None else parameters))
+    figures = (largest, typical, math.sqrt(smallest))
     for number, figure in enumerate(figures):
         counts[number * _EXPONENTS + _exponent_bin(figure)] = 1
     step = next((step for step, limit in enumerate(LADDER) if weight <= limit), _STEPS - 1)
@@ -317,7 +325,7 @@ class Ranges:
         the updates cancel and it is a small part of each of them.
 
         Args:
-            mean: of the updates, (N) float32.
+            mean: of the parameters' updates, (N) float32.
             rounding: bound on the standard deviation of the error of an element.
             devices: in the sum.
             weight: of the sum, in examples.

@@ -107,8 +107,11 @@ class FederatedRegime:
         settings = spec.settings
         if job.finds_ranges or job.privacy is not None or settings.compression is not None:
             return
+        layout = self.context.layout
         for one in (result, *result.groups.values()):
-            if one.rounding > _NOTICEABLE and lost_in_rounding(one.pseudo_gradient, one.rounding):
+            # After the gradient, if there is one, and before running statistics.
+            update = one.pseudo_gradient[-layout.size :][: layout.trained_size]
+            if one.rounding > _NOTICEABLE and lost_in_rounding(update, one.rounding):
                 raise AttemptFailed(
                     f"the updates are lost in rounding with federated.clip={settings.clip:g} and a "
                     f"largest weight of {settings.largest_weight}: remove federated.clip or "

@@ -298,6 +298,23 @@ def test_the_lightest_of_very_different_devices_are_precise_alone(outlier):
     assert not are_lost(ranges, encoding, result)
 
 
+def test_parameters_are_precise_next_to_running_statistics():
+    """Those change by far more, and most devices have changed no parameter."""
+    generator = torch.Generator().manual_seed(9)
+    parameters = torch.randn(3, 200, generator=generator) * torch.tensor([[1e-4], [0.0], [0.0]])
+    statistics = torch.rand(3, 20, generator=generator)
+    updates = list(torch.cat([parameters, statistics], dim=1))
+    weights = [20, 400, 5_000_000]
+    counts = [
+        counts_of(update, update.split(200), weight, update[:200])
+        for update, weight in zip(updates, weights, strict=True)
+    ]
+    ranges = Ranges.of(torch.stack(counts).sum(0), devices=3)
+    result = summed(ranges.encoding(clients=3), updates, weights)
+    expected = plain_mean(updates, weights)
+    assert relative_error(result.vector[:200], expected[:200]) < 1e-4
+
+
 def test_updates_that_cancel_are_not_refused():
     """Their mean is small, and rounding is a small part of each."""
     generator = torch.Generator().manual_seed(8)

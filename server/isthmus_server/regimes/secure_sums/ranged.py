@@ -204,8 +204,11 @@ class RangedAttempt:
         Raises:
             AttemptFailed: so it is.
         """
+        layout = self._context.layout
+        # After the gradient, if there is one, and before running statistics.
+        update = result.pseudo_gradient[-layout.size :][: layout.trained_size]
         if config.codec is not None or not ranges.are_lost(
-            result.pseudo_gradient,
+            update,
             result.rounding,
             devices=sum(receipt.status == "accepted" for receipt in result.receipts),
             weight=int(result.training["examples"]),
