@@ -60,5 +60,5 @@ def test_a_parameter_without_elements_is_refused(
     model = nn.Linear(2, 3)
     model.register_parameter("extra", nn.Parameter(torch.zeros(0, 4)))
     dims = ParallelDims(ranks=2, zero_stage=stage, precision=precision)
-    with pytest.raises(TaskError, match="^parameter 'extra' has no elements .* and its gradient"):
+    with pytest.raises(TaskError, match=r"^parameter 'extra' has no elements .* and its gradient"):
         parallelize(task, model, dims, 0, torch.device("cpu"), sample=list)
