@@ -142,8 +142,8 @@ def test_buffers_that_training_changes_and_that_are_not_exchanged_are_named(chec
         "datacenter.ranks=2", "datacenter.batch_size=4", "federated.batch_size=10", methods=COUNTED
     )
     sentence = (
-        ", which changes buffers that are not exchanged ('0.seen'): the model that is evaluated "
-        "and delivered has the values of model()"
+        ", which changes buffers that are not exchanged ('0.seen'): the model that is "
+        "delivered has the values of model()"
     )
     assert f"batch of the datacenter{sentence}, one training batch of client-0{sentence}\n" in out
 

@@ -47,7 +47,7 @@ class OwnBuffers:
             names += f" and {len(changed) - _SHOWN} more"
         return (
             f", which changes buffers that are not exchanged ({names}): the model that is "
-            "evaluated and delivered has the values of model()"
+            "delivered has the values of model()"
         )
 
 

@@ -283,8 +283,8 @@ def refuse_unshardable(model: nn.Module, dims: ParallelDims, device_type: str) -
             raise TaskError(
                 f"parameter {name!r} has no elements (its shape is {tuple(parameter.shape)}), and "
                 f"its gradient cannot be sharded with datacenter.zero_stage={dims.zero_stage} and "
-                f"precision {dims.precision}; build the model without it, set its requires_grad to "
-                "False, or set zero_stage = 0 with fp32"
+                f"precision {dims.precision}; build the model without it, or set its "
+                "requires_grad to False"
             )
         if parameter.ndim == 0:
             raise TaskError(
