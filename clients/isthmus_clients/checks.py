@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from isthmus.errors import TaskError
 from isthmus.job import Job, with_changes, write_job
@@ -14,8 +15,12 @@ from isthmus.task.scoring import build_model
 from isthmus.task.scoring.pairs import pairs_in_words
 from isthmus.tensors.division import divide
 from isthmus.tensors.fingerprint import fingerprint
+from isthmus.tensors.own_buffers import OwnBuffers
 from isthmus.transport.requests import fingerprint_messages, position_message
 from isthmus.wire import link_pb2
+
+if TYPE_CHECKING:
+    from isthmus_clients.training.local_run import DeviceRun
 
 _RUN = "check"
 
@@ -55,8 +60,10 @@ def check(job: Job, task: Task, base: Path) -> str:
     train = link_pb2.TrainLocal(
         run_id=_RUN, round=1, attempt=1, position=position_message(position)
     )
+    buffers = OwnBuffers(run.model)
     run.train(train, layout.encode(layout.gather(model)), lambda _: None, lambda: False)
-    tried = f"one training batch of {name}"
+    tried = f"one training batch of {name}{buffers.in_words(run.model)}"
+    tried += _try_last_row(job, run, opening, train, layout.encode(layout.gather(model)))
     if not isinstance(run.dataset, IterableDataset):
         tried += pairs_in_words(task, model, run.dataset, run.examples)
     if not job.evaluation.devices:
@@ -71,3 +78,47 @@ def check(job: Job, task: Task, base: Path) -> str:
     if found := vector.not_finite(counts):
         tried += f", where {', '.join(found)} had values that are not finite"
     return tried
+
+
+def _try_last_row(
+    job: Job,
+    run: DeviceRun,
+    opening: link_pb2.OpenRun,
+    train: link_pb2.TrainLocal,
+    model: bytearray,
+) -> str:
+    """Train a batch of one row, if the rounds have one: normalisation layers may refuse it.
+
+    Returns what was tried, to go on after what else was.
+
+    Raises:
+        UserError: the batch cannot be trained, with the reason.
+    """
+    from isthmus_clients.training.local_run import DeviceRun
+
+    federated = job.federated
+    rest = run.data.last_rows(federated)
+    if federated.privacy is not None or rest != 1 or federated.batch_size == 1:
+        return ""
+    one_row = {
+        "federated.local_epochs": None,
+        "federated.local_steps": 1,
+        "federated.batch_size": 1,
+        "federated.accumulate": 1,
+    }
+    opening.job = write_job(with_changes(job, one_row))
+    name = run.participant.name
+    single = DeviceRun(opening, run.participant, None, device=federated.device)
+    try:
+        single.train(train, model, lambda _: None, lambda: False)
+    except TaskError as error:
+        raise TaskError(
+            f"the last batch of an epoch of {name} has one row, as local_data() has "
+            f"{run.examples} and federated.batch_size={federated.batch_size}"
+            f"{_in_parts(federated.accumulate)}, and cannot be trained: {error}"
+        ) from error
+    return " and one of a single row"
+
+
+def _in_parts(accumulate: int) -> str:
+    return f" in {accumulate} parts" if accumulate > 1 else ""

@@ -13,6 +13,7 @@ from isthmus.task import Task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.division import divide
 from isthmus.tensors.fingerprint import fingerprint
+from isthmus.tensors.own_buffers import OwnBuffers
 
 _ONE_RANK = {
     "datacenter.ranks": 1,
@@ -41,11 +42,17 @@ def check(job: Job, task: Task, base: Path) -> str:
 
     from isthmus_datacenter.messages import Command, ControlSignal
     from isthmus_datacenter.parallel.parallel_dims import ParallelDims
+    from isthmus_datacenter.parallel.parallelize import refuse_unshardable
     from isthmus_datacenter.training.engine import Engine, RankPlacement
     from isthmus_datacenter.training.round import train_round
 
     model = build_model(task, job.seed)
     division = divide(model, job.exchange)
+    dims = None
+    if job.datacenter.layout == "given":
+        dims = ParallelDims.from_section(job.datacenter, job.datacenter.ranks)
+        # The single rank below shards nothing.
+        refuse_unshardable(model, dims, "cpu")
     data = job.task.data_in(base)
     changes: dict[str, object] = dict(_ONE_RANK)
     if job.datacenter.privacy is not None:  # finding the noise takes a while, and the server
@@ -69,13 +76,13 @@ def check(job: Job, task: Task, base: Path) -> str:
         )
         engine = Engine(opening, placement)
         _check_batch(job, engine.examples)
-        if job.datacenter.layout == "given":
-            engine.optimizer.check_for(
-                ParallelDims.from_section(job.datacenter, job.datacenter.ranks)
-            )
+        if dims is not None:
+            engine.optimizer.check_for(dims)
+        (whole,) = engine.shard.stages.values()
+        buffers = OwnBuffers(whole)
         step = Command(op="train_steps", run_id="check", from_step=0, until_step=1)
         train_round(engine, step, lambda _: None, lambda: ControlSignal.CONTINUE)
-    return "one training batch of the datacenter"
+        return f"one training batch of the datacenter{buffers.in_words(whole)}"
 
 
 def _check_batch(job: Job, examples: int) -> None:

@@ -74,6 +74,110 @@ def test_the_clients_of_a_run_are_tried_rather_than_those_of_a_simulation(check_
     assert "policy federated, 4 clients, " in check_job(FEDERATED, "simulation.clients=9")
 
 
+NORMALISED = """
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    """
+
+
+def test_a_last_batch_of_one_row_is_tried(check_job):
+    """The first batch of an epoch trains, and the last one failed in the first round."""
+    with pytest.raises(
+        UserError,
+        match=r"^the last batch of an epoch of client-0 has one row, as local_data\(\) has 20 and "
+        r"federated.batch_size=19, and cannot be trained: .*BatchNorm cannot train on a batch of ",
+    ):
+        check_job(FEDERATED, "federated.batch_size=19", methods=NORMALISED)
+
+
+def test_a_last_part_of_one_row_is_tried(check_job):
+    """The second batch has five rows, in parts of four and one."""
+    rest = """
+    def local_data(self, participant):
+        return rows(21, seed=1)
+    """
+    parts = ("federated.batch_size=16", "federated.accumulate=4")
+    with pytest.raises(UserError, match=r"federated.batch_size=16 in 4 parts, and cannot"):
+        check_job(FEDERATED, *parts, methods=NORMALISED + rest)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["federated.batch_size=18"],
+        ["federated.batch_size=19", "federated.local_steps=1"],
+    ],
+)
+def test_a_last_batch_that_no_round_has_is_not_tried(check_job, changes):
+    assert "single row" not in check_job(FEDERATED, *changes, methods=NORMALISED)
+
+
+def test_a_last_row_that_can_be_trained_is_no_mistake(check_job):
+    out = check_job(FEDERATED, "federated.batch_size=19")
+    assert out.splitlines()[1].endswith("one training batch of client-0 and one of a single row")
+
+
+COUNTED = """
+    def model(self):
+        class Counted(nn.Linear):
+            def __init__(self):
+                super().__init__(4, 3)
+                self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+                self.register_buffer("table", torch.tensor([1.0, float("nan")]))
+                self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+            def forward(self, inputs):
+                if self.training:
+                    self.seen += len(inputs)
+                    self.cache += 1
+                return super().forward(inputs)
+
+        return nn.Sequential(Counted(), nn.BatchNorm1d(3))
+    """
+
+
+def test_buffers_that_training_changes_and_that_are_not_exchanged_are_named(check_job):
+    """Not running statistics, which are exchanged, nor buffers that stay as they are."""
+    out = check_job(
+        "datacenter.ranks=2", "datacenter.batch_size=4", "federated.batch_size=10", methods=COUNTED
+    )
+    sentence = (
+        ", which changes buffers that are not exchanged ('0.seen'): the model that is "
+        "delivered has the values of model()"
+    )
+    assert f"batch of the datacenter{sentence}, one training batch of client-0{sentence}\n" in out
+
+
+EMPTY = """
+    def model(self):
+        class Empty(nn.Linear):
+            def __init__(self):
+                super().__init__(4, 3)
+                self.extra = nn.Parameter(torch.zeros(0, 2), requires_grad={trained})
+
+            def forward(self, inputs):
+                return super().forward(inputs) + self.extra.sum()
+
+        return Empty()
+    """
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_empty_parameter_is_refused_before_it_is_sharded(check_job, stage):
+    """It failed in the first backward pass of a run, and one rank alone shards nothing."""
+    datacenter = ("strategy.policy=datacenter", "datacenter.ranks=2", "datacenter.batch_size=4")
+    sharded = (*datacenter, f"datacenter.zero_stage={stage}")
+    with pytest.raises(
+        UserError,
+        match=rf"^parameter 'extra' has no elements \(its shape is \(0, 2\)\), and its gradient "
+        rf"cannot be sharded with datacenter.zero_stage={stage} ",
+    ):
+        check_job(*sharded, methods=EMPTY.format(trained=True))
+    assert "is fine" in check_job(*sharded, methods=EMPTY.format(trained=False))
+    whole = (*datacenter, "datacenter.zero_stage=0")
+    assert "is fine" in check_job(*whole, methods=EMPTY.format(trained=True))
+
+
 def test_what_the_job_takes_from_updates_is_said(check_job):
     out = check_job(FEDERATED, "federated.clip=4", "federated.max_examples=9")
     assert "elements of updates outside of -4 to 4 will be clipped (federated.clip), and the" in out

@@ -499,7 +499,10 @@ class SecureSessions:
             vector = layout.decode(update)
             if is_finite(vector):
                 parts = (part for _, part in layout.parts(vector))
-                counts = counts_of(vector, parts, run.weight)
+                # Where a gradient goes with the update, its parameters are not in one piece.
+                simple = len(vector) == run.layout.size
+                trained = vector[: run.layout.trained_size] if simple else None
+                counts = counts_of(vector, parts, run.weight, trained)
             else:
                 log.error("the update has elements that are not finite; it does not count")
                 result = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from isthmus.task.scoring import count_examples, training_batches
 from isthmus.task.scoring.inputs import streamed_batches
 from isthmus.task.scoring.order import EpochOrder, check_no_order
 from isthmus_clients.training.example_order import first_pass, step_indices
+
+log = logging.getLogger(__name__)
 
 
 def locate(
@@ -76,6 +79,8 @@ class LocalData:
         self._task = task
         self._settings = job.federated
         self._device = device
+        self._what = what = f"local_data() of {participant.name}"
+        self._says_growth = True
         self.dataset: Dataset[Any]
         own_rows = type(task).statistics_data is not Task.statistics_data
         self._stream: IterableDataset[Any] | None = None
@@ -87,13 +92,29 @@ class LocalData:
         with user_code("local_data()"):
             self.dataset = task.local_data(participant)
         self._stream = self.dataset if isinstance(self.dataset, IterableDataset) else None
-        self._what = what = f"local_data() of {participant.name}"
         if self._stream is not None:
             self.examples = self._streamed_examples(what)
         else:
             self.examples = count_examples(self.dataset, what)
         """The weight of an update: examples of the data set, or those that a round reads."""
         self.order = EpochOrder(task, self.dataset, self.examples, self._settings.batch_size)
+
+    def warn_of_growth(self) -> None:
+        """Say once, in this device's log, that rows which were added since are not trained on."""
+        if self.is_stream or not self._says_growth:
+            return
+        with user_code("__len__() of local_data()"):
+            count = len(self.dataset)  # type: ignore[arg-type]  # it was counted at the opening
+        if count <= self.examples:
+            return
+        self._says_growth = False
+        log.warning(
+            "%s has %d examples now, and had %d when this run was opened: the run goes on with "
+            "those; the new ones are in the next run, or after a restart of the device",
+            self._what,
+            count,
+            self.examples,
+        )
 
     @property
     def is_stream(self) -> bool:
@@ -116,6 +137,16 @@ class LocalData:
         if settings.local_steps is not None:
             return settings.local_steps
         return settings.steps(self.order.length)
+
+    def last_rows(self, settings: FederatedSection) -> int:
+        """Rows of the last part of an epoch, if rounds with some settings get to it; else 0."""
+        if self._stream is not None:
+            return 0
+        steps = settings.local_steps
+        if steps is not None and steps * settings.batch_size < self.order.length:
+            return 0
+        last_batch = self.order.length % settings.batch_size or settings.batch_size
+        return last_batch % self._part_size or self._part_size
 
     @property
     def first_pass_examples(self) -> int:

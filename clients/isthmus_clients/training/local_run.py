@@ -212,6 +212,7 @@ class DeviceRun:
         if self._unfit is not None:
             raise self._unfit
         started = time.monotonic()
+        self.data.warn_of_growth()
         start = self.layout.decode(payload)
         self._load(start, personal)
         term = None if gradient is None else self.layout.decode(gradient)

@@ -85,8 +85,7 @@ def parallelize(
     Raises:
         TaskError: the model cannot be distributed like this, and what to do about it.
     """
-    if dims.needs_fully_shard or dims.tensor > 1:
-        _refuse_unshardable(model)
+    refuse_unshardable(model, dims, device.type)
     mesh = dims.mesh(device.type) if dims.ranks > 1 or dims.needs_fully_shard else None
     # By identity, so before anything below replaces a parameter by its shard.
     names = ParameterNames.of(model)
@@ -268,9 +267,25 @@ def _check_complete(names: ParameterNames, stage_names: Sequence[dict[str, str]]
             )
 
 
-def _refuse_unshardable(model: nn.Module) -> None:
-    """Refuse parameters without a dimension and sparse gradients."""
+def refuse_unshardable(model: nn.Module, dims: ParallelDims, device_type: str) -> None:
+    """Refuse a model whose parameters cannot be distributed over the ranks.
+
+    Raises:
+        TaskError: a parameter has no dimension, one that is trained has no elements, or a gradient
+            is sparse.
+    """
+    if not dims.needs_fully_shard and dims.tensor == 1:
+        return
+    shards = dims.needs_fully_shard and not dims.uses_all_reduce(device_type)
     for name, parameter in model.named_parameters():
+        # `fully_shard` fails in the first backward pass.
+        if shards and parameter.requires_grad and not parameter.numel():
+            raise TaskError(
+                f"parameter {name!r} has no elements (its shape is {tuple(parameter.shape)}), and "
+                f"its gradient cannot be sharded with datacenter.zero_stage={dims.zero_stage} and "
+                f"precision {dims.precision}; build the model without it, or set its "
+                "requires_grad to False"
+            )
         if parameter.ndim == 0:
             raise TaskError(
                 f"parameter {name!r} has no dimension, and the datacenter shards along the "

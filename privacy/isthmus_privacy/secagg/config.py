@@ -52,9 +52,9 @@ from isthmus_privacy.slots import COMPRESSED_SLOTS, MAX_COUNT, TRAINING_SLOTS, S
 MAX_LEVELS = (1 << 28) - 1
 """Finest quantisation: its step is well below the spacing of float32 at the clipping bound."""
 
-WIDE_LEVELS = (1 << 48) - 1
-"""Finest quantisation in a ring of 64 bits, for elements of very different sizes: with it float64
-still represents the rounding to the last of them."""
+WIDE_LEVELS = (1 << 52) - 1
+"""Finest quantisation in a ring of 64 bits, for elements of very different sizes. The sum of
+`MAX_COHORT` clients does not wrap, and float64 represents each level."""
 
 COUNT_LEVELS = 1 << 51
 """Levels of an element that is a whole number, from -2**50 to 2**50, in a ring of 64 bits."""

@@ -6,7 +6,7 @@ device that was clipped. So the range is found first. Each device that has train
 bin of four histograms, and the server learns these counts and no device's bin:
 
     largest   the exponent of the largest absolute element of its update
-    typical   that of the root mean square of all elements
+    typical   that of the root mean square of all elements of parameters
     smallest  that of the least root mean square of a tensor that is not zero
     weights   the step of its number of examples on the ladder 1, 2, 4, 8, 16, 32, 63, 125, 250,
               500, 1000, 2000, ..
@@ -76,22 +76,30 @@ _WIDER_STEPS = 2
 _UNKNOWN_CLIP = 2.0**16
 _UNKNOWN_STEPS = 7
 """Range, and steps of the largest weight above the usual one, where no ranges are known. In a ring
-of 64 bits the steps of elements are still small: with 100 examples a device, 3e-7."""
+of 64 bits the steps of elements are still small: with 100 examples a device, 4e-8."""
 
 
-def counts_of(update: torch.Tensor, tensors: Iterable[torch.Tensor], weight: int) -> torch.Tensor:
+def counts_of(
+    update: torch.Tensor,
+    tensors: Iterable[torch.Tensor],
+    weight: int,
+    parameters: torch.Tensor | None = None,
+) -> torch.Tensor:
     """What a device adds to the histograms: int64 (SIZE), a 1 in each of the four.
 
     Args:
         update: (N) float32, finite.
         tensors: its parts.
         weight: number of examples.
+        parameters: those of the update, without running statistics: these can change by far more.
+            None for all of it.
     """
     counts = torch.zeros(SIZE, dtype=torch.int64)
     largest = max(abs(float(end)) for end in torch.aminmax(update)) if len(update) else 0.0
     parts = [_mean_square(part) for part in tensors]
     smallest = min((part for part in parts if part), default=0.0)
-    figures = (largest, math.sqrt(_mean_square(update)), math.sqrt(smallest))
+    typical = math.sqrt(_mean_square(update if parameters is None else parameters))
+    figures = (largest, typical, math.sqrt(smallest))
     for number, figure in enumerate(figures):
         counts[number * _EXPONENTS + _exponent_bin(figure)] = 1
     step = next((step for step, limit in enumerate(LADDER) if weight <= limit), _STEPS - 1)
@@ -223,10 +231,16 @@ class Ranges:
             bits = self._bits(clients, weight)
             if levels is None and not self._is_precise(bound, weight, fewest, *limits):
                 bits = 64
+        if levels is not None:
+            return Encoding(bound, weight, bits)
         # The mean may be far below the updates. Nothing is known of those that are not counted.
-        rounding = bound / (fewest - 1) * weight
-        if levels is None and (wider or rounding > _ROUNDING * self._least_product(needed, weight)):
+        largest_error = _ROUNDING * self._least_product(needed, weight)
+        if wider or bound / (fewest - 1) * weight > largest_error:
             bits = 64
+        if bound / (WIDE_LEVELS - 1) * weight > largest_error:
+            # The usual range and weight are too wide even there.
+            bound = 2.0 ** max(exponent, _LOWEST + 1) if clip is None else clip
+            weight = weight_max or tight
         return Encoding(bound, weight, bits)
 
     def is_limited(self, liars: int) -> bool:
@@ -302,13 +316,28 @@ class Ranges:
             f"{encoding.clip:.1g}; a device may have diverged: set federated.clip, which bounds it"
         )
 
-    def are_lost(self, rounding: float) -> bool:
-        """Whether a sum has lost updates like these in rounding.
+    def are_lost(
+        self, mean: torch.Tensor, rounding: float, *, devices: int, weight: int, weight_max: int
+    ) -> bool:
+        """Whether rounding has changed the mean of some of these devices by too much.
+
+        It has not where it is a small part of the mean, nor where the mean is small only because
+        the updates cancel and it is a small part of each of them.
 
         Args:
-            rounding: bound on the standard deviation of the error of an element of the mean.
+            mean: of the parameters' updates, (N) float32.
+            rounding: bound on the standard deviation of the error of an element.
+            devices: in the sum.
+            weight: of the sum, in examples.
+            weight_max: largest weight of one.
         """
-        return self.is_known and rounding > _LOST * _middle(self.typical)
+        if not self.is_known:
+            return False
+        length = math.sqrt(_mean_square(mean))
+        updates = self._least_product(devices, weight_max) * devices / weight
+        if not length and not updates:  # those that may be in it have not changed the model
+            updates = _middle(self.typical)
+        return rounding > _ROUNDING * max(length, updates)
 
     @staticmethod
     def _bits(clients: int, weight: int) -> int:
@@ -354,14 +383,15 @@ class Ranges:
         return self.weight_bounds(devices, weight_max)[0] / devices
 
 
-def lost_in_rounding(mean: torch.Tensor, rounding: float) -> bool:
-    """Whether a mean of updates is mostly rounding, where no ranges were known before.
+def lost_in_rounding(mean: torch.Tensor, rounding: float, part: float = _ROUNDING) -> bool:
+    """Whether rounding is more than a part of a mean of updates of which no ranges are known.
 
     Args:
         mean: of the updates, (N) float32.
         rounding: bound on the standard deviation of the error of an element.
+        part: largest one that is right.
     """
-    return rounding > _LOST * math.sqrt(_mean_square(mean))
+    return rounding > part * math.sqrt(_mean_square(mean))
 
 
 def _last(counts: Sequence[int], *, above: int = 0) -> int:

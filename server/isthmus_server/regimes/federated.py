@@ -32,8 +32,9 @@ from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.storage.records import Receipt
 from isthmus_server.strategy.gradients import REST
 
-_NOTICEABLE = 1e-9
-"""Rounding below this is not looked at: the rate of a schedule's last steps may be next to zero."""
+_NOTICEABLE = 1e-10
+"""Rounding below this is not looked at: the rate of a schedule's last steps may be next to zero. Of
+an update of 1e-6 it is a ten-thousandth."""
 
 _FLOAT_ROUNDING = 1e-4
 """Part by which a mean of clipped updates may be longer than their bound in float32."""
@@ -106,8 +107,11 @@ class FederatedRegime:
         settings = spec.settings
         if job.finds_ranges or job.privacy is not None or settings.compression is not None:
             return
+        layout = self.context.layout
         for one in (result, *result.groups.values()):
-            if one.rounding > _NOTICEABLE and lost_in_rounding(one.pseudo_gradient, one.rounding):
+            # After the gradient, if there is one, and before running statistics.
+            update = one.pseudo_gradient[-layout.size :][: layout.trained_size]
+            if one.rounding > _NOTICEABLE and lost_in_rounding(update, one.rounding):
                 raise AttemptFailed(
                     f"the updates are lost in rounding with federated.clip={settings.clip:g} and a "
                     f"largest weight of {settings.largest_weight}: remove federated.clip or "

@@ -50,6 +50,24 @@ def test_a_round_does_not_depend_on_the_one_before(open_run):
     assert torch.equal(train(open_run(), 2, start)[0], second)
 
 
+def test_rows_that_were_added_since_the_run_was_opened_are_said_once(open_run, caplog):
+    """The weight is that of the opening, and the new rows were left out in silence."""
+    run = open_run()
+    before = train(open_run())[0]
+    train(run)
+    assert not caplog.records
+    inputs, target = run.dataset.tensors
+    run.dataset.tensors = (torch.cat([inputs, inputs[:3]]), torch.cat([target, target[:3]]))
+    update, trained, _ = train(run)
+    train(run)
+    assert torch.equal(update, before)
+    assert trained.examples == 20
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "local_data() of a has 23 examples now, and had 20 when this run was opened: the run goes "
+    )
+
+
 def test_training_leaves_the_random_state_alone(open_run):
     run = open_run()
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Sharding units are compiled, both of users and of PyTorch; sparse gradients are refused."""
+"""Sharding units are compiled, of users and of PyTorch; what cannot be sharded is refused."""
 
 from __future__ import annotations
 
@@ -48,4 +48,17 @@ def test_sparse_gradients_are_refused(make_setup: Any) -> None:
     with pytest.raises(
         TaskError, match=r"^module '0' has sparse=True, and gradients of several ranks"
     ):
+        parallelize(task, model, dims, 0, torch.device("cpu"), sample=list)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (3, "fp32"), (0, "bf16")])
+def test_a_parameter_without_elements_is_refused(
+    make_setup: Any, stage: int, precision: Any
+) -> None:
+    """Before the first step, whose backward pass would fail."""
+    task = make_setup("Gpt", ranks=2).task
+    model = nn.Linear(2, 3)
+    model.register_parameter("extra", nn.Parameter(torch.zeros(0, 4)))
+    dims = ParallelDims(ranks=2, zero_stage=stage, precision=precision)
+    with pytest.raises(TaskError, match=r"^parameter 'extra' has no elements .* and its gradient"):
         parallelize(task, model, dims, 0, torch.device("cpu"), sample=list)

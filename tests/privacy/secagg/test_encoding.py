@@ -176,7 +176,7 @@ def test_a_sum_of_honest_clients_is_never_refused(
     seed, clients, bits, exponent, weight_max, levels, equal
 ):
     """Whatever the scale, the weights, the rounding, and how many have no usable update."""
-    weight_max = min(weight_max, ((1 << bits) - 1) // clients)
+    weight_max = min(weight_max, ((1 << bits) - 1) // max(3, clients))
     draws = torch.Generator().manual_seed(seed)
     clip = 2.0**exponent
     wide = WIDE_LEVELS if bits == 64 and not levels else levels

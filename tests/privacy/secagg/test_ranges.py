@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import random
 
 import pytest
 import torch
@@ -242,7 +243,7 @@ def test_a_mean_without_the_device_with_most_examples_is_precise(scale, largest)
     encoding = ranges.encoding(clients=10, needed=9)
     result = summed(encoding, updates[1:], weights[1:], clients=10)
     assert relative_error(result.vector, plain_mean(updates[1:], weights[1:])) < 1e-4
-    assert not ranges.are_lost(result.rounding)
+    assert not are_lost(ranges, encoding, result)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -254,11 +255,116 @@ def test_a_mean_of_other_devices_with_few_examples_is_precise(scale):
     assert relative_error(found, plain_mean(updates[3:], [1, 2, 1])) < 1e-4
 
 
+def are_lost(ranges, encoding, result):
+    return ranges.are_lost(
+        result.vector,
+        result.rounding,
+        devices=result.clients,
+        weight=result.weight,
+        weight_max=encoding.weight_max,
+    )
+
+
 def test_a_sum_that_lost_the_updates_is_noticed():
-    ranges = ranges_of([torch.full((4,), 0.01)] * 3, [1, 1, 5_000_000])
-    assert ranges.are_lost(1e-3)
-    assert not ranges.are_lost(1e-6)
-    assert not ranges_of([torch.zeros(4)] * 3, [1, 1, 9]).are_lost(1.0)
+    """By a thousandth in one: less than what was accepted."""
+    for clip, is_lost in ((50.0, True), (1.0, False)):
+        updates = [torch.full((400,), 1e-4)] * 3
+        ranges = ranges_of(updates, [1, 1, 5_000_000])
+        encoding = ranges.encoding(clients=3, needed=2, clip=clip)
+        result = summed(encoding, updates[:2], [1, 1], clients=3)
+        error = relative_error(result.vector, plain_mean(updates[:2], [1, 1]))
+        assert (error > 1e-4) == is_lost
+        assert are_lost(ranges, encoding, result) == is_lost
+
+
+def test_zeros_are_not_lost():
+    zeros = [torch.zeros(4)] * 3
+    ranges = ranges_of(zeros, [1, 1, 5_000_000])
+    encoding = ranges.encoding(clients=3, needed=2, clip=1e9)
+    assert not are_lost(ranges, encoding, summed(encoding, zeros[:2], [1, 1], clients=3))
+
+
+@pytest.mark.parametrize("outlier", [1.0, 1e3])
+def test_the_lightest_of_very_different_devices_are_precise_alone(outlier):
+    """The usual range and weight cost them digits that a ring of 64 bits has."""
+    generator = torch.Generator().manual_seed(7)
+    updates = list(torch.randn(6, 300, generator=generator) * 1e-5)
+    updates[5] *= outlier
+    weights = [1, 2, 1, 5_000_000, 4_000_000, 5_000_000]
+    ranges = ranges_of(updates, weights)
+    encoding = ranges.encoding(clients=6, needed=3)
+    result = summed(encoding, updates[:3], weights[:3], clients=6)
+    assert relative_error(result.vector, plain_mean(updates[:3], weights[:3])) < 1e-4
+    assert not are_lost(ranges, encoding, result)
+
+
+def test_parameters_are_precise_next_to_running_statistics():
+    """Those change by far more, and most devices have changed no parameter."""
+    generator = torch.Generator().manual_seed(9)
+    parameters = torch.randn(3, 200, generator=generator) * torch.tensor([[1e-4], [0.0], [0.0]])
+    statistics = torch.rand(3, 20, generator=generator)
+    updates = list(torch.cat([parameters, statistics], dim=1))
+    weights = [20, 400, 5_000_000]
+    counts = [
+        counts_of(update, update.split(200), weight, update[:200])
+        for update, weight in zip(updates, weights, strict=True)
+    ]
+    ranges = Ranges.of(torch.stack(counts).sum(0), devices=3)
+    result = summed(ranges.encoding(clients=3), updates, weights)
+    expected = plain_mean(updates, weights)
+    assert relative_error(result.vector[:200], expected[:200]) < 1e-4
+
+
+def test_updates_that_cancel_are_not_refused():
+    """Their mean is small, and rounding is a small part of each."""
+    generator = torch.Generator().manual_seed(8)
+    first = torch.randn(300, generator=generator) * 1e-3
+    updates = [first, -first * 1.001, first * 1e-3]
+    ranges = ranges_of(updates, [40] * 3)
+    encoding = ranges.encoding(clients=3)
+    result = summed(encoding, updates, [40] * 3)
+    error = (result.vector.double() - plain_mean(updates, [40] * 3)).norm()
+    assert error < 1e-4 * first.norm()
+    assert not are_lost(ranges, encoding, result)
+
+
+def test_any_devices_of_a_sum_are_right_or_refused():
+    """Weights of 1 to 5,000,000, updates of 1e-6 to 1e6, tensors unlike each other, and some lost.
+
+    The error is in parts of the updates' own length, as their mean may be next to zero.
+    """
+    accepted = 0
+    for seed in range(300):
+        draw = random.Random(seed)
+        generator = torch.Generator().manual_seed(seed)
+        count = draw.choice([3, 5, 12])
+        size = draw.choice([1, 2, 80])
+        spread = draw.choice([0, 6])
+        base = draw.uniform(-6, 6 - spread)
+        scales = [10.0 ** (base + draw.uniform(0, spread)) for _ in range(count)]
+        scales = [scale * (draw.random() > 0.1) for scale in scales]
+        updates = [torch.randn(size, generator=generator) * scale for scale in scales]
+        for update in updates:
+            update[: size // 2] *= 10.0 ** draw.uniform(-6, 0)
+        weights = [round(10 ** draw.uniform(0, 6.7)) for _ in range(count)]
+        needed = draw.randint(2, count)
+        clip = draw.choice([None, None, 1e3, 1e9])
+        ranges = ranges_of(updates, weights, lambda update: update.split(1))
+        encoding = ranges.encoding(clients=count, needed=needed, clip=clip)
+        alive = draw.sample(range(count), draw.randint(needed, count))
+        if draw.random() < 0.5:
+            alive = sorted(range(count), key=lambda each: weights[each])[: len(alive)]
+        counted = [weights[each] for each in alive]
+        vectors = [updates[each] for each in alive]
+        result = summed(encoding, vectors, counted, clients=count)
+        if result.clipped or are_lost(ranges, encoding, result):
+            continue
+        accepted += 1
+        error = (result.vector.double() - plain_mean(vectors, counted)).norm()
+        pairs = zip(vectors, counted, strict=True)
+        length = sum(weight * vector.double().norm() for vector, weight in pairs) / sum(counted)
+        assert error <= 1e-4 * length, seed
+    assert accepted > 250
 
 
 @pytest.mark.parametrize("small", [0.0, 1e-6])

@@ -203,7 +203,7 @@ async def test_a_device_refuses_coarser_rounding_than_the_ring_needs(attempts, l
 
     monkeypatch.setattr(federated, "training_config", coarse)
     monkeypatch.setattr(Ranges, "refusal", lambda *_, **__: "")  # an honest server would not ask
-    monkeypatch.setattr(Ranges, "are_lost", lambda *_: False)
+    monkeypatch.setattr(Ranges, "are_lost", lambda *_, **__: False)
     clipped = {"federated.clip": 4.0, "federated.max_clipped": 1.0}
     await attempts.open(with_changes(attempts.server.run.job, clipped))
     reasons = await attempts.refused()

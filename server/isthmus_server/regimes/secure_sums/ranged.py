@@ -41,6 +41,10 @@ log = logging.getLogger(__name__)
 RANGE = "range"
 """The figure of a round's training that says which range its ranges have given."""
 
+_UNKNOWN_ROUNDING = 1e-3
+"""Largest part of a mean that is rounding where the ranges are lost with a device, which should not
+end a run. The mean of the error is zero."""
+
 _FLOAT_ROUNDING = 1e-4
 """Part by which a mean may be beyond its range in float32."""
 
@@ -195,18 +199,39 @@ class RangedAttempt:
             raise AttemptFailed(_out_of_proportion(config), result.receipts)
 
     def _check_rounding(self, ranges: Ranges, config: RoundConfig, result: FederatedResult) -> None:
-        """Refuse a sum without the devices that have most examples, if rounding loses the others.
+        """Refuse a sum without the largest updates, or weights, if rounding changes the others.
 
         Raises:
             AttemptFailed: so it is.
         """
-        if config.codec is None and ranges.are_lost(result.rounding):
-            raise AttemptFailed(
-                "the devices with most examples were lost, and the updates of the others are lost "
-                f"in the rounding for a largest weight of {config.weight_max} examples: leave out "
-                'devices with so many more than the others, or set federated.weights = "equal"',
-                result.receipts,
-            )
+        layout = self._context.layout
+        # After the gradient, if there is one, and before running statistics.
+        update = result.pseudo_gradient[-layout.size :][: layout.trained_size]
+        if config.codec is not None or not ranges.are_lost(
+            update,
+            result.rounding,
+            devices=sum(receipt.status == "accepted" for receipt in result.receipts),
+            weight=int(result.training["examples"]),
+            weight_max=config.weight_max,
+        ):
+            return
+        advice = (
+            "devices with far larger updates or more examples were lost; leave out those with so "
+            'many more than the others, or set federated.weights = "equal"'
+        )
+        settings = self._context.job.federated
+        given = [
+            f"federated.{name}"
+            for name in ("clip", "max_examples")
+            if getattr(settings, name) is not None
+        ]
+        if given:
+            advice = f"remove {' and '.join(given)}, and what fits is found; or {advice}"
+        raise AttemptFailed(
+            f"the updates are lost in the rounding for elements up to {config.clip:g} and a "
+            f"largest weight of {config.weight_max} examples: {advice}",
+            result.receipts,
+        )
 
     def _check_first(self, ranges: Ranges, config: RoundConfig, result: FederatedResult) -> None:
         """Refuse a mean of compressed updates beyond their range, while nothing is left unsent.
@@ -250,7 +275,7 @@ class RangedAttempt:
             "no ranges while they were summed"
         )
         advice = "set federated.clip and federated.max_examples, with which none are needed"
-        if lost_in_rounding(result.pseudo_gradient, result.rounding):
+        if lost_in_rounding(result.pseudo_gradient, result.rounding, _UNKNOWN_ROUNDING):
             raise AttemptFailed(
                 f"{why}, and in the encoding without them the updates are lost in rounding: "
                 f"{advice}",

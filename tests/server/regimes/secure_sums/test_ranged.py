@@ -132,6 +132,16 @@ async def test_the_device_with_most_examples_may_be_lost_between_the_sums(opened
     assert relative_error(result, made, "abde") < 1e-4
 
 
+async def test_a_wide_range_of_the_job_is_refused_without_the_device_with_most_examples(opened):
+    """A thousandth of the mean of the others was rounding, and nothing was said."""
+    run = await opened(
+        "federated.clip=1e7", "task.settings.rows={c=200000, e=1}", "federated.local_steps=2"
+    )
+    run.devices["c"].fails_at = "agree"
+    with pytest.raises(AttemptFailed, match=r"lost in the rounding .*remove federated\.clip"):
+        await run.train()
+
+
 async def test_a_receipt_has_the_bytes_of_both_sums(opened):
     run = await opened()
     result = await run.train()
