@@ -102,7 +102,7 @@ def evaluate(
         evaluated_model,
         statistics_of,
     )
-    from isthmus_privacy.secagg.config import RoundConfig
+    from isthmus_privacy.secagg.config import COUNT_LEVELS, RoundConfig
     from isthmus_privacy.secagg.history import StartModel
 
     work = request.evaluate
@@ -136,7 +136,7 @@ def evaluate(
         EvaluationPurpose(run.secure_purpose, work.group).hash,
         run.measuring_slots,
         start=start,
-        whole=not private,
+        whole=0 if private else COUNT_LEVELS,
     )
     run.check_measuring_noise(attempt.config, measured_norm(config.size), sessions.rho(work.run_id))
     asked = link_pb2.Evaluate()

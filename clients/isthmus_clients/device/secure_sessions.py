@@ -290,6 +290,7 @@ class SecureSessions:
     ) -> SecureParticipation:
         """`start` is that of the updates."""
         from isthmus_privacy.purpose import RangePurpose, ranged_model, ranges_run_id
+        from isthmus_privacy.secagg.config import BIN_LEVELS
 
         run.check_ranges_wanted()
         ranged = dataclasses.replace(
@@ -306,7 +307,7 @@ class SecureSessions:
             run.range_slots,
             start=ranged,
             selected=selected,
-            whole=True,
+            whole=BIN_LEVELS,
         )
 
     def _join_in_round(
@@ -434,7 +435,7 @@ class SecureSessions:
         *,
         start: StartModel,
         selected: bool = True,
-        whole: bool = False,
+        whole: int = 0,
     ) -> SecureParticipation:
         """Check the configuration that the server proposes, before any work is done for it.
 
@@ -446,7 +447,8 @@ class SecureSessions:
             slots: the figures that this device gives for such a request.
             start: model and vector of the device, which remembers them.
             selected: False for a full buffer, whose devices are those that finished first.
-            whole: whether this device sends whole numbers in place of an update.
+            whole: levels of the whole numbers that this device sends in place of an update, see
+                `RoundConfig.check_form`; 0 for an update.
 
         Raises:
             PeerMisbehaved: the configuration is refused.

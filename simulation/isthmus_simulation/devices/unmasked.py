@@ -44,7 +44,7 @@ class UnmaskedParticipation(SecureParticipation):
     """One attempt of a simulated device, which has no session of the protocol."""
 
     def __init__(
-        self, about: tuple[str, int, int], config: bytes, slots: Sequence[Slot], *, whole: bool
+        self, about: tuple[str, int, int], config: bytes, slots: Sequence[Slot], *, whole: int
     ) -> None:
         """Check the form of the configuration; see `SecureParticipation`.
 
@@ -122,7 +122,7 @@ class UnmaskedSessions(SecureSessions):
         *,
         start: StartModel,
         selected: bool = True,
-        whole: bool = False,
+        whole: int = 0,
     ) -> SecureParticipation:
         """See `SecureSessions.propose`."""
         return UnmaskedParticipation(about, config, slots, whole=whole)
