@@ -102,11 +102,11 @@ def evaluate(
         evaluated_model,
         statistics_of,
     )
-    from isthmus_privacy.secagg.config import COUNT_LEVELS, RoundConfig
+    from isthmus_privacy.secagg.config import COUNT_LEVELS
     from isthmus_privacy.secagg.history import StartModel
 
     work = request.evaluate
-    config = RoundConfig.from_bytes(work.secure)
+    config = sessions.read_config(work.secure)
     run.check_group(work.group, config.clients_min)
     run.check_counts(config.size)
     name = evaluated_model(work.model.sha256)
