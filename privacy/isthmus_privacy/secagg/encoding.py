@@ -140,11 +140,11 @@ def encode(
         noisy_vector.encode(config.noise, counted, seed=_rotation_seed(config), out=vector)
         return Encoded(config.hash, ring)
     keys = _dither_keys(dither_key)
+    share = weight / config.weight_max
     clipped = 0
     if config.whole:
         torch.add(update, config.levels // 2, out=vector[: config.size])
     else:
-        share = weight / config.weight_max
         own = vector[: config.size]
         clipped = _quantise(update, config.clip, config.levels, share, own, keys)
     vector[config.size] = weight
@@ -154,7 +154,6 @@ def encode(
             vector[i] = int(figures[slot.name])
         else:
             value = torch.tensor([figures[slot.name]], dtype=torch.float64)
-            share = weight / config.weight_max
             _quantise(value, slot.maximum, config.levels, share, vector[i : i + 1], keys)
     return Encoded(config.hash, ring)
 

@@ -303,7 +303,7 @@ class SecureAggregationAttempt:
         }
         pending: set[asyncio.Task[None]] = set(names_by_task)
         reason = f"it did not finish {what} in time"
-        departures = Departures(self._context.link.listeners)
+        departures = Departures(self._context.link.listeners, names_by_task)
         gone: Collection[str] = ()
         try:
             while pending:
