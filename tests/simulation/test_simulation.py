@@ -13,6 +13,7 @@ from rich.console import Console
 
 from isthmus.errors import CannotContinue, JobError, UserError
 from isthmus_clients.training.local_run import DeviceRun
+from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_server.observability.observers import Observers
 from isthmus_server.python.saved_model import load_model
 from isthmus_server.read.report.report import read_report
@@ -169,6 +170,21 @@ def test_the_number_of_processes_changes_no_result(write_task, forked_commands, 
     if training == "one-by-one":
         assert report_of(one).final.model_sha256 == report_of(three).final.model_sha256
     torch.testing.assert_close(model_of(one), model_of(three), rtol=0, atol=1e-6)
+
+
+def test_the_configuration_of_a_sum_is_read_once_for_all_devices(simulate, monkeypatch):
+    read = []
+    from_bytes = RoundConfig.from_bytes
+
+    def count(data):
+        read.append(data)
+        return from_bytes(data)
+
+    monkeypatch.setattr(RoundConfig, "from_bytes", count)
+    report = simulate("federated.secure_aggregation=true")
+    statuses = [receipt.status for each in report.rounds for receipt in each.receipts]
+    assert statuses == ["accepted"] * 8
+    assert len(read) == len(set(read)) == 4  # of ranges and of updates, in each of two rounds
 
 
 def test_only_the_same_kind_of_run_is_resumed(simulate, tmp_path):

@@ -206,6 +206,12 @@ class ActiveRun:
             return slots.TRAINING_SLOTS
         return slots.PRIVATE_SLOTS if privacy.clip_quantile is None else slots.CLIPPING_SLOTS
 
+    def update_slots(self, work: link_pb2.TrainLocal) -> Sequence[Slot]:
+        """The figures of an update, or of a gradient and an update."""
+        from isthmus_privacy.slots import MEASURING_SLOTS
+
+        return MEASURING_SLOTS if work.gradient_scale else self.training_slots
+
     @property
     def measuring_slots(self) -> Sequence[Slot]:
         """The figures that this device gives with scores and counts."""
@@ -368,7 +374,7 @@ class ActiveRun:
                 weight is not that of the job, nor on the ladder of `secagg.ranges`; or the elements
                 are rounded more coarsely than the ring needs.
         """
-        from isthmus_privacy.secagg.config import WIDE_LEVELS
+        from isthmus_privacy.secagg.config import WIDE_LEVELS, finest_levels
         from isthmus_privacy.secagg.ranges import LADDER
 
         federated = self.job.federated
@@ -382,9 +388,7 @@ class ActiveRun:
         )
         # With few levels a vector would be a comparison of each element with a bound of the
         # server's choice.
-        finest = WIDE_LEVELS
-        if config.bits != 64:
-            finest = dataclasses.replace(config, bits=32, levels=0).levels
+        finest = WIDE_LEVELS if config.bits == 64 else finest_levels(config.clients_max, 32)
         is_fine = config.codec is not None or config.levels == finest
         weights = LADDER if weight_max is None else (weight_max,)
         if not (in_range and is_fine) or config.weight_max not in weights:

@@ -102,11 +102,11 @@ def evaluate(
         evaluated_model,
         statistics_of,
     )
-    from isthmus_privacy.secagg.config import RoundConfig
+    from isthmus_privacy.secagg.config import COUNT_LEVELS
     from isthmus_privacy.secagg.history import StartModel
 
     work = request.evaluate
-    config = RoundConfig.from_bytes(work.secure)
+    config = sessions.read_config(work.secure)
     run.check_group(work.group, config.clients_min)
     run.check_counts(config.size)
     name = evaluated_model(work.model.sha256)
@@ -136,7 +136,7 @@ def evaluate(
         EvaluationPurpose(run.secure_purpose, work.group).hash,
         run.measuring_slots,
         start=start,
-        whole=not private,
+        whole=0 if private else COUNT_LEVELS,
     )
     run.check_measuring_noise(attempt.config, measured_norm(config.size), sessions.rho(work.run_id))
     asked = link_pb2.Evaluate()

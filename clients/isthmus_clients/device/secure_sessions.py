@@ -174,10 +174,8 @@ class SecureSessions:
         kept = self._ranged
         if kept is None or kept.request is not request:
             return None
-        from isthmus_privacy.secagg.config import RoundConfig
-
         time = kept.run.job.time
-        pairs = RoundConfig.from_bytes(request.train_local.ranges).clients_max ** 2
+        pairs = self.read_config(request.train_local.ranges).clients_max ** 2
         step = time.secure_step_seconds or _STEP_SECONDS + _PAIR_SECONDS * pairs
         upload = time.secure_upload_seconds or step
         return 2 * time.round_seconds + _STEPS * step + upload
@@ -248,30 +246,37 @@ class SecureSessions:
         self, run: ActiveRun, work: link_pb2.TrainLocal, config: bytes, trained: int, state: str
     ) -> SecureParticipation:
         """Check the configuration of a sum of a round's updates."""
-        from isthmus_privacy.secagg.config import RoundConfig
-        from isthmus_privacy.slots import MEASURING_SLOTS
-
-        run.check_group(work.group, RoundConfig.from_bytes(config).clients_min)
-        attempt = self.propose(
-            (work.run_id, work.round, work.attempt),
-            config,
-            work.model,
-            _purpose(run, work),
-            MEASURING_SLOTS if work.gradient_scale else run.training_slots,
-            start=_start(run, work, trained, state),
-        )
+        run.check_group(work.group, self.read_config(config).clients_min)
+        attempt = self.propose_update_sum(run, work, config, trained, state)
         run.check_privacy(attempt.config, self.rho(work.run_id))
         run.check_codec(attempt.config)
         run.check_encoding(attempt.config)
         return attempt
 
+    def propose_update_sum(
+        self, run: ActiveRun, work: link_pb2.TrainLocal, config: bytes, trained: int, state: str
+    ) -> SecureParticipation:
+        """`propose` a sum of a round's updates."""
+        return self.propose(
+            (work.run_id, work.round, work.attempt),
+            config,
+            work.model,
+            _purpose(run, work),
+            run.update_slots(work),
+            start=_start(run, work, trained, state),
+        )
+
     def _propose_ranges(
         self, run: ActiveRun, work: link_pb2.TrainLocal, trained: int, state: str
     ) -> SecureParticipation:
         """Check the configuration of a sum of the ranges of a round's updates."""
-        from isthmus_privacy.secagg.config import RoundConfig
+        run.check_group(work.group, self.read_config(work.ranges).clients_min)
+        return self.propose_range_sum(run, work, trained, state)
 
-        run.check_group(work.group, RoundConfig.from_bytes(work.ranges).clients_min)
+    def propose_range_sum(
+        self, run: ActiveRun, work: link_pb2.TrainLocal, trained: int, state: str
+    ) -> SecureParticipation:
+        """`propose` a sum of the ranges of a round's updates."""
         about = (work.run_id, work.round, work.attempt)
         start = _start(run, work, trained, state)
         purpose = _purpose(run, work)
@@ -290,6 +295,7 @@ class SecureSessions:
     ) -> SecureParticipation:
         """`start` is that of the updates."""
         from isthmus_privacy.purpose import RangePurpose, ranged_model, ranges_run_id
+        from isthmus_privacy.secagg.config import BIN_LEVELS
 
         run.check_ranges_wanted()
         ranged = dataclasses.replace(
@@ -306,7 +312,7 @@ class SecureSessions:
             run.range_slots,
             start=ranged,
             selected=selected,
-            whole=True,
+            whole=BIN_LEVELS,
         )
 
     def _join_in_round(
@@ -424,6 +430,16 @@ class SecureSessions:
         host.release(kept.request.id)
         return reply
 
+    def read_config(self, config: bytes) -> RoundConfig:
+        """Read the configuration of a sum, unchecked.
+
+        Raises:
+            PeerMisbehaved: it cannot be read.
+        """
+        from isthmus_privacy.secagg.config import RoundConfig
+
+        return RoundConfig.from_bytes(config)
+
     def propose(
         self,
         about: tuple[str, int, int],
@@ -434,7 +450,7 @@ class SecureSessions:
         *,
         start: StartModel,
         selected: bool = True,
-        whole: bool = False,
+        whole: int = 0,
     ) -> SecureParticipation:
         """Check the configuration that the server proposes, before any work is done for it.
 
@@ -446,7 +462,8 @@ class SecureSessions:
             slots: the figures that this device gives for such a request.
             start: model and vector of the device, which remembers them.
             selected: False for a full buffer, whose devices are those that finished first.
-            whole: whether this device sends whole numbers in place of an update.
+            whole: levels of the whole numbers that this device sends in place of an update, see
+                `RoundConfig.check_form`; 0 for an update.
 
         Raises:
             PeerMisbehaved: the configuration is refused.

@@ -120,7 +120,7 @@ class SecureParticipation:
         *,
         selected: bool = True,
         start: StartModel | None = None,
-        whole: bool = False,
+        whole: int = 0,
     ) -> None:
         """Check the configuration that the server proposes.
 
@@ -135,7 +135,8 @@ class SecureParticipation:
             selected: whether the devices must have been selected by the lottery, if the device
                 requires one.
             start: model and vector of the device; None for those that the configuration names.
-            whole: whether this device sends whole numbers in place of an update.
+            whole: levels of the whole numbers that this device sends in place of an update, see
+                `RoundConfig.check_form`; 0 for an update.
 
         Raises:
             PeerMisbehaved: the configuration is refused.

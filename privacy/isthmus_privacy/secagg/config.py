@@ -59,6 +59,10 @@ WIDE_LEVELS = (1 << 52) - 1
 COUNT_LEVELS = 1 << 51
 """Levels of an element that is a whole number, from -2**50 to 2**50, in a ring of 64 bits."""
 
+BIN_LEVELS = 2
+"""Levels of an element that is 1 or 0, as in a histogram that has each client once: their sum is at
+most the number of clients, for which a small ring is enough, see `smallest_ring`."""
+
 MAX_COHORT = 2048
 """Largest cohort: a roster has to fit a message, and the search for the graph grows with it."""
 
@@ -66,6 +70,35 @@ MAX_SIZE = 1 << 40
 MAX_SLOTS = 256
 RING_BITS = (16, 32, 64)
 """Rings of vectors without a codec; with one, any whole number of bits up to 32."""
+
+
+def finest_levels(clients: int, bits: int) -> int:
+    """The most levels, and an odd number, with which a sum of so many clients cannot wrap.
+
+    >>> finest_levels(20, 32)
+    214748363
+    """
+    finest = min(MAX_LEVELS, ((1 << bits) - 1) // clients)
+    return finest - (finest + 1) % 2
+
+
+def smallest_ring(clients: int, levels: int) -> int:
+    """Bits of the smallest ring in which a sum of so many clients cannot wrap.
+
+    Args:
+        clients: most clients in the sum.
+        levels: of an element, see `RoundConfig.levels`.
+
+    Raises:
+        ValueError: it can in every ring.
+
+    >>> smallest_ring(1000, BIN_LEVELS), smallest_ring(40_000, BIN_LEVELS)
+    (16, 32)
+    """
+    for bits in RING_BITS:
+        if clients * levels < 1 << bits:
+            return bits
+    raise ValueError(f"{clients} clients x {levels} levels do not fit {RING_BITS[-1]} bits")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +159,8 @@ class RoundConfig(Message):
     clip: float = 1.0
     """Elements of the update are clipped to [-clip, clip]."""
     whole: bool = False
-    """Elements are whole numbers, which are summed exactly: not clipped, weighted or rounded."""
+    """Elements are whole numbers, which are summed exactly: not clipped, weighted or rounded. They
+    have `COUNT_LEVELS`, or in a histogram of clients `BIN_LEVELS`."""
     weight_max: int = 1
     """Largest weight (number of examples) of one client."""
     draw: int = 0
@@ -145,8 +179,7 @@ class RoundConfig(Message):
         if self.levels == 0 and self.whole:
             object.__setattr__(self, "levels", COUNT_LEVELS)
         if self.levels == 0 and self.clients_max > 0 and self.bits in RING_BITS:
-            finest = min(MAX_LEVELS, ((1 << self.bits) - 1) // self.clients_max)
-            object.__setattr__(self, "levels", finest - (finest + 1) % 2)
+            object.__setattr__(self, "levels", finest_levels(self.clients_max, self.bits))
 
     @functools.cached_property
     def hash(self) -> bytes:
@@ -275,19 +308,24 @@ class RoundConfig(Message):
                 alone=not (self.whole or self.slots) and self.weight_max == 1,
             )
 
-    def check_form(self, expected: Sequence[Slot], *, whole: bool) -> None:
+    def check_form(self, expected: Sequence[Slot], *, whole: int) -> None:
         """Refuse a configuration with other figures or elements than the client gives.
 
         What is out of its range could not be encoded, which the server would notice.
 
+        Args:
+            expected: the figures.
+            whole: levels of the whole numbers that the client sends in place of an update; 0 for an
+                update.
+
         Raises:
             PeerMisbehaved: they differ.
         """
-        if self.whole != whole:
+        if (self.levels if self.whole else 0) != whole:
             refusal.refuse(
                 "config-elements-differ",
-                f"whole={self.whole}, and this device sends "
-                + ("whole numbers" if whole else "an update"),
+                f"whole={self.whole} with levels={self.levels}, and this device sends "
+                + (f"whole numbers in {whole} levels" if whole else "an update"),
             )
         if self.codec is not None and tuple(expected) != COMPRESSED_SLOTS:
             refusal.refuse(
@@ -337,7 +375,7 @@ class RoundConfig(Message):
             "clients_max": self.clients_max <= MAX_COHORT,
             "complete_up_to": self.complete_up_to <= 4096,
             "levels": 2 <= self.levels <= self._most_levels,
-            "whole": not self.whole or (self.bits == 64 and self.levels == COUNT_LEVELS),
+            "whole": not self.whole or self.levels in (BIN_LEVELS, COUNT_LEVELS),
             "clip": 2.0**-126 <= self.clip < math.inf,  # a part of it must not be zero
             "weight_max": 1 <= self.weight_max <= MAX_COUNT,
             "corrupt_permille": self.corrupt_permille < 1000,

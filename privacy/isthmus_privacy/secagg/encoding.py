@@ -10,7 +10,8 @@ is the sum of integers, and `sum(u) / s - mC` is the sum of x * w / W over the m
 `levels` has a level for 0, so that what no client changes is exactly 0 in the sum.
 
 With `RoundConfig.whole` the elements are whole numbers of -L/2 .. L/2 for L = `levels`. Half of L
-is added to each, and `decode` gives their exact sums.
+is added to each, and `decode` gives their exact sums. Bins of a histogram, which are 0 or 1, have
+two levels and mostly a ring of 16 bits.
 
 The N elements are followed by the weight (exact), the fraction of clipped elements, and the
 configured slots. So no value of a single client is sent in clear, and the server learns from the
@@ -139,12 +140,13 @@ def encode(
         noisy_vector.encode(config.noise, counted, seed=_rotation_seed(config), out=vector)
         return Encoded(config.hash, ring)
     keys = _dither_keys(dither_key)
+    share = weight / config.weight_max
     clipped = 0
     if config.whole:
         torch.add(update, config.levels // 2, out=vector[: config.size])
     else:
-        share = weight / config.weight_max
-        clipped = _quantise(config, update, share, vector[: config.size], keys)
+        own = vector[: config.size]
+        clipped = _quantise(update, config.clip, config.levels, share, own, keys)
     vector[config.size] = weight
     vector[config.size + 1] = math.ceil(clipped / max(1, config.size) * config.levels)
     for i, slot in enumerate(config.slots, start=config.size + 2):
@@ -152,13 +154,7 @@ def encode(
             vector[i] = int(figures[slot.name])
         else:
             value = torch.tensor([figures[slot.name]], dtype=torch.float64)
-            _quantise(
-                dataclasses.replace(config, clip=slot.maximum),
-                value,
-                weight / config.weight_max,
-                vector[i : i + 1],
-                keys,
-            )
+            _quantise(value, slot.maximum, config.levels, share, vector[i : i + 1], keys)
     return Encoded(config.hash, ring)
 
 
@@ -215,11 +211,11 @@ def decode(
     if weight == 0:
         refusal.refuse("zero-total-weight", f"the {clients} vectors in the sum have no weight")
     scale = config.weight_max / weight
-    if config.whole:
-        vector = total[: config.size] - clients * (config.levels // 2)
-    else:
-        vector = torch.empty(config.size, dtype=torch.float32)
-        for values, out in zip(_tiles(config, total), _parts(vector), strict=True):
+    vector = torch.empty(config.size, dtype=torch.int64 if config.whole else torch.float32)
+    for values, out in zip(_tiles(config, total), _parts(vector), strict=True):
+        if config.whole:
+            torch.sub(values, clients * (config.levels // 2), out=out)
+        else:
             out.copy_(_dequantise(config, values, clients).mul_(scale))
     by_name: dict[str, float] = {}
     for slot, value in zip(config.slots, rest, strict=True):
@@ -371,8 +367,9 @@ def _check(
 
 
 def _quantise(
-    config: RoundConfig,
     values: torch.Tensor,
+    clip: float,
+    levels: int,
     relative_weight: float,
     out: torch.Tensor,
     keys: Iterator[bytes],
@@ -382,16 +379,16 @@ def _quantise(
     Scratch memory is one tile for any length.
 
     Args:
-        config: provides `clip` and `levels`.
         values: (N) finite.
+        clip: of the configuration, or the maximum of a slot.
+        levels: of the configuration.
         relative_weight: w / W.
         out: (N) ring elements.
         keys: provides one dither key for each tile.
     """
-    clip = config.clip
-    scale = (config.levels - 1) / (2 * config.clip)
+    scale = (levels - 1) / (2 * clip)
     scratch = torch.empty(3, min(TILE, len(values)), dtype=torch.float64)
-    middle, rest = divmod(config.levels - 1, 2)
+    middle, rest = divmod(levels - 1, 2)
     # Dither words are read as signed, so half of the dither's range is added here.
     scratch[2].fill_(rest / 2 + 0.5)
     clipped = 0

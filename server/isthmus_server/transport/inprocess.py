@@ -84,9 +84,19 @@ class InProcessLink(Link):
         future: asyncio.Future[link_pb2.Reply] = asyncio.get_running_loop().create_future()
         peer.pending[request.id] = (request, future)
         work = asyncio.create_task(self._work(name, request))
+
+        def answered(work: asyncio.Task[link_pb2.Reply]) -> None:
+            if future.done() or work.cancelled():
+                return
+            if (error := work.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(work.result())
+
+        # A wait for both takes longer than many a device's work.
+        work.add_done_callback(answered)
         try:
-            await asyncio.wait((work, future), return_when=asyncio.FIRST_COMPLETED)
-            return future.result() if future.done() else work.result()
+            return await future
         except asyncio.CancelledError:
             self._unacknowledged.pop(request.id, None)
             if name in self._workers:

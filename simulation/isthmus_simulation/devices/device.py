@@ -23,11 +23,10 @@ from isthmus_clients.device.task_host import InProcessHost, TrainingResult, stat
 from isthmus_clients.training.local_run import DeviceRun
 from isthmus_clients.training.personal_state import PersonalStates
 from isthmus_privacy.compression.sum_codecs import sum_codec
-from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_simulation.devices.fleet import FleetRun, VirtualFleet
 from isthmus_simulation.devices.profiles import DeviceProfile
 from isthmus_simulation.devices.stacks.training import DeviceTraining, TrainedOrFailed
-from isthmus_simulation.devices.unmasked import UnmaskedSessions, unchecked
+from isthmus_simulation.devices.unmasked import UnmaskedSessions, read_once, unchecked
 
 _UNUSED_KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 """A simulated device signs nothing, and making a key takes longer than the rest of it."""
@@ -165,6 +164,13 @@ class VirtualDevice(Agent):
         training = DeviceTraining.of(device_run, model)
         self._host.finished = await self._fleet.train(training, work), training
 
+    def _is_secure(self, request: link_pb2.Request) -> bool:
+        """See `Agent._is_secure`; the job of a run that the fleet has open is not read again."""
+        run = self._run_of(request) if request.HasField("open") else None
+        if run is not None:
+            return run.active.job.federated.secure_aggregation
+        return super()._is_secure(request)
+
     def _named(self, update: Buffer) -> link_pb2.Blob:
         return unchecked(update)
 
@@ -184,7 +190,7 @@ class VirtualDevice(Agent):
         secure = getattr(request, str(kind)).secure
         sent = self._update_bytes(device_run) if kind == "train_local" else 0
         if secure:
-            sent = RoundConfig.from_bytes(secure).payload_bytes
+            sent = read_once(secure).payload_bytes
         elif kind == "train_local" and request.train_local.ranges:
             sent = self._masked_bytes(device_run, sent)
         return self.profile.seconds(received=received, steps=steps, sent=sent)

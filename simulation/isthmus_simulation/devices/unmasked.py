@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import mmap
 import os
 import tempfile
@@ -24,7 +25,8 @@ from isthmus_clients.device.secure_sessions import KeptUpdate, SecureSessions, w
 from isthmus_clients.device.task_host import TaskHost
 from isthmus_clients.device.update_tally import UpdateTally
 from isthmus_clients.training.secure import Credentials, SecureParticipation, encode_repeatably
-from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.purpose import ranges_run_id
+from isthmus_privacy.secagg.config import BIN_LEVELS, RoundConfig
 from isthmus_privacy.secagg.history import StartModel
 from isthmus_privacy.slots import Slot
 
@@ -40,11 +42,20 @@ def unchecked(payload: Buffer) -> link_pb2.Blob:
     return link_pb2.Blob(sha256=os.urandom(32), size=len(payload))
 
 
+@functools.lru_cache(maxsize=8)
+def read_once(config: bytes) -> RoundConfig:
+    """The configuration of a sum, which all devices of its cohort share.
+
+    Reading it, and its hash, took as long for each of them as a small model's training.
+    """
+    return RoundConfig.from_bytes(config)
+
+
 class UnmaskedParticipation(SecureParticipation):
     """One attempt of a simulated device, which has no session of the protocol."""
 
     def __init__(
-        self, about: tuple[str, int, int], config: bytes, slots: Sequence[Slot], *, whole: bool
+        self, about: tuple[str, int, int], config: bytes, slots: Sequence[Slot], *, whole: int
     ) -> None:
         """Check the form of the configuration; see `SecureParticipation`.
 
@@ -52,7 +63,7 @@ class UnmaskedParticipation(SecureParticipation):
             UpdateError: it is of another round than the request.
         """
         self.about = about
-        self.config = RoundConfig.from_bytes(config)
+        self.config = read_once(config)
         if (self.config.run_id, self.config.round, self.config.attempt) != about:
             raise UpdateError("the configuration is of another round than the request")
         self.config.check_form(slots, whole=whole)
@@ -100,6 +111,18 @@ class UnmaskedSessions(SecureSessions):
             return ahead[1]
         return super().step_ahead(run, work, payload)
 
+    def read_config(self, config: bytes) -> RoundConfig:
+        """See `SecureSessions.read_config`; once for all devices."""
+        return read_once(config)
+
+    def trained_round(self, work: link_pb2.TrainLocal, state: str) -> int:
+        """The round of the request: there is no history, by which it could be another one."""
+        return work.round
+
+    def rho(self, run_id: str) -> float:
+        """0: there is no history of sums."""
+        return 0.0
+
     def hold(self, host: TaskHost, kept: KeptUpdate) -> KeptUpdate:
         """Keep a large update in a file without a name: a cohort of them need not fit memory."""
         if kept.result is None or len(kept.result[1]) < _LARGE:
@@ -112,6 +135,24 @@ class UnmaskedSessions(SecureSessions):
         host.release(kept.request.id)
         return dataclasses.replace(kept, result=(trained, memoryview(mapped)))
 
+    def propose_update_sum(
+        self, run: ActiveRun, work: link_pb2.TrainLocal, config: bytes, trained: int, state: str
+    ) -> SecureParticipation:
+        """See `SecureSessions.propose_update_sum`.
+
+        Without what the sum and the vector are for: it is hashed for signatures and the history.
+        """
+        about = (work.run_id, work.round, work.attempt)
+        return UnmaskedParticipation(about, config, run.update_slots(work), whole=0)
+
+    def propose_range_sum(
+        self, run: ActiveRun, work: link_pb2.TrainLocal, trained: int, state: str
+    ) -> SecureParticipation:
+        """See `SecureSessions.propose_range_sum`, and `propose_update_sum`."""
+        run.check_ranges_wanted()
+        about = (ranges_run_id(work.run_id), work.round, work.attempt)
+        return UnmaskedParticipation(about, work.ranges, run.range_slots, whole=BIN_LEVELS)
+
     def propose(
         self,
         about: tuple[str, int, int],
@@ -122,7 +163,7 @@ class UnmaskedSessions(SecureSessions):
         *,
         start: StartModel,
         selected: bool = True,
-        whole: bool = False,
+        whole: int = 0,
     ) -> SecureParticipation:
         """See `SecureSessions.propose`."""
         return UnmaskedParticipation(about, config, slots, whole=whole)

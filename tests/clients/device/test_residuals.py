@@ -146,7 +146,7 @@ def real(config):
 def simulated(config):
     """The same of a simulated device."""
     about, encoded = (config.run_id, config.round, config.attempt), config.to_bytes()
-    attempt = UnmaskedParticipation(about, encoded, COMPRESSED_SLOTS, whole=False)
+    attempt = UnmaskedParticipation(about, encoded, COMPRESSED_SLOTS, whole=0)
     return UnmaskedSessions("tablet", Residuals(None)), attempt
 
 

@@ -13,7 +13,7 @@ from tests.privacy.protocol import (
 
 from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.dp.distributed import DistributedNoise
-from isthmus_privacy.secagg.config import ClientRequirements
+from isthmus_privacy.secagg.config import BIN_LEVELS, COUNT_LEVELS, ClientRequirements
 from isthmus_privacy.secagg.history import History, essential
 from isthmus_privacy.secagg.identity import Directory
 from isthmus_privacy.slots import (
@@ -86,18 +86,40 @@ def counts_that_wrap():
 @expect_refusal("config-slots-differ")
 def a_loss_that_must_be_a_whole_number():
     exact = tuple(dataclasses.replace(slot, exact=True) for slot in TRAINING_SLOTS)
-    make_config(slots=exact).check_form(TRAINING_SLOTS, whole=False)
+    make_config(slots=exact).check_form(TRAINING_SLOTS, whole=0)
 
 
 @expect_refusal("config-slots-differ")
 def a_count_that_the_client_does_not_give():
     slots = (*TRAINING_SLOTS, Slot(name="visits", maximum=1.0))
-    make_config(slots=slots).check_form(TRAINING_SLOTS, whole=False)
+    make_config(slots=slots).check_form(TRAINING_SLOTS, whole=0)
 
 
 @expect_refusal("config-elements-differ")
 def an_update_in_place_of_counts():
-    make_config(slots=SCORING_SLOTS).check_form(SCORING_SLOTS, whole=True)
+    make_config(slots=SCORING_SLOTS).check_form(SCORING_SLOTS, whole=COUNT_LEVELS)
+
+
+@expect_refusal("config-elements-differ")
+def bins_in_place_of_counts():
+    """A device could not encode its counts, and would count as one that failed."""
+    config = make_config(slots=SCORING_SLOTS, whole=True, bits=16, levels=BIN_LEVELS)
+    config.check_form(SCORING_SLOTS, whole=COUNT_LEVELS)
+
+
+@expect_refusal("config-elements-differ")
+def counts_in_place_of_bins():
+    make_config(whole=True, bits=64).check_form((), whole=BIN_LEVELS)
+
+
+@expect_refusal("config-values-wrap")
+def counts_in_a_ring_for_bins():
+    client_with(whole=True, bits=16)
+
+
+@expect_refusal("config-values-wrap")
+def a_cohort_whose_bins_wrap():
+    make_config(whole=True, bits=16, levels=BIN_LEVELS, clients_max=1 << 15).check()
 
 
 @expect_refusal("config-malformed")
@@ -191,7 +213,7 @@ def levels_that_are_not_those_of_the_codec():
 
 @expect_refusal("codec-for-other-vector")
 def a_codec_for_scores():
-    config_with_codec(slots=SCORING_SLOTS).check_form(SCORING_SLOTS, whole=False)
+    config_with_codec(slots=SCORING_SLOTS).check_form(SCORING_SLOTS, whole=0)
 
 
 @expect_refusal("config-malformed")
@@ -201,22 +223,22 @@ def a_bound_of_which_a_level_is_zero():
 
 @expect_refusal("codec-missing")
 def all_elements_in_a_job_with_a_codec():
-    make_config(slots=COMPRESSED_SLOTS).check_form(COMPRESSED_SLOTS, whole=False)
+    make_config(slots=COMPRESSED_SLOTS).check_form(COMPRESSED_SLOTS, whole=0)
 
 
 @expect_refusal("codec-for-other-vector")
 def a_codec_in_a_job_without():
-    config_with_codec(slots=TRAINING_SLOTS).check_form(TRAINING_SLOTS, whole=False)
+    config_with_codec(slots=TRAINING_SLOTS).check_form(TRAINING_SLOTS, whole=0)
 
 
 @expect_refusal("noise-for-other-vector")
 def noise_on_a_gradient_and_an_update():
-    make_config(noise=NOISE, weight_max=1).check_form(MEASURING_SLOTS, whole=False)
+    make_config(noise=NOISE, weight_max=1).check_form(MEASURING_SLOTS, whole=0)
 
 
 @expect_refusal("noise-for-other-vector")
 def noise_on_scores():
-    make_config(noise=NOISE, weight_max=1).check_form(SCORING_SLOTS, whole=False)
+    make_config(noise=NOISE, weight_max=1).check_form(SCORING_SLOTS, whole=0)
 
 
 @expect_refusal("config-noise-below-floor")

@@ -183,6 +183,6 @@ def test_the_largest_honest_sums_are_not_refused(size, scale):
 
 def test_noise_needs_updates_without_figures():
     config = make_config(weight_max=1, noise=noise_for(6, 4, size=4))
-    config.check_form(TRAINING_SLOTS, whole=False)
+    config.check_form(TRAINING_SLOTS, whole=0)
     with pytest.raises(UpdateError, match="were given for the slots"):
         encode(config, torch.zeros(4), weight=1, figures={"loss": 0.5})

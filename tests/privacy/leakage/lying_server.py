@@ -55,7 +55,7 @@ from isthmus_privacy.purpose import (
     statistics_of,
 )
 from isthmus_privacy.secagg.cohort import Cohort
-from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.config import BIN_LEVELS, RoundConfig
 from isthmus_privacy.secagg.messages import (
     SEALED_BYTES,
     AdvertiseKeys,
@@ -603,7 +603,8 @@ class Training(Attempt):
                 size=RANGE_COUNTS,
                 slots=SCORING_SLOTS,
                 whole=True,
-                bits=64,
+                bits=16,
+                levels=BIN_LEVELS,
             )
         return self.updates(name, purpose)
 

@@ -13,7 +13,7 @@ from torch import nn
 from isthmus.errors import AggregationAborted, UpdateError
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_privacy.crypto.masking import TILE
-from isthmus_privacy.secagg.config import WIDE_LEVELS
+from isthmus_privacy.secagg.config import BIN_LEVELS, WIDE_LEVELS, smallest_ring
 from isthmus_privacy.secagg.encoding import decode, encode
 from isthmus_privacy.secagg.messages import Stage
 from isthmus_privacy.secagg.ranges import SIZE as RANGE_COUNTS
@@ -53,6 +53,46 @@ def test_weighted_means_of_updates_and_figures(bits, size):
     loss = sum(w * x for w, x in zip(weights, losses, strict=True)) / 131
     assert mean.figures["loss"] == pytest.approx(loss, abs=step * 50 / 2)
     assert mean.figures["perplexity"] == pytest.approx(2 * loss, abs=step * 1e4 / 2)
+
+
+def bins_config(clients, bits):
+    return make_config(
+        whole=True, bits=bits, levels=BIN_LEVELS, size=3, clients_max=clients, weight_max=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("clients", "bits"), [(3, 16), (2048, 16), (32_767, 16), (32_768, 32), (1_000_000, 32)]
+)
+def test_the_bins_of_all_clients_are_summed_exactly_in_the_smallest_ring(clients, bits):
+    assert smallest_ring(clients, BIN_LEVELS) == bits
+    config = bins_config(clients, bits)
+    first = encode(config, torch.tensor([0, 1, 1]), weight=1).vector
+    other = encode(config, torch.tensor([1, 0, 1]), weight=1).vector
+    found = decode(config, first + other * (clients - 1), clients=clients)
+    assert found.vector.dtype == torch.int64
+    assert found.vector.tolist() == [clients - 1, 1, clients]
+    assert found.weight == clients
+
+
+def test_no_ring_is_too_large_for_whole_numbers():
+    with pytest.raises(ValueError, match="do not fit 64 bits"):
+        smallest_ring(1 << 63, BIN_LEVELS)
+
+
+@pytest.mark.parametrize("bits", [16, 32, 64])
+def test_what_one_client_adds_to_bins_is_refused_or_what_it_would_be_without_a_ring(bits):
+    """A small ring wraps, and never to a sum that the liar could not have had in a large one."""
+    config = bins_config(20, bits)
+    honest = 20 * encode(config, torch.tensor([1, 0, 0]), weight=1).vector
+    for added in (0, 1, -1, 19, 20, 21, -20, -40, -41, 1 << 14, -(1 << 14), (1 << 15) - 1):
+        lied = honest.clone()
+        lied[0] += added
+        if abs(20 + added) <= 20:
+            assert decode(config, lied, clients=20).vector.tolist() == [20 + added, 0, 0]
+        else:
+            with pytest.raises(AggregationAborted, match="is out of range"):
+                decode(config, lied, clients=20)
 
 
 def test_the_extremes_of_all_clients_do_not_wrap():

@@ -108,7 +108,9 @@ class SecureAggregationAttempt:
         self._first_request = first_request
         self._session = ServerSession(config, context.directory, invited=cohort)
         self._receipts = ReceiptBook(sorted(cohort), "federated")
-        joining = (alone or first_request)(config.to_bytes())
+        self._encoded = config.to_bytes()
+        """The configuration as devices get it: encoding it takes a while for each of many."""
+        joining = (alone or first_request)(self._encoded)
         self._unmaskings = AttemptUnmaskings(context.unmaskings, config, joining)
         self._draw = StatedDraw(config.draw, context.link.enrolments)
         self._ranges = ranges
@@ -301,7 +303,7 @@ class SecureAggregationAttempt:
         }
         pending: set[asyncio.Task[None]] = set(names_by_task)
         reason = f"it did not finish {what} in time"
-        departures = Departures(self._context.link.listeners)
+        departures = Departures(self._context.link.listeners, names_by_task)
         gone: Collection[str] = ()
         try:
             while pending:
@@ -400,7 +402,7 @@ class SecureAggregationAttempt:
 
     async def _train(self, name: str) -> None:
         """The first step: a device computes its vector and advertises its keys."""
-        request = self._first_request(self._config.to_bytes())
+        request = self._first_request(self._encoded)
         self._context.sums.tell(name, request)
         loop = asyncio.get_running_loop()
         asked = loop.time()

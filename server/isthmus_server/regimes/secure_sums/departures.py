@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import contextlib
+from collections.abc import Collection
 
 from isthmus_server.transport.peer import ListenerGroup, ParticipantListener, Peer
 
@@ -11,11 +12,19 @@ from isthmus_server.transport.peer import ListenerGroup, ParticipantListener, Pe
 class Departures(ParticipantListener):
     """Those who leave, from now until `end`."""
 
-    def __init__(self, listeners: ListenerGroup) -> None:
+    def __init__(self, listeners: ListenerGroup, tasks: Collection[asyncio.Task[None]]) -> None:
+        """`tasks` are those of the step."""
         self.names: set[str] = set()
         self._listeners = listeners
         self._changed = asyncio.Event()
+        # Once for each task: a wait for all that are left, whenever one has ended, would take time
+        # by the square of their number.
+        for task in tasks:
+            task.add_done_callback(self._ended)
         listeners.attach(self)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._changed.set()
 
     def end(self) -> None:
         """Notice nothing more."""
@@ -33,11 +42,8 @@ class Departures(ParticipantListener):
 
         It also ends after so many seconds.
         """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
         self._changed.clear()
-        waiting = asyncio.create_task(self._changed.wait())
-        every: set[asyncio.Task[Any]] = {*tasks, waiting}
-        try:
-            await asyncio.wait(every, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
         return {task for task in tasks if not task.done()}

@@ -23,7 +23,7 @@ from isthmus_privacy.compression.update_codec import (
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.distributed import fit_ring
 from isthmus_privacy.purpose import RangePurpose, ranged_model, ranges_run_id
-from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.config import BIN_LEVELS, RoundConfig, smallest_ring
 from isthmus_privacy.secagg.graph import corrupt_clients
 from isthmus_privacy.secagg.ranges import (
     SIZE as RANGE_COUNTS,
@@ -83,6 +83,7 @@ def range_config(
     context: FederatedContext, spec: AttemptSpec, model: link_pb2.Blob, purpose: bytes
 ) -> RoundConfig:
     """The configuration of the sum of ranges before that of `training_config`, for which see."""
+    cohort = margins(context, spec.settings)
     return RoundConfig(
         run_id=ranges_run_id(context.run_id),
         round=spec.round,
@@ -91,9 +92,10 @@ def range_config(
         purpose=RangePurpose(purpose).hash,
         size=RANGE_COUNTS,
         slots=SCORING_SLOTS if context.job.federated.privacy is None else PRIVATE_SLOTS,
-        **margins(context, spec.settings),
+        **cohort,
         whole=True,
-        bits=64,
+        bits=smallest_ring(cohort["clients_max"], BIN_LEVELS),
+        levels=BIN_LEVELS,
         draw=spec.draw,
         selected_ppm=spec.selected_ppm,
     )

@@ -75,7 +75,7 @@ class UnmaskedAttempt(SecureAggregationAttempt):
 
     async def _add(self, name: str) -> None:
         """Have a device compute its vector, and add it."""
-        request = self._first_request(self._config.to_bytes())
+        request = self._first_request(self._encoded)
         self._context.sums.tell(name, request)
         if request.HasField("agree"):
             # No training keeps the devices apart, and the vector of each takes memory.
