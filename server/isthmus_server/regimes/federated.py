@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from isthmus.errors import JobError
-from isthmus.transport.requests import position_message, position_of
+from isthmus.transport.requests import gradient_name, position_message, position_of
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import TrainingPurpose, ranged_model
 from isthmus_privacy.secagg.ranges import lost_in_rounding
@@ -146,7 +146,7 @@ class FederatedRegime:
         between rounds, and the factor of gradients follows the last ones. If the plan wants another
         kind of vector, devices refuse it, and others are asked.
         """
-        name = spec.model.sha256
+        name = spec.name
         cohorts = spec.groups.values() or (spec.cohort,)
         for model in (name, ranged_model(name)):
             for devices in cohorts:
@@ -223,28 +223,29 @@ class FederatedRegime:
             )
             return link_pb2.Request(agree=work)
 
+        gradient = gradient_name(training().train_local)
         purpose = TrainingPurpose(
-            context.purpose, spec.with_gradient, spec.gradient_scale, group, spec.position
+            context.purpose, gradient, spec.gradient_scale, group, spec.position
         ).hash
         if not context.job.finds_ranges:
             return secure_attempt(
                 context,
-                training_config(context, spec, spec.model, purpose),
+                training_config(context, spec, spec.name, purpose),
                 spec.cohort,
                 lambda config: training(secure=config),
                 exact=spec.exact,
             )
         sums = RangedSum(
-            model=spec.model,
+            name=spec.name,
             cohort=spec.cohort,
             exact=spec.exact,
             group=group,
-            ranges=range_config(context, spec, spec.model, purpose),
+            ranges=range_config(context, spec, spec.name, purpose),
             find=lambda config: training(ranges=config),
             send=sending,
             at_once=lambda config: training(secure=config),
             config=lambda ranges, wider: training_config(
-                context, spec, spec.model, purpose, ranges, wider=wider
+                context, spec, spec.name, purpose, ranges, wider=wider
             ),
         )
         return RangedAttempt(context, sums)

@@ -116,7 +116,7 @@ class UnmaskedSessions(SecureSessions):
         self,
         about: tuple[str, int, int],
         config: bytes,
-        blob: link_pb2.Blob,
+        name: bytes,
         purpose: bytes,
         slots: Sequence[Slot],
         *,
