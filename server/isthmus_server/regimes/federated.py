@@ -39,6 +39,10 @@ _FLOAT_ROUNDING = 1e-4
 """Part by which a mean of clipped updates may be longer than their bound in float32."""
 
 
+_SECURE = SecureAggregationAttempt | RangedAttempt | GroupedAttempt
+"""Attempts whose devices take part for this model again only together."""
+
+
 class FederatedRegime:
     """Trains rounds on the devices of one run."""
 
@@ -77,11 +81,17 @@ class FederatedRegime:
             spec = self._as_before(spec)
         # Kept for `cancelled`: only the attempt knows how far its devices got.
         self._attempt = self._attempt_for(spec)
-        result = await self._attempt.run()
-        _check_clipped(result, spec)
-        self._check_rounding(result, spec)
-        if self.context.privacy is not None:
+        try:
+            result = await self._attempt.run()
+            _check_clipped(result, spec)
+            self._check_rounding(result, spec)
             self._check_norm(result, spec)
+        except AttemptFailed:
+            if isinstance(self._attempt, _SECURE) and self._attempt.has_sum:
+                log = self.context.unmaskings
+                log.note_refused_sum(self.context.run_id, spec.round, spec.attempt)
+            raise
+        if self.context.privacy is not None:
             mean = result.pseudo_gradient
             # Before anything else reads the mean: all that is derived from it is from the mean with
             # noise.
@@ -124,8 +134,7 @@ class FederatedRegime:
             AttemptFailed: one device has not clipped its update.
         """
         privacy = self.context.privacy
-        assert privacy is not None
-        if privacy.privacy.mechanism == "distributed" or spec.gradient_scale:
+        if privacy is None or privacy.privacy.mechanism == "distributed" or spec.gradient_scale:
             return
         devices = sum(receipt.status == "accepted" for receipt in result.receipts)
         size = len(result.pseudo_gradient)

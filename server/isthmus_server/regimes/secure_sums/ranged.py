@@ -91,6 +91,11 @@ class RangedAttempt:
         self._earlier: Sequence[Receipt] = ()
         """Receipts of the sum of ranges."""
 
+    @property
+    def has_sum(self) -> bool:
+        """See `SecureAggregationAttempt.has_sum`: of the updates, not of their ranges."""
+        return self._sends and self._current is not None and self._current.has_sum
+
     async def run(
         self,
         deadline: float | None = None,
