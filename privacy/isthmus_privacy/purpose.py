@@ -8,7 +8,7 @@ its run was opened with and what it was asked to do. A device refuses a configur
 purpose, so all devices of a sum do the same.
 
 >>> run = RunPurpose.of(job='{"name": "demo"}', task=bytes(32), layout=b"header", frozen={})
->>> TrainingPurpose(run, with_gradient=False).hash == TrainingPurpose(run, with_gradient=True).hash
+>>> TrainingPurpose(run).hash == TrainingPurpose(run, gradient=bytes([1]) * 32).hash
 False
 
 What may differ between honest devices is not part of it: their data, and where their files are.
@@ -43,6 +43,9 @@ MAX_STARTS = 1 << 12
 
 MAX_MODELS = 64
 """Maximum number of candidates of a comparison, and of models in one candidate."""
+
+NO_GRADIENT = bytes(32)
+"""In place of a gradient's name where none follows the model."""
 
 _HASH = exactly(32)
 
@@ -119,15 +122,16 @@ class TrainingPurpose(_Purpose):
     TAG = "training-purpose"
     FIELDS = {
         "run": nested(RunPurpose),
-        "with_gradient": FLAG,
+        "gradient": _HASH,
         "gradient_scale": REAL,
         "group": text(64),
         "position": _POSITION,
     }
 
     run: RunPurpose
-    with_gradient: bool
-    """Whether a gradient follows the model, which is added to that of every step."""
+    gradient: bytes = NO_GRADIENT
+    """SHA-256 of the blob in which a gradient follows the model, which is added to that of every
+    step; `NO_GRADIENT` for the model alone, which the configuration names in both cases."""
     gradient_scale: float = 0.0
     """Factor of the device's mean gradient at the model, which is summed with the update; 0 for
     the update alone."""

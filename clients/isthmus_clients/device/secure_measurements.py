@@ -59,7 +59,8 @@ def score(
         trained=0,
         work=own.hash,
     )
-    attempt = sessions.propose(about, work.secure, work.models, purpose.hash, slots, start=start)
+    name = work.models.sha256
+    attempt = sessions.propose(about, work.secure, name, purpose.hash, slots, start=start)
     norm = paired_scores.centred_norm(len(work.candidates))
     run.check_measuring_noise(attempt.config, norm, sessions.rho(work.run_id))
     vector = attempted(
@@ -132,7 +133,7 @@ def evaluate(
     attempt = sessions.propose(
         (evaluations_run_id(work.run_id), work.round, work.attempt),
         work.secure,
-        link_pb2.Blob(sha256=name),
+        name,
         EvaluationPurpose(run.secure_purpose, work.group).hash,
         run.measuring_slots,
         start=start,

@@ -6,6 +6,7 @@ PyTorch is imported with the first attempt, so that an idle device stays small.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import hmac
 import logging
@@ -17,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.errors import PeerMisbehaved, UpdateError
 from isthmus.transport.blobs import Buffer
-from isthmus.transport.requests import position_of
+from isthmus.transport.requests import gradient_name, position_of
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.seen_clocks import SeenClocks
@@ -57,6 +58,8 @@ class KeptUpdate:
     """None if it is unusable."""
     trained: int
     """The round whose random numbers it has, see `SecureSessions.trained_round`."""
+    model: bytes
+    """Name of the model that it was trained from, see `model_name`."""
     state: str = ""
     """What it was trained from that the device keeps, see `state_name`."""
     residual: Residual | None = None
@@ -204,27 +207,34 @@ class SecureSessions:
         """
         self.drop_ranged(host)  # of an attempt that has failed
         work = request.train_local
+        # Before compression steps ahead, which changes the received model.
+        model = self.name_model(run, work, payload)
         # What the device keeps is read before it answers: another state makes another vector.
         residual = self.step_ahead(run, work, payload) if _is_compressed(run, work) else None
         state = state_name(host, run, work, residual)
-        trained = self.trained_round(work, state)
+        trained = self.trained_round(model, work, state)
+        start = functools.partial(_start, run, work, model, trained, state)
         if work.ranges:
-            attempt = self._propose_ranges(run, work, trained, state)
+            attempt = self._propose_ranges(run, work, start)
         else:
-            attempt = self._propose_update(run, work, work.secure, trained, state)
+            attempt = self._propose_update(run, work, work.secure, start)
         run.charge(work)
         result = train_silently(host, _in_round(request, trained), payload)
         check_wanted(wanted)
         if work.ranges:
             layout = run.result_layout(work)
             reply, result = self._join_with_ranges(attempt, run, layout, result)
-            kept = KeptUpdate(request, run, result, trained, state, residual)
+            kept = KeptUpdate(request, run, result, trained, model, state, residual)
             self._ranged = self.hold(host, kept)
             return reply
         return self._join_in_round(attempt, run, work, result, residual)
 
-    def trained_round(self, work: link_pb2.TrainLocal, state: str) -> int:
-        """The round whose random numbers a training has.
+    def name_model(self, run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer) -> bytes:
+        """The name of the model of a training, see `model_name`."""
+        return model_name(run, work, payload)
+
+    def trained_round(self, model: bytes, work: link_pb2.TrainLocal, state: str) -> int:
+        """The round whose random numbers a training from a `model` of that name has.
 
         Once a sum with this device's vector for a model was unmasked, it gives that vector again,
         also in a later round: two trainings with other examples differ by what a server could
@@ -234,8 +244,8 @@ class SecureSessions:
 
         if state:
             return work.round
-        own = self.repeated_round(ranged_model(work.model.sha256), work.round)
-        return self.repeated_round(work.model.sha256, own)
+        own = self.repeated_round(ranged_model(model), work.round)
+        return self.repeated_round(model, own)
 
     def repeated_round(self, name: bytes, round_: int) -> int:
         """The round whose random numbers the vector for a model had, else `round_`."""
@@ -243,57 +253,68 @@ class SecureSessions:
         return round_ if known is None else known
 
     def _propose_update(
-        self, run: ActiveRun, work: link_pb2.TrainLocal, config: bytes, trained: int, state: str
+        self,
+        run: ActiveRun,
+        work: link_pb2.TrainLocal,
+        config: bytes,
+        start: Callable[[], StartModel],
     ) -> SecureParticipation:
         """Check the configuration of a sum of a round's updates."""
         run.check_group(work.group, self.read_config(config).clients_min)
-        attempt = self.propose_update_sum(run, work, config, trained, state)
+        attempt = self.propose_update_sum(run, work, config, start)
         run.check_privacy(attempt.config, self.rho(work.run_id))
         run.check_codec(attempt.config)
         run.check_encoding(attempt.config)
         return attempt
 
     def propose_update_sum(
-        self, run: ActiveRun, work: link_pb2.TrainLocal, config: bytes, trained: int, state: str
+        self,
+        run: ActiveRun,
+        work: link_pb2.TrainLocal,
+        config: bytes,
+        start: Callable[[], StartModel],
     ) -> SecureParticipation:
-        """`propose` a sum of a round's updates."""
+        """`propose` a sum of a round's updates; `start` names what they are trained from."""
+        started = start()
         return self.propose(
             (work.run_id, work.round, work.attempt),
             config,
-            work.model,
+            started.model_hash,
             _purpose(run, work),
             run.update_slots(work),
-            start=_start(run, work, trained, state),
+            start=started,
         )
 
     def _propose_ranges(
-        self, run: ActiveRun, work: link_pb2.TrainLocal, trained: int, state: str
+        self, run: ActiveRun, work: link_pb2.TrainLocal, start: Callable[[], StartModel]
     ) -> SecureParticipation:
         """Check the configuration of a sum of the ranges of a round's updates."""
         run.check_group(work.group, self.read_config(work.ranges).clients_min)
-        return self.propose_range_sum(run, work, trained, state)
+        return self.propose_range_sum(run, work, start)
 
     def propose_range_sum(
-        self, run: ActiveRun, work: link_pb2.TrainLocal, trained: int, state: str
+        self, run: ActiveRun, work: link_pb2.TrainLocal, start: Callable[[], StartModel]
     ) -> SecureParticipation:
         """`propose` a sum of the ranges of a round's updates."""
         about = (work.run_id, work.round, work.attempt)
-        start = _start(run, work, trained, state)
         purpose = _purpose(run, work)
-        return self._propose_ranges_of(run, about, work.ranges, work.model, purpose, start)
+        started = start()
+        return self._propose_ranges_of(
+            run, about, work.ranges, started.model_hash, purpose, started
+        )
 
     def _propose_ranges_of(
         self,
         run: ActiveRun,
         about: tuple[str, int, int],
         config: bytes,
-        blob: link_pb2.Blob,
+        name: bytes,
         purpose: bytes,
         start: StartModel,
         *,
         selected: bool = True,
     ) -> SecureParticipation:
-        """`start` is that of the updates."""
+        """`name`, `purpose` and `start` are those of the updates."""
         from isthmus_privacy.purpose import RangePurpose, ranged_model, ranges_run_id
         from isthmus_privacy.secagg.config import BIN_LEVELS
 
@@ -307,7 +328,7 @@ class SecureSessions:
         return self.propose(
             (ranges_run_id(about[0]), *about[1:]),
             config,
-            link_pb2.Blob(sha256=ranged_model(blob.sha256)),
+            ranged_model(name),
             RangePurpose(purpose).hash,
             run.range_slots,
             start=ranged,
@@ -358,11 +379,12 @@ class SecureSessions:
         """
         work = request.train_local
         run.charge(work)
+        model = self.name_model(run, work, payload)
         state = state_name(host, run, work)
-        trained = self.trained_round(work, state)
+        trained = self.trained_round(model, work, state)
         result = train_silently(host, _in_round(request, trained), payload)
         check_wanted(wanted)
-        self._kept = KeptUpdate(request, run, result, trained, state)
+        self._kept = KeptUpdate(request, run, result, trained, model, state)
 
     def agree(self, host: TaskHost, work: link_pb2.Agree) -> link_pb2.Reply:
         """Join the sum of a round's updates with the kept one, or those of a buffer.
@@ -378,7 +400,8 @@ class SecureSessions:
         if kept is None or kept.about != about or work.ranges:
             raise UpdateError("this device keeps no update of that run")
         trained = kept.request.train_local
-        attempt = self._propose_update(kept.run, trained, work.secure, kept.trained, kept.state)
+        start = functools.partial(_start, kept.run, trained, kept.model, kept.trained, kept.state)
+        attempt = self._propose_update(kept.run, trained, work.secure, start)
         self._ranged = None
         reply = self._join_in_round(attempt, kept.run, trained, kept.result, kept.residual)
         host.release(kept.request.id)
@@ -403,14 +426,15 @@ class SecureSessions:
         buffer = run.job.federated.buffer
         staleness = purpose.check_start(own, work.round, buffer.max_staleness)
         about = (work.run_id, work.round, work.attempt)
-        blob = link_pb2.Blob(sha256=buffer_name(work.run_id, work.round))
+        name = buffer_name(work.run_id, work.round)
         scale = buffer.discount(staleness)
+        shared = len(starts) == 1
         own_start = _start(
-            run, start, kept.trained, kept.state, scale=scale, shared=len(starts) == 1
+            run, start, kept.model, kept.trained, kept.state, scale=scale, shared=shared
         )
         if work.ranges:
             attempt = self._propose_ranges_of(
-                run, about, work.ranges, blob, purpose.hash, own_start, selected=False
+                run, about, work.ranges, name, purpose.hash, own_start, selected=False
             )
             reply, result = self._join_with_ranges(attempt, run, run.layout, kept.result)
             self._kept = dataclasses.replace(kept, result=result)
@@ -418,7 +442,7 @@ class SecureSessions:
         attempt = self.propose(
             about,
             work.secure,
-            blob,
+            name,
             purpose.hash,
             run.training_slots,
             start=own_start,
@@ -444,7 +468,7 @@ class SecureSessions:
         self,
         about: tuple[str, int, int],
         config: bytes,
-        blob: link_pb2.Blob,
+        name: bytes,
         purpose: bytes,
         slots: Sequence[Slot],
         *,
@@ -457,7 +481,7 @@ class SecureSessions:
         Args:
             about: run, round and attempt of the request.
             config: the encoded configuration.
-            blob: names the model that came with it.
+            name: of the model that came with it, or of what takes its place.
             purpose: hash of the requested work, see `isthmus_privacy.purpose`.
             slots: the figures that this device gives for such a request.
             start: model and vector of the device, which remembers them.
@@ -479,7 +503,7 @@ class SecureSessions:
             return SecureParticipation(
                 about,
                 config,
-                blob.sha256,
+                name,
                 purpose,
                 slots,
                 self._enrolled(),
@@ -680,13 +704,26 @@ def _purpose(run: ActiveRun, work: link_pb2.TrainLocal) -> bytes:
 
     position = position_of(work.position)
     return TrainingPurpose(
-        run.secure_purpose, work.with_gradient, work.gradient_scale, work.group, position
+        run.secure_purpose, gradient_name(work), work.gradient_scale, work.group, position
     ).hash
+
+
+def model_name(run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer) -> bytes:
+    """What sums call the model of a training: the SHA-256 of it alone, 32 bytes.
+
+    Computed here where a gradient follows it in the blob, and not taken from the server: otherwise
+    it could have the same model trained under as many names as there are gradients, each with
+    another set of devices.
+    """
+    if not work.with_gradient:
+        return work.model.sha256  # which the received bytes have
+    return hashlib.sha256(memoryview(payload)[: run.layout.nbytes]).digest()
 
 
 def _start(
     run: ActiveRun,
     work: link_pb2.TrainLocal,
+    model: bytes,
     trained: int,
     state: str,
     *,
@@ -698,6 +735,7 @@ def _start(
     Args:
         run: as it was open then.
         work: the training.
+        model: see `model_name`.
         trained: the round whose random numbers it has.
         state: what it was trained from that the device keeps, see `state_name`.
         scale: factor of an update that was kept.
@@ -712,13 +750,13 @@ def _start(
         # nothing but the rates of a job.
         position = position._replace(cohort=0)
     purpose = TrainingPurpose(
-        run.vector_purpose, work.with_gradient, work.gradient_scale, position=position
+        run.vector_purpose, gradient_name(work), work.gradient_scale, position=position
     ).hash
     state = f"{state} {scale!r}"
     if run.owners_weights != "exact":
         state += f" {run.owners_weights}"
     vector = device_vector(purpose, trained, state)
-    return StartModel(work.round, work.model.sha256, shared, vector, trained, purpose)
+    return StartModel(work.round, model, shared, vector, trained, purpose)
 
 
 def state_name(host: TaskHost, run: ActiveRun, work: Work, residual: Residual | None = None) -> str:

@@ -283,6 +283,14 @@ def first_model_of(request: link_pb2.Request) -> bytes:
     return b""
 
 
+def gradient_name(work: link_pb2.TrainLocal) -> bytes:
+    """Names the gradient that follows the model of a training, 32 bytes; zeros if there is none.
+
+    It is the SHA-256 of both together, so that it is known without reading them once more.
+    """
+    return work.model.sha256 if work.with_gradient else bytes(32)
+
+
 def blobs_of(request: link_pb2.Request) -> list[link_pb2.Blob]:
     """All blobs of which a worker may fetch some for a request."""
     model = model_of(request)

@@ -145,6 +145,11 @@ class AttemptSpec:
     shortage: str = ""
     """Why the lottery or the job's selection left too few devices, if so."""
 
+    @property
+    def name(self) -> bytes:
+        """What secure sums call the start model: the SHA-256 of it alone, without a gradient."""
+        return self.first_model or self.model.sha256
+
     def result_layout(self, layout: TensorLayout) -> TensorLayout:
         """The layout of what each device sends, for the layout of the model."""
         return layout.gradient_and_update if self.gradient_scale else layout

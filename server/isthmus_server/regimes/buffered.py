@@ -248,8 +248,7 @@ class BufferAttempt:
         starts = sorted({_start_of(training) for training in cohort})
         # The updates began at several models, so that the sum is named after its buffer and not a
         # model.
-        buffer_id = buffer_name(context.run_id, spec.round)
-        buffer = link_pb2.Blob(sha256=buffer_id, size=spec.model.size)
+        buffer = buffer_name(context.run_id, spec.round)
 
         def agreeing(secure: bytes = b"", ranges: bytes = b"") -> link_pb2.Request:
             agree = link_pb2.Agree(
@@ -278,7 +277,7 @@ class BufferAttempt:
             self._secure = RangedAttempt(
                 context,
                 RangedSum(
-                    model=buffer,
+                    name=buffer,
                     cohort=self._summed,
                     exact=False,
                     group="",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from isthmus.errors import JobError
-from isthmus.transport.requests import position_message, position_of
+from isthmus.transport.requests import gradient_name, position_message, position_of
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import TrainingPurpose, ranged_model
 from isthmus_privacy.secagg.ranges import lost_in_rounding
@@ -38,6 +38,10 @@ an update of 1e-6 it is a ten-thousandth."""
 
 _FLOAT_ROUNDING = 1e-4
 """Part by which a mean of clipped updates may be longer than their bound in float32."""
+
+
+_SECURE = SecureAggregationAttempt | RangedAttempt | GroupedAttempt
+"""Attempts whose devices take part for this model again only together."""
 
 
 class FederatedRegime:
@@ -78,11 +82,17 @@ class FederatedRegime:
             spec = self._as_before(spec)
         # Kept for `cancelled`: only the attempt knows how far its devices got.
         self._attempt = self._attempt_for(spec)
-        result = await self._attempt.run()
-        _check_clipped(result, spec)
-        self._check_rounding(result, spec)
-        if self.context.privacy is not None:
+        try:
+            result = await self._attempt.run()
+            _check_clipped(result, spec)
+            self._check_rounding(result, spec)
             self._check_norm(result, spec)
+        except AttemptFailed:
+            if isinstance(self._attempt, _SECURE) and self._attempt.has_sum:
+                log = self.context.unmaskings
+                log.note_refused_sum(self.context.run_id, spec.round, spec.attempt)
+            raise
+        if self.context.privacy is not None:
             mean = result.pseudo_gradient
             # Before anything else reads the mean: all that is derived from it is from the mean with
             # noise.
@@ -128,8 +138,7 @@ class FederatedRegime:
             AttemptFailed: one device has not clipped its update.
         """
         privacy = self.context.privacy
-        assert privacy is not None
-        if privacy.privacy.mechanism == "distributed" or spec.gradient_scale:
+        if privacy is None or privacy.privacy.mechanism == "distributed" or spec.gradient_scale:
             return
         devices = sum(receipt.status == "accepted" for receipt in result.receipts)
         size = len(result.pseudo_gradient)
@@ -150,7 +159,7 @@ class FederatedRegime:
         between rounds, and the factor of gradients follows the last ones. If the plan wants another
         kind of vector, devices refuse it, and others are asked.
         """
-        name = spec.model.sha256
+        name = spec.name
         cohorts = spec.groups.values() or (spec.cohort,)
         for model in (name, ranged_model(name)):
             for devices in cohorts:
@@ -227,28 +236,29 @@ class FederatedRegime:
             )
             return link_pb2.Request(agree=work)
 
+        gradient = gradient_name(training().train_local)
         purpose = TrainingPurpose(
-            context.purpose, spec.with_gradient, spec.gradient_scale, group, spec.position
+            context.purpose, gradient, spec.gradient_scale, group, spec.position
         ).hash
         if not context.job.finds_ranges:
             return secure_attempt(
                 context,
-                training_config(context, spec, spec.model, purpose),
+                training_config(context, spec, spec.name, purpose),
                 spec.cohort,
                 lambda config: training(secure=config),
                 exact=spec.exact,
             )
         sums = RangedSum(
-            model=spec.model,
+            name=spec.name,
             cohort=spec.cohort,
             exact=spec.exact,
             group=group,
-            ranges=range_config(context, spec, spec.model, purpose),
+            ranges=range_config(context, spec, spec.name, purpose),
             find=lambda config: training(ranges=config),
             send=sending,
             at_once=lambda config: training(secure=config),
             config=lambda ranges, wider: training_config(
-                context, spec, spec.model, purpose, ranges, wider=wider
+                context, spec, spec.name, purpose, ranges, wider=wider
             ),
         )
         return RangedAttempt(context, sums)

@@ -54,17 +54,35 @@ class SelectedCohort:
     """Whether only the sum of all of them is allowed, or of all in each group."""
     groups: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     """Devices of each group that is summed by itself, and of the rest; empty for one sum."""
+    refused: bool = False
+    """Whether the server has refused the sum that is repeated; there are no other devices."""
+
+
+SUM_REFUSED = "the sum that the others have unmasked was refused"
+"""What keeps devices from a sum of a model where one of them lied, or has a fault."""
+
+MEND_SUM = (
+    "they take part for this model only together, and would give that sum again, so the run "
+    "needs as many other devices, or a datacenter, whose round gives another model; else submit "
+    "the job with another seed"
+)
+"""What a run needs then."""
 
 
 class NoAllowedCohort(RoundFailed):
     """Too few devices may take part in a sum of this model."""
 
-    def __init__(self, missing: Collection[str], allowed: int, needed: int) -> None:
+    def __init__(
+        self, missing: Collection[str], allowed: int, needed: int, *, refused: bool = False
+    ) -> None:
+        """Describe it; `refused`: the server has their sum, and has refused it."""
         self.missing = tuple(sorted(missing))
         """Devices with which a cohort would be allowed; empty if no known set would be."""
         names = ", ".join(self.missing[:8]) + (", ..." if len(self.missing) > 8 else "")
         wait = f"it needs {names}, or others"
-        if not self.missing:
+        if refused:
+            wait = f"{SUM_REFUSED}: {MEND_SUM}"
+        elif not self.missing:
             wait = "it needs other devices, or a job with another seed, which gives another model"
         super().__init__(
             f"{allowed} available devices have not unmasked a secure sum of this model and the "
@@ -160,12 +178,38 @@ class CohortSelector:
             return self._usual(round_, ready, settings.invited, settings.needed)
         unmasked = self._unmasked(round_, model_hash, model_hash, ready)
         summed = self._unmaskings.about(self._run_id, round_, model_hash)
-        return (
-            self._groups_again(round_, summed, ready, settings)
-            or self._survivors_again(round_, unmasked, ready, settings)
-            or self._interrupted_again(round_, unmasked, ready, settings)
-            or self._secure(round_, unmasked, ready, settings, settings.invited)
+        again = self._groups_again(round_, summed, ready, settings) or self._survivors_again(
+            round_, unmasked, ready, settings
         )
+        if again is not None:
+            return self._unless_refused(again, round_, unmasked, ready, settings)
+        return self._interrupted_again(round_, unmasked, ready, settings) or self._secure(
+            round_, unmasked, ready, settings, settings.invited
+        )
+
+    def _unless_refused(
+        self,
+        again: SelectedCohort,
+        round_: int,
+        unmasked: Sequence[Unmasking],
+        ready: Collection[str],
+        settings: FederatedSection,
+    ) -> SelectedCohort:
+        """Other devices in place of those whose sum the server has refused, if there are enough.
+
+        The same devices give the same vectors again, and the sum would be refused again, unless one
+        of them had a fault that has passed.
+        """
+        refused = filter(self._unmaskings.is_refused_sum, unmasked)
+        if not any(entry.devices & again.examples.keys() for entry in refused):
+            return again
+        try:
+            others = self._secure(round_, unmasked, ready, settings, settings.invited)
+        except NoAllowedCohort:
+            others = None
+        if others is None or others.shortage or len(others.examples) < settings.needed:
+            return dataclasses.replace(again, refused=True)
+        return others
 
     def by_group(self, selected: SelectedCohort, settings: FederatedSection) -> SelectedCohort:
         """Split a cohort into the groups that are large enough, and the rest.
@@ -340,7 +384,8 @@ class CohortSelector:
         settings: FederatedSection,
     ) -> SelectedCohort | None:
         """Exactly the survivors of an earlier sum, in the same draw if devices still accept it."""
-        for entry in _repeatable(unmasked, settings):
+        # A sum that was lost before one that was refused: both may be repeated.
+        for entry in sorted(_repeatable(unmasked, settings), key=self._unmaskings.is_refused_sum):
             if not entry.devices <= set(ready):
                 continue
             names = sorted(entry.devices)
@@ -387,11 +432,12 @@ class CohortSelector:
         """The usual selection for a secure sum, among devices that have unmasked none."""
         allowed = set(ready) - _devices_of(unmasked)
         if unmasked and len(allowed) < settings.needed:
+            refused = any(map(self._unmaskings.is_refused_sum, unmasked))
             absent = [entry.devices - set(ready) for entry in _repeatable(unmasked, settings)]
             if together := _devices_of(list(_last_groups(unmasked).values())):
                 absent.append(frozenset(together - set(ready)))
             missing = min(absent, key=len, default=())  # the fewest that would allow a cohort
-            raise NoAllowedCohort(missing, len(allowed), settings.needed)
+            raise NoAllowedCohort(missing, len(allowed), settings.needed, refused=refused)
         if self._lottery is None:
             return self._usual(number, allowed, count, settings.needed)
         now = self._clock.utc()

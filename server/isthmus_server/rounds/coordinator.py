@@ -15,6 +15,7 @@ from isthmus.errors import CannotContinue, RoundFailed
 from isthmus_server.regimes.attempt_result import TrainingResult
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.rounds.assignment import resolved_in_turn
+from isthmus_server.rounds.cohort_selection import MEND_SUM
 from isthmus_server.rounds.drain import Drain
 from isthmus_server.rounds.measurements.evaluation import Evaluated
 from isthmus_server.rounds.retries import GivenUp, Retries
@@ -191,10 +192,18 @@ class Coordinator:
             mend = ""
             if isinstance(given_up.failure, AttemptFailed) and given_up.failure.task_failures:
                 mend = MEND_TASK
+            elif self._has_refused_sum(given_up.failure):
+                mend = f"; devices have unmasked a sum that was refused: {MEND_SUM}"
             raise CannotContinue(
                 f"round {self.state.round + 1} failed {given_up.attempts} times; the last "
                 f"time because: {given_up}{mend}"
             ) from None
+
+    def _has_refused_sum(self, failure: RoundFailed) -> bool:
+        """Whether attempts have failed that bind devices: the server refused what they unmasked."""
+        log = self.store.unmaskings
+        refused = log.has_refused_sum(self.store.run_id, self.state.round + 1)
+        return refused and isinstance(failure, AttemptFailed)
 
     def _start_hash(self, plan: Plan) -> bytes | None:
         """SHA-256 of the model that a plan starts from; None if no device can have it."""

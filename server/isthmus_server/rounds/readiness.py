@@ -8,7 +8,12 @@ from collections.abc import Callable
 from isthmus.job import Job
 from isthmus.wire import link_pb2
 from isthmus_server.rounds.assignment import cohort_settings
-from isthmus_server.rounds.cohort_selection import CohortSelector, NoAllowedCohort
+from isthmus_server.rounds.cohort_selection import (
+    SUM_REFUSED,
+    CohortSelector,
+    NoAllowedCohort,
+    SelectedCohort,
+)
 from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.strategy.limits import RunLimits
 from isthmus_server.strategy.policy import CURRENT, Plan, Stop
@@ -53,33 +58,37 @@ class RoundReadiness:
                 return plan
             settings = cohort_settings(self._job, plan)
             await self._roster.gather_cohort(settings.invited)
-            refusal = self._refusal(round_, plan, model_hash)
-            if refusal is None:
-                return plan
-            instead = self._datacenter_first(plan, refusal)
-            # Rather than wait for devices that may never return: after it the model is another one,
-            # about which no device has unmasked a sum.
+            selected = self._select(round_, plan, model_hash)
+            why = str(selected)
+            if isinstance(selected, SelectedCohort):
+                if not selected.refused:
+                    return plan
+                why = SUM_REFUSED
+            instead = self._datacenter_first(plan, why)
+            # Rather than wait for devices that may never return, or repeat a sum that was refused:
+            # after it the model is another one, about which no device has unmasked a sum.
             if instead is not None:
                 return instead
+            if isinstance(selected, SelectedCohort):
+                return plan
             # Any cohort that is allowed ends the wait, not only the one whose return is awaited.
             if not await self._roster.until(
-                lambda: self._refusal(round_, plan, model_hash) is None,
+                lambda: isinstance(self._select(round_, plan, model_hash), SelectedCohort),
                 clients=settings.needed,
-                missing=refusal.missing,
-                reason=str(refusal),
+                missing=selected.missing,
+                reason=why,
             ):
-                raise self._roster.missing(str(refusal), [link_pb2.CLIENT])
+                raise self._roster.missing(why, [link_pb2.CLIENT])
 
-    def _refusal(
+    def _select(
         self, round_: int, plan: Plan, model_hash: Callable[[Plan], bytes | None]
-    ) -> NoAllowedCohort | None:
+    ) -> SelectedCohort | NoAllowedCohort:
         try:
-            self._cohorts.select(round_, cohort_settings(self._job, plan), model_hash(plan))
+            return self._cohorts.select(round_, cohort_settings(self._job, plan), model_hash(plan))
         except NoAllowedCohort as refusal:
             return refusal
-        return None
 
-    def _datacenter_first(self, plan: Plan, refusal: NoAllowedCohort) -> Plan | None:
+    def _datacenter_first(self, plan: Plan, why: str) -> Plan | None:
         """A datacenter round in place of the plan, if its policy uses the datacenter at all."""
         if (
             not self._roster.datacenters
@@ -92,9 +101,14 @@ class RoundReadiness:
         instead = dataclasses.replace(
             plan,
             regime="datacenter",
-            reason=f"the datacenter changes the model first: {refusal}",
+            reason=f"the datacenter changes the model first: {why}",
             cohort=None,
             merge=None,
             transfer_weight=None,
+            # Nothing that needs devices, and no weight with which no datacenter would be left.
+            measure_gradients=False,
+            by_group=False,
+            group_weights={},
+            datacenter_weights={},
         )
         return instead if self._limits.allow(instead) else None

@@ -49,6 +49,8 @@ class UnmaskingLog:
         self._log = log
         self._db = None if log is None else log.connection
         self._known: list[Unmasking] | None = [] if log is None else None
+        self._refused_sums: set[tuple[str, int, int]] = set()
+        """Of this process: one that begins anew asks for such a sum once more."""
 
     @property
     def entries(self) -> Sequence[Unmasking]:
@@ -137,6 +139,21 @@ class UnmaskingLog:
             if same and entry.request and not entry.refused:
                 return link_pb2.Request.FromString(entry.request)
         return None
+
+    def note_refused_sum(self, run_id: str, round_: int, attempt: int) -> None:
+        """Note that the server has the sum of an attempt, and cannot use it.
+
+        Its devices give it again just so, unless one of them was at fault.
+        """
+        self._refused_sums.add((run_id, round_, attempt))
+
+    def is_refused_sum(self, entry: Unmasking) -> bool:
+        """Whether the server has the sum of an entry, and cannot use it."""
+        return (entry.run_id, entry.round, entry.attempt) in self._refused_sums
+
+    def has_refused_sum(self, run_id: str, round_: int) -> bool:
+        """Whether the server has a sum of a round that it cannot use."""
+        return any(about[:2] == (run_id, round_) for about in self._refused_sums)
 
     def of_run(self, run_id: str) -> list[Unmasking]:
         """Entries of all rounds and models of a run; newest first."""

@@ -115,7 +115,11 @@ class UnmaskedSessions(SecureSessions):
         """See `SecureSessions.read_config`; once for all devices."""
         return read_once(config)
 
-    def trained_round(self, work: link_pb2.TrainLocal, state: str) -> int:
+    def name_model(self, run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer) -> bytes:
+        """The SHA-256 of what was received: nothing that it could be compared with is kept."""
+        return work.model.sha256
+
+    def trained_round(self, model: bytes, work: link_pb2.TrainLocal, state: str) -> int:
         """The round of the request: there is no history, by which it could be another one."""
         return work.round
 
@@ -136,7 +140,11 @@ class UnmaskedSessions(SecureSessions):
         return dataclasses.replace(kept, result=(trained, memoryview(mapped)))
 
     def propose_update_sum(
-        self, run: ActiveRun, work: link_pb2.TrainLocal, config: bytes, trained: int, state: str
+        self,
+        run: ActiveRun,
+        work: link_pb2.TrainLocal,
+        config: bytes,
+        start: Callable[[], StartModel],
     ) -> SecureParticipation:
         """See `SecureSessions.propose_update_sum`.
 
@@ -146,7 +154,7 @@ class UnmaskedSessions(SecureSessions):
         return UnmaskedParticipation(about, config, run.update_slots(work), whole=0)
 
     def propose_range_sum(
-        self, run: ActiveRun, work: link_pb2.TrainLocal, trained: int, state: str
+        self, run: ActiveRun, work: link_pb2.TrainLocal, start: Callable[[], StartModel]
     ) -> SecureParticipation:
         """See `SecureSessions.propose_range_sum`, and `propose_update_sum`."""
         run.check_ranges_wanted()
@@ -157,7 +165,7 @@ class UnmaskedSessions(SecureSessions):
         self,
         about: tuple[str, int, int],
         config: bytes,
-        blob: link_pb2.Blob,
+        name: bytes,
         purpose: bytes,
         slots: Sequence[Slot],
         *,

@@ -32,7 +32,7 @@ def run_with(**changes):
 
 
 RUN = run_with()
-TRAINING = TrainingPurpose(RUN, with_gradient=False)
+TRAINING = TrainingPurpose(RUN)
 START = (3, bytes(32), False, (0, 0, 0))
 
 
@@ -44,39 +44,39 @@ def sum_with(others, own=TRAINING):
 @expect_refusal("config-purpose-differs")
 def zero_steps_for_all_others():
     others = run_with(job='{"federated": {"local_steps": 0}}')
-    sum_with(TrainingPurpose(others, with_gradient=False))
+    sum_with(TrainingPurpose(others))
 
 
 @expect_refusal("config-purpose-differs")
 def other_code_for_all_others():
-    sum_with(TrainingPurpose(run_with(task=bytes(31) + b"1"), with_gradient=False))
+    sum_with(TrainingPurpose(run_with(task=bytes(31) + b"1")))
 
 
 @expect_refusal("config-purpose-differs")
 def other_tensors_for_all_others():
-    sum_with(TrainingPurpose(run_with(layout=b"other"), with_gradient=False))
+    sum_with(TrainingPurpose(run_with(layout=b"other")))
 
 
 @expect_refusal("config-purpose-differs")
 def other_frozen_parameters_for_all_others():
     others = run_with(frozen={"frozen": [0.25]})
-    sum_with(TrainingPurpose(others, with_gradient=False))
+    sum_with(TrainingPurpose(others))
 
 
 @expect_refusal("config-purpose-differs")
 def a_gradient_for_all_others():
-    sum_with(TrainingPurpose(RUN, with_gradient=True))
+    sum_with(TrainingPurpose(RUN, gradient=bytes([1]) * 32))
 
 
 @expect_refusal("config-purpose-differs")
 def gradients_of_all_others_times_another_factor():
-    own = TrainingPurpose(RUN, with_gradient=False, gradient_scale=1.0)
-    sum_with(TrainingPurpose(RUN, with_gradient=False, gradient_scale=2.0**-100), own=own)
+    own = TrainingPurpose(RUN, gradient_scale=1.0)
+    sum_with(TrainingPurpose(RUN, gradient_scale=2.0**-100), own=own)
 
 
 @expect_refusal("config-purpose-differs")
 def an_update_without_its_gradient_from_all_others():
-    sum_with(TRAINING, own=TrainingPurpose(RUN, with_gradient=False, gradient_scale=1.0))
+    sum_with(TRAINING, own=TrainingPurpose(RUN, gradient_scale=1.0))
 
 
 @expect_refusal("gradient-scale-invalid")
@@ -96,19 +96,19 @@ def a_gradient_that_is_not_bound_with_a_kept_update():
 
 @expect_refusal("config-purpose-differs")
 def a_position_at_which_all_others_have_a_rate_of_zero():
-    own = TrainingPurpose(RUN, with_gradient=False, position=(100, 10, 8))
-    sum_with(TrainingPurpose(RUN, with_gradient=False, position=(10_000, 10, 8)), own=own)
+    own = TrainingPurpose(RUN, position=(100, 10, 8))
+    sum_with(TrainingPurpose(RUN, position=(10_000, 10, 8)), own=own)
 
 
 @expect_refusal("config-purpose-differs")
 def a_cohort_that_scales_the_rate_of_all_others_down():
-    own = TrainingPurpose(RUN, with_gradient=False, position=(100, 10, 8))
-    sum_with(TrainingPurpose(RUN, with_gradient=False, position=(100, 10, 1)), own=own)
+    own = TrainingPurpose(RUN, position=(100, 10, 8))
+    sum_with(TrainingPurpose(RUN, position=(100, 10, 1)), own=own)
 
 
 @expect_refusal("config-purpose-differs")
 def all_others_are_a_group():
-    sum_with(TrainingPurpose(RUN, with_gradient=False, group="north"))
+    sum_with(TrainingPurpose(RUN, group="north"))
 
 
 @expect_refusal("group-differs")

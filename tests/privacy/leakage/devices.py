@@ -86,8 +86,6 @@ VERSION = b"# another version\n"
 
 BEYOND = {
     "related models": "a model whose last bit was changed gives most devices the same vectors",
-    "gradients": "a device's mean gradient at a model is the same whether or not a datacenter's "
-    "gradient was sent with that model, which gives it another name",
     "counts": "a device has the same number of examples in sums of updates to all models",
     "comparisons": "a model has the same score on a device in all comparisons that it is in",
     "versions": "the statistics of a task may be the same in its next version",
@@ -192,17 +190,16 @@ class TracedRun:
             (model, self.code, self._used(), batch, federated.steps(self.examples), state),
             (self.job.seed, work.round) if draws else None,
             position_of(work.position) if moved else None,
-            None if gradient is None else bytes(gradient),
+            self._used_gradient(gradient),
         )
         values = LAYOUT.decode(memoryview(payload))
         if result is not None:
             view = memoryview(result)
             view[: len(LAYOUT.gradient_and_update.header)] = LAYOUT.gradient_and_update.header
             halves = LAYOUT.gradient_and_update.decode(view)
+            # At the model: the same whether or not a datacenter's gradient was sent with it.
             measured: tuple[Hashable, ...] = (model, self.code, self._used(), batch, state)
             measured += (self.job.seed, work.round)
-            if gradient is not None and "gradients" not in _world.known:
-                measured += (bytes(gradient),)
             halves[: LAYOUT.size] = self._vector("gradient", measured) * work.gradient_scale
             values = halves[LAYOUT.size :]
         values.copy_(self._vector("update", used))
@@ -211,6 +208,12 @@ class TracedRun:
             kept[: len(PERSONAL.header)] = PERSONAL.header
             kept[len(PERSONAL.header) :] = self._hash("state", used)[: 4 * PERSONAL.size]
         return link_pb2.Trained(examples=federated.weight(self.examples), training={"loss": 1.0})
+
+    def _used_gradient(self, gradient: Buffer | None) -> bytes:
+        """A datacenter's gradient, as far as the update depends on it; zeros change nothing."""
+        if gradient is None or not _world.matters("gradient", self.name):
+            return b""
+        return bytes(gradient) if LAYOUT.decode(memoryview(gradient)).any() else b""
 
     def _vector(self, kind: str, used: Hashable) -> torch.Tensor:
         digest = self._hash(kind, used)

@@ -39,10 +39,12 @@ from isthmus.job.schema import Job, parse_job, write_job
 from isthmus.task.paired_scores import comparisons_run_id, vector_size
 from isthmus.transport.requests import position_message, position_of
 from isthmus.wire import link_pb2
+from isthmus_clients.device import secure_sessions
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.training.secure import SecureParticipation
 from isthmus_privacy.compression.sum_codecs import sum_codec
 from isthmus_privacy.purpose import (
+    NO_GRADIENT,
     BufferedPurpose,
     ComparisonPurpose,
     EvaluationPurpose,
@@ -87,7 +89,8 @@ def model(number: int, bit: bool = False) -> bytes:
 
 MODELS = tuple(model(number) for number in range(3))
 RELATED = tuple(model(number, True) for number in range(3))
-GRADIENTS = tuple(LAYOUT.encode(torch.full((LAYOUT.size,), value)) for value in (0.5, 0.25))
+GRADIENTS = tuple(LAYOUT.encode(torch.full((LAYOUT.size,), value)) for value in (0.0, 0.5, 0.25))
+"""That it may send with a model; the first changes nothing."""
 
 BASE = """
 name = "leakage"
@@ -303,7 +306,7 @@ def changed(
             start, steps = chance.choice((10, 20)), chance.choice((5, 8))
             return dataclasses.replace(plan, position=RoundPosition(start, steps, 5))
         case "gradient":
-            return dataclasses.replace(plan, gradient=chance.choice((None, 0, 1)))
+            return dataclasses.replace(plan, gradient=chance.choice((None, 0, 1, 2)))
         case "scale":
             return dataclasses.replace(plan, scale=chance.choice((0.0, 0.5, 1.0)))
         case "group":
@@ -552,7 +555,13 @@ class Training(Attempt):
         self.payload = payload
         if plan.gradient is not None:
             self.payload += GRADIENTS[plan.gradient]
-        self.config = self._config(sha256(self.payload))
+        # As the devices name it, whatever that is: they refuse another name.
+        work = link_pb2.TrainLocal(
+            model=link_pb2.Blob(sha256=sha256(self.payload)),
+            with_gradient=plan.gradient is not None,
+        )
+        run = self.job.active(plan.run_id)
+        self.config = self._config(secure_sessions.model_name(run, work, self.payload))
         encoded = self.config.to_bytes()
 
         def request(lie: str) -> link_pb2.Request:
@@ -585,15 +594,20 @@ class Training(Attempt):
         if lie == "model":
             return RELATED[self.plan.model] + self.payload[LAYOUT.nbytes :]
         if lie == "gradient" and self.plan.gradient is not None:
-            return self.payload[: LAYOUT.nbytes] + GRADIENTS[1 - self.plan.gradient]
+            return self.payload[: LAYOUT.nbytes] + GRADIENTS[self.plan.gradient - 1]
         return self.payload
+
+    @property
+    def gradient(self) -> bytes:
+        """The name of the gradient that follows the model."""
+        return NO_GRADIENT if self.plan.gradient is None else sha256(self.payload)
 
     def _config(self, name: bytes) -> RoundConfig:
         plan = self.plan
         run = self.job.active(plan.run_id)
         position = position_of(position_message(plan.position))
         purpose = TrainingPurpose(
-            run.secure_purpose, plan.gradient is not None, plan.scale, plan.group, position
+            run.secure_purpose, self.gradient, plan.scale, plan.group, position
         ).hash
         if plan.kind == "ranges":
             return RoundConfig(
@@ -651,7 +665,7 @@ class Agreement(Training):
         plan = self.plan
         run = self.job.active(plan.run_id)
         purpose = TrainingPurpose(
-            run.secure_purpose, plan.gradient is not None, plan.scale, plan.group, plan.position
+            run.secure_purpose, self.gradient, plan.scale, plan.group, plan.position
         ).hash
         return self.updates(name, purpose)
 

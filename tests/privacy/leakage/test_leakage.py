@@ -38,7 +38,8 @@ from tests.privacy.mutation import disabled
 
 from isthmus.job import vector_settings
 from isthmus.task import loading
-from isthmus_clients.device import task_host
+from isthmus.wire import link_pb2
+from isthmus_clients.device import secure_sessions, task_host
 from isthmus_clients.device.residuals import Residual
 from isthmus_clients.device.secure_sessions import SecureSessions
 from isthmus_clients.training.example_order import local_seed
@@ -120,6 +121,26 @@ def knowing_what_is_rounded_to_two_levels():
     return stack
 
 
+def named_with_their_gradients():
+    """A model counts as another one when another gradient follows it."""
+
+    return patched(secure_sessions, "model_name", lambda run, work, payload: work.model.sha256)
+
+
+def unbound_gradients():
+    """Devices that give a model's vector for one gradient give it for another one."""
+
+    original = secure_sessions._start
+
+    def start(run, work, *args, **kwargs):
+        plain = link_pb2.TrainLocal()
+        plain.CopyFrom(work)
+        plain.with_gradient = False
+        return original(run, plain, *args, **kwargs)
+
+    return patched(secure_sessions, "_start", start)
+
+
 UPDATES = ("update",)
 WEIGHTS = tuple(f"federated.max_examples={number}" for number in (70, 71, 72, 73))
 STEPS = ("federated.batch_size=71", "federated.batch_size=72", "federated.local_steps=1")
@@ -149,6 +170,18 @@ MUTATIONS = {
     "statistics of a task by another spelling": (
         lambda: patched(loading, "_check_spelling", lambda *_: None),
         Repertoire(("statistics",), ("evaluation",), SPELLINGS, ("job", "devices", "round"), ()),
+    ),
+    "a model that is named anew by the gradient that follows it": (
+        named_with_their_gradients,
+        Repertoire(("plain",), UPDATES, (), ("gradient", "run", "round", "devices"), ("gradient",)),
+    ),
+    "gradients measured again at a model with another gradient of a datacenter": (
+        named_with_their_gradients,
+        Repertoire(("plain",), UPDATES, (), ("gradient", "round", "devices", "scale"), ("scale",)),
+    ),
+    "another gradient after the same model, for the same devices": (
+        unbound_gradients,
+        Repertoire(("plain",), UPDATES, (), ("gradient", "round"), ("gradient",)),
     ),
     "another set of devices": (
         lambda: disabled("unmasked-for-model"),
@@ -243,9 +276,6 @@ def test_each_of_two_rules_prevents_comparisons_alone(tmp_path, kept):
 
 SHOWN_BY = {
     "related models": Repertoire(("plain",), UPDATES, (), ("bit", "round", "devices"), ()),
-    "gradients": Repertoire(
-        ("plain",), UPDATES, (), ("gradient", "round", "devices", "scale"), ("scale",)
-    ),
     "counts": Repertoire(("plain",), UPDATES, (), ("model", "round", "devices"), ()),
     "comparisons": Repertoire(("plain",), ("comparison",), (), ("second", "round", "devices"), ()),
     "versions": Repertoire(

@@ -55,7 +55,7 @@ class EvaluationRequest:
 
 LIES = {
     "config-purpose-differs": {
-        "purpose": lambda context, blob: TrainingPurpose(context.purpose, with_gradient=False).hash
+        "purpose": lambda context, blob: TrainingPurpose(context.purpose).hash
     },
     "config-model-differs": {"model_hash": lambda context, blob: blob.sha256},
     "config-honest-below-floor": {},

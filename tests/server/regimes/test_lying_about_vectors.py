@@ -11,6 +11,7 @@ from tests.server.regimes.secure_run import LAYOUT, NAMES
 
 from isthmus.job import with_changes
 from isthmus.job.learning_rate import RoundPosition
+from isthmus_clients.device import secure_sessions
 from isthmus_clients.device.secure_sessions import SecureSessions
 from isthmus_privacy.secagg.ranges import LADDER, Ranges
 from isthmus_server.regimes import federated
@@ -49,19 +50,29 @@ class Attempts:
         for name in NAMES:
             self.opening = await self.server.open(name, self.opened[1], run_id)
 
-    async def sum(self, *, largest=1, weight=20, round_=1, model=0.5, **spec):
-        """The sum of one attempt, or the failed attempt."""
+    async def sum(
+        self, *, largest=1, weight=20, round_=1, model=0.5, gradient=None, cohort=NAMES, **spec
+    ):
+        """The sum of one attempt, or the failed attempt.
+
+        `gradient`: each element of a datacenter's gradient that is sent with the model.
+        """
         self.number += 1
         job = self.opened[1]
-        blob = self.server.published(torch.linspace(-model, model, LAYOUT.size))
+        vector = torch.linspace(-model, model, LAYOUT.size)
+        blob = self.server.published(vector)
         run = self.server.run
+        name = blob.sha256
+        if gradient is not None:
+            blob = self.server.published(vector, torch.full_like(vector, gradient))
+            spec.update(with_gradient=True, first_model=name)
         context = FederatedContext(
             self.server.link, job, self.opening, LAYOUT, run.directory, unmaskings=self.unmaskings
         )
         if job.finds_ranges:
             known = SummedRanges(
                 round=round_,
-                model_hash=blob.sha256,
+                model_hash=name,
                 group="",
                 devices=frozenset(NAMES),
                 ranges=ranges_of(largest, weight),
@@ -71,7 +82,7 @@ class Attempts:
             round=round_,
             attempt=self.number,
             model=blob,
-            cohort=dict.fromkeys(NAMES, 20),
+            cohort=dict.fromkeys(cohort, 20),
             settings=job.federated,
             **spec,
         )
@@ -182,6 +193,48 @@ async def test_the_same_model_in_a_later_round_gives_the_same_sum(attempts):
     assert torch.equal(first.pseudo_gradient, second.pseudo_gradient)
     third = await attempts.sum(round_=3, model=0.25)
     assert not torch.equal(first.pseudo_gradient, third.pseudo_gradient)
+
+
+@pytest.mark.parametrize("gradient", [0.0, 1e-30, 0.25])
+@pytest.mark.parametrize("first", [None, 0.5], ids=["without", "with another"])
+async def test_a_gradient_that_follows_a_model_does_not_name_it_anew(attempts, first, gradient):
+    await attempts.open()
+    await attempts.sum(gradient=first)
+    assert all(SENTENCE in reason for reason in await attempts.refused(gradient=gradient))
+    await attempts.open(run_id="another")
+    fewer = {"gradient": gradient, "cohort": NAMES[:4]}
+    assert all(SENTENCE in reason for reason in await attempts.refused(**fewer))
+    with disabled(CODE), pytest.raises(AttemptFailed) as failed:
+        await attempts.sum(**fewer)
+    said = [receipt.reason for receipt in failed.value.receipts]
+    assert any("only with exactly the same devices" in reason for reason in said)
+
+
+async def test_named_by_its_gradient_too_a_model_gives_one_device_away(attempts, monkeypatch):
+    """What that rule prevents: five devices in one run, four in another, and zeros as gradient."""
+    monkeypatch.setattr(secure_sessions, "model_name", lambda run, work, _: work.model.sha256)
+    monkeypatch.setattr(AttemptSpec, "name", property(lambda spec: spec.model.sha256))
+    await attempts.open()
+    whole = await attempts.sum(model=1.0)
+    await attempts.open(run_id="another")
+    fewer = await attempts.sum(model=1.0, gradient=0.0, cohort=NAMES[:4])
+    run = attempts.server.run
+    run.model = LAYOUT.encode(torch.linspace(-1, 1, LAYOUT.size))
+    own = (await run.plain_mean(NAMES[4:])).float()
+    difference = 5 * whole.pseudo_gradient - 4 * fewer.pseudo_gradient
+    torch.testing.assert_close(difference, own, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("gradient", [None, 0.5])
+async def test_a_model_and_its_gradient_are_summed_again_as_before(attempts, gradient):
+    """The server's log names the model alone, so that it knows who may be asked for it."""
+    await attempts.open()
+    first = await attempts.sum(gradient=gradient)
+    name = attempts.server.published(torch.linspace(-0.5, 0.5, LAYOUT.size)).sha256
+    (entry,) = attempts.unmaskings.about("other", 9, name)
+    assert entry.devices == frozenset(NAMES)
+    again = await attempts.sum(gradient=gradient, exact=True, round_=2, largest=9)
+    assert torch.equal(first.pseudo_gradient, again.pseudo_gradient)
 
 
 @pytest.mark.parametrize("run_id", ["run", "another"])

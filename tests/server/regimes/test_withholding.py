@@ -88,8 +88,8 @@ class Attacker:
         )
 
     def config(self, spec):
-        purpose = TrainingPurpose(self.context.purpose, with_gradient=False)
-        return training_config(self.context, spec, spec.model, purpose.hash)
+        purpose = TrainingPurpose(self.context.purpose)
+        return training_config(self.context, spec, spec.name, purpose.hash)
 
     async def train(self, vector, *, keep=False):
         spec = self.next_attempt(self.published(vector))
@@ -106,7 +106,7 @@ class Attacker:
         name = link_pb2.Blob(sha256=buffer_name("run", 1))
         spec = self.next_attempt(name)
         purpose = BufferedPurpose(self.context.purpose, (start,))
-        config = training_config(self.context, spec, name, purpose.hash).to_bytes()
+        config = training_config(self.context, spec, spec.name, purpose.hash).to_bytes()
         starts = [link_pb2.BufferedStart(round=1, model=start[1])]
         work = link_pb2.Agree(
             run_id="run", round=1, attempt=spec.attempt, secure=config, starts=starts

@@ -1,15 +1,17 @@
 """A round continues after devices were lost while its secure sum was unmasked."""
 
 import asyncio
+import functools
 
 import pytest
 from tests.server.waiting import wait_until
 
 from isthmus.errors import CannotContinue
 from isthmus_server.read.report.report import read_report
+from isthmus_server.rounds.cohort_selection import MEND_SUM, SUM_REFUSED
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
-from isthmus_server.storage.events import RoundPlanned, WaitingForParticipants
+from isthmus_server.storage.events import RoundAttemptFailed, RoundPlanned, WaitingForParticipants
 from isthmus_server.storage.unmasking_log import Unmasking
 
 SETTINGS = (
@@ -136,6 +138,110 @@ async def test_the_datacenter_changes_the_model_first(run_with_datacenter, deplo
     report = read_report(store)
     assert [record.regime for record in report.rounds] == ["datacenter", "federated"]
     assert report.rounds[0].reason.startswith("the datacenter changes the model first: 1 avail")
+
+
+# -- a sum that the server has, and refuses --------------------------------------------------------
+
+
+def lie(device, times=None):
+    """Have a device change an element in the ring, in all sums of updates or in the first ones."""
+    secure = device.agent._secure
+    join = secure.join
+    lies = []
+
+    def lying_join(attempt, *args):
+        if not attempt.config.whole and (times is None or len(lies) < times):
+            lies.append(attempt.config.attempt)
+            attempt.advertise_keys = functools.partial(lying, attempt, attempt.advertise_keys)
+        return join(attempt, *args)
+
+    def lying(attempt, advertise_keys, *args, **kwargs):
+        keys = advertise_keys(*args, **kwargs)
+        attempt._encoded.vector[0] += 1 << (attempt.config.bits - 2)
+        return keys
+
+    secure.join = lying_join
+    return lies
+
+
+REFUSED = "is out of range"
+
+
+async def test_others_sum_in_place_of_devices_whose_sum_was_refused(vanishing, deployment):
+    """The liar stays: the same devices would give the same sum again."""
+    await vanishing.connect("abcdefgh")
+    store = deployment.create_run("run", "federated.cohort=4", *SETTINGS, "rounds=1")
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+    lies = []
+
+    def choose_liar(event):
+        if isinstance(event, RoundPlanned) and event.attempt == 1:
+            lies.append(lie(vanishing.devices[attempts(store)[1, 1][0]]))
+
+    coordinator.events.subscribe(choose_liar)
+    await coordinator.run()
+    asked = attempts(store)
+    assert lies == [[1]]
+    assert set(asked[1, 2]) == set("abcdefgh") - set(asked[1, 1])
+    assert read_report(store).rounds[0].attempt == 2
+
+
+async def test_the_same_devices_repeat_a_refused_sum_if_there_are_no_others(vanishing, deployment):
+    """A fault may have passed; devices refuse any other set."""
+    await vanishing.connect("abcde")
+    store = deployment.create_run("run", "federated.cohort=5", *SETTINGS)
+    lies = lie(vanishing.devices["c"], times=1)
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    assert lies == [1]
+    assert [record.attempt for record in read_report(store).rounds] == [2, 1]
+
+
+async def test_a_run_that_one_liar_stops_says_what_it_needs(vanishing, deployment):
+    await vanishing.connect("abcde")
+    store = deployment.create_run("run", "federated.cohort=5", *SETTINGS, "attempts=2")
+    lies = lie(vanishing.devices["c"])
+    with pytest.raises(CannotContinue, match=REFUSED) as caught:
+        await Coordinator(RunParts.of(store, deployment.link)).run()
+    assert lies == [1, 2]
+    assert str(caught.value).endswith(f"devices have unmasked a sum that was refused: {MEND_SUM}")
+
+
+async def test_a_run_that_the_liar_has_left_says_what_it_needs(vanishing, deployment):
+    await vanishing.connect("abcde")
+    settings = ("federated.cohort=5", "federated.quorum=4", "time.join_seconds=3", *SETTINGS)
+    store = deployment.create_run("run", *settings)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+    lie(vanishing.devices["c"])
+    coordinator.events.subscribe(
+        lambda event: vanishing.vanish("c") if isinstance(event, RoundAttemptFailed) else None
+    )
+    with pytest.raises(CannotContinue, match="0 available devices have not unmasked") as caught:
+        await coordinator.run()
+    assert f"{SUM_REFUSED}: {MEND_SUM}" in str(caught.value)
+
+
+@pytest.mark.parametrize("policy", ["alternate", "adaptive"])
+async def test_the_datacenter_changes_the_model_after_a_refused_sum(
+    run_with_datacenter, deployment, policy
+):
+    store, coordinator, _ = await run_with_datacenter(
+        f"strategy.policy={policy}", "rounds=3", names="abcde"
+    )
+    log, model_hash = store.unmaskings, coordinator.model.blob.sha256
+    entry = Unmasking(
+        run_id=store.run_id,
+        round=1,
+        attempt=1,
+        model_hash=model_hash,
+        draw=0,
+        devices=frozenset("abcde"),
+    )
+    log.add(entry)
+    log.note_refused_sum(store.run_id, 1, 1)
+    await coordinator.run()
+    report = read_report(store)
+    assert report.rounds[0].regime == "datacenter"
+    assert "federated" in {record.regime for record in report.rounds}
 
 
 async def test_a_run_names_the_devices_without_which_no_sum_is_allowed(vanishing, deployment):

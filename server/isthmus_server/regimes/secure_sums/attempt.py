@@ -119,6 +119,8 @@ class SecureAggregationAttempt:
         self._limits: StepLimits
         """Known as soon as the roster is."""
         self._logs = LocalLogs(context.spool / "logs", self._receipts.names)
+        self.has_sum = False
+        """Whether the server has the sum, and devices had usable vectors."""
         self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
         self._adding = asyncio.Lock()
 
@@ -150,6 +152,7 @@ class SecureAggregationAttempt:
         try:
             total = await self._sum(trained_by, deadline, before_unmasking)
             summed = total.clients
+            self.has_sum = True
             aggregate = decode(
                 self._config,
                 total.vector,
@@ -250,6 +253,7 @@ class SecureAggregationAttempt:
             )
 
     def _unusable(self, summed: Collection[str], reason: str) -> AttemptFailed:
+        self.has_sum = False  # it may be another one when the task no longer fails
         for name in summed:
             self._record_summed(name, "rejected", "too few of the summed updates were usable")
         receipts = self._receipts.complete(_TOO_LATE_FOR_SUM)

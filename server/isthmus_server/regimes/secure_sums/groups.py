@@ -107,6 +107,11 @@ class GroupedAttempt:
         self._unmasked: set[str] = set()
         """Signed groups that were then let through."""
 
+    @property
+    def has_sum(self) -> bool:
+        """See `SecureAggregationAttempt.has_sum`, of all groups."""
+        return all(one.has_sum for one in self._sums.values())
+
     async def run(self) -> FederatedResult:
         """Run the sums of all groups, and return their mean.
 

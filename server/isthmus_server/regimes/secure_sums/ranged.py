@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from isthmus.wire import link_pb2
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.graph import corrupt_clients
 from isthmus_privacy.secagg.ranges import USUAL_CLIP, Encoding, Ranges, lost_in_rounding
@@ -56,8 +55,8 @@ MakeConfig = Callable[[Ranges, bool], RoundConfig]
 class RangedSum:
     """What the two sums of an attempt are made of."""
 
-    model: link_pb2.Blob
-    """That devices start from, or what takes its place."""
+    name: bytes
+    """Of the model that devices start from, or of what takes its place."""
     cohort: Collection[str]
     exact: bool
     """See `SecureAggregationAttempt`."""
@@ -96,6 +95,11 @@ class RangedAttempt:
         self._earlier: Sequence[Receipt] = ()
         """Receipts of the sum of ranges."""
 
+    @property
+    def has_sum(self) -> bool:
+        """See `SecureAggregationAttempt.has_sum`: of the updates, not of their ranges."""
+        return self._sends and self._current is not None and self._current.has_sum
+
     async def run(
         self,
         deadline: float | None = None,
@@ -109,7 +113,7 @@ class RangedAttempt:
         """
         sums = self._sums
         config = sums.ranges
-        name = sums.model.sha256
+        name = sums.name
         if deadline is None:
             seconds = self._context.job.time.round_seconds
             deadline = asyncio.get_running_loop().time() + seconds
@@ -366,7 +370,7 @@ class RangedAttempt:
         sums = self._sums
         found = SummedRanges(
             round=sums.ranges.round,
-            model_hash=sums.model.sha256,
+            model_hash=sums.name,
             group=sums.group,
             devices=frozenset(devices),
             ranges=ranges,

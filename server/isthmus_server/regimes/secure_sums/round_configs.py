@@ -80,7 +80,7 @@ def margins(context: FederatedContext, settings: FederatedSection) -> Margins:
 
 
 def range_config(
-    context: FederatedContext, spec: AttemptSpec, model: link_pb2.Blob, purpose: bytes
+    context: FederatedContext, spec: AttemptSpec, name: bytes, purpose: bytes
 ) -> RoundConfig:
     """The configuration of the sum of ranges before that of `training_config`, for which see."""
     cohort = margins(context, spec.settings)
@@ -88,7 +88,7 @@ def range_config(
         run_id=ranges_run_id(context.run_id),
         round=spec.round,
         attempt=spec.attempt,
-        model_hash=ranged_model(model.sha256),
+        model_hash=ranged_model(name),
         purpose=RangePurpose(purpose).hash,
         size=RANGE_COUNTS,
         slots=SCORING_SLOTS if context.job.federated.privacy is None else PRIVATE_SLOTS,
@@ -104,7 +104,7 @@ def range_config(
 def training_config(
     context: FederatedContext,
     spec: AttemptSpec,
-    model: link_pb2.Blob,
+    name: bytes,
     purpose: bytes,
     ranges: Ranges | None = None,
     *,
@@ -115,7 +115,7 @@ def training_config(
     Args:
         context: of the run.
         spec: of the attempt.
-        model: that the devices start from, or what takes its place.
+        name: of the model that the devices start from, or of what takes its place.
         purpose: hash of what the devices are asked to do, see `isthmus_privacy.purpose`.
         ranges: of the devices' updates, in a job that finds them.
         wider: devices may be in the sum that are not in `ranges`.
@@ -130,7 +130,7 @@ def training_config(
         run_id=context.run_id,
         round=spec.round,
         attempt=spec.attempt,
-        model_hash=model.sha256,
+        model_hash=name,
         purpose=purpose,
         size=size,
         slots=MEASURING_SLOTS if spec.gradient_scale else TRAINING_SLOTS,
