@@ -101,12 +101,14 @@ def make_state_directory(path: Path) -> None:
 
 
 def create_state_file(path: Path) -> None:
-    """Create an empty file with mode 0600, for what opens it by its name; an existing one stays.
+    """Create an empty file with mode 0600, for what opens it by its name.
+
+    An existing one is not opened: to close it would release locks of this process, as SQLite's.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: it cannot be created; `FileExistsError` if there is one.
     """
-    os.close(state_file_opener(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))
+    os.close(state_file_opener(str(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
 
 
 def state_file_opener(path: str, flags: int) -> int:

@@ -119,7 +119,7 @@ class SealedDatabase:
             self.connection = sqlite3.connect(uri, uri=True, isolation_level=None)
             return
         with contextlib.suppress(OSError):  # SQLite says what is wrong
-            create_state_file(file)  # its write-ahead log gets the same mode
+            create_state_file(file)  # if it is new; its write-ahead log gets the same mode
         self.connection = sqlite3.connect(file, timeout=10.0, isolation_level=None)
         try:
             self._prepare(schema)
