@@ -164,14 +164,32 @@ class RankMessages(Generic[T]):
                 dist.send(part, group=group, group_dst=receiver)
         return values[0]
 
+    def send(self, value: T, to: int, group: dist.ProcessGroup | None = None) -> None:
+        """Send a value to one rank of a group, which calls `receive`; others do not take part."""
+        place = _Place.between(self._about, group, to=to)
+        own = self._encoded(value, place, receiver=to)
+        self._checked([len(own)], place.rank)
+        dist.send(torch.tensor([len(own)]), group=group, group_dst=to)
+        dist.send(own, group=group, group_dst=to)
+
+    def receive(self, source: int, group: dist.ProcessGroup | None = None) -> T:
+        """The value that one rank of a group sends to this one."""
+        place = _Place.between(self._about, group, source=source)
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, group=group, group_src=source)
+        (count,) = self._checked([int(size)], source)
+        content = torch.empty(count, dtype=torch.uint8)
+        dist.recv(content, group=group, group_src=source)
+        return self._decoded(content, place, source, receiver=place.rank)
+
     def _gathered_sizes(self, own: int, place: _Place) -> list[int]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(place.ranks)]
         dist.all_gather(sizes, torch.tensor([own]), group=place.group)
         return self._checked([int(size) for size in sizes])
 
-    def _checked(self, sizes: list[int]) -> list[int]:
-        """Refuse sizes on all ranks, before memory is allocated for them."""
-        for sender, size in enumerate(sizes):
+    def _checked(self, sizes: list[int], first: int = 0) -> list[int]:
+        """Refuse sizes, the first of rank `first`, before memory is allocated for them."""
+        for sender, size in enumerate(sizes, first):
             if not _DIGEST_BYTES < size <= self._most:
                 raise RankMessageError(
                     f"rank {sender} of a group announced {size} bytes about {self._about!r}; the "
@@ -211,18 +229,36 @@ class _Place:
     about: str
     group: dist.ProcessGroup | None
     name: str
-    """Of the group."""
+    """Of the group, and of the two ranks of it that exchange something alone."""
     number: int
-    """Of the exchange, among all of the group."""
+    """Of the exchange, among all of the group, or all from one of its ranks to another."""
     rank: int
     ranks: int
 
     @classmethod
     def next(cls, about: str, group: dist.ProcessGroup | None) -> _Place:
         """The next one."""
+        return cls._of(about, group, "")
+
+    @classmethod
+    def between(
+        cls,
+        about: str,
+        group: dist.ProcessGroup | None,
+        *,
+        source: int | None = None,
+        to: int | None = None,
+    ) -> _Place:
+        """The next one from one rank to another; the one that is None is this rank."""
+        own = dist.get_rank(group)
+        pair = f" from {own if source is None else source} to {own if to is None else to}"
+        return cls._of(about, group, pair)
+
+    @classmethod
+    def _of(cls, about: str, group: dist.ProcessGroup | None, pair: str) -> _Place:
         used = dist.group.WORLD if group is None else group
         assert used is not None
-        name: str = used.group_name
+        name = used.group_name + pair
         _Key.counts[name] += 1
         return cls(about, group, name, _Key.counts[name], used.rank(), used.size())
 

@@ -6,6 +6,7 @@ import contextlib
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,8 +17,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 
+from isthmus.errors import IsthmusError
 from isthmus_datacenter.messages import Command, ControlSignal
-from isthmus_datacenter.parallel.pipeline import _KnownShapesStage
+from isthmus_datacenter.parallel.pipeline import _FORMS, StageChain, _Form, _KnownShapesStage
 from isthmus_datacenter.rank_messages import RankMessageError, RankMessages, set_key
 from isthmus_datacenter.training.round import train_round
 
@@ -116,7 +118,34 @@ def exchanged(rank: int) -> list[Any]:
         _TEXTS.broadcast(own),
         _TEXTS.gather(own),
         _TEXTS.scatter([["to 0"], ["to 1"]] if rank == 0 else None),
+        _both_ways(rank),
     ]
+
+
+def _both_ways(rank: int) -> list[str]:
+    """What two ranks send to each other, one after the other."""
+    if rank == 0:
+        _TEXTS.send(["from 0"], 1)
+        return _TEXTS.receive(1)
+    received = _TEXTS.receive(0)
+    _TEXTS.send(["from 1"], 0)
+    return received
+
+
+def sizes(rank: int, forms: list[tuple[int, list[int]]]) -> str:
+    """What rank 0 says of tensors that rank 1 announces as the outputs of its stage."""
+    if rank == 1:
+        announced = [_Form(kind, shape) for kind, shape in forms]
+        _FORMS.send(announced, 0, dist.group.WORLD)
+        return ""
+    shard: Any = SimpleNamespace(stages={}, dims=SimpleNamespace(stages=2))
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        StageChain(shard, group, torch.device("cpu"))._receive(1)
+    except IsthmusError as error:
+        return str(error)
+    return ""
 
 
 def refused(rank: int, how: str) -> str:

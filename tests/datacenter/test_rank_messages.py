@@ -6,6 +6,7 @@ import ast
 import importlib
 import math
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ SENDERS = {
     "who writes a checkpoint": 0,
     "the files of a checkpoint": 1,
     "the end of a checkpoint": 0,
+    "the outputs of a stage": 0,
 }
 """For each kind of message a rank that sends it, and whose place the intruder has."""
 
@@ -56,8 +58,11 @@ def test_a_pickle_in_place_of_a_message_ends_the_rank_and_executes_nothing(
     about: str, make_setup: Any, tmp_path: Path
 ) -> None:
     mark = tmp_path / "executed"
-    layout = {"tensor_parallel": 2} if about == "gradients" else {"zero_stage": 3}
-    command = make_setup("Gpt", **layout).open_command()
+    layouts = {
+        "gradients": {"tensor_parallel": 2},
+        "the outputs of a stage": {"pipeline_parallel": 2, "zero_stage": 0},
+    }
+    command = make_setup("Gpt", **layouts.get(about, {"zero_stage": 3})).open_command()
     intruder = SENDERS[about]
     with Ranks(2, seconds=60.0) as ranks:
         said = ranks.run_until(
@@ -97,8 +102,8 @@ def test_no_kind_of_message_is_left_out() -> None:
 def test_values_arrive_as_they_were_sent(pair: Ranks) -> None:
     own = [["0", "\ud800 a surrogate \x00"], ["1", "\ud800 a surrogate \x00"] * 2]
     assert pair.run(SOURCE, "exchanged") == [
-        [own, own[0], own, ["to 0"]],
-        [own, own[0], None, ["to 1"]],
+        [own, own[0], own, ["to 0"], ["from 1"]],
+        [own, own[0], None, ["to 1"], ["from 0"]],
     ]
 
 
@@ -115,6 +120,30 @@ def test_values_arrive_as_they_were_sent(pair: Ranks) -> None:
 def test_other_messages_are_refused(how: str, sentence: str) -> None:
     with Ranks(2, seconds=60.0) as ranks:
         assert ranks.run_until(0, SOURCE, "refused", how).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("forms", "sentence"),
+    [
+        (
+            [[0, [1 << 60, 2]]],
+            r"a pipeline stage returns 9223372036854775808 bytes, and the next .*",
+        ),
+        (
+            [[0, [1 << 40]]],
+            r"a pipeline stage returns 4398046511104 bytes, and the next one has .*",
+        ),
+        ([[0, [-1, 2]]], r"a message about 'the outputs of a stage' of rank 1 .* has another form"),
+        ([[10, [2]]], r"a message about 'the outputs of a stage' of rank 1 .* has another form"),
+        ([[-1, [2]]], r"a message about 'the outputs of a stage' of rank 1 .* has another form"),
+        ([[0, [1] * 65]], r"a message about 'the outputs of a stage' of rank 1 .* another form"),
+        ([[0, [1]]] * 65, r"a message about 'the outputs of a stage' of rank 1 .* another form"),
+    ],
+)
+def test_a_stage_allocates_no_more_than_there_can_be(
+    forms: list[Any], sentence: str, pair: Ranks
+) -> None:
+    assert re.fullmatch(sentence, pair.run(SOURCE, "sizes", forms)[0])
 
 
 def test_numbers_keep_their_bits() -> None:

@@ -59,6 +59,13 @@ MAX_COUNT = 2**31 - 1
 MAX_AMOUNT = 2**62
 """Largest number of bytes or examples; sums of them stay below the largest number of a table."""
 
+MAX_REAL = 1e18
+"""Largest magnitude of a real number: costs of all rounds stay finite."""
+MIN_REAL = 1e-38
+"""Smallest magnitude of a real number that is not 0: so do quotients, and float32 can hold it."""
+MAX_SECONDS = 1e9
+"""Longest duration, 32 years; in hours, so many of them. Clocks and timers hold it."""
+
 
 class Section(BaseModel):
     """A table of the job: immutable, and unknown keys are errors."""
@@ -73,7 +80,9 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _can_be_held(cls, value: Any, field: ValidationInfo) -> Any:
-        """Refuse whole numbers that the server's messages and tables do not hold."""
+        """Refuse numbers that messages and tables do not hold, or that overflow in products."""
+        if type(value) is float:
+            return _bounded(value, str(field.field_name))
         if type(value) is not int:
             return value
         is_amount = str(field.field_name).endswith(("bytes", "examples", "seed"))
@@ -81,6 +90,16 @@ class Section(BaseModel):
         if abs(value) > largest:
             raise ValueError(f"must be at most {largest}, and is {value}")
         return value
+
+
+def _bounded(value: float, name: str) -> float:
+    """Return a real number of a job if no cost, duration or size becomes infinite by it."""
+    largest = MAX_SECONDS if name.endswith(("seconds", "hours")) else MAX_REAL
+    if abs(value) > largest:
+        raise ValueError(f"must be at most {largest:g}, and is {value:g}")
+    if value and abs(value) < MIN_REAL:
+        raise ValueError(f"must be 0 or at least {MIN_REAL:g}, and is {value:g}")
+    return value
 
 
 class Hours(Section):

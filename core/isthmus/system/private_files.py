@@ -89,6 +89,33 @@ def make_private_directory(path: Path) -> None:
         raise UserError(f"{path} cannot be a private directory: {error.strerror}") from None
 
 
+def make_state_directory(path: Path) -> None:
+    """Make a directory with mode 0700, whatever the umask is; an existing one keeps its mode.
+
+    Its parents, which may be anybody's, get the mode that the umask gives.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def create_state_file(path: Path) -> None:
+    """Create an empty file with mode 0600, for what opens it by its name.
+
+    An existing one is not opened: to close it would release locks of this process, as SQLite's.
+
+    Raises:
+        OSError: it cannot be created; `FileExistsError` if there is one.
+    """
+    os.close(state_file_opener(str(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+
+
+def state_file_opener(path: str, flags: int) -> int:
+    """Open a file, with mode 0600 if it is new; the `opener` of `open`."""
+    return os.open(path, flags, 0o600)
+
+
 def remove_directory(path: Path) -> None:
     """Delete a directory and what a program that is not trusted has made in it.
 

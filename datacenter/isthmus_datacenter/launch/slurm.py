@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 from isthmus.errors import UserError
+from isthmus.system.private_files import make_state_directory
 from isthmus_datacenter.launch import Launch, NodeShell, check_printable, single_options, waiting
 
 _SHUTDOWN_SECONDS = 30
@@ -99,7 +100,7 @@ class SlurmLauncher:
             UserError: the request is not valid, Slurm is not installed, or it refused the job.
         """
         text = self.render(launch)
-        launch.state.mkdir(parents=True, exist_ok=True)
+        make_state_directory(launch.state)
         script = launch.state / "launch.sbatch"
         script.write_text(text)
         return f"slurm: {_sbatch(script)}"

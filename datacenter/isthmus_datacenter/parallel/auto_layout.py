@@ -79,6 +79,13 @@ def state_bytes(parameters: int, replicas: int, stage: int) -> float:
     return sharded + _BYTES * parameters * (1 if stage < 3 else 2 / _MIN_UNITS)
 
 
+def memory_bytes(device: torch.device) -> int:
+    """All memory of a device; of the machine, for its processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def choose_for_devices(
     section: DatacenterSection, ranks: int, parameters: int
 ) -> tuple[DatacenterSection, str]:
@@ -89,9 +96,9 @@ def choose_for_devices(
     """
     per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        memory = memory_bytes(torch.device("cuda", torch.cuda.current_device()))
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_machine
+        memory = memory_bytes(torch.device("cpu")) // per_machine
     changes, why = choose_layout(
         ranks=ranks, parameters=parameters, memory=memory, per_machine=per_machine
     )

@@ -2,17 +2,20 @@
 
 Training uses the schedules of `torch.distributed.pipelining`, whose stages have fixed shapes; each
 shape of a batch has a schedule of its own, over the same modules. Everything else, evaluation above
-all, uses `StageChain`, which sends the shapes with the tensors: a short last batch needs no padding
-and does not disturb a schedule.
+all, uses `StageChain`, which sends the shapes before the tensors, signed: a short last batch needs
+no padding and does not disturb a schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -24,8 +27,9 @@ from torch.distributed.pipelining import (
 
 from isthmus.errors import TaskError
 from isthmus.task import user_code
+from isthmus_datacenter.parallel.auto_layout import memory_bytes
 from isthmus_datacenter.parallel.model_shard import ModelShard, local
-from isthmus_datacenter.rank_messages import RankMessageError
+from isthmus_datacenter.rank_messages import RankMessageError, RankMessages
 
 _DTYPES = (
     torch.float32,
@@ -39,9 +43,28 @@ _DTYPES = (
     torch.uint8,
     torch.bool,
 )
-"""Types that can be sent from stage to stage; the header has the index."""
-_HEADER_LENGTH = 64
-"""Numbers in the header before the tensors: their count; of each, type, dimensions and sizes."""
+"""Types that can be sent from stage to stage; a message has the index."""
+
+
+_MOST_TENSORS = 64
+"""Tensors that a stage may return, and dimensions of one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """Type and sizes of a tensor: a receiver allocates what they say."""
+
+    kind: Annotated[int, Field(ge=0, lt=len(_DTYPES))]
+    shape: Annotated[Sequence[Annotated[int, Field(ge=0)]], Field(max_length=_MOST_TENSORS)]
+
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * _DTYPES[self.kind].itemsize
+
+
+_FORMS: RankMessages[list[_Form]] = RankMessages(
+    "the outputs of a stage", Annotated[list[_Form], Field(max_length=_MOST_TENSORS)]
+)
 
 MicrobatchLoss = Callable[[Any, int], torch.Tensor]
 """Loss of one micro-batch as a scalar, given the model's output and the micro-batch's number."""
@@ -78,33 +101,32 @@ class StageChain(nn.Module):
         return output
 
     def _send(self, tensors: tuple[Any, ...], destination: int) -> None:
-        # Of fixed length, so that the receiver can have memory for it before it knows the tensors.
-        header = [len(tensors)]
+        forms = []
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _DTYPES:
                 raise TaskError(
                     "a pipeline stage must return a tensor or a tuple of tensors, not "
                     f"{getattr(tensor, 'dtype', type(tensor).__name__)}"
                 )
-            header += [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
-        if len(header) > _HEADER_LENGTH:
+            forms.append(_Form(_DTYPES.index(tensor.dtype), tuple(tensor.shape)))
+        if len(forms) > _MOST_TENSORS:
             raise TaskError(f"a pipeline stage returns {len(tensors)} tensors, which is too many")
-        header += [0] * (_HEADER_LENGTH - len(header))
-        dist.send(torch.tensor(header), group=self.group, group_dst=destination)
+        _FORMS.send(forms, destination, self.group)
         for tensor in tensors:
-            # In the order of the header, as messages between two ranks keep theirs.
+            # In the order of the forms, as messages between two ranks keep theirs.
             dist.send(tensor.detach().contiguous(), group=self.group, group_dst=destination)
 
     def _receive(self, source: int) -> tuple[torch.Tensor, ...]:
-        header = torch.empty(_HEADER_LENGTH, dtype=torch.int64)
-        dist.recv(header, group=self.group, group_src=source)
-        count, *rest = header.tolist()
+        forms = _FORMS.receive(source, self.group)
+        size = sum(form.size() for form in forms)
+        most = memory_bytes(self.device)
+        if size > most:
+            raise TaskError(
+                f"a pipeline stage returns {size} bytes, and the next one has a memory of {most}"
+            )
         received = []
-        for _ in range(count):
-            kind, dimensions, *rest = rest
-            shape = rest[:dimensions]
-            rest = rest[dimensions:]
-            tensor = torch.empty(shape, dtype=_DTYPES[kind], device=self.device)
+        for form in forms:
+            tensor = torch.empty(form.shape, dtype=_DTYPES[form.kind], device=self.device)
             dist.recv(tensor, group=self.group, group_src=source)
             received.append(tensor)
         return tuple(received)

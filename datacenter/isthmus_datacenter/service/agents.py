@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from isthmus.system.private_files import make_state_directory
 from isthmus.transport.backoff import Backoff
 from isthmus_datacenter.service.agent_settings import AgentSettings
 from isthmus_datacenter.service.control_store import ControlStore
@@ -56,7 +57,7 @@ class LocalAgent:
 
     def __init__(self, settings: AgentSettings, fork_server: AgentForkServer) -> None:
         logs = Path(settings.logs)
-        logs.mkdir(parents=True, exist_ok=True)
+        make_state_directory(logs)
         self._log = logs / f"agent-{settings.generation}.log"
         # Of a generation with this number that another start of the service has left.
         self._log.unlink(missing_ok=True)

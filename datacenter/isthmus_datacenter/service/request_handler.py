@@ -18,6 +18,7 @@ from typing import Any
 
 from isthmus.errors import UpdateError, UserError
 from isthmus.job import read_job
+from isthmus.system.private_files import make_state_directory
 from isthmus.task import check_installed
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, describe
@@ -139,7 +140,7 @@ class RequestHandler:
             round_seconds=job.time.round_seconds,
             hang_seconds=job.datacenter.hang_seconds,
         )
-        (self._state / open_.run_id).mkdir(exist_ok=True)
+        make_state_directory(self._state / open_.run_id)
         command = Command(
             op="open",
             run_id=open_.run_id,

@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 
 from isthmus.errors import UpdateError
+from isthmus.system.private_files import make_state_directory
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.wire import link_pb2
@@ -29,7 +30,7 @@ class TransferFiles:
         """SHA-256 and file of the last model that came, which is not sent again."""
         # What an earlier service has left belongs to requests that are sent anew.
         shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir()
+        make_state_directory(directory)
 
     @property
     def has_results(self) -> bool:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from isthmus.errors import DamagedError, StorageError
+from isthmus.system.private_files import make_state_directory
 from isthmus.system.sealed_files import read_sealed, write_sealed
 
 
@@ -117,7 +118,7 @@ class DataPositions:
         """
         path = directory / _FILE
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_state_directory(directory)
             write_sealed(path, {"sizes": [dataclasses.asdict(each) for each in self.sizes]})
         except OSError as error:
             raise StorageError(f"{path} cannot be written: {error.strerror}") from error

@@ -100,12 +100,16 @@ def charged_runs(folders: Sequence[Path]) -> Iterator[ChargedRun]:
             # Half of a directory that is being deleted, or written, has no run.
             if directory.name.startswith(".") or not directory.is_dir():
                 continue
-            if (run := _charged(directory)) is not None:
+            if (run := charged_run(directory)) is not None:
                 yield run
 
 
-def _charged(directory: Path) -> ChargedRun | None:
-    """The ledger in a directory; None without a run that has charged anything."""
+def charged_run(directory: Path) -> ChargedRun | None:
+    """The ledger in a directory; None without a run that has charged anything.
+
+    Raises:
+        LedgerDamaged: it is not the one that was written.
+    """
     path = directory / LEDGER_FILE
     committed = ""
     job = None

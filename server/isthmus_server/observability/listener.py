@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import socket
 import sys
@@ -20,12 +21,16 @@ from isthmus.printable import in_a_line
 from isthmus_server.fleet.callers import CallerCheck
 from isthmus_server.observability.metrics import RunMetrics
 from isthmus_server.transport.event_loop import LoopNotAnswering
+from isthmus_server.transport.places import least_needed, network_of
 
 CONNECTIONS = 32
-"""Connections at a time; further ones are closed at once."""
+"""Connections at a time; how a further one finds a place says `places.least_needed`."""
 
 CONNECTION_SECONDS = 15.0
 """Time for a whole connection, its TLS handshake included."""
+
+_IDLE_SECONDS = 1.0
+"""A connection that has lasted for this time is idle: an answer takes milliseconds."""
 
 _REFUSED_SECONDS = 60.0
 """Time in which the same refusal is logged once."""
@@ -45,7 +50,8 @@ class MetricsListener:
     Guarantees:
       * at an address that other machines reach, only holders of an operator's certificate get an
         answer;
-      * callers hold at most `CONNECTIONS` threads, each for at most `CONNECTION_SECONDS`.
+      * callers hold at most `CONNECTIONS` places, each for at most `CONNECTION_SECONDS`, and one
+        address with many of them keeps no other one out.
     """
 
     def __init__(
@@ -126,6 +132,31 @@ class MetricsListener:
             server.server_close()
 
 
+@dataclasses.dataclass(frozen=True)
+class _MetricsCaller:
+    """A connection that has one of the places."""
+
+    connection: socket.socket
+    network: str
+    since: float
+    """When it began."""
+
+    @property
+    def is_idle(self) -> bool:
+        """See `Placed`."""
+        return time.monotonic() - self.since > _IDLE_SECONDS
+
+    @property
+    def dispensable(self) -> tuple[bool, float]:
+        """The oldest one is needed least."""
+        return self.is_idle, -self.since
+
+    def cut(self) -> None:
+        """End the connection, whose thread then ends, too."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
 class _Server(ThreadingHTTPServer):
     """Bounds connections, and makes the TLS handshake in the connection's thread."""
 
@@ -143,8 +174,7 @@ class _Server(ThreadingHTTPServer):
         self.check = check
         self._refused = ("", 0.0)
         """Why the last caller was refused, and when that was logged."""
-        self._open: dict[socket.socket, float] = {}
-        """Open connections, and when they began."""
+        self._open: dict[socket.socket, _MetricsCaller] = {}
         super().__init__(address, BaseHTTPRequestHandler)
 
     def server_bind(self) -> None:
@@ -156,19 +186,24 @@ class _Server(ThreadingHTTPServer):
         self.server_port = self.server_address[1]
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is room for the connection."""
-        if len(self._open) >= CONNECTIONS:
-            return False
-        self._open[request] = time.monotonic()
+        """Whether there is room for the connection, for which another one may have to go."""
+        network = network_of(client_address[0])
+        placed = list(self._open.values())
+        if len(placed) >= CONNECTIONS:
+            leaving = least_needed(network, placed)
+            if leaving is None:
+                return False
+            self._open.pop(leaving.connection, None)
+            leaving.cut()
+        self._open[request] = _MetricsCaller(request, network, time.monotonic())
         return True
 
     def service_actions(self) -> None:
         """Cut connections that have lasted too long."""
         now = time.monotonic()
-        for connection, since in list(self._open.items()):
-            if now - since > CONNECTION_SECONDS:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+        for place in list(self._open.values()):
+            if now - place.since > CONNECTION_SECONDS:
+                place.cut()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answer, behind TLS if callers must be known."""
@@ -178,8 +213,11 @@ class _Server(ThreadingHTTPServer):
             return
         context = self.check.context()
         secured = context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
-        self._open[secured] = self._open.pop(request)  # which has no connection any more
+        place = self._open.pop(request, None)  # which has no connection any more
         try:
+            if place is None:  # another caller has it
+                return
+            self._open[secured] = dataclasses.replace(place, connection=secured)
             secured.do_handshake()
             certificate = x509.load_der_x509_certificate(secured.getpeercert(True) or b"")
             self.check.check(certificate)

@@ -4,7 +4,9 @@ One JSON object per line, with the SHA-256 of the line before. Changing, removin
 line is noticed. `audit.head` has the size of the log and the hash of its last line, so that an
 accident to the end is noticed too, also after further lines: the next one continues the lost one.
 Removing the last lines on purpose, or writing the whole file anew, is noticed only by comparing the
-last hash with a copy kept elsewhere.
+last hash with a copy kept elsewhere. A last line without its end, after all that the head names, is
+one that a crash cut short before anybody was told that it is recorded: readers pass over it, and
+the next record takes its place; both say so.
 
 >>> import tempfile
 >>> state = Path(tempfile.mkdtemp())
@@ -27,14 +29,17 @@ import dataclasses
 import fcntl
 import getpass
 import json
+import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from isthmus.errors import DamagedError, UserError
 from isthmus.system.chained_log import NO_LINE, ChainedLog, LogEnd, append_line, line_digest
 from isthmus.system.sealed_files import read_sealed, write_sealed
+
+log = logging.getLogger(__name__)
 
 _FILE = "audit.log"
 _HEAD = "audit.head"
@@ -79,6 +84,17 @@ def record(state: Path, action: str, *, by: str, mark: str = "", **details: str)
             fcntl.flock(handle, fcntl.LOCK_EX)  # commands and the server write at the same time
             size = os.fstat(handle).st_size
             end = os.pread(handle, _MAX_LINE, max(0, size - _MAX_LINE))
+            torn = _unconfirmed(state, size, end)
+            if torn:
+                size -= torn
+                end = end[:-torn]
+                os.ftruncate(handle, size)
+                log.warning(
+                    "%s ended in a line that a crash had cut short, and that nobody was told was "
+                    "recorded; it is removed (%d bytes)",
+                    path,
+                    torn,
+                )
             before = end.rstrip(b"\n").rpartition(b"\n")[2]
             entry = {"time": round(time.time(), 3), "by": by, "action": action, **details}
             if mark:
@@ -89,9 +105,9 @@ def record(state: Path, action: str, *, by: str, mark: str = "", **details: str)
                 if size < written:  # lines are lost: the chain has to show it from now on
                     entry["previous"] = last
             line = json.dumps(entry, ensure_ascii=False).encode()
-            # A line that a crash cut short is ended and not removed: it stays visible.
-            torn = bool(size) and not end.endswith(b"\n")
-            append_line(handle, b"\n" + line if torn else line)
+            # Half of a line that was recorded is ended and not removed: the loss stays visible.
+            ended = end.endswith(b"\n") or not size
+            append_line(handle, line if ended else b"\n" + line)
             write_sealed(
                 state / _HEAD, {"bytes": os.fstat(handle).st_size, "last": line_digest(line)}
             )
@@ -101,6 +117,18 @@ def record(state: Path, action: str, *, by: str, mark: str = "", **details: str)
         raise UserError(
             f"{path} cannot be written ({error.strerror}), so that {action!r} is not recorded there"
         ) from None
+
+
+def _unconfirmed(state: Path, size: int, end: bytes) -> int:
+    """Bytes at the end of the log of a line that a crash cut short, and of which no head tells."""
+    torn = len(end) - (end.rfind(b"\n") + 1)
+    if torn == _MAX_LINE and size > torn:
+        return 0  # no record is as long
+    try:
+        written, _ = _read_head(state)
+    except (OSError, DamagedError):
+        return 0
+    return torn if size - torn >= written else 0
 
 
 def size(state: Path) -> int:
@@ -121,7 +149,7 @@ def size(state: Path) -> int:
 def marks_since(state: Path, start: int) -> set[str]:
     """The marks of entries after the first `start` bytes of the audit log, which are not verified.
 
-    A line that a crash cut short has none.
+    A line that a crash cut short has none, also if only its end is missing: it is removed.
 
     Raises:
         UserError: the log cannot be read.
@@ -136,7 +164,7 @@ def marks_since(state: Path, start: int) -> set[str]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     marks = set()
-    for line in text.splitlines():
+    for line in text.split(b"\n")[:-1]:
         with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
             marks.add(str(json.loads(line)["mark"]))
     return marks
@@ -149,7 +177,7 @@ def read(state: Path) -> list[AuditEntry]:
         UserError: it cannot be read, or a line does not continue the one before.
     """
     path = state / _FILE
-    log = ChainedLog(path)
+    chain = ChainedLog(path)
     entries: list[AuditEntry] = []
 
     def take(line: bytes, before: LogEnd) -> str:
@@ -157,14 +185,22 @@ def read(state: Path) -> list[AuditEntry]:
         return entries[-1].digest
 
     try:
-        size, last = _read_head(state)  # first: another process may append now
-        if size or path.exists():
-            log.read(take)
+        with _unwritten(path):
+            size, last = _read_head(state)
+            if size or path.exists():
+                chain.read(take)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    read_bytes = log.size + len(log.torn)
-    if log.torn:
-        take(log.torn, log.end)
+    read_bytes = chain.size
+    if chain.torn and chain.size < size:
+        read_bytes += len(chain.torn)
+        take(chain.torn, chain.end)
+    elif chain.torn:
+        log.warning(
+            "%s ends in a line that a crash cut short, and that nobody was told was recorded; the "
+            "next record takes its place",
+            path,
+        )
     if read_bytes < size:
         raise DamagedError(
             f"{path} was cut short to {read_bytes} of {size} bytes; restore it from a backup"
@@ -172,6 +208,21 @@ def read(state: Path) -> list[AuditEntry]:
     if entries and read_bytes == size and entries[-1].digest != last:
         raise UserError(f"{path} was changed: its last line is not the one in {_HEAD}")
     return entries
+
+
+@contextlib.contextmanager
+def _unwritten(path: Path) -> Iterator[None]:
+    """Wait until no other process appends, and keep them waiting; a line is never half written."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _entry(path: Path, line: bytes, before: LogEnd) -> AuditEntry:

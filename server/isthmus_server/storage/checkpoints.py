@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.errors import DamagedError, UserError
-from isthmus.system.private_files import sync_directory
+from isthmus.system.private_files import state_file_opener, sync_directory
 from isthmus.tensors.exchange_set import TensorLayout
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def replacing(path: Path) -> Iterator[DirectWriter]:
     # In the same directory: a rename across file systems would copy. Its name is fixed, so that
     # what a crash has left is overwritten.
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb", buffering=0) as file:
+    with open(temporary, "wb", buffering=0, opener=state_file_opener) as file:
         writer = DirectWriter(file)
         yield writer
         # In this order: contents, then the name, then the directory that has the name. Any other

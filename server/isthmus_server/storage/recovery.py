@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from isthmus.errors import DamagedError, UserError
+from isthmus.system.private_files import create_state_file, make_state_directory
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, last_known
 from isthmus_server.storage import run_description
 from isthmus_server.storage.damage_checks import (
@@ -236,17 +237,18 @@ class _Rollback:
         """Copy what changes, and link what is removed, into a new directory."""
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         dropped = self.directory / f"dropped-{stamp}-{os.getpid()}"
-        dropped.mkdir()
+        make_state_directory(dropped)
+        create_state_file(dropped / "run.sqlite")
         with contextlib.closing(sqlite3.connect(dropped / "run.sqlite")) as copy:
             self.store.log.connection.backup(copy)
         for name in (run_description.FILE, "run.head"):
             with contextlib.suppress(FileNotFoundError):
-                shutil.copyfile(self.directory / name, dropped / name)
+                _copy_state_file(self.directory / name, dropped / name)
         for path in files:
             try:
                 (dropped / path.name).hardlink_to(path)
             except OSError:  # the file system has no hard links
-                shutil.copyfile(path, dropped / path.name)
+                _copy_state_file(path, dropped / path.name)
         return dropped
 
     @staticmethod
@@ -256,6 +258,18 @@ class _Rollback:
         except UserError:
             return False
         return True
+
+
+def _copy_state_file(source: Path, target: Path) -> None:
+    """Copy what a file has, and not its mode.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    with source.open("rb") as file:
+        create_state_file(target)
+        with target.open("wb") as copy:
+            shutil.copyfileobj(file, copy)
 
 
 def _drop_rounds_after(db: sqlite3.Connection, last: int, *, reopened: bool) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from isthmus.errors import DamagedError, JobError, UserError
 from isthmus.job import Job, read_job
 from isthmus.system.file_lock import file_lock, is_locked
+from isthmus.system.private_files import make_state_directory
 from isthmus_server.storage.checkpoints import replacing
 from isthmus_server.storage.run_place import FILE as PLACE
 from isthmus_server.storage.run_place import record_place
@@ -127,7 +128,7 @@ def begin_log(directory: Path, description: RunDescription) -> None:
         DamagedError: there is one whose `job.json` is lost.
         OSError, sqlite3.Error: the directory cannot be used.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    make_state_directory(directory)
     with alone_in(directory):  # two processes started together must not create one run
         if (directory / FILE).exists():
             again = resume_command(directory)
@@ -138,7 +139,7 @@ def begin_log(directory: Path, description: RunDescription) -> None:
         if _has_begun(directory):
             raise damaged(f"{FILE} is missing", directory)
         for name in _FOLDERS:
-            (directory / name).mkdir(exist_ok=True)
+            make_state_directory(directory / name)
         # Of a creation that a crash ended before there was a `job.json`: there is no run in it.
         for path in directory.glob("run.*"):
             path.unlink()
@@ -335,7 +336,7 @@ def mark_simulated(directory: Path) -> None:
         UserError: the directory cannot be written.
     """
     with errors_named(directory):
-        directory.mkdir(parents=True, exist_ok=True)
+        make_state_directory(directory)
         if not (directory / FILE).exists() and not _has_begun(directory):
             (directory / _SIMULATED).touch()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,34 @@ def record_place(directory: Path, place: Path | None = None) -> None:
     write_private_file_of(directory / FILE, content)
 
 
-def record_copy(directory: Path, source: str) -> None:
-    """Note that a directory has a copy of a run, wherever it is moved; `source` is the original.
+def record_copy(directory: Path, source: str, shared: Collection[str] = ()) -> None:
+    """Note that a directory has a copy of a run, wherever it is moved.
+
+    Args:
+        directory: of the copy.
+        source: that of the original.
+        shared: populations whose budget the original shares with other runs.
 
     Raises:
         OSError: it cannot be written.
     """
-    write_sealed(directory / FILE, {"inode": _NOWHERE, "path": source})
+    values: dict[str, Any] = {"inode": _NOWHERE, "path": source}
+    if shared:
+        values["shared"] = sorted(shared)
+    write_sealed(directory / FILE, values)
+
+
+def shared_by_original(directory: Path) -> Collection[str]:
+    """The populations whose budget the original of a copy shares; none if it is no such copy.
+
+    Raises:
+        DamagedError: the file is damaged.
+        OSError: it cannot be read.
+    """
+    try:
+        return list(read_sealed(directory / FILE).get("shared", ()))
+    except FileNotFoundError:  # of a version that recorded nothing
+        return []
 
 
 def original_of(directory: Path) -> str | None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from isthmus.errors import DamagedError, UserError
+from isthmus.system.private_files import create_state_file
 from isthmus.system.sealed_files import read_sealed, write_sealed
 
 _SEAL = """
@@ -117,6 +118,8 @@ class SealedDatabase:
             # transaction.
             self.connection = sqlite3.connect(uri, uri=True, isolation_level=None)
             return
+        with contextlib.suppress(OSError):  # SQLite says what is wrong
+            create_state_file(file)  # if it is new; its write-ahead log gets the same mode
         self.connection = sqlite3.connect(file, timeout=10.0, isolation_level=None)
         try:
             self._prepare(schema)

@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import socket
-from collections import Counter
 from collections.abc import Iterator
 from typing import cast
 
@@ -21,6 +19,7 @@ import grpc
 import grpc.aio
 
 from isthmus_server.transport.limits import Services, cannot_listen, listen, server_options
+from isthmus_server.transport.places import least_needed, network_of
 from isthmus_server.transport.private_socket import private_socket
 
 _ANSWER_SECONDS = 5.0
@@ -149,7 +148,7 @@ class FairPort:
         if self._ends:
             return False
         if len(self._callers) >= self._places:
-            leaving = self._least_needed(caller.network)
+            leaving = least_needed(caller.network, self._callers)
             if leaving is None:
                 return False
             leaving.abort()
@@ -170,18 +169,6 @@ class FairPort:
         task = asyncio.get_running_loop().create_task(caller.connect(self._seconds))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
-
-    def _least_needed(self, newcomer: str) -> _Caller | None:
-        """The connection to close for one of `newcomer`; None if the new one is to be refused."""
-        counts = Counter(caller.network for caller in self._callers)
-        own = counts.pop(newcomer, 0) + 1
-        most = max(counts.values(), default=0)
-        if most >= own:
-            leaving = [caller for caller in self._callers if counts[caller.network] == most]
-        else:
-            # Many devices behind one address must not close each other's connections in use.
-            leaving = [c for c in self._callers if c.network == newcomer and c.is_idle]
-        return max(leaving, key=lambda caller: caller.dispensable, default=None)
 
 
 class _End(asyncio.Protocol):
@@ -330,20 +317,6 @@ class _Inner(_End):
     def data_received(self, data: bytes) -> None:
         self._caller.answered()
         super().data_received(data)
-
-
-def network_of(host: str) -> str:
-    """What counts as one address: an IPv4 address, or the network of 64 bits of an IPv6 address.
-
-    >>> network_of("::ffff:192.0.2.7"), network_of("2001:db8::7"), network_of("fe80::1%eth0")
-    ('192.0.2.7', '2001:db8::/64', 'fe80::/64')
-    """
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.ip_network((address, 64), strict=False))
 
 
 async def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:

@@ -1,4 +1,5 @@
 import json
+import math
 from typing import get_args
 
 import pytest
@@ -9,10 +10,11 @@ from pydantic import ValidationError
 from isthmus.errors import JobError
 from isthmus.job import Job, job_schema, load_job, parse_job, read_job, with_changes
 from isthmus.job.federated import MAX_SECURE_COHORT
-from isthmus.job.section import Section
+from isthmus.job.section import FREE, MAX_REAL, MIN_REAL, Section, sentences
 from isthmus.job.tables import JobTables
 
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
+FINITE = st.floats(-MAX_REAL, MAX_REAL).filter(lambda value: not 0 < abs(value) < MIN_REAL)
+EXTREME = [1e308, -1e308, 5e-324, -5e-324, 1e-39, math.inf, -math.inf, math.nan]
 SMALLEST = 'name = "digits"\n[task]\nsource = "task.py:Digits"\n'
 
 
@@ -424,12 +426,18 @@ def parts_of(annotation):
     return {annotation}.union(*(parts_of(each) for each in get_args(annotation)))
 
 
-WHOLE_NUMBERS = [
-    (table, name)
-    for table in sorted(tables(Job, set()), key=lambda table: table.__name__)
-    for name, field in table.model_fields.items()
-    if int in parts_of(field.annotation)
-]
+def fields_of(kind):
+    """The fields of all tables that may have a number of a kind; not those of free tables."""
+    return [
+        (table, name)
+        for table in sorted(tables(Job, set()), key=lambda table: table.__name__)
+        for name, field in table.model_fields.items()
+        if kind in parts_of(field.annotation) and FREE not in field.metadata
+    ]
+
+
+WHOLE_NUMBERS = fields_of(int)
+REAL_NUMBERS = fields_of(float)
 
 
 @pytest.mark.parametrize(
@@ -443,3 +451,25 @@ def test_every_whole_number_has_a_bound_that_messages_and_tables_hold(section, n
         with pytest.raises(ValidationError) as refused:
             section.model_validate({name: value})
         assert name in {error["loc"][0] for error in refused.value.errors()}
+
+
+@pytest.mark.parametrize(
+    ("section", "name"), REAL_NUMBERS, ids=lambda each: getattr(each, "__name__", each)
+)
+@given(value=st.one_of(st.sampled_from(EXTREME), st.floats(min_value=1.1 * MAX_REAL)))
+def test_every_real_number_has_bounds(section, name, value):
+    """A price of 1e308 was accepted, and the cost of a run was infinite."""
+    with pytest.raises(ValidationError) as refused:
+        section.model_validate({name: value})
+    said = [each for each in sentences(refused.value, section) if name in each]
+    assert len(said) == 1
+    assert "must be" in said[0] or "should be" in said[0] or "not in the range" in said[0]
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["federated.participation.hours=1e10", "time.round_seconds=1e10", "seconds=2e9"],
+)
+def test_no_duration_is_longer_than_clocks_hold(override):
+    with pytest.raises(JobError, match=r"must be at most 1e\+09, and is (1e\+10|2e\+09)"):
+        parse_job(SMALLEST, ["federated.participation.rounds=1", override])

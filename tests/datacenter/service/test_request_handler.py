@@ -48,6 +48,8 @@ def test_a_run_trains_exports_and_evaluates_from_step_0(
     assert not trained.HasField("result")
     assert not trained.evaluation
     assert not list((warm_datacenter.service.state / "exchange").iterdir())
+    for folder in ("exchange", "first"):
+        assert (warm_datacenter.service.state / folder).stat().st_mode & 0o777 == 0o700
 
 
 def test_a_model_that_came_is_kept_until_the_ranks_have_another(

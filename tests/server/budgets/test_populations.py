@@ -16,6 +16,7 @@ from isthmus_server.cli.server import server
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.runs.operations.retention import RetentionPolicy, prune
+from isthmus_server.runs.operations.run_copies import branch_run, copy_run
 from isthmus_server.storage.run_description import RunDescription
 from isthmus_server.storage.store import Store
 
@@ -275,3 +276,53 @@ def test_other_folders_among_the_runs_are_passed_over(charged, state):
     with pytest.raises(UserError):
         RunDescription.read(damaged)
     assert begin(state) == pytest.approx(0.1)
+
+
+@pytest.fixture
+def compared(make_job, tmp_path):
+    """A comparison of two runs, `a` with one charge and `b` with four; its directory."""
+    folder = tmp_path / "comparison"
+    populations = Populations(folder / DIRECTORY, (folder,))
+    for name, rounds in (("a", 1), ("b", 4)):
+        Store.create(folder / name, make_job(*PRIVATE), tmp_path, f"id-{name}").close()
+        with (
+            Ledger.open(folder / name / LEDGER_FILE) as own,
+            populations.ledger("devices") as shared,
+        ):
+            own.keep_head_in(folder / name / HEAD_FILE)
+            for round_ in range(rounds):
+                of_run = charge(run=f"id-{name}", round=round_)
+                for ledger in (own, shared):
+                    ledger.settle(ledger.reserve(of_run), "committed")
+    return folder
+
+
+@pytest.mark.parametrize("way", ["branch", "copy", "export", "within"])
+def test_a_branch_has_what_all_runs_have_charged_that_share_its_budget(compared, tmp_path, way):
+    target = (compared if way == "within" else tmp_path / "elsewhere") / "new"
+    source = compared / "a"
+    if way == "copy":
+        source = shutil.copytree(source, tmp_path / "copy")
+    elif way == "export":
+        copy_run(source, tmp_path / "copy", with_key=False)
+        source = tmp_path / "copy"
+    target.parent.mkdir(exist_ok=True)
+    branch_run(source, target)
+    with contextlib.closing(Store.open_to_continue(target)) as store:
+        budgets = RunBudgets.open(store, store.run_state(), None)
+        with contextlib.closing(budgets):
+            assert budgets.devices is not None
+            assert budgets.devices.spent == Composition(rho=0.5).epsilon(0.01)
+            own = Ledger.read(target / LEDGER_FILE).entries.values()
+            # Within the comparison its ledger is charged, and nothing is written twice.
+            assert len(own) == (1 if way == "within" else 5)
+            assert {entry.outcome for entry in own} == {"committed"}
+
+
+def test_a_branch_of_a_copy_is_refused_where_its_budget_is_not_known(compared, tmp_path):
+    copy_run(compared / "a", tmp_path / "copy", with_key=False)
+    copy_run(tmp_path / "copy", tmp_path / "second", with_key=False)
+    shutil.rmtree(compared)
+    for copy in ("copy", "second"):
+        with pytest.raises(UserError, match="shares the budget of 'devices' with other runs, and"):
+            branch_run(tmp_path / copy, tmp_path / f"new-{copy}")

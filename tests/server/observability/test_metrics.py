@@ -1,7 +1,9 @@
 """Metrics: what Prometheus reads of runs, and over which listener."""
 
 import asyncio
+import contextlib
 import socket
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -11,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.storage.records import failed_attempt, round_record
 
 from isthmus.errors import UserError
+from isthmus_server.observability import listener as listener_module
 from isthmus_server.observability import metrics
 from isthmus_server.observability.listener import MetricsListener
 from isthmus_server.observability.metrics import METRICS, RunMetrics
@@ -30,6 +33,7 @@ from isthmus_server.storage.events import (
 from isthmus_server.storage.records import Receipt
 from isthmus_server.transport import event_loop
 from isthmus_server.transport.event_loop import LoopNotAnswering, LoopObserver
+from isthmus_server.transport.places import least_needed
 
 PRIVACY = 'privacy={mechanism="gaussian", epsilon=8, delta=1e-6}'
 
@@ -205,3 +209,31 @@ async def test_a_busy_loop_is_seen_and_questions_to_it_end(monkeypatch):
     with pytest.raises(LoopNotAnswering, match=r"did not answer within 0\.05 s"):
         loop.ask(lambda: asyncio.sleep(0, "now"))  # this test is busy in the loop
     assert await asyncio.to_thread(loop.ask, lambda: asyncio.sleep(0, "now")) == "now"
+
+
+def test_who_holds_all_connections_keeps_nobody_out(monkeypatch):
+    """32 silent connections of one address, for 15 seconds each, were all that there are."""
+    # Those of the same address are idle at once.
+    monkeypatch.setattr(listener_module, "_IDLE_SECONDS", 0.0)
+    listener = MetricsListener("127.0.0.1", 0, RunMetrics())
+    with listener.serving(), contextlib.ExitStack() as held:
+        for _ in range(3 * listener_module.CONNECTIONS):
+            address = ("127.0.0.1", listener.port)
+            held.enter_context(socket.create_connection(address, timeout=10))
+        for _ in range(3):
+            assert get(listener, "/healthz") == (200, "ok\n")
+
+
+def test_an_address_with_many_connections_makes_room_for_others():
+    def caller(network, since):
+        return listener_module._MetricsCaller(socket.socket(), network, since)
+
+    now = time.monotonic()
+    many = [caller("192.0.2.1", now - age) for age in (0.1, 0.4, 0.2)]
+    one = caller("192.0.2.2", now - 0.9)
+    assert least_needed("192.0.2.3", [one, *many]) is many[1]
+    assert least_needed("192.0.2.1", [one, *many]) is None  # none of them is idle
+    old = caller("192.0.2.1", now - 5)
+    assert least_needed("192.0.2.1", [one, *many, old]) is old
+    for each in (one, old, *many):
+        each.connection.close()

@@ -1,13 +1,18 @@
 """The audit log: every change of it is noticed, and writers do not disturb each other."""
 
 import errno
+import json
 import os
+import shutil
 import stat
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from isthmus.errors import UserError
+from isthmus.system.chained_log import line_digest
 from isthmus_server.storage import audit
 
 FORMAT = (
@@ -96,6 +101,88 @@ def test_a_line_that_a_crash_cut_short_does_not_merge_with_the_next(log, tmp_pat
     with pytest.raises(UserError, match="line 3 is not a record"):
         audit.read(tmp_path)
     assert '"cancel"' in log.read_text().splitlines()[3]
+
+
+KILLED = """
+import os, shutil, signal, sys
+from pathlib import Path
+from isthmus_server.storage import audit
+
+template, folder = map(Path, sys.argv[1:3])
+write, seal = os.write, audit.write_sealed
+left = None
+
+def die_after(file, data):
+    global left
+    written = write(file, data[:left])
+    left -= written
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return written
+
+def die(*arguments):
+    if left == "head":
+        seal(*arguments)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def record():
+    audit.record(state, "revoke", by="user me", name="c", mark="m")
+
+for left in [*map(int, sys.argv[3:]), "line", "head"]:
+    state = folder / str(left)
+    shutil.copytree(template, state)
+    child = os.fork()
+    if not child:
+        audit.write_sealed = die
+        if isinstance(left, int):
+            os.write = die_after
+        record()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, left
+"""
+"""A process that is killed after each byte of a record, before its head is written and after."""
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_kill_at_each_byte_of_a_record_loses_nothing_that_was_confirmed(first, tmp_path, caplog):
+    template = tmp_path / "template"
+    template.mkdir()
+    names = [] if first else ["a", "b"]
+    for name in names:
+        audit.record(template, "revoke", by="user me", name=name)
+    whole = tmp_path / "whole"
+    shutil.copytree(template, whole)
+    audit.record(whole, "revoke", by="user me", name="c", mark="m")
+    line = audit.size(whole) - audit.size(template)
+    # A time without decimals is shorter than one with three.
+    cuts = range(1, line - 4, 20 if first else 1)
+    subprocess.run([sys.executable, "-c", KILLED, template, tmp_path, *map(str, cuts)], check=True)
+    for cut in [*cuts, "line", "head"]:
+        state = tmp_path / str(cut)
+        recorded = names if isinstance(cut, int) else [*names, "c"]
+        caplog.clear()
+        assert [entry.details["name"] for entry in audit.read(state)] == recorded, cut
+        assert bool(caplog.messages) == isinstance(cut, int)
+        # The registry writes again what has no mark, and not what has one.
+        assert audit.marks_since(state, 0) == ({"m"} if "c" in recorded else set())
+        audit.record(state, "revoke", by="user me", name="d")
+        caplog.clear()
+        assert [entry.details["name"] for entry in audit.read(state)] == [*recorded, "d"]
+        assert not caplog.messages
+
+
+def test_a_line_of_which_a_crash_cut_only_the_end_is_not_recorded(log, tmp_path, caplog):
+    last = log.read_bytes().splitlines()[-1]
+    before = {"time": 1, "by": "user me", "action": "revoke", "name": "d", "mark": "m"}
+    before["previous"] = line_digest(last)
+    with log.open("ab") as file:
+        file.write(json.dumps(before).encode())
+    assert len(audit.read(tmp_path)) == 3
+    assert "ends in a line that a crash cut short" in caplog.text
+    assert audit.marks_since(tmp_path, 0) == set()
+    audit.record(tmp_path, "revoke", by="user me", name="d", mark="m")
+    assert "ended in a line that a crash had cut short" in caplog.text
+    assert [entry.details["name"] for entry in audit.read(tmp_path)] == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])

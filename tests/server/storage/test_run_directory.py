@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sqlite3
+import stat
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,36 @@ from tests.server.storage.rounds import commit_round, plan_round
 
 from isthmus.errors import UserError
 from isthmus.system.file_lock import file_lock
+from isthmus_server.storage.recovery import roll_back
 from isthmus_server.storage.store import Store
+
+
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_only_their_owner_reads_the_files_of_a_run(umask, new_run):
+    before = os.umask(umask)
+    try:
+        store = new_run("folder/run")
+        for round_ in (1, 2):
+            commit_round(store, round_)
+        store.write_final(b"model" * 3)
+        store.close()
+        roll_back(store.directory)
+    finally:
+        os.umask(before)
+    paths = [store.directory, *store.directory.rglob("*")]
+    assert {"run.sqlite", "checkpoints", "model.safetensors"} <= {path.name for path in paths}
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in paths}
+    for path, mode in modes.items():
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+    # What is around it may be anybody's.
+    assert stat.S_IMODE(store.directory.parent.stat().st_mode) == 0o777 & ~umask
+
+
+def test_a_directory_that_exists_keeps_its_mode(new_run, tmp_path):
+    (tmp_path / "run").mkdir(mode=0o750)
+    store = new_run("run")
+    assert stat.S_IMODE(store.directory.stat().st_mode) == 0o750
+    assert stat.S_IMODE((store.directory / "run.sqlite").stat().st_mode) == 0o600
 
 
 def test_an_opened_run_has_the_job_it_was_created_with(new_run, open_again, tmp_path):

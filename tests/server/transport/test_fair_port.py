@@ -9,7 +9,8 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import UserError
 from isthmus_server.transport import fair_port
-from isthmus_server.transport.fair_port import FairPort, network_of
+from isthmus_server.transport.fair_port import FairPort
+from isthmus_server.transport.places import network_of
 
 BUSY, IDLE = "127.0.0.2", "127.0.0.3"
 

@@ -8,9 +8,10 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from cryptography import x509
@@ -22,9 +23,13 @@ from isthmus.identity import tls
 from isthmus_server.fleet.callers import CallerCheck
 from isthmus_server.read.console.access import CERTIFICATE, GuardedApp
 from isthmus_server.read.console.app import ConsoleApp
+from isthmus_server.transport.places import least_needed, network_of
 
 MAX_CONNECTIONS = 128
-"""Connections at a time; further requests get status 503."""
+"""Connections at a time; how a further one finds a place says `places.least_needed`."""
+
+_IDLE_SECONDS = 4.0
+"""A connection on which the caller has said nothing for this time is idle."""
 
 _STOP_SECONDS = 2
 
@@ -32,10 +37,39 @@ OPTION = "--console"
 
 
 class _Protocol(H11Protocol):
-    """Passes the certificate that TLS has verified to the application."""
+    """Passes the certificate that TLS has verified to the application, and finds a place."""
+
+    network = ""
+    """The caller's address, see `network_of`."""
+    _heard = 0.0
+    """When the caller said something."""
+
+    @property
+    def is_idle(self) -> bool:
+        """See `Placed`."""
+        return self.dispensable[1] > _IDLE_SECONDS
+
+    @property
+    def dispensable(self) -> tuple[bool, float]:
+        """A connection without a request that is being answered is needed least."""
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        return not is_answering, time.monotonic() - self._heard
+
+    def data_received(self, data: bytes) -> None:
+        """Note when the caller said something."""
+        self._heard = time.monotonic()
+        super().data_received(data)
 
     def connection_made(self, transport: Any) -> None:
-        """Note the caller's certificate."""
+        """Give the connection a place, and note the caller's certificate."""
+        self.network = network_of(transport.get_extra_info("peername")[0])
+        self._heard = time.monotonic()
+        placed = cast("set[_Protocol]", self.connections)
+        if len(placed) >= MAX_CONNECTIONS - 1:  # at MAX_CONNECTIONS each request gets status 503
+            leaving = least_needed(self.network, placed)
+            if leaving is not None:
+                placed.discard(leaving)
+                leaving.transport.abort()
         super().connection_made(transport)
         secured = transport.get_extra_info("ssl_object")
         found = None if secured is None else secured.getpeercert(True)

@@ -128,21 +128,38 @@ class JobQueue:
         """Close the file."""
         self._log.close()
 
+    def _check_room(self, project: str) -> None:
+        """Refuse a job for which there is no place.
+
+        A project gets a place only while it has fewer than are free, so that those who come later
+        find some, however many projects there are (Choudhury and Hahne 1998). Operators of no
+        project have all rights.
+        """
+        waiting = self._find("state IN ('queued', 'paused', 'held')")
+        free = MAX_WAITING - len(waiting)
+        if free <= 0:
+            raise AdmissionRefused(
+                f"{MAX_WAITING} jobs are queued already; cancel some, or try again later"
+            )
+        own = sum(job.project == project for job in waiting)
+        if project and own >= free:
+            raise AdmissionRefused(
+                f"{own} jobs of the project {project!r} are queued already, and the other projects "
+                f"need the {free} places that are left; cancel some, or try again later"
+            )
+
     def submit(
         self, job: Job, by: str, key: str, share: float = 1.0, project: str = ""
     ) -> QueuedJob:
         """Append a job to the queue.
 
         Raises:
-            AdmissionRefused: the queue is full.
+            AdmissionRefused: the queue is full, or too full for a further job of this project.
         """
         known = self._find("submitted_by=? AND key=?", (by, key))
         if known:
             return known[0]
-        if len(self._find("state IN ('queued', 'paused', 'held')")) >= MAX_WAITING:
-            raise AdmissionRefused(
-                f"{MAX_WAITING} jobs are queued already; cancel some, or try again later"
-            )
+        self._check_room(project)
         text = job.model_dump_json()
         now = time.time()
         row = (job.name, text, new_run_id(job), by, key, now, share, project)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from isthmus.errors import UserError
 from isthmus.job import Job
+from isthmus.system.private_files import make_state_directory
 from isthmus.system.process import signal_name
 from isthmus.wire import link_pb2
 from isthmus_server.runs.local.fork_server import ParticipantForkServer, Program
@@ -90,7 +91,7 @@ class LocalProcesses:
 
     def start(self) -> None:
         """Start all processes."""
-        (self.directory / "logs").mkdir(parents=True, exist_ok=True)
+        make_state_directory(self.directory / "logs")
         commands = participant_commands(self.job, self.address, self.directory)
         for name, arguments in commands.items():
             self._supervisors.append(asyncio.create_task(self._supervise(name, arguments)))

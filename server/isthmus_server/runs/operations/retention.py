@@ -16,8 +16,10 @@ from typing import Literal
 
 from isthmus.errors import IsthmusError, UserError
 from isthmus.system.private_files import make_private_directory, write_private_file
-from isthmus_privacy.dp.ledger import HEAD_FILE, LEDGER_FILE, LedgerDamaged, last_known
-from isthmus_server.budgets.charged_runs import PRUNED
+from isthmus_privacy.dp.ledger import HEAD_FILE, LEDGER_FILE, Ledger, LedgerDamaged, last_known
+from isthmus_server.budgets.charged_runs import PRUNED, absent_from, charged_run
+from isthmus_server.budgets.populations import DIRECTORY as POPULATIONS
+from isthmus_server.budgets.populations import known_head
 from isthmus_server.runs.operations.run_copies import copy_ledger
 from isthmus_server.storage import audit
 from isthmus_server.storage.run_description import alone_in
@@ -160,13 +162,15 @@ def prune(folder: Path, policy: RetentionPolicy, *, dry_run: bool) -> list[tuple
     """Delete the runs that a policy does not keep; returns all, with why each is kept.
 
     The ledgers of a server's populations are elsewhere and stay, and so do those of its runs: they
-    show whether that of a population is an older copy. Where there is no population, a run whose
-    ledger is the only one of its charges is kept.
+    show whether that of a population is an older copy. A run is kept if its ledger has a charge
+    that those of the server's populations do not have.
 
     Raises:
         UserError: there is no such folder, or no finished run has the metric of the policy.
     """
     decided = []
+    # "." has no name by which the runs of a server are known.
+    folder = folder.resolve() if folder.is_dir() else folder
     listed = list_runs(folder)
     known = sorted({name for run in listed for name in run.metrics})
     if policy.keep_best and known and policy.keep_best not in known:
@@ -182,12 +186,35 @@ def prune(folder: Path, policy: RetentionPolicy, *, dry_run: bool) -> list[tuple
         kept = why
         if not kept and path.is_symlink():
             kept = "it is a link; prune the folder that it leads to"
-        if not kept and (path / LEDGER_FILE).exists() and not (folder.parent / "privacy").is_dir():
-            kept = "its privacy ledger is the only record of what devices were asked"
+        if not kept:
+            kept = _why_its_ledger_is_needed(path)
         if not kept and not dry_run:
             kept = _delete(path)
         decided.append((run, kept))
     return decided
+
+
+def _why_its_ledger_is_needed(path: Path) -> str:
+    """Why a run must stay for the sake of what it has charged; empty if others have it all.
+
+    A directory `privacy` next to the folder is not enough: it may be that of other runs.
+    """
+    only = "its privacy ledger is the only record of what devices were asked"
+    try:
+        run = charged_run(path)
+        if run is None:
+            return ""
+        for name in {entry.charge.population for entry in run.ledger.entries.values()}:
+            ledger = path.parent.parent / POPULATIONS / f"{name}.ledger"
+            if path.parent.name != "runs" or not ledger.exists():
+                return only
+            shared = Ledger.read(ledger, known_head(ledger.parent, name))
+            absent = absent_from(shared, run.charges_of(name))
+            if absent.lost or absent.unasked:
+                return only
+    except LedgerDamaged as error:
+        return str(error)
+    return ""
 
 
 def _delete(path: Path) -> str:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
+from collections import Counter
 from pathlib import Path
 
 from isthmus.errors import DamagedError, UserError
 from isthmus.system.private_files import make_private_directory, write_private_file
 from isthmus_privacy.dp.ledger import HEAD_FILE, LEDGER_FILE, Ledger, LedgerHead
+from isthmus_server.budgets.populations import known_head, shared_with
 from isthmus_server.budgets.server_noise import KEY_FILE
 from isthmus_server.runs.operations.databases import copy_database
 from isthmus_server.runs.operations.manifest import copy_private
 from isthmus_server.storage.damage_checks import FINAL_MODEL
 from isthmus_server.storage.run_description import FILE as DESCRIPTION
-from isthmus_server.storage.run_description import new_run_id
-from isthmus_server.storage.run_place import original_of, record_copy, record_place
+from isthmus_server.storage.run_description import RunDescription, new_run_id
+from isthmus_server.storage.run_place import (
+    original_of,
+    record_copy,
+    record_place,
+    shared_by_original,
+)
 from isthmus_server.storage.schema import SCHEMA
 from isthmus_server.storage.store import Store
 
@@ -43,7 +50,7 @@ def copy_run(source: Path, target: Path, *, with_key: bool) -> int:
         make_private_directory(target)
         try:
             last = _copy(source, target, set() if with_key else {KEY_FILE})
-            record_copy(target, _original(source))
+            record_copy(target, _original(source), _shared(source))
             return last
         except _Changed:  # a commit has replaced the checkpoints meanwhile
             shutil.rmtree(target)
@@ -55,6 +62,25 @@ def copy_run(source: Path, target: Path, *, with_key: bool) -> int:
 
 class _Changed(Exception):
     """The run has gone on, so the copy is begun anew."""
+
+
+def _shared(source: Path) -> set[str]:
+    """The populations whose budget a run, or that of which it is a copy, shares with others."""
+    found = {name for name in _populations(source) if _where_shared(source, name)}
+    return found | set(shared_by_original(source))
+
+
+def _populations(run: Path) -> list[str]:
+    """Whose data a run's job protects."""
+    job = RunDescription.read(run).job
+    sections = (job.privacy, job.datacenter.privacy)
+    return sorted({section.population for section in sections if section is not None})
+
+
+def _where_shared(source: Path, population: str) -> list[Path]:
+    """Directories of the ledgers of a population that a run, or its original, is charged in."""
+    found = (shared_with(run, population) for run in (source, Path(_original(source))))
+    return sorted({each.directory for each in found if each is not None})
 
 
 def _original(source: Path) -> str:
@@ -120,6 +146,43 @@ def copy_tree(source: Path, target: Path) -> None:
         copy_private(source, target)
 
 
+def _take_shared_charges(source: Path, target: Path) -> None:
+    """Add to the ledger of a branch what others have charged of the budget of its run.
+
+    Raises:
+        UserError: they are known to have charged it, and their ledger is not found.
+        LedgerDamaged: it is not the one that was written.
+    """
+    for population in _populations(source):
+        own = shared_with(target, population)
+        found = _where_shared(source, population)
+        if not found and own is None and population in shared_by_original(source):
+            raise UserError(
+                f"{source} is a copy of a run in {_original(source)} that shares the budget of "
+                f"{population!r} with other runs, and what these have spent is not known here; "
+                "make the branch where their ledger is"
+            )
+        for directory in found:
+            if own is None or own.directory != directory:
+                head = known_head(directory, population)
+                _add_charges(Ledger.read(directory / f"{population}.ledger", head), target)
+
+
+def _add_charges(shared: Ledger, target: Path) -> None:
+    """Add what a ledger has, and that of the run in a directory has not."""
+    with Ledger.open(target / LEDGER_FILE) as own:
+        known = Counter(entry.charge for entry in own.entries.values())
+        for entry in shared.entries.values():
+            # Charges can be equal, as of a round that was done again, so they are counted.
+            known[entry.charge] -= 1
+            if known[entry.charge] >= 0 or not entry.is_spent:
+                continue
+            number = own.reserve(entry.charge)
+            if entry.outcome is not None:
+                own.settle(number, entry.outcome)
+        own.keep_head_in(target / HEAD_FILE)
+
+
 def copy_ledger(source: Path, target: Path, known: LedgerHead | None = None) -> LedgerHead:
     """Copy the whole lines of a ledger, which may be written meanwhile; returns its head.
 
@@ -151,7 +214,9 @@ def branch_run(source: Path, target: Path, place: Path | None = None) -> tuple[s
 
     It has the log, the model and the privacy ledger of the other one, and an id of its own: devices
     and datacenters have not seen it, and the key of its noise is made when it is first used. What
-    was asked for after that commit is left out of its log, and stays charged in its ledger.
+    was asked for after that commit is left out of its log, and stays charged in its ledger. Its
+    ledger also has what all runs have charged that share a budget with the other one, unless it
+    shares it, too.
 
     Returns its id, and the round after which it begins.
 
@@ -161,9 +226,11 @@ def branch_run(source: Path, target: Path, place: Path | None = None) -> tuple[s
         place: where `target` will be renamed to; None if it stays.
 
     Raises:
-        UserError: the run has finished, it is damaged, or only a datacenter has its model.
+        UserError: the run has finished, it is damaged, only a datacenter has its model, or what
+            was spent of its budget is not known here.
     """
     round_ = copy_run(source, target, with_key=False)
+    _take_shared_charges(source, target)
     with contextlib.closing(Store.open_to_write(target)) as store, store.locked():
         if store.status()[0] == "finished":
             raise UserError(f"{source} has finished: there is nothing to continue")

@@ -1,8 +1,10 @@
 """Who may read a console, what its answers allow a browser, and its vendored files."""
 
 import asyncio
+import contextlib
 import hashlib
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from tests.server.read.console.serving import TOKEN, ask, served
 
 from isthmus.errors import UserError
 from isthmus_server.read import console
-from isthmus_server.read.console import live
+from isthmus_server.read.console import live, serving
 from isthmus_server.read.console.access import kept_token
 from isthmus_server.read.console.live import LiveUpdates
 from isthmus_server.read.console.serving import ConsoleListener
@@ -133,3 +135,14 @@ def test_uplot_is_the_published_file_with_its_licence():
     assert hashlib.sha256(script).hexdigest() == UPLOT
     assert b"v1.6.32" in script[:200]
     assert "MIT License" in (STATIC / "uplot" / "LICENSE").read_text()
+
+
+def test_who_holds_all_connections_keeps_nobody_out(run, monkeypatch):
+    # Those of the same address are idle at once.
+    monkeypatch.setattr(serving, "_IDLE_SECONDS", 0.0)
+    with served(run) as listener, contextlib.ExitStack() as held:
+        for _ in range(serving.MAX_CONNECTIONS + 40):
+            address = ("127.0.0.1", listener.port)
+            held.enter_context(socket.create_connection(address, timeout=10))
+        for _ in range(3):
+            assert ask(listener, "/runs/run")[0] == 200

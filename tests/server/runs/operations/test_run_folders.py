@@ -11,12 +11,14 @@ import time
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
+from tests.privacy.dp.charges import charge
 from tests.server.storage.conftest import new_run  # noqa: F401 - a fixture
 from tests.server.storage.rounds import commit_round, plan_round
 
 from isthmus.errors import DamagedError, UserError
 from isthmus.system.file_identity import FileIdentity
 from isthmus.system.sealed_files import read_sealed, write_sealed, write_sealed_bytes
+from isthmus_privacy.dp.ledger import Ledger
 from isthmus_server.cli.runs import runs
 from isthmus_server.read.report.report import read_report, show
 from isthmus_server.runs.local.session import LocalRun
@@ -315,13 +317,44 @@ def test_pruning_keeps_what_can_go_on_and_records_what_it_deletes(ended, tmp_pat
         command("prune", folder)
 
 
-def test_a_run_with_the_only_ledger_of_its_charges_is_kept(ended, tmp_path):
-    path = ended("one", ago=9e6)
-    (path / "privacy.ledger").write_bytes(b"")
-    words = ("prune", path.parent, "--older-than", "1d")
-    assert "is the only record of what devices were asked" in command(*words)
-    (tmp_path / "privacy").mkdir()  # of a server, which has the ledgers of its populations there
-    assert "deleted  one\n" in command(*words)
+@pytest.mark.parametrize("folder", ["state/runs", "comparison"])
+def test_a_run_with_the_only_ledger_of_its_charges_is_kept(folder, ended, tmp_path, monkeypatch):
+    """Also where next to it, or around it, are the ledgers of others."""
+    path = tmp_path / folder / "one"
+    path.parent.mkdir(parents=True)
+    ended("one", ago=9e6).rename(path)
+    charged = [charge(round=number, run="one") for number in (1, 2)]
+
+    def charge_all(ledger, head, *charges):
+        ledger.parent.mkdir(exist_ok=True)
+        with Ledger.open(ledger) as opened:
+            for each in charges:
+                opened.settle(opened.reserve(each), "committed")
+            opened.keep_head_in(head)
+
+    def said():
+        monkeypatch.chdir(path.parent)  # "." is the folder of a server's runs, too
+        return command("prune", ".", "--older-than", "1d")
+
+    charge_all(path / "privacy.ledger", path / "privacy.head", *charged)
+    only = "kept     one: its privacy ledger is the only record of what devices were asked"
+    assert only in said()
+    privacy = path.parent.parent / "privacy"
+    population = privacy / "devices.ledger", privacy / "devices.head"
+    charge_all(*(each.with_stem("others") for each in population), charge(population="others"))
+    assert only in said()
+    charge_all(*population, charge(round=1, run="foreign"))
+    assert only in said()
+    charge_all(*population, charged[0])
+    assert only in said()
+    charge_all(*population, charged[1])
+    if folder == "comparison":  # whose `privacy` is in the folder itself
+        assert only in said()
+        return
+    audit.record(tmp_path / "state", "submit", by="me")
+    assert "deleted  one\n" in said()
+    assert len(list((tmp_path / "state/pruned").iterdir())) == 1
+    assert audit.read(tmp_path / "state")[-1].action == "prune"
 
 
 @pytest.mark.parametrize(
