@@ -2,12 +2,12 @@
 
 The gradients are those that a batch of this one example would have, computed for several at a time
 by `torch.func`, where no operation sees two examples. What is left to a model is to keep something
-of one example until it computes another: `KeptState` refuses it in every step.
+of one example until it computes another: `KeptState` refuses it in every step where it finds it,
+and in some steps examples are computed again after others (`Reference`).
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,9 +24,11 @@ from isthmus.task.scoring.inputs import tensors_of
 from isthmus_privacy.dp.gaussian import KEY_BYTES, GaussianDraws
 from isthmus_privacy.dp_sgd.examples import ExampleGroup
 from isthmus_privacy.dp_sgd.isolation import (
+    ComputedBefore,
     GeneratorStates,
     Observed,
     arranged,
+    check_repeats,
     check_same,
     compares,
     kept_generators,
@@ -34,6 +36,7 @@ from isthmus_privacy.dp_sgd.isolation import (
     replaced,
 )
 from isthmus_privacy.dp_sgd.kept_state import KeptState
+from isthmus_privacy.dp_sgd.reference import Reference
 
 MEMORY_ELEMENTS = 1 << 26
 """Elements of all gradients that exist at a time."""
@@ -56,6 +59,9 @@ class ExampleGradients:
         """N: elements of a gradient."""
         self._at_once = max(1, min(at_once, MEMORY_ELEMENTS // max(self.size, 1)))
         self._steps = 0
+        self._reference = Reference(task, model)
+        self._first: ExampleGroup | None = None
+        """The example of the reference: the first one that there was."""
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, by name; a gradient is in their order."""
@@ -75,7 +81,14 @@ class ExampleGradients:
         Raises:
             TaskError: it does, or the model or the loss failed.
         """
-        state = KeptState(self._task, self._model, parameters="values")
+        state = KeptState(self._task, self._model, closely=True)
+        with state.explaining():
+            self._check_reference(group)
+            self._check_isolation(group, state)
+            self._check_reference(group)
+        state.check()
+
+    def _check_isolation(self, group: ExampleGroup, state: KeptState) -> None:
         for rows, place in arranged(group.tensors):
             expected = self._observe(group, rows, place)
             state.check()
@@ -87,24 +100,26 @@ class ExampleGradients:
                     continue
                 state.check()
                 check_same(expected, found, repeated)
-            check_same(expected, self._observe(group, rows, place), repeated)
-        state.check()
+            check_repeats(expected, self._observe(group, rows, place), repeated)
 
     def step_sum(self, groups: Sequence[ExampleGroup], device: Any) -> torch.Tensor:
         """The sum (N, float64) of the clipped gradients of all examples of a step.
 
-        In some steps what was computed for one of them is compared with what it is among others.
+        In some steps one of them is computed before and after all, among others, and the first
+        example of all is computed again.
 
         Raises:
             TaskError: see `add_to`; or one example changes the gradients of others.
         """
         compared = compares(self._steps)
-        state = KeptState(self._task, self._model, parameters="values" if compared else "versions")
-        total = self.zeros(device)
-        for group in groups:
-            self.add_to(total, group)
-        if compared and groups:
-            self._compare(max(groups, key=len))
+        state = KeptState(self._task, self._model, closely=compared)
+        with state.explaining():
+            before = self._before(groups) if compared else None
+            total = self.zeros(device)
+            for group in groups:
+                self.add_to(total, group)
+            if before is not None:
+                before.compare()
         state.check()
         self._steps += 1
         return total
@@ -122,15 +137,37 @@ class ExampleGradients:
             parts = list(gradients(*rows)[0].values())
             total += clipped_sum(parts, self._clip)
 
-    def _compare(self, group: ExampleGroup) -> None:
-        """Compute the gradient of one example twice, among different others."""
+    def _check_reference(self, group: ExampleGroup | None) -> None:
+        """Compute the first example again, after whatever there was since."""
+        if self._first is None and group is not None:
+            self._first = ExampleGroup(group.one, [each[:1].clone() for each in group.tensors])
+        first = self._first
+        if first is None:
+            return
+        trained = {name: each.detach() for name, each in self.trained().items()}
+
+        def observe(generators: GeneratorStates) -> Observed:
+            numbers = {name: self._reference.numbers(name, each) for name, each in trained.items()}
+            return self._observe(first, first.tensors, 0, generators, numbers)
+
+        self._reference.check(trained, first.tensors[0].device, observe)
+
+    def _before(self, groups: Sequence[ExampleGroup]) -> ComputedBefore | None:
+        """Compute one example of a step before all of them, and then the first one of all."""
+        group = max(groups, key=len, default=None)
+        if group is None:
+            self._check_reference(None)
+            return None
+        structure = group
         rows = next(iter(group.parts(self._at_once)))
-        count = len(rows[0])
-        place = place_in(self._steps, count)
-        for others in itertools.islice(replaced(rows, place, made_up=False), 1):
-            expected = self._observe(group, rows, place)
-            repeated = self._repeated(group, rows, place)
-            check_same(expected, self._observe(group, others, place), repeated)
+        place = place_in(self._steps, len(rows[0]))
+
+        def observe(some: Sequence[torch.Tensor], generators: GeneratorStates | None) -> Observed:
+            return self._observe(structure, some, place, generators)
+
+        before = ComputedBefore(observe, rows, place)
+        self._check_reference(group)
+        return before
 
     def _repeated(
         self, group: ExampleGroup, rows: Sequence[torch.Tensor], place: int
@@ -138,11 +175,28 @@ class ExampleGradients:
         """The same once more, where kernels may not repeat their result."""
         return None if rows[0].device.type == "cpu" else self._observe(group, rows, place)
 
-    def _observe(self, group: ExampleGroup, rows: Sequence[torch.Tensor], place: int) -> Observed:
-        """The loss, the outputs and the gradient of one of some examples, from one seed."""
-        gradients = self._computed(group, with_outputs=True)
+    def _observe(
+        self,
+        group: ExampleGroup,
+        rows: Sequence[torch.Tensor],
+        place: int,
+        generators: GeneratorStates | None = None,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+    ) -> Observed:
+        """The loss, the outputs and the gradient of one of some examples, from one seed.
+
+        Args:
+            group: with the structure of the examples.
+            rows: the examples.
+            place: of the one.
+            generators: states of generators to begin with; None for those of now.
+            parameters: in place of those of the model.
+        """
+        gradients = self._computed(group, with_outputs=True, parameters=parameters)
         observed: dict[str, torch.Tensor] = {}
         with kept_generators(rows[0].device):
+            if generators is not None:
+                generators.restore()
             for start in range(0, len(rows[0]), self._at_once):
                 some = [each[start : start + self._at_once] for each in rows]
                 found, (loss, outputs) = gradients(*some)
@@ -157,9 +211,15 @@ class ExampleGradients:
             observed.update(GeneratorStates(rows[0].device).observed())
         return observed
 
-    def _computed(self, group: ExampleGroup, *, with_outputs: bool = False) -> Callable[..., Any]:
+    def _computed(
+        self,
+        group: ExampleGroup,
+        *,
+        with_outputs: bool = False,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+    ) -> Callable[..., Any]:
         """A function of rows (B, ...): gradients (B, ...) by name, losses (B), and outputs."""
-        trained = {name: each.detach() for name, each in self.trained().items()}
+        trained = parameters or {name: each.detach() for name, each in self.trained().items()}
         places = _places(self._called, self.trained())
 
         def loss(parameters: Mapping[str, torch.Tensor], *rows: torch.Tensor) -> Any:

@@ -11,9 +11,11 @@ Gradients do not tell all: a statistic that is detached changes what others get 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import math
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +28,12 @@ _EVERY = 64
 """Steps from one comparison in training to the next."""
 _ROUNDING = 2.0**-16
 """Largest difference, relative to the largest element, where kernels are not repeatable."""
+_SUMMARY = 1 << 12
+"""Elements of a tensor that are kept as they are, see `summarised`."""
 _OUTLIERS = (-1e3, 1e6)
 """Factors of other examples' values: a share of one part in a thousand million is then seen."""
+
+_PLAIN = (str, int, float)
 
 Observed = Mapping[str, torch.Tensor]
 """What was computed for one example, by what it is."""
@@ -113,6 +119,37 @@ def check_same(expected: Observed, found: Observed, repeated: Observed | None = 
     Raises:
         TaskError: with what differs.
     """
+    what = _difference(expected, found, repeated)
+    if what is not None:
+        raise TaskError(
+            f"{what} of an example changes with the other examples of its batch, which "
+            "differential privacy of examples does not bound; compute everything from the "
+            "example alone, with nn.GroupNorm or nn.LayerNorm in place of statistics over a batch"
+        )
+
+
+def check_repeats(expected: Observed, found: Observed, repeated: Observed | None = None) -> None:
+    """Refuse a model that computed something else for an example at another time.
+
+    Args:
+        expected: of some examples.
+        found: of the same ones with the same parameters and random numbers, and others in between.
+        repeated: once more as `expected`; None if it had the same bits.
+
+    Raises:
+        TaskError: with what differs.
+    """
+    what = _difference(expected, found, repeated)
+    if what is not None:
+        raise TaskError(
+            f"{what} of an example changes when it is computed again after others: forward() or "
+            "loss() keeps something, perhaps in a library or a file, which differential privacy of "
+            "examples does not bound; keep nothing between calls"
+        )
+
+
+def _difference(expected: Observed, found: Observed, repeated: Observed | None) -> str | None:
+    """What differs; None if nothing does."""
     for what, before in expected.items():
         after = found.get(what)
         if after is not None and after.shape == before.shape:
@@ -121,11 +158,8 @@ def check_same(expected: Observed, found: Observed, repeated: Observed | None = 
             again = None if repeated is None else repeated.get(what)
             if again is not None and not _same_bits(before, again) and _is_close(before, after):
                 continue
-        raise TaskError(
-            f"{what} of an example changes with the other examples of its batch, which "
-            "differential privacy of examples does not bound; compute everything from the "
-            "example alone, with nn.GroupNorm or nn.LayerNorm in place of statistics over a batch"
-        )
+        return what
+    return None
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -140,6 +174,30 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     largest = one.abs().max()
     return bool((one - other).abs().max() <= _ROUNDING * largest)
+
+
+def summarised(found: Observed) -> Observed:
+    """The same in little memory: the gradient of one example is as large as the model.
+
+    Of large tensors a hash of all bits is left, or on an accelerator, whose kernels may not repeat
+    these, a sample of the elements with their mean and their root mean square.
+    """
+    return {what: _summary(each) for what, each in found.items()}
+
+
+def _summary(values: torch.Tensor) -> torch.Tensor:
+    flat = values.detach().reshape(-1)
+    if flat.numel() <= _SUMMARY:
+        return flat.clone()
+    if flat.device.type == "cpu":
+        octets: Any = flat.view(torch.uint8).numpy()
+        return torch.frombuffer(bytearray(hashlib.blake2b(octets).digest()), dtype=torch.uint8)
+    sample = flat[:: flat.numel() // _SUMMARY]
+    if not flat.is_floating_point():
+        return sample.clone()
+    norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
+    of_all = [flat.mean(dtype=torch.float64), norm / math.sqrt(flat.numel())]
+    return torch.cat([sample.double(), torch.stack(of_all)])
 
 
 @contextlib.contextmanager
@@ -186,8 +244,51 @@ class GeneratorStates:
             states["the state of the accelerator's random numbers after a batch"] = (
                 self._accelerator
             )
-        text = repr((self._python, self._numpy and repr(self._numpy))).encode()
+        # Python would take longer to write NumPy's numbers than most passes take.
+        numpy = self._numpy and [
+            each if isinstance(each, _PLAIN) else each.tobytes() for each in self._numpy
+        ]
+        text = repr((self._python, numpy)).encode()
         states["the state of Python's or NumPy's random numbers after a batch"] = torch.frombuffer(
             bytearray(text), dtype=torch.uint8
         )
         return states
+
+
+class ComputedBefore:
+    """What was computed for one example of a step before the others."""
+
+    def __init__(
+        self,
+        observe: Callable[[Sequence[torch.Tensor], GeneratorStates | None], Observed],
+        rows: Sequence[torch.Tensor],
+        place: int,
+    ) -> None:
+        """Compute it.
+
+        Args:
+            observe: computes the example among some, from states of generators or those of now.
+            rows: the examples of a pass.
+            place: of the one.
+        """
+        # In memory of their own, as the others will be: kernels may add in another order elsewhere.
+        self._rows = [each.clone() for each in rows]
+        self._place = place
+        self._observe = observe
+        device = rows[0].device
+        self._generators = GeneratorStates(device)
+        self._expected = summarised(observe(self._rows, None))
+        self._repeated: Observed | None = None
+        if device.type != "cpu":  # where kernels may not repeat their result
+            self._repeated = summarised(observe(self._rows, None))
+
+    def compare(self) -> None:
+        """Compute it again, among others if there are any.
+
+        Raises:
+            TaskError: it is something else.
+        """
+        others = next(replaced(self._rows, self._place, made_up=False), None)
+        found = self._observe(self._rows if others is None else others, self._generators)
+        check = check_repeats if others is None else check_same
+        check(self._expected, summarised(found), self._repeated)

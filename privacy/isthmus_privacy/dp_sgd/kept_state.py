@@ -5,14 +5,15 @@ of gradients that are not its own, which clipping does not bound, however they a
 kept is found from the task and the model: attributes of their objects, containers in them,
 variables of enclosing functions, and global variables that the code names.
 
-Not found is what is outside of Python's objects or in those of installed libraries: for it,
-`isolation` compares results.
+Not found is what is outside of Python's objects, and what libraries keep under private names: for
+it, `isolation` and `reference` compare results.
 """
 
 from __future__ import annotations
 
 import array
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -39,6 +40,10 @@ from isthmus.task import Task
 
 _WHOLE_ELEMENTS = 1 << 16
 """Tensors and arrays of at most so many elements are compared as a whole, others in a sample."""
+_SUMMED_BYTES = 1 << 24
+"""Memory of larger ones that is read as a whole in a close look, besides four times the model's."""
+_COLUMNS = 1 << 12
+"""Sums of a large tensor's bits: one for each place modulo this."""
 _SAMPLED_ELEMENTS = 1 << 12
 _LONGEST = 4096
 """Items up to which a container is compared as a whole; of longer ones, the ends and the length."""
@@ -82,10 +87,22 @@ _REFERRING = (
     enumerate,
 )
 """Classes of C whose objects tell the collector alone what they keep."""
+_CODE = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+)
+"""Values in a library's namespace that are no data; some packages import them at first use."""
 _MISSING = object()
 
 _Items = list[tuple[object, object]]
 """What an object refers to, with the name of each."""
+
+
+class _Shallow(list[tuple[object, object]]):
+    """Items that are compared, and not looked into."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,26 +114,55 @@ class _Seen:
     before: object
 
 
+@dataclasses.dataclass(frozen=True)
+class _SeenTensor:
+    """A tensor and what it was at the time."""
+
+    path: str
+    tensor: torch.Tensor
+    facts: tuple[object, ...]
+    sample: torch.Tensor | None
+    """See `_sample`; None if only the facts are compared."""
+    whole: bool
+
+
 class KeptState:
     """What the code of a task can keep, as it was at one time."""
 
-    def __init__(self, task: Task, model: nn.Module, *, parameters: str = "versions") -> None:
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        *,
+        closely: bool,
+        parameters: bool = True,
+        operations: bool = True,
+    ) -> None:
         """Note the state.
 
         Args:
             task: whose code is called.
             model: that is trained.
-            parameters: `"versions"` compares whether operations have changed the trained
-                parameters, `"values"` also what is in them, and `"none"` leaves them out, where
-                somebody else replaces them between calls.
+            closely: whether to look at what takes longer: the values of the trained parameters and
+                of other large tensors, long containers, and what objects and modules of libraries
+                have been given. Otherwise only whether operations have changed parameters.
+            parameters: False leaves the trained parameters out, where somebody else replaces them
+                between calls.
+            operations: whether an operation in place counts that leaves all values as they were.
 
         Raises:
             TaskError: a tensor of `torch.func.vmap` was left in it.
         """
-        self._how = parameters
+        self._closely = closely
+        self._with_parameters = parameters
+        self._operations = operations
         self._parameters = {id(each) for each in model.parameters()}
+        memory = sum(each.numel() * each.element_size() for each in model.parameters())
+        self._summed_bytes = _SUMMED_BYTES + 4 * memory
+        """What may still be read as a whole: a task may hold all of its data."""
         self._seen: list[_Seen] = []
-        self._tensors: list[tuple[str, torch.Tensor, tuple[object, ...], torch.Tensor | None]] = []
+        self._tensors: list[_SeenTensor] = []
+        self._namespaces: set[int] = set()
         self._own = _library(type(task))
         self._walk([("task", task), ("model", model)])
 
@@ -126,21 +172,38 @@ class KeptState:
         Raises:
             TaskError: with the place.
         """
+        place = self.changed()
+        if place is not None:
+            raise _changed(place)
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Where results are refused, name what has changed, if anything has: it is why."""
+        try:
+            yield
+        except TaskError as error:
+            if error.__cause__ is None:  # not what the task's own code has raised
+                self.check()
+            raise
+
+    def changed(self) -> str | None:
+        """The place of something that has changed since; None if nothing has."""
         for seen in self._seen:
-            after = seen.read()
-            place = _difference(seen.before, after)
+            place = _difference(seen.before, seen.read())
             if place is not None:
-                raise _changed(seen.path + place)
+                return seen.path + place
         compared = []
-        for path, tensor, facts, sample in self._tensors:
-            if _facts(tensor) != facts:
-                raise _changed(path)
-            if sample is not None:
-                compared.append((path, _equal(sample, _sample(tensor))))
+        for each in self._tensors:
+            if _facts(each.tensor, self._operations) != each.facts:
+                return each.path
+            if each.sample is not None:
+                now = _sample(each.tensor, whole=each.whole)
+                compared.append((each.path, _equal(each.sample, now)))
         # One at the end: a comparison waits for an accelerator.
         for (path, _), same in zip(compared, _gathered(compared), strict=True):
             if not bool(same):
-                raise _changed(path)
+                return path
+        return None
 
     # -- walk -----------------------------------------------------------------------------------
 
@@ -157,19 +220,30 @@ class KeptState:
             for suffix, read in self._readers(found):
                 items = read()
                 self._seen.append(_Seen(path + suffix, read, items))
-                if isinstance(items, list):
+                if isinstance(items, list) and not isinstance(items, _Shallow):
                     waiting.extend((path + suffix + _step(key), each) for key, each in items)
 
     def _note_tensor(self, path: str, tensor: torch.Tensor) -> None:
         if is_wrapped(tensor):
             raise _left(path)
-        if id(tensor) in self._parameters:
-            if self._how == "none":
-                return
-            sample = _sample(tensor).clone() if self._how == "values" else None
-        else:
-            sample = _sample(tensor).clone()
-        self._tensors.append((path, tensor, _facts(tensor), sample))
+        whole = False
+        sample = None
+        trained = id(tensor) in self._parameters
+        if trained and not self._with_parameters:
+            return
+        if self._closely or not trained:
+            whole = self._reads_whole(tensor)
+            sample = _sample(tensor, whole=whole).clone()
+        facts = _facts(tensor, self._operations)
+        self._tensors.append(_SeenTensor(path, tensor, facts, sample, whole))
+
+    def _reads_whole(self, values: Any) -> bool:
+        """Whether all elements of a tensor or an array are read, however many it has."""
+        size = values.nbytes
+        if not self._closely or size > self._summed_bytes:
+            return False
+        self._summed_bytes -= size
+        return True
 
     def _readers(self, found: object) -> Iterator[tuple[str, Callable[[], object]]]:
         """What an object can keep: names for the path, and how to read it."""
@@ -184,6 +258,8 @@ class KeptState:
         elif isinstance(found, types.FunctionType):
             if self._is_own(found.__module__):
                 yield from _of_function(found)
+                if self._closely:
+                    yield from self._of_namespaces(found)
         elif isinstance(found, types.MethodType):
             yield "", lambda: [("", found.__self__), ("", found.__func__)]
         elif isinstance(found, types.CellType):
@@ -206,14 +282,21 @@ class KeptState:
                     "",
                     lambda: [*_class_entries(found), *(("", each) for each in found.__bases__)],
                 )
-        elif (read := _opaque(found)) is not None:
+            elif self._closely:
+                yield from self._of_namespace(vars(found))
+        elif isinstance(found, types.ModuleType):
+            if self._closely:
+                yield from self._of_namespace(vars(found))
+        elif (read := self._opaque(found)) is not None:
             yield "", read
         elif isinstance(found, _HOLDERS) or self._is_own(type(found).__module__):
             yield from _of_object(found)
+        elif self._closely and hasattr(found, "__dict__"):
+            yield "", functools.partial(_given, found)
 
     def _of_container(self, found: Any) -> Iterator[tuple[str, Callable[[], object]]]:
         # All items only where values are compared: it takes time in proportion to their number.
-        longest = _LONGEST if self._how == "versions" else _MOST_OBJECTS
+        longest = _MOST_OBJECTS if self._closely else _LONGEST
         if isinstance(found, dict):
             yield "", functools.partial(_entries, found, longest)
             if isinstance(found, collections.defaultdict):
@@ -225,8 +308,36 @@ class KeptState:
         if self._is_own(type(found).__module__):  # a class of the task, with attributes besides
             yield from _of_object(found)
 
+    def _of_namespaces(
+        self, function: types.FunctionType
+    ) -> Iterator[tuple[str, Callable[[], object]]]:
+        """All global variables where a function is, and of the modules that it imports itself."""
+        yield from self._of_namespace(function.__globals__)
+        package = function.__globals__.get("__package__") or ""
+        for name in _names(function.__code__):
+            module = _module(name, function.__globals__, package)
+            if isinstance(module, types.ModuleType):
+                yield from self._of_namespace(vars(module))
+
+    def _of_namespace(
+        self, variables: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Callable[[], object]]]:
+        """The data among some variables; functions of one module have the same."""
+        if id(variables) not in self._namespaces:
+            self._namespaces.add(id(variables))
+            yield "", functools.partial(_data_entries, variables)
+
+    def _opaque(self, found: object) -> Callable[[], object] | None:
+        """How to read an object whose state is no object of Python; None for others."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None or not isinstance(found, numpy.ndarray) or found.dtype.hasobject:
+            return _opaque(found)
+        size = found.size
+        whole = size <= _WHOLE_ELEMENTS or (found.flags.writeable and self._reads_whole(found))
+        return functools.partial(_array, found, whole=whole)
+
     def _module_entries(self, module: nn.Module) -> _Items:
-        hidden = ("_parameters",) if self._how == "none" else ()
+        hidden = () if self._with_parameters else ("_parameters",)
         elsewhere = ("_state_dict", "_load_state_dict")  # hooks that no call of the model runs
         entries: _Items = []
         hooks = 0
@@ -268,6 +379,41 @@ def _of_object(found: Any) -> Iterator[tuple[str, Callable[[], object]]]:
     if slots := _slots(kind):
         yield "", lambda: [(name, getattr(found, name, _MISSING)) for name in slots]
     yield "", lambda: [("", type(found)), ("", getattr(found, "__wrapped__", None))]
+
+
+def _given(found: Any) -> _Items:
+    """Attributes of a library's object, but for private ones and what it computes only once.
+
+    Those of Python and PyTorch are compared only: what they refer to is often their own.
+    """
+    kind: Any = type(found)
+    once = _computed_once(kind)
+    entries = [
+        (name, each)
+        for name, each in vars(found).items()
+        if not str(name).startswith("_") and name not in once
+    ]
+    return _Shallow(entries) if _is_standard(kind.__module__) else entries
+
+
+@functools.lru_cache(maxsize=4096)
+def _computed_once(kind: type) -> frozenset[str]:
+    """Names of properties that objects of a class compute at their first use."""
+    return frozenset(
+        name
+        for base in kind.__mro__
+        for name, each in vars(base).items()
+        if type(each).__name__ in ("cached_property", "lazy_property")
+    )
+
+
+def _data_entries(variables: Mapping[str, Any]) -> _Items:
+    """The variables of a module or class of a library, but for private ones and code."""
+    return _Shallow(
+        (name, each)
+        for name, each in list(variables.items())
+        if not name.startswith("_") and not isinstance(each, _CODE)
+    )
 
 
 def _referents(found: object) -> _Items:
@@ -382,10 +528,8 @@ def _opaque(found: object) -> Callable[[], object] | None:
         return lambda: [("", found.get(None))]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        if isinstance(found, numpy.ndarray):
-            if found.dtype.hasobject:
-                return lambda: _elements(found.ravel().tolist())
-            return lambda: _array(found)
+        if isinstance(found, numpy.ndarray):  # of objects
+            return lambda: _elements(found.ravel().tolist())
         if isinstance(found, numpy.random.Generator):
             return lambda: repr(found.bit_generator.state)
         if isinstance(found, numpy.random.RandomState):
@@ -399,23 +543,31 @@ def _opaque(found: object) -> Callable[[], object] | None:
     return None
 
 
-def _array(numbers: Any) -> tuple[object, ...]:
+def _array(numbers: Any, *, whole: bool) -> tuple[object, ...]:
     flat = numbers.reshape(-1)
-    if numbers.size > _WHOLE_ELEMENTS:
+    if not whole:
         flat = flat[:: numbers.size // _SAMPLED_ELEMENTS]
-    return numbers.shape, numbers.dtype.str, flat.tobytes()
+    if flat.nbytes <= _WHOLE_ELEMENTS:
+        return numbers.shape, numbers.dtype.str, flat.tobytes()
+    return numbers.shape, numbers.dtype.str, zlib.crc32(flat.tobytes())
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_library(module: str) -> bool:
     """Whether a module is Python's, PyTorch's, Isthmus' or installed."""
     name = module.partition(".")[0]
-    if name in sys.stdlib_module_names or name == "torch":
+    if _is_standard(module):
         return True
     if name == "isthmus" or (name.startswith("isthmus_") and not name.startswith("isthmus_task_")):
         return True
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file
+
+
+def _is_standard(module: str) -> bool:
+    """Whether a module is Python's or PyTorch's."""
+    name = module.partition(".")[0]
+    return name in sys.stdlib_module_names or name == "torch"
 
 
 def _library(kind: type) -> str:
@@ -425,11 +577,11 @@ def _library(kind: type) -> str:
 # -- comparisons ----------------------------------------------------------------------------------
 
 
-def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What an operation in place, or another memory, changes."""
+def _facts(tensor: torch.Tensor, operations: bool) -> tuple[object, ...]:
+    """What another memory, or with `operations` one in place, changes."""
     if is_wrapped(tensor):
         return ("wrapped",)
-    version = 0 if tensor.is_inference() else tensor._version
+    version = tensor._version if operations and not tensor.is_inference() else 0
     return version, _address(tensor), tuple(tensor.shape), tensor.dtype, tensor.device
 
 
@@ -439,17 +591,34 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if plain and tensor.layout == torch.strided else 0
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor, or some of a large one."""
+def _sample(tensor: torch.Tensor, *, whole: bool) -> torch.Tensor:
+    """The elements of a tensor; of a large one some, or if `whole` sums of all."""
     tensor = tensor.detach()
     local = getattr(tensor, "_local_tensor", tensor)
     if local.layout != torch.strided or local.is_meta:
         return torch.zeros(0)
     if local.numel() <= _WHOLE_ELEMENTS:
         return local
-    if not local.is_contiguous():
+    dense = local.permute(sorted(range(local.ndim), key=local.stride, reverse=True))
+    if not dense.is_contiguous():
         return local.select(0, 0).reshape(-1)[:_SAMPLED_ELEMENTS]
-    return local.view(-1)[:: local.numel() // _SAMPLED_ELEMENTS]
+    if not whole:
+        return dense.view(-1)[:: local.numel() // _SAMPLED_ELEMENTS]
+    return _sums(dense.view(-1))
+
+
+def _sums(numbers: torch.Tensor) -> torch.Tensor:
+    """Sums (int64, modulo 2^64) of the bits of all numbers (N), by their place modulo `_COLUMNS`.
+
+    They change with any single number, and if all are moved by less than a row.
+    """
+    octets = numbers.view(torch.uint8)
+    if octets.storage_offset() % 8:  # a part of another tensor, which no larger type can view
+        octets = octets.clone()
+    rows = octets[: octets.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)]
+    rest = octets[rows.numel() :]
+    sums = rows.view(torch.int64).view(-1, _COLUMNS).sum(0)
+    return torch.cat([sums, rest.to(torch.int64)])
 
 
 def _equal(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from isthmus_privacy.dp_sgd.isolation import GeneratorStates, check_same, replac
 from isthmus_privacy.dp_sgd.kept_state import KeptState
 
 CPU = torch.device("cpu")
+LAST = 0.0
 
 
 def groups_of(task, count):
@@ -65,7 +66,7 @@ def test_a_change_is_refused_with_its_place(kind, place):
     task = mixing_models.task_of(kind)
     model = task.model()
     inputs, _ = task.rows(3, seed=1)[:3]
-    state = KeptState(task, model, parameters="values")
+    state = KeptState(task, model, closely=True)
     task.loss(task.forward(model, inputs), torch.zeros(3, dtype=torch.long))
     with pytest.raises(TaskError, match=r"forward\(\) or loss\(\) changes '") as caught:
         state.check()
@@ -80,6 +81,20 @@ class Config(dict):
 
 class Own(collections.UserDict):
     """A mapping that is no dictionary of Python."""
+
+
+def installed():
+    """A module as if it were installed, of a class that is not the task's."""
+    module = types.ModuleType("installed")
+    module.__file__ = "/site-packages/installed.py"
+
+    def begin(self):
+        self.last = 0.0
+        self.seen = []
+
+    module.Scaler = type("Scaler", (), {"__init__": begin, "__module__": "installed"})
+    module.last = module.Scaler.last = 0.0
+    return module
 
 
 def in_a_cached_function():
@@ -132,6 +147,39 @@ def in_bytes():
     return lambda number: kept.write(str(number).encode())
 
 
+def in_a_library():
+    return lambda number: setattr(sys.modules["installed"], "last", number)
+
+
+def in_a_class_of_a_library():
+    return functools.partial(setattr, sys.modules["installed"].Scaler, "last")
+
+
+def in_an_object_of_a_library():
+    return functools.partial(setattr, sys.modules["installed"].Scaler(), "last")
+
+
+def in_an_object_of_pytorch():
+    return functools.partial(setattr, torch.distributions.Normal(0.0, 1.0), "last")
+
+
+def in_a_container_of_a_library():
+    return sys.modules["installed"].Scaler().seen.append
+
+
+def in_a_global_variable_that_no_code_names():
+    return lambda number: globals().__setitem__("LAST", number)
+
+
+def in_a_view_of_a_large_tensor():
+    kept = torch.zeros(3, 1 << 16)
+    return lambda number: kept.numpy().__setitem__((1, 7), number)
+
+
+def in_a_large_array():
+    return in_(np.zeros((3, 1 << 16)), (1, 7))
+
+
 def in_(kept, place):
     return lambda number: kept.__setitem__(place, number)
 
@@ -154,22 +202,32 @@ def in_(kept, place):
         lambda: in_(np.array([None]), 0),
         lambda: functools.partial(setattr, Config(), "last"),
         in_bytes,
+        in_a_library,
+        in_a_class_of_a_library,
+        in_an_object_of_a_library,
+        in_an_object_of_pytorch,
+        in_a_container_of_a_library,
+        in_a_global_variable_that_no_code_names,
+        in_a_view_of_a_large_tensor,
+        in_a_large_array,
     ],
 )
 def test_a_number_is_noticed_wherever_objects_of_python_keep_it(make, monkeypatch):
     """Of examples, and used only in later steps: no comparison of results would meet it."""
     monkeypatch.setitem(sys.modules, "imported_late", types.ModuleType("imported_late"))
     sys.modules["imported_late"].LAST = 0.0
+    monkeypatch.setitem(sys.modules, "installed", installed())
     put = make()
 
     def function(self, hidden):
         put(float(hidden.detach().mean()))
         return hidden
 
+    function.installed = sys.modules["installed"]  # as if it had imported it
     task = Mixing(lambda: Layer(function))
     model = task.model()
     inputs, _ = task.rows(3, seed=1)[:3]
-    state = KeptState(task, model, parameters="values")
+    state = KeptState(task, model, closely=True)
     state.check()
     task.forward(model, inputs)
     with pytest.raises(TaskError, match=r"forward\(\) or loss\(\) changes '"):
@@ -180,7 +238,7 @@ def test_what_is_not_changed_is_not_refused():
     task = Table({"dropout": 0.5})
     model = task.model()
     inputs, target = task.rows(3, seed=1)[:3]
-    state = KeptState(task, model, parameters="values")
+    state = KeptState(task, model, closely=True)
     task.loss(task.forward(model, inputs), target).sum().backward()
     state.check()
     with torch.no_grad():
@@ -325,6 +383,61 @@ def test_a_mixing_that_begins_in_training_is_found(calls):
     gradients._steps = 64
     with pytest.raises(TaskError, match="of an example changes with the other examples"):
         gradients.step_sum(groups, CPU)
+
+
+class InAFile(Mixing):
+    """Keeps a number where no object of Python has it, as long as another file says so."""
+
+    def __init__(self, folder):
+        super().__init__(nn.Identity)
+        self.kept = folder / "kept"
+        self.counts = folder / "counts"
+        self.kept.write_text("0")
+
+    def forward(self, model, inputs):
+        number = int(self.kept.read_text())
+        if self.counts.exists():
+            self.kept.write_text(str(number + 1))
+        return model(inputs) * (1 + number)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("counts", [None, "before", "while"])
+def test_what_is_kept_in_a_file_is_refused(tmp_path, counts, batch):
+    """While it changes, and if it has changed before, in a step that is not compared."""
+    task = InAFile(tmp_path)
+    gradients = ExampleGradients(task, task.model(), 1.0, 8)
+    group = groups_of(task, 6)[0]
+    gradients.check(group)
+    if counts is not None:
+        task.counts.touch()
+    for number in (1, 64):
+        gradients._steps = number
+        rows = [each[number % 3 :][:batch] for each in group.tensors]
+        if number == 1 or counts is None:
+            gradients.step_sum([ExampleGroup(group.one, rows)], CPU)
+            if counts == "before":
+                task.counts.unlink()
+            continue
+        with pytest.raises(TaskError, match=r"computed again after others: .* perhaps"):
+            gradients.step_sum([ExampleGroup(group.one, rows)], CPU)
+
+
+def test_reference_is_renewed_when_buffers_are_replaced():
+    """As at the start of a round; parameters change in each step."""
+    task = Mixing(lambda: Layer(lambda self, hidden: hidden - self.mean, mean=torch.zeros(8)))
+    model = task.model()
+    gradients = ExampleGradients(task, model, 1.0, 8)
+    groups = groups_of(task, 3)
+    gradients.check(groups[0])
+    expected = gradients._reference._expected
+    for change in (0.0, 0.5):
+        with torch.no_grad():
+            model[1].mean += change
+            model[0].weight += 0.1
+        gradients._steps = 64
+        gradients.step_sum(groups, CPU)
+        assert (gradients._reference._expected is expected) == (change == 0)
 
 
 def test_group_of_one_example_is_compared_with_made_up_others():

@@ -30,9 +30,11 @@ from isthmus_datacenter.training.private.step import PrivateForwardBackward
 from isthmus_privacy.dp.gaussian import KEY_BYTES, GaussianDraws
 from isthmus_privacy.dp_sgd.examples import ExampleGroup
 from isthmus_privacy.dp_sgd.isolation import (
+    ComputedBefore,
     GeneratorStates,
     Observed,
     arranged,
+    check_repeats,
     check_same,
     compares,
     kept_generators,
@@ -40,6 +42,7 @@ from isthmus_privacy.dp_sgd.isolation import (
     replaced,
 )
 from isthmus_privacy.dp_sgd.kept_state import KeptState
+from isthmus_privacy.dp_sgd.reference import Reference
 
 _ROUNDING = {"cpu": 2.0**-16}
 """By how much of it the bound is lowered: the second pass rounds otherwise than the first."""
@@ -86,8 +89,10 @@ class GhostForwardBackward(PrivateForwardBackward):
         # for a few of them would take nearly as long as the first.
         self._at_once = math.ceil(section.batch_size + 2 * math.sqrt(section.batch_size))
         self._steps = 0
+        self._reference = Reference(task, self.model)
         self._spare: ExampleGroup | None = None
-        """What a rank without examples passes through the model, with nothing of it in the sum."""
+        """The first example, which `Reference` has, and which a rank without examples passes
+        through the model, with nothing of it in the sum."""
 
     def check(self, group: ExampleGroup) -> None:
         """Refuse models whose norms would be other than those of the gradients that are clipped.
@@ -111,16 +116,35 @@ class GhostForwardBackward(PrivateForwardBackward):
         """
         # Gathering parameters takes all ranks, and a rank may have drawn fewer examples than
         # others.
-        self._spare = ExampleGroup(group.one, [each[:1] for each in group.tensors])
+        self._spare = ExampleGroup(group.one, [each[:1].clone() for each in group.tensors])
         two = [
             each[:2] if len(group) > 1 else each.repeat_interleave(2, 0) for each in group.tensors
         ]
         with self._without_zeros():
-            state = self._state(values=True)
-            for rows in [two, [each.flip(0) for each in two]][: len(group)]:
-                self._check_evaluation(group.one, rows)
-                self._check_training(group.one, rows)
-            self._check_isolation(group, state)
+            state = self._state(closely=True)
+            with state.explaining():
+                self._check_reference()
+                for rows in [two, [each.flip(0) for each in two]][: len(group)]:
+                    self._check_evaluation(group.one, rows)
+                    self._check_training(group.one, rows)
+                self._check_isolation(group, state)
+                self._check_reference()
+            state.check()
+
+    def _check_reference(self) -> None:
+        """Compute the first example again, after whatever there was since. All ranks do it."""
+        spare = self._spare
+        if spare is None:
+            return
+        # `data` has a version of its own: that of the parameter tells whether the task changes it.
+        parameters = {name: local(each).data for name, each in self._trained().items()}
+
+        def observe(generators: GeneratorStates) -> Observed:
+            with self._reference.in_place(parameters):
+                self.shard.reshard()
+                return self._observe(spare.one, spare.tensors, 0, generators)
+
+        self._reference.check(parameters, self.device, observe)
 
     def _check_evaluation(self, one: Any, two: Sequence[torch.Tensor]) -> None:
         with _without_dropout(self.model):
@@ -169,23 +193,32 @@ class GhostForwardBackward(PrivateForwardBackward):
                     continue
                 state.check()
                 check_same(expected, found, repeated)
-            check_same(expected, self._observe(group.one, rows, place), repeated)
-        state.check()
+            check_repeats(expected, self._observe(group.one, rows, place), repeated)
 
-    def _state(self, *, values: bool) -> KeptState:
+    def _state(self, *, closely: bool) -> KeptState:
         # `fully_shard` has other parameters in the layers while they compute.
-        how = "none" if self._sharded else "values" if values else "versions"
-        return KeptState(self.task, self.model, parameters=how)
+        return KeptState(self.task, self.model, closely=closely, parameters=not self._sharded)
 
     def _repeated(self, one: Any, rows: Sequence[torch.Tensor], place: int) -> Observed | None:
         """The same once more, where kernels may not repeat their result."""
         return None if self.device.type == "cpu" else self._observe(one, rows, place)
 
-    def _observe(self, one: Any, rows: Sequence[torch.Tensor], place: int) -> Observed:
-        """What all layers get for one of some examples, and its loss, from one seed."""
+    def _observe(
+        self,
+        one: Any,
+        rows: Sequence[torch.Tensor],
+        place: int,
+        generators: GeneratorStates | None = None,
+    ) -> Observed:
+        """What all layers get for one of some examples, and its loss, from one seed.
+
+        `generators` are the states of generators to begin with; None for those of now.
+        """
         alive = torch.ones(len(rows[0]), dtype=torch.bool, device=self.device)
         self._norms.begin(alive, place)
         with kept_generators(self.device):
+            if generators is not None:
+                generators.restore()
             try:
                 output, losses = self._outputs_and_losses(one, rows)
                 self._reshard_after_backward(self.dims.reshard_after_forward)
@@ -242,22 +275,27 @@ class GhostForwardBackward(PrivateForwardBackward):
         parts = [(group.one, rows) for group in batch for rows in group.parts(self._at_once)]
         compared = compares(self._steps)
         self.shard.reshard()
-        state = self._state(values=compared)
-        if compared:
-            self._compare_others(parts)
-        self._steps += 1
-        # As many passes on all ranks: each gathers parameters, which all ranks do together.
-        for index in range(self._largest(len(parts)) if self._sharded else len(parts)):
-            if index < len(parts):
-                self._add(*parts[index], alive=True)
-            else:
-                assert self._spare is not None
-                self._add(self._spare.one, self._spare.tensors, alive=False)
+        state = self._state(closely=compared)
+        with state.explaining():
+            before = self._before(parts) if compared else None
+            self._steps += 1
+            # As many passes on all ranks: each gathers parameters, which all ranks do together.
+            for index in range(self._largest(len(parts)) if self._sharded else len(parts)):
+                if index < len(parts):
+                    self._add(*parts[index], alive=True)
+                else:
+                    assert self._spare is not None
+                    self._add(self._spare.one, self._spare.tensors, alive=False)
+            if before is not None:
+                before.compare()
         state.check()
         self._finish_gradients()
 
-    def _compare_others(self, parts: Sequence[tuple[Any, Sequence[torch.Tensor]]]) -> None:
-        """Compute one example of a step among different others, in equal passes of all ranks."""
+    def _before(self, parts: Sequence[tuple[Any, Sequence[torch.Tensor]]]) -> ComputedBefore | None:
+        """Compute one example of a step before all of them, and then the first one of all.
+
+        All ranks make the same number of passes.
+        """
         if parts:
             one, rows = max(parts, key=lambda part: len(part[1][0]))
         elif self._sharded:
@@ -265,12 +303,17 @@ class GhostForwardBackward(PrivateForwardBackward):
             one = self._spare.one
             rows = self._spare.tensors
         else:
-            return
+            self._check_reference()
+            return None
         place = place_in(self._steps, len(rows[0]))
-        expected = self._observe(one, rows, place)
-        repeated = self._repeated(one, rows, place)
-        others = next(replaced(rows, place, made_up=False), rows)
-        check_same(expected, self._observe(one, others, place), repeated)
+
+        def observe(some: Sequence[torch.Tensor], generators: GeneratorStates | None) -> Observed:
+            self.shard.reshard()
+            return self._observe(one, some, place, generators)
+
+        before = ComputedBefore(observe, rows, place)
+        self._check_reference()
+        return before
 
     # -- passes ---------------------------------------------------------------------------------
 

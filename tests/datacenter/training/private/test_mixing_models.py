@@ -1,5 +1,7 @@
 """One example changes a step by at most the bound and no other step, or the model is refused."""
 
+import contextlib
+
 import pytest
 import torch
 from tests.privacy.dp_sgd import mixing_models
@@ -76,7 +78,7 @@ def test_mixing_is_refused_or_bounded(method, batch):
     print(f"{method}, batches of {batch}: {len(changes)} kinds train, largest change {largest}")
     print(sorted(changes))
     assert not any("\n" in each for each in refusals)
-    assert len(WITHIN) + len(BETWEEN) + len(OF_TASK) > 50
+    assert len(WITHIN) + len(BETWEEN) + len(OF_TASK) > 60
     assert largest[0] <= 1 + 1e-5
     assert max(others for _, others in [*changes.values(), (0, 0)]) <= 1e-5
 
@@ -84,11 +86,14 @@ def test_mixing_is_refused_or_bounded(method, batch):
 class Unchecked:
     """In place of `KeptState`."""
 
-    def __init__(self, task, model, *, parameters=""):
+    def __init__(self, task, model, **options):
         pass
 
     def check(self):
         pass
+
+    def explaining(self):
+        return contextlib.nullcontext()
 
 
 @pytest.mark.parametrize(
@@ -99,12 +104,17 @@ class Unchecked:
         ("running mean, attribute", "per_example", 1),
         ("list of a module", "per_example", 1),
         ("running mean, buffer", "ghost", 1),
+        ("file", "ghost", 1),
+        ("operator", "ghost", 4),
     ],
 )
 def test_without_the_check_examples_change_others(monkeypatch, name, method, batch):
     """Or what is refused above would show nothing."""
     for module in (gradients, ghost_step):
         monkeypatch.setattr(module, "check_same", lambda *_: None)
+        monkeypatch.setattr(module, "check_repeats", lambda *_: None)
+        monkeypatch.setattr(module.ComputedBefore, "compare", lambda _: None)
+        monkeypatch.setattr(module.Reference, "check", lambda *_: None)
         monkeypatch.setattr(module, "KeptState", Unchecked)
     own, others = change(name, method, batch)
     assert max(own - 1, others) > 0.01  # a thousand times what is allowed above
@@ -121,3 +131,13 @@ def test_what_treats_examples_separately_trains(name, method):
     own, others = change(name, method, 4)
     assert 0 < own <= 1 + 1e-5
     assert others == 0
+
+
+@pytest.mark.parametrize("batch", STEPS)
+@pytest.mark.parametrize("name", ["file", "operator", "running mean, buffer"])
+def test_comparing_results_alone_finds_what_is_kept(monkeypatch, name, batch):
+    """Wherever it is: as if `KeptState` saw nothing."""
+    for module in (gradients, ghost_step):
+        monkeypatch.setattr(module, "KeptState", Unchecked)
+    with pytest.raises(TaskError, match=r"of an example changes (with the other|when it is)"):
+        change(name, "ghost", batch)

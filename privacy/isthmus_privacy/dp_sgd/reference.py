@@ -1,0 +1,110 @@
+"""One computation that training repeats: it must give the same results as when the run was opened.
+
+What a model computes may depend on its parameters, on an example and on random numbers. For one
+example, these parameters and these random numbers it is computed at the start, before training has
+seen others, and again later: anything else that has changed the result was kept from other
+examples, wherever it is, also in code of C++, in libraries or in files.
+
+The parameters are random numbers, as large as those of the model are at the start, and are made
+anew each time. So they take memory only meanwhile, in which there are no gradients yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from isthmus.task import Task
+from isthmus_privacy.dp_sgd.isolation import (
+    GeneratorStates,
+    Observed,
+    check_repeats,
+    summarised,
+)
+from isthmus_privacy.dp_sgd.kept_state import KeptState
+
+_IN_PLACE_OF_ZERO = 0.02
+"""Standard deviation where all numbers of a parameter are zeros, which would stop gradients."""
+
+Parameters = Mapping[str, torch.Tensor]
+"""By name, the part that this process has of those that are trained."""
+Observe = Callable[[GeneratorStates], Observed]
+"""Computes the example with the numbers of `Reference.numbers`, from these states of generators."""
+
+
+class Reference:
+    """The results of one example when a run was opened."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        """`task` is the one whose code is called, and `model` what is trained."""
+        self._task = task
+        self._model = model
+        self._spreads: dict[str, tuple[float, float]] = {}
+        self._generators: GeneratorStates | None = None
+        self._expected: Observed = {}
+        self._kept: KeptState | None = None
+        self._threads = 0
+
+    def check(self, parameters: Parameters, device: torch.device, observe: Observe) -> None:
+        """Compute the example, and compare the results with those of the first call.
+
+        Between two calls the platform may change what the model has besides its trained parameters,
+        such as buffers. Then later results are compared with the new ones.
+
+        Args:
+            parameters: that are trained.
+            device: of the computation.
+            observe: called once, on accelerators twice.
+
+        Raises:
+            TaskError: the results are others.
+        """
+        if parameters.keys() != self._spreads.keys():
+            self._spreads = {name: _spread(each) for name, each in parameters.items()}
+            self._kept = None
+        if self._generators is None:
+            self._generators = GeneratorStates(device)
+        found = summarised(observe(self._generators))
+        repeated = None if device.type == "cpu" else summarised(observe(self._generators))
+        # Other numbers of threads add in another order.
+        same_threads = self._threads == torch.get_num_threads()
+        if self._kept is not None and same_threads and self._kept.changed() is None:
+            check_repeats(found, self._expected, repeated)
+            return
+        self._expected = found
+        self._threads = torch.get_num_threads()
+        self._kept = KeptState(
+            self._task, self._model, closely=True, parameters=False, operations=False
+        )
+
+    def numbers(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """The numbers of a parameter, of the shape and on the device of `like`; always the same."""
+        mean, deviation = self._spreads[name]
+        generator = torch.Generator(like.device).manual_seed(0)
+        return torch.empty_like(like).normal_(mean, deviation, generator=generator)
+
+    @contextlib.contextmanager
+    def in_place(self, parameters: Parameters) -> Iterator[None]:
+        """Have these numbers in the memory of parameters meanwhile."""
+        trained = {name: each.clone() for name, each in parameters.items()}
+        try:
+            for name, each in parameters.items():
+                each.copy_(self.numbers(name, each))
+            yield
+        finally:
+            for name, each in parameters.items():
+                each.copy_(trained[name])
+
+
+def _spread(values: torch.Tensor) -> tuple[float, float]:
+    """Mean and standard deviation of numbers that are about as large."""
+    values = values.detach().double()
+    mean = float(values.mean())
+    deviation = float(values.std(correction=0))
+    if not math.isfinite(mean + deviation):  # also of none
+        return 0.0, _IN_PLACE_OF_ZERO
+    return mean, deviation if mean or deviation else _IN_PLACE_OF_ZERO
