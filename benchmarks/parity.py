@@ -87,6 +87,7 @@ MORE = {
     "compile": Layout(2, {"compile": True}),
     "tp2-recompute": Layout(2, {**TENSOR, "checkpoint_activations": True}),
     "tp2-compile": Layout(2, {**TENSOR, "compile": True}),
+    "cp2": Layout(2, {"context_parallel": 2}),
     "tp2-sequence": Layout(2, {**TENSOR, "sequence_parallel": True}),
     "tp2-zero0": Layout(4, {**TENSOR, "zero_stage": 0}),
     "tp2-zero1": Layout(4, {**TENSOR, "zero_stage": 1}),
@@ -212,7 +213,7 @@ def _keys(options: argparse.Namespace, names: Sequence[str], settings: Sequence[
         raise UserError(f"--only: there is no {unknown[0]}; there are {', '.join(names)}")
     full = {**dict.fromkeys(MAIN, tuple(names)), **dict.fromkeys(MORE, WIDELY)}
     full["isthmus run"] = IN_PROCESSES
-    full["tp2-sequence"] = SEQUENCES
+    full["tp2-sequence"] = full["cp2"] = SEQUENCES
     chosen = command_line.of_size(options, full=full, quick=QUICK, smoke=SMOKE)
     if only:
         chosen = dict.fromkeys(chosen, tuple(only))

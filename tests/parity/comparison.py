@@ -74,7 +74,8 @@ class Cell:
 
     def replicas(self, ranks: int) -> int:
         """The number of replicas on so many ranks."""
-        degrees = (self.layout.get(f"{axis}_parallel", 1) for axis in ("tensor", "pipeline"))
+        axes = ("tensor", "context", "pipeline")
+        degrees = (self.layout.get(f"{axis}_parallel", 1) for axis in axes)
         for degree in degrees:
             ranks //= degree
         return ranks

@@ -59,6 +59,7 @@ _PRIVATE_LAYOUT: tuple[tuple[str, object, str], ...] = (
     ("layout", "given", "it may choose to shard the model"),
     ("zero_stage", 0, _SHARDED),
     ("tensor_parallel", 1, "no rank has the whole gradient of an example to clip"),
+    ("context_parallel", 1, "no rank has the whole gradient of an example to clip"),
     ("pipeline_parallel", 1, "no rank has the whole gradient of an example to clip"),
     (
         "precision",
@@ -94,6 +95,8 @@ class DatacenterSection(Section):
     sequence_parallel: bool = False
     """Have tensor-parallel ranks share the positions of sequences between the layers of a block,
     which saves memory of activations."""
+    context_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks that share the positions of each sequence and have whole layers, for long sequences."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks that each hold a contiguous part of the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
@@ -169,6 +172,11 @@ class DatacenterSection(Section):
                 'checkpoint_activations="operators" keeps outputs for one backward pass, and '
                 "schedule='zero_bubble' has two; set checkpoint_activations = true, or another "
                 "schedule"
+            )
+        if self.context_parallel > 1 and (self.tensor_parallel > 1 or self.compile):
+            why = "tensor_parallel = 1" if self.tensor_parallel > 1 else "compile = false"
+            raise ValueError(
+                f"context_parallel={self.context_parallel} needs {why}; remove one of the two"
             )
         if self.sequence_parallel and (self.tensor_parallel == 1 or self.compile):
             why = "tensor_parallel above 1" if self.tensor_parallel == 1 else "compile = false"
@@ -259,16 +267,19 @@ class DatacenterSection(Section):
             ValueError: the degrees do not multiply to the number of ranks, or the groups of shards
                 do not divide the replicas.
         """
-        others = self.tensor_parallel * self.pipeline_parallel
+        others = self.tensor_parallel * self.context_parallel * self.pipeline_parallel
         left, rest = divmod(ranks, others)
         if rest or left == 0 or self.data_parallel not in (None, left):
-            given = "" if self.data_parallel is None else f" x data_parallel={self.data_parallel}"
+            degrees = f"tensor_parallel={self.tensor_parallel}"
+            if self.context_parallel > 1:
+                degrees = f"context_parallel={self.context_parallel}"
+            degrees += f" x pipeline_parallel={self.pipeline_parallel}"
+            multiple = " or a multiple"
+            if self.data_parallel is not None:
+                degrees += f" x data_parallel={self.data_parallel}"
+                multiple = ""
             needed = others * (self.data_parallel or 1)
-            raise ValueError(
-                f"tensor_parallel={self.tensor_parallel} x pipeline_parallel="
-                f"{self.pipeline_parallel}{given} needs {needed} ranks"
-                f"{'' if given else ' or a multiple'}, and there are {ranks}"
-            )
+            raise ValueError(f"{degrees} needs {needed} ranks{multiple}, and there are {ranks}")
         if left % self.shard_groups:
             raise ValueError(
                 f"shard_groups={self.shard_groups} cannot divide {left} data-parallel replicas "

@@ -30,6 +30,7 @@ LAYOUT_KEYS = (
     "data_parallel",
     "tensor_parallel",
     "sequence_parallel",
+    "context_parallel",
     "pipeline_parallel",
     "schedule",
     "microbatches",

@@ -18,6 +18,7 @@ _KEYS = (
     "data_parallel",
     "tensor_parallel",
     "sequence_parallel",
+    "context_parallel",
     "pipeline_parallel",
     "schedule",
     "microbatches",
@@ -55,7 +56,8 @@ def unused_layout(job: JobTables, *, joinable: bool = False) -> str:
             f"{keys} {has} no effect: datacenter.ranks=0 starts no datacenter; raise it, or remove "
             "what you do not need"
         )
-    degrees = section.tensor_parallel * section.pipeline_parallel * (section.data_parallel or 1)
+    sharing = section.tensor_parallel * section.context_parallel * section.pipeline_parallel
+    degrees = sharing * (section.data_parallel or 1)
     if degrees == 1:
         return ""
     multiple = "" if section.data_parallel else " or a multiple"

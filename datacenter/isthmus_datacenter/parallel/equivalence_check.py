@@ -24,6 +24,15 @@ _SHARDING_TOLERANCE = 1e-3
 above the rounding of a GPU's TF32, and far below the effect of a wrong plan."""
 
 
+class PartitionError(TaskError):
+    """A model that is partitioned over tensor-parallel ranks is not what it was as a whole."""
+
+    def __init__(self, fact: str, remedy: str) -> None:
+        """`fact`: what differs, as the end of a clause; `remedy`: what to do about it."""
+        super().__init__(f"with its matrices sharded {fact}; {remedy}")
+        self.fact = fact
+
+
 def run_in_eval_mode(model: nn.Module, *inputs: Any) -> Any:
     """Return the output of a module in evaluation mode, without gradients.
 
@@ -73,14 +82,14 @@ def check_sharded(module: nn.Module, trace: StageTrace, device: torch.device) ->
     except TaskError:  # has said what to change
         raise
     except Exception as error:
-        raise TaskError(
-            f"with its matrices sharded the model fails ({first_line(error)}); give the task a "
-            "tensor_parallel_plan(model) that fits it"
+        raise PartitionError(
+            f"the model fails ({first_line(error)})",
+            "give the task a tensor_parallel_plan(model) that fits it",
         ) from error
     if not outputs_match(expected, output, _SHARDING_TOLERANCE):
-        raise TaskError(
-            "with its matrices sharded the model gives another output than whole; correct the "
-            "task's tensor_parallel_plan(model), or give it one"
+        raise PartitionError(
+            "the model gives another output than whole",
+            "correct the task's tensor_parallel_plan(model), or give it one",
         )
 
 

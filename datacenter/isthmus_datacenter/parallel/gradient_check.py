@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves, tree_map
 
-from isthmus.errors import TaskError
+from isthmus_datacenter.parallel.equivalence_check import PartitionError
 from isthmus_datacenter.parallel.random_draws import DrawsByModule, FixedDraws
 from isthmus_datacenter.parallel.recomputation import recompute
 from isthmus_datacenter.rank_messages import RankMessages
@@ -152,7 +152,7 @@ def compare_gradients(
         replicated: the trained parameters that all ranks have whole.
 
     Raises:
-        TaskError: no reduction gives some parameter its gradient.
+        PartitionError: no reduction gives some parameter its gradient.
     """
     largest = max((each.norm for each in whole.gradients.values()), default=0.0)
     summed = set()
@@ -161,9 +161,10 @@ def compare_gradients(
     # the cause.
     for name, expected in whole.gradients.items():
         if not math.isfinite(expected.norm):
-            raise TaskError(
-                f"the gradient of {_quoted(name)} for two examples is not finite, so that the "
-                "model with sharded matrices cannot be compared with it; set tensor_parallel = 1"
+            raise PartitionError(
+                f"the model cannot be compared, as the gradient of {_quoted(name)} for two "
+                "examples is not finite",
+                "set tensor_parallel = 1",
             )
         local = [rank.gradients.get(name) for rank in ranks]
         parts = [each for each in local if each is not None]
@@ -209,10 +210,10 @@ def compare_gradients(
     # Those without any gradient may never get one, but these do in the first step.
     zero = unknown & whole.gradients.keys()
     if zero:
-        raise TaskError(
+        raise PartitionError(
             f"the gradient of {_quoted(min(zero))} for two examples is zero, which does not show "
-            "whether the tensor-parallel ranks have to sum or to average it; freeze it, or set "
-            "tensor_parallel = 1"
+            "whether the ranks have to sum or to average it",
+            "freeze it, or set tensor_parallel = 1",
         )
     return Reductions(frozenset(summed), frozenset(unknown))
 
@@ -226,11 +227,12 @@ def _quoted(name: str) -> str:
     return name if name.startswith(INPUTS) else f"parameter {name!r}"
 
 
-def _wrong(name: str, what: str) -> TaskError:
-    return TaskError(
-        f"with its matrices sharded the model gives {_quoted(name)} {what} (a layer after it may "
-        "combine sharded with whole activations); give the task a tensor_parallel_plan(model) "
-        "that leaves that part whole, or set tensor_parallel = 1"
+def _wrong(name: str, what: str) -> PartitionError:
+    return PartitionError(
+        f"the model gives {_quoted(name)} {what} (a layer after it may combine sharded with whole "
+        "activations)",
+        "give the task a tensor_parallel_plan(model) that leaves that part whole, or set "
+        "tensor_parallel = 1",
     )
 
 

@@ -361,22 +361,23 @@ class ModelShard:
             return
         unknown = self.reductions.unknown.intersection(replicated)
         if unknown:
+            key = "tensor_parallel" if self.dims.context == 1 else "context_parallel"
             raise TaskError(
                 f"parameter {min(unknown)!r} got no gradient from the two examples on which the "
-                "model with sharded matrices was checked, and gets one now, which may be wrong; "
-                "freeze it, or set tensor_parallel = 1"
+                "partitioned model was checked, and gets one now, which may be wrong; freeze it, "
+                f"or set {key} = 1"
             )
-        flat = torch.cat([each.flatten() for each in replicated.values()])
-        dist.all_reduce(flat, group=self.mesh.get_group("tensor"))
-        parts = torch.split(flat, [each.numel() for each in replicated.values()])
-        averaged = [
-            part
-            for name, part in zip(replicated, parts, strict=True)
-            if name not in self.reductions.summed
-        ]
-        if averaged:
-            torch._foreach_div_(averaged, float(self.dims.tensor))
-        _copy_back(flat, list(replicated.values()))
+        group = self.mesh.get_group("tensor")
+        names = iter(replicated)
+        # Where ranks share positions these are all gradients of the model: never a copy of all.
+        for bucket in _buckets(list(replicated.values()), BUCKET_BYTES):
+            flat = torch.cat([each.flatten() for each in bucket])
+            dist.all_reduce(flat, group=group)
+            parts = torch.split(flat, [each.numel() for each in bucket])
+            averaged = [part for part in parts if next(names) not in self.reductions.summed]
+            if averaged:
+                torch._foreach_div_(averaged, float(self.dims.tensor))
+            _copy_back(flat, bucket)
 
     def reshard(self) -> None:
         """Free parameters that a forward pass without a backward pass left gathered.

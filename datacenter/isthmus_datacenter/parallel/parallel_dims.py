@@ -62,7 +62,9 @@ class ParallelDims:
     zero_stage: int
     """0 to 3, as in Rajbhandari et al. 2020."""
     tensor: int = 1
-    """Ranks over which each matrix is sharded."""
+    """Ranks over which each matrix is sharded, or that share positions (`context`)."""
+    context: int = 1
+    """Ranks that have whole layers and share the positions of sequences; 1, or as `tensor`."""
     shard_groups: int = 1
     """Groups of replicas of which each has the whole model in its shards (hybrid sharding)."""
     sequence: bool = False
@@ -97,7 +99,8 @@ class ParallelDims:
             ranks=ranks,
             zero_stage=section.zero_stage,
             shard_groups=section.shard_groups,
-            tensor=section.tensor_parallel,
+            tensor=section.tensor_parallel * section.context_parallel,
+            context=section.context_parallel,
             sequence=section.sequence_parallel,
             pipeline=section.pipeline_parallel,
             schedule=section.schedule,

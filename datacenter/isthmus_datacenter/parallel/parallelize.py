@@ -6,8 +6,9 @@ that this untied, compile and recompute the sharding units, apply `fully_shard`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
 from isthmus.tensors.structure import Structure
+from isthmus_datacenter.parallel.context_parallel import context_plan
 from isthmus_datacenter.parallel.equivalence_check import (
+    PartitionError,
     StageTrace,
     check_sharded,
     first_line,
@@ -118,19 +121,20 @@ def parallelize(
         if dims.tensor > 1:
             assert mesh is not None
             called = _CalledByTask(task, stage) if dims.pipeline == 1 else stage
-            reductions.append(
-                _shard_stage(
-                    stage,
-                    called,
-                    plan,
-                    mesh["tensor"],
-                    device,
-                    own_names[index],
-                    traces[index],
-                    units,
-                    first=index == 0,
+            with _named_by_its_key(dims):
+                reductions.append(
+                    _shard_stage(
+                        stage,
+                        called,
+                        plan,
+                        mesh["tensor"],
+                        device,
+                        own_names[index],
+                        traces[index],
+                        units,
+                        first=index == 0,
+                    )
                 )
-            )
             if dims.compile:
                 _complete_embedding_outputs(stage, plan)
         else:
@@ -312,8 +316,10 @@ def _tensor_plan(
     """Modules to shard with their styles, and notes for the user."""
     if dims.tensor == 1:
         return [], []
-    with user_code("tensor_parallel_plan()"):
-        task_plan = task.tensor_parallel_plan(model)
+    task_plan = None
+    if dims.context == 1:
+        with user_code("tensor_parallel_plan()"):
+            task_plan = task.tensor_parallel_plan(model)
     if task_plan is not None:
         if dims.sequence:
             raise TaskError(
@@ -323,6 +329,8 @@ def _tensor_plan(
         return resolve_plan(model, task_plan), []
     (inputs,), _ = traces[0]
     called = _CalledByTask(task, model)
+    if dims.context > 1:
+        return context_plan(model, stages, lambda: run_in_eval_mode(called, inputs)), []
     plan, notes = default_tensor_plan(
         model,
         dims.tensor,
@@ -336,6 +344,21 @@ def _tensor_plan(
             f"{dims.tensor} equal parts; lower it or give the task a tensor_parallel_plan(model)"
         )
     return plan, notes
+
+
+@contextlib.contextmanager
+def _named_by_its_key(dims: ParallelDims) -> Iterator[None]:
+    """Name the key of the job that partitions the model, in an error that says what differs."""
+    try:
+        yield
+    except PartitionError as error:
+        if dims.context > 1:
+            what = f"with context_parallel={dims.context} {error.fact}"
+            raise TaskError(f"{what}; set context_parallel = 1") from error
+        if dims.sequence:
+            what = f"with sequence_parallel {error.fact}"
+            raise TaskError(f"{what}; set sequence_parallel = false") from error
+        raise
 
 
 def _shard_stage(
@@ -390,9 +413,9 @@ def _shard_stage(
     except TaskError:  # has said what to change
         raise
     except Exception as error:
-        raise TaskError(
-            f"with its matrices sharded the model fails in training ({first_line(error)}); give "
-            "the task a tensor_parallel_plan(model) that fits it, or set tensor_parallel = 1"
+        raise PartitionError(
+            f"the model fails in training ({first_line(error)})",
+            "give the task a tensor_parallel_plan(model) that fits it, or set tensor_parallel = 1",
         ) from error
     drawing = drawing_modules(whole.draws, own.draws)
     replicated = [

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isthmus.errors import TaskError
+from isthmus_datacenter.parallel.equivalence_check import PartitionError
 
 DrawsByModule = Mapping[str, Sequence[tuple[int, ...]]]
 """Shapes of the random draws in the `forward()` of each module itself, without its children."""
@@ -145,23 +145,24 @@ def drawing_modules(whole: DrawsByModule, sharded: DrawsByModule) -> DrawingModu
     """Compare the draws of a whole and of a sharded model.
 
     Raises:
-        TaskError: a module draws for sharded and for whole activations, or not equally often.
+        PartitionError: a module draws for sharded and for whole activations, or not equally often.
     """
     apart = set()
     for name in sorted({*whole, *sharded}):
         before = whole.get(name, ())
         after = sharded.get(name, ())
         if len(before) != len(after):
-            raise TaskError(
-                f"module {name!r} draws random numbers {len(before)} times as a whole and "
-                f"{len(after)} times with its matrices sharded; set tensor_parallel = 1"
+            raise PartitionError(
+                f"module {name!r} draws random numbers {len(after)} times, and {len(before)} times "
+                "as a whole",
+                "set tensor_parallel = 1",
             )
         smaller = {first != second for first, second in zip(before, after, strict=True)}
         if len(smaller) > 1:
-            raise TaskError(
+            raise PartitionError(
                 f"module {name!r} draws random numbers (dropout) for activations that are sharded "
-                "and for others that are whole; use a module for each, such as two nn.Dropout, or "
-                "set tensor_parallel = 1"
+                "and for others that are whole",
+                "use a module for each, such as two nn.Dropout, or set tensor_parallel = 1",
             )
         if smaller == {True}:
             apart.add(name)

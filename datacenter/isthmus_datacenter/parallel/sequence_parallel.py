@@ -15,7 +15,7 @@ compared for a sample, like the rest of a partitioned model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from isthmus.errors import TaskError
-from isthmus_datacenter.parallel.attention import Attention
 from isthmus_datacenter.parallel.fully_sharded import outermost_containers
 
 POSITIONS = Shard(1)
@@ -43,32 +42,32 @@ class SequenceBlocks:
 
     @classmethod
     def find(
-        cls, model: nn.Module, stages: Sequence[nn.Module], attentions: Sequence[Attention]
+        cls, model: nn.Module, stages: Sequence[nn.Module], attending: Set[int], key: str
     ) -> SequenceBlocks:
         """Find the blocks of a model.
 
         Args:
             model: the whole model.
             stages: its pipeline stages, between which hidden states are whole.
-            attentions: those whose heads are sharded.
+            attending: by `id`, modules whose attention can be partitioned.
+            key: of the job, for messages.
 
         Raises:
             TaskError: there are none, or a container has also children of another kind.
         """
-        has_attention = {id(each.module) for each in attentions}
         runs: list[list[nn.Module]] = []
         modules: set[int] = set()
         for container in outermost_containers(model):
             blocks = list(container.children())
             inside = [{id(each) for each in block.modules()} for block in blocks]
-            sharded = [not has_attention.isdisjoint(each) for each in inside]
-            if not any(sharded):
+            attend = [not attending.isdisjoint(each) for each in inside]
+            if not any(attend):
                 continue
-            if not all(sharded):
-                kind = type(blocks[sharded.index(False)]).__name__
+            if not all(attend):
+                kind = type(blocks[attend.index(False)]).__name__
                 raise TaskError(
-                    f"sequence_parallel: a {kind} is in one list with blocks whose attention is "
-                    "sharded by heads, and has none of its own; set sequence_parallel = false"
+                    f"{key}: a {kind} is in one list with blocks whose attention can be "
+                    f"partitioned, and has none of its own; remove {key}"
                 )
             modules.update(*inside)
             for stage in stages:
@@ -77,9 +76,9 @@ class SequenceBlocks:
                 if run:
                     runs.append(run)
         if not runs:
+            needed = "sharded by heads" if key == "sequence_parallel" else "shared by positions"
             raise TaskError(
-                "sequence_parallel: no block of the model has an attention that can be sharded by "
-                "heads; set sequence_parallel = false"
+                f"{key}: no block of the model has an attention that can be {needed}; remove {key}"
             )
         return cls(runs, frozenset(modules))
 
@@ -101,9 +100,9 @@ class DividesPositions(ParallelStyle):
         def divide(hidden: torch.Tensor) -> torch.Tensor:
             if hidden.ndim != 3 or hidden.shape[1] % device_mesh.size():
                 raise TaskError(
-                    f"sequence_parallel: hidden states of shape {tuple(hidden.shape)} have no "
-                    f"positions that tensor_parallel={device_mesh.size()} divides into equal "
-                    "parts; pad the sequences, or set sequence_parallel = false"
+                    f"hidden states of shape {tuple(hidden.shape)} have no positions that "
+                    f"{device_mesh.size()} ranks can share in equal parts; pad the sequences, or "
+                    "remove sequence_parallel or context_parallel"
                 )
             return _redistributed(hidden, device_mesh, Replicate(), POSITIONS)
 
@@ -139,8 +138,9 @@ class GathersOutputs(ParallelStyle):
             if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
                 return (gather(output[0]), *output[1:])
             raise TaskError(
-                f"sequence_parallel: a block returns {type(output).__name__}, and neither a tensor "
-                "nor a tuple that begins with one; set sequence_parallel = false"
+                f"a block whose positions are shared returns {type(output).__name__}, and neither "
+                "a tensor nor a tuple that begins with one; remove sequence_parallel or "
+                "context_parallel"
             )
 
         module.register_forward_hook(gather_output)
@@ -156,15 +156,26 @@ def _redistributed(
     return moved
 
 
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The first tensor among the arguments of a block, its hidden states.
+
+    Raises:
+        TaskError: there is none.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value
+    raise TaskError(
+        "a block whose positions are shared is called without a tensor; remove sequence_parallel "
+        "or context_parallel"
+    )
+
+
 def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> Any:
     """The arguments of a call, the first tensor changed; layers may be called by keyword."""
-    for at, value in enumerate(args):
-        if isinstance(value, torch.Tensor):
-            return (*args[:at], change(value), *args[at + 1 :]), kwargs
-    for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor):
-            return args, {**kwargs, name: change(value)}
-    raise TaskError(
-        "sequence_parallel: a block or its attention is called without a tensor; set "
-        "sequence_parallel = false"
+    hidden = first_tensor(args, kwargs)
+    changed = change(hidden)
+    return (
+        tuple(changed if value is hidden else value for value in args),
+        {name: changed if value is hidden else value for name, value in kwargs.items()},
     )

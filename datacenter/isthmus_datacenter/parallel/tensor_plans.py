@@ -132,7 +132,10 @@ def default_tensor_plan(
         for each in attentions
         if can_shard_jointly([*each.input_projections, *each.output_projections])
     ]
-    blocks = SequenceBlocks.find(model, stages, attentions) if sequence else None
+    blocks = None
+    if sequence:
+        attending = {id(each.module) for each in attentions}
+        blocks = SequenceBlocks.find(model, stages, attending, "sequence_parallel")
 
     def positions(layer: nn.Module) -> Placement | None:
         """What a rank has of activations outside of attentions and MLPs; None for all."""

@@ -29,6 +29,12 @@ from isthmus.job.datacenter import DatacenterSection
             {"checkpoint_activations": "operators", "schedule": "zero_bubble"},
             "schedule='zero_bubble' has two; set checkpoint_activations = true",
         ),
+        (
+            {"context_parallel": 2, "tensor_parallel": 2},
+            "context_parallel=2 needs tensor_parallel = 1",
+        ),
+        ({"context_parallel": 2, "compile": True}, "context_parallel=2 needs compile = false"),
+        ({"ranks": 3, "context_parallel": 2}, "context_parallel=2 x pipeline_parallel=1 needs 2"),
         ({"sequence_parallel": True}, "sequence_parallel needs tensor_parallel above 1"),
         (
             {"sequence_parallel": True, "tensor_parallel": 2, "compile": True},

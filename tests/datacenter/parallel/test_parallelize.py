@@ -36,9 +36,12 @@ FOUR = {**SGD, "blocks": 4}
 """One for each of four stages."""
 
 
-def layout(dp: int = 1, tp: int = 1, pp: int = 1, stage: int = 2, **more: Any) -> dict[str, Any]:
+def layout(
+    dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, stage: int = 2, **more: Any
+) -> dict[str, Any]:
     return {
-        "ranks": dp * tp * pp,
+        "ranks": dp * tp * pp * cp,
+        "context_parallel": cp,
         "data_parallel": dp,
         "tensor_parallel": tp,
         "pipeline_parallel": pp,
@@ -100,6 +103,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**SGD, "blocks": 2},
         layout(tp=2, sequence_parallel=True, checkpoint_activations="operators"),
     ),
+    "cp2": ("Gpt", ADAMW, layout(cp=2)),
+    "cp2-recompute": ("Gpt", SGD, layout(cp=2, accumulate=2, checkpoint_activations=True)),
     "tp2-uneven": (*UNEVEN, layout(tp=2)),
     "tp2-cnn": ("Pictures", SGD, layout(tp=2)),
     "tp2-compiled": ("Gpt", {**PLAN, "blocks": 1, "held_out": 8}, layout(tp=2, compile=True)),
@@ -141,6 +146,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tp2-pp2": ("Gpt", ADAMW, layout(1, 2, 2)),
     "tp2-pp2-sequence": ("Gpt", ADAMW, layout(1, 2, 2, sequence_parallel=True)),
     "dp2-tp2-zero3-sequence": ("Gpt", SGD, layout(2, 2, stage=3, sequence_parallel=True)),
+    "dp2-cp2-zero3": ("Gpt", ADAMW, layout(2, cp=2, stage=3, clip_norm=0.2)),
+    "cp2-pp2": ("Gpt", SGD, layout(pp=2, cp=2)),
     "tp2-pp2-plan-clip": ("Gpt", PLAN, layout(1, 2, 2, schedule="gpipe", clip_norm=0.2)),
     "pp4": ("Gpt", FOUR, layout(pp=4, microbatches=4)),
     "dp2-tp2-pp2-zero1": ("Gpt", PLAN, layout(2, 2, 2, stage=1)),

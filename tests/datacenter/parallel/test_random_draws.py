@@ -71,14 +71,14 @@ def test_one_dropout_for_sharded_and_whole_activations_is_refused(
     command = make_setup("Dropping", {"shared": True}, tensor_parallel=2).open_command()
     for (message,) in on_ranks(2, "refusals", [command], str(tmp_path)):
         assert message == (
-            "module 'blocks.0.inner' draws random numbers (dropout) for activations that are "
-            "sharded and for others that are whole; use a module for each, such as two "
-            "nn.Dropout, or set tensor_parallel = 1"
+            "with its matrices sharded module 'blocks.0.inner' draws random numbers (dropout) for "
+            "activations that are sharded and for others that are whole; use a module for each, "
+            "such as two nn.Dropout, or set tensor_parallel = 1"
         )
 
 
 def test_unequal_numbers_of_draws_are_refused() -> None:
-    with pytest.raises(TaskError, match="'a' draws random numbers 1 times as a whole and 2 times"):
+    with pytest.raises(TaskError, match="'a' draws random numbers 2 times, and 1 times as a whole"):
         drawing_modules({"a": [(2, 4)]}, {"a": [(2, 4), (2, 4)]})
 
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks share the positions of sequences between the layers of a block."""
+"""Ranks share the positions of sequences: between the layers of a block, or within whole blocks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch.distributed as dist
 from tests.datacenter.task_models import Decoder, TiedTransformer
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isthmus.errors import TaskError
+from isthmus_datacenter.parallel.context_parallel import SharesAttention, context_plan
 from isthmus_datacenter.parallel.equivalence_check import run_in_eval_mode
 from isthmus_datacenter.parallel.kept_groups import forget_groups
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
@@ -21,6 +23,21 @@ from isthmus_datacenter.parallel.tensor_plans import default_tensor_plan
 from isthmus_datacenter.parallel.tensor_styles import apply_style
 
 WORDS = torch.arange(12).view(2, 6)
+
+
+class Attended(TorchDispatchMode):
+    """Shapes of queries, keys and masks of attention on a processor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            mask = kwargs["attn_mask"]
+            self.calls.append((*(tuple(each.shape) for each in args[:2]), tuple(mask.shape[-2:])))
+        return func(*args, **kwargs)
 
 
 @pytest.fixture
@@ -36,6 +53,10 @@ def plan(model: nn.Module) -> Any:
     return default_tensor_plan(
         model, 2, [model], lambda: run_in_eval_mode(model, WORDS % 11), sequence=True
     )[0]
+
+
+def shared(model: nn.Module) -> Any:
+    return context_plan(model, [model], lambda: run_in_eval_mode(model, WORDS % 11))
 
 
 def test_norms_and_the_residual_stream_have_half_of_the_positions(mesh: Any) -> None:
@@ -54,6 +75,56 @@ def test_norms_and_the_residual_stream_have_half_of_the_positions(mesh: Any) -> 
     assert halves >= {f"blocks.{at}.{norm}" for at in range(2) for norm in ("first", "second")}
     # After the last block all positions are there again.
     assert positions["norm"] == positions["head"] == 6
+
+
+def test_whole_blocks_have_half_of_the_positions_and_all_keys(mesh: Any) -> None:
+    model = Decoder(2, tied=False)
+    for module, style in shared(model):
+        apply_style(module, style, mesh)
+    seen: dict[str, Any] = {}
+    model.blocks[1].up.register_forward_pre_hook(lambda module, args: seen.update(up=args[0].shape))
+    with Attended() as attended:
+        output = model(WORDS % 11)
+    assert output.shape == (2, 6, 12)
+    assert seen["up"] == (2, 3, 8)
+    # Queries of three positions, keys of six, and a mask in place of `is_causal`.
+    assert attended.calls == [((2, 4, 3, 2), (2, 4, 6, 2), (3, 6))] * 2
+
+
+@pytest.mark.parametrize(
+    ("mask", "sentence"),
+    [
+        (torch.ones(3, 3, dtype=torch.bool), r"mask of shape \(3, 3\) for 6 positions"),
+        (torch.ones(2, 1, 6, 6, dtype=torch.bool), None),
+        (torch.ones(2, 1, 1, 6, dtype=torch.bool), None),
+    ],
+)
+def test_a_mask_is_cut_or_refused(mask: torch.Tensor, sentence: str | None, mesh: Any) -> None:
+    class Block(nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            heads = hidden[:, None]
+            return nn.functional.scaled_dot_product_attention(heads, heads, heads, mask)[:, 0]
+
+    block = Block()
+    apply_style(block, SharesAttention(), mesh)
+    hidden = torch.randn(2, 3, 8)
+    if sentence is None:
+        assert block(hidden).shape == hidden.shape
+        return
+    with pytest.raises(TaskError, match=sentence):
+        block(hidden)
+
+
+def test_an_attention_over_something_else_is_refused(mesh: Any) -> None:
+    class Block(nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            across = hidden.transpose(0, 1)  # over the examples of a batch
+            return nn.functional.scaled_dot_product_attention(across, across, across)
+
+    block = Block()
+    apply_style(block, SharesAttention(), mesh)
+    with pytest.raises(TaskError, match="is not over the 3 positions of a rank"):
+        block(torch.randn(2, 3, 8))
 
 
 def test_an_attention_within_a_block_is_given_all_positions() -> None:
@@ -92,20 +163,23 @@ def test_positions_that_the_ranks_cannot_share_are_refused(mesh: Any) -> None:
     model = Decoder(1, tied=False)
     for module, style in plan(model):
         apply_style(module, style, mesh)
-    with pytest.raises(TaskError, match=r"shape \(2, 5, 8\) have no positions that tensor_parall"):
+    with pytest.raises(TaskError, match=r"shape \(2, 5, 8\) have no positions that 2 ranks"):
         model(WORDS[:, :5] % 11)
 
 
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        (TiedTransformer(12), "no block of the model has an attention that can be sharded"),
+        (TiedTransformer(12), "no block of the model has an attention that can be"),
         (nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8)), "no block of the model has"),
     ],
 )
-def test_a_model_without_such_blocks_is_refused(model: nn.Module, sentence: str) -> None:
+@pytest.mark.parametrize("share", ["plan", "shared"])
+def test_a_model_without_such_blocks_is_refused(
+    model: nn.Module, sentence: str, share: str
+) -> None:
     with pytest.raises(TaskError, match=sentence):
-        plan(model)
+        {"plan": plan, "shared": shared}[share](model)
 
 
 def test_a_list_with_other_blocks_is_refused() -> None:

@@ -1,0 +1,204 @@
+"""Share the positions of long sequences among ranks that have whole layers.
+
+Each rank computes the blocks of a model for its own part of the positions, and only attention needs
+the others: the keys and values of all ranks are gathered, and the queries stay where they are, as
+in the training of Llama 3 (Dubey et al. 2024, section 3.3.2). Memory of activations falls with the
+number of ranks, and nothing of the parameters is sharded by it.
+
+Attention is `torch.nn.functional.scaled_dot_product_attention`, which is replaced during calls of a
+block. What else in a block sees several positions would be wrong; it is found by the comparison
+with the whole model, like everything in a partitioned model that cannot be read off it. Ranks that
+share positions take the place of tensor-parallel ranks, with no matrix sharded: the same comparison
+finds which gradients are parts of a sum, and which random draws differ between the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from isthmus.errors import TaskError
+from isthmus_datacenter.parallel.sequence_parallel import SequenceBlocks, first_tensor
+
+_REMEDY = "set context_parallel = 1"
+
+
+def context_plan(
+    model: nn.Module, stages: Sequence[nn.Module], run: Callable[[], Any]
+) -> list[tuple[nn.Module, ParallelStyle]]:
+    """The blocks of a model that attend, with what shares their positions.
+
+    Args:
+        model: the whole model.
+        stages: its pipeline stages, between which hidden states are whole.
+        run: sends a few examples through the whole model.
+
+    Raises:
+        TaskError: the model has no such blocks.
+    """
+    attending: set[int] = set()
+    with _Attending(model, attending):
+        run()
+    blocks = SequenceBlocks.find(model, stages, attending, "context_parallel")
+    shares = [(block, SharesAttention()) for run in blocks.runs for block in run]
+    # First of all: what divides the inputs is called before the block is.
+    return [*blocks.styles(), *shares]
+
+
+class _Attending(TorchFunctionMode):
+    """Notes the modules within whose calls attention is computed, by `id`."""
+
+    def __init__(self, model: nn.Module, attending: set[int]) -> None:
+        super().__init__()
+        self._attending = attending
+        self._called: list[int] = []
+        self._model = model
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> _Attending:
+        for module in self._model.modules():
+            self._hooks += [
+                module.register_forward_pre_hook(lambda each, args: self._called.append(id(each))),
+                module.register_forward_hook(
+                    lambda each, args, output: self._called.pop() and None, always_call=True
+                ),
+            ]
+        super().__enter__()  # type: ignore[no-untyped-call]  # PyTorch's own
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # PyTorch's own
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            self._attending.update(self._called)
+        return func(*args, **(kwargs or {}))
+
+
+class SharesAttention(ParallelStyle):
+    """Has a block, called with a part of the positions, attend to all of them."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            own = first_tensor(args, kwargs).shape[1]
+            part = _OwnPositions(own, device_mesh)
+            args, kwargs = part.of_arguments(args, kwargs)
+            with _Attention(part, device_mesh):
+                return forward(*args, **kwargs)
+
+        # A replaced `forward` and no hook: where activations are recomputed, it is called again.
+        module.forward = call
+        return module
+
+
+class _OwnPositions:
+    """A rank's positions of a sequence."""
+
+    def __init__(self, own: int, mesh: DeviceMesh) -> None:
+        """`own`: the number of this rank's positions, which is that of every rank."""
+        self.own = own
+        self.all = own * mesh.size()
+        self.first = own * mesh.get_local_rank()
+
+    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """The part of a tensor for all positions."""
+        return tensor.narrow(dim, self.first, self.own)
+
+    def of_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A block's arguments with what belongs to positions cut to this rank's.
+
+        Such as rotary embeddings and numbers of positions, (batch, positions) or (batch, positions,
+        width). Masks of attention have four dimensions, and are cut where they are used.
+        """
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.ndim not in (2, 3):
+                return value
+            return self.of(value, 1) if value.shape[1] == self.all else value
+
+        cut_args, cut_kwargs = tree_map(cut, (args, kwargs))
+        return cut_args, cut_kwargs
+
+
+class _Attention(TorchFunctionMode):
+    """Within it, attention has the keys and values of all ranks."""
+
+    def __init__(self, part: _OwnPositions, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self._part = part
+        self._mesh = mesh
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **more: Any,
+    ) -> torch.Tensor:
+        """`scaled_dot_product_attention`; queries, keys and values are (..., positions, width).
+
+        Raises:
+            TaskError: it is not over the positions that the ranks share.
+        """
+        part = self._part
+        if {query.shape[-2], key.shape[-2], value.shape[-2]} != {part.own}:
+            raise TaskError(
+                f"context_parallel: an attention of queries {tuple(query.shape)} and keys "
+                f"{tuple(key.shape)} is not over the {part.own} positions of a rank; {_REMEDY}"
+            )
+        if is_causal:
+            rows = torch.arange(part.own, device=query.device) + part.first
+            attn_mask = torch.arange(part.all, device=query.device) <= rows[:, None]
+        elif attn_mask is not None:
+            attn_mask = self._own_rows(attn_mask)
+        return functional.scaled_dot_product_attention(
+            query, self._gathered(key), self._gathered(value), attn_mask, dropout_p, **more
+        )
+
+    def _own_rows(self, mask: torch.Tensor) -> torch.Tensor:
+        """The rows of a mask for this rank's queries, shape (..., queries, keys)."""
+        part = self._part
+        rows = mask.shape[-2] if mask.ndim > 1 else 1
+        if mask.shape[-1] not in (1, part.all) or rows not in (1, part.all):
+            raise TaskError(
+                f"context_parallel: an attention has a mask of shape {tuple(mask.shape)} for "
+                f"{part.all} positions; {_REMEDY}"
+            )
+        return mask if rows == 1 else part.of(mask, -2)
+
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Keys or values of all ranks; each rank's queries contribute to their gradients."""
+        dim = tensor.ndim - 2
+        own = DTensor.from_local(tensor, self._mesh, [Shard(dim)], run_check=False)
+        whole = own.redistribute(placements=[Replicate()])
+        gathered: torch.Tensor = whole.to_local(grad_placements=[Partial()])
+        return gathered
