@@ -1,11 +1,13 @@
 """Buffers that participants do not exchange, and which of them training changes.
 
 >>> from torch import nn
->>> model = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 3))
+>>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+>>> model.register_buffer("calls", torch.zeros(()))
 >>> buffers = OwnBuffers(model)
->>> _ = model.train()(torch.ones(1, 2))
+>>> _ = model.train()(torch.ones(2, 2))  # changes running statistics, which are exchanged
+>>> model.calls += 1
 >>> buffers.changed(model)
-['parametrizations.weight.0._u', 'parametrizations.weight.0._v']
+['calls']
 """
 
 from __future__ import annotations

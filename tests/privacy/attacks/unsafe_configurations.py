@@ -117,8 +117,9 @@ def counts_in_a_ring_for_bins():
     client_with(whole=True, bits=16)
 
 
-@expect_refusal("config-values-wrap")
-def a_cohort_whose_bins_wrap():
+@expect_refusal("config-malformed")
+def a_cohort_whose_bins_would_wrap():
+    """Such a cohort is refused in every ring."""
     make_config(whole=True, bits=16, levels=BIN_LEVELS, clients_max=1 << 15).check()
 
 

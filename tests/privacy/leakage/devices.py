@@ -395,7 +395,9 @@ def _give(
     return Given(config, values, origin, examples, key, sent)
 
 
-def _counts_of(update: torch.Tensor, tensors: object, weight: int) -> torch.Tensor:
+def _counts_of(
+    update: torch.Tensor, tensors: object, weight: int, parameters: object
+) -> torch.Tensor:
     """In the place of `ranges.counts_of`: which bins they are in follows from the update."""
     counts: Any = torch.zeros(1, dtype=torch.int64)
     counts.origin = ("ranges", *update.tolist())
