@@ -107,3 +107,14 @@ def _examples_of_a_step(section: DatacenterSection) -> int | None:
     if not section.ranks or section.layout == "auto":
         return None
     return section.replicas(section.ranks) * section.batch_size
+
+
+def examples_at_once(section: DatacenterSection) -> int | None:
+    """Examples that a replica computes together; None if that follows from ranks not known here.
+
+    What normalises by them, or has one loss of them, trains differently with other numbers.
+    """
+    if not section.ranks or section.layout == "auto":
+        return None
+    own = section.for_replicas(section.replicas(section.ranks))
+    return own.batch_size // own.accumulate
