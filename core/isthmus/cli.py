@@ -64,8 +64,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     # PyTorch logs its caches if the process ends while PyTorch is being imported.
     logging.getLogger("torch").setLevel(logging.WARNING)
-    keep_compiled_code_private()
     try:
+        keep_compiled_code_private()
         # Outside of standalone mode click returns the code of an `Exit` and does not raise it.
         if code := isthmus(standalone_mode=False):
             sys.exit(code)

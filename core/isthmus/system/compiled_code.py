@@ -16,6 +16,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+from isthmus.errors import UserError
+
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Of the environment: where PyTorch keeps compiled code."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -28,29 +30,39 @@ def keep_compiled_code_private() -> None:
 
     Another directory that the user has named in the environment stays. To be called before PyTorch
     is imported, which makes the usual one and names it there.
+
+    Raises:
+        UserError: others can write to the usual one, and there can be no other.
     """
     try:
         usual = _usual()
         if os.environ.get(VARIABLE, str(usual)) != str(usual):
             return
         refusal = _refusal(usual)
-        if refusal:
-            # Another name that follows from the user could be taken, too.
-            private = tempfile.mkdtemp(prefix="isthmus-compiled-")  # of mode 0700
-            log.warning(
-                "compiled code is kept in %s, where no later command finds it, because %s %s; "
-                "remove that, or set %s to a folder of your own",
-                private,
-                usual,
-                refusal,
-                VARIABLE,
-            )
-            os.environ[VARIABLE] = private
-        else:
-            os.environ[VARIABLE] = str(usual)
     except OSError:
         # Without a folder for temporary files nothing can be planted there, and nothing compiled.
         log.debug("no directory for compiled code", exc_info=True)
+        return
+    if not refusal:
+        os.environ[VARIABLE] = str(usual)
+        return
+    try:
+        # Another name that follows from the user could be taken, too.
+        private = tempfile.mkdtemp(prefix="isthmus-compiled-")  # of mode 0700
+    except OSError as error:
+        raise UserError(
+            f"{usual}, where PyTorch keeps compiled code, {refusal}, and there can be no other "
+            f"directory ({error.strerror}); set {VARIABLE} to a folder of your own"
+        ) from None
+    os.environ[VARIABLE] = private
+    log.warning(
+        "compiled code is kept in %s, where no later command finds it, because %s %s; remove that, "
+        "or set %s to a folder of your own",
+        private,
+        usual,
+        refusal,
+        VARIABLE,
+    )
 
 
 def _usual() -> Path:

@@ -1,5 +1,6 @@
 """Code that PyTorch has compiled is executed from where only this user can have written it."""
 
+import errno
 import logging
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.errors import UserError
 from isthmus.system.compiled_code import VARIABLE, keep_compiled_code_private
 
 NOBODY = 65534
@@ -82,6 +84,17 @@ def test_one_that_others_have_made_or_can_write_is_not_used(
     assert os.environ[VARIABLE].startswith(f"{usual.parent}/isthmus-compiled-")
     assert Path(os.environ[VARIABLE]).stat().st_mode & 0o777 == 0o700
     assert f"because {usual} {why}; remove that, or set {VARIABLE}" in caplog.text
+
+
+def test_where_there_can_be_no_other_it_is_one_sentence(usual, monkeypatch):
+    writable(usual)
+
+    def full(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(UserError, match=f"can be written by others, .*No space.*; set {VARIABLE}"):
+        keep_compiled_code_private()
 
 
 def test_one_that_the_user_has_named_stays(usual, monkeypatch):

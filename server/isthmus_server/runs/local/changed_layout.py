@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from isthmus.errors import JobError
-from isthmus.job.layout_changes import examples_at_once, with_layout
+from isthmus.job.layout_changes import are_as_many_at_once, examples_at_once, with_layout
 from isthmus.task.definition import defines
 from isthmus.task.loading import load_task
 from isthmus.task.scoring import build_model
@@ -30,9 +30,7 @@ def check_examples_at_once(store: Store, changes: Mapping[str, Any]) -> None:
     """
     job = store.job
     changed = with_layout(job, {**store.layout_changes(), **changes})
-    before = examples_at_once(job.datacenter)
-    after = examples_at_once(changed.datacenter)
-    if changed.datacenter == job.datacenter or (before is not None and before == after):
+    if are_as_many_at_once(job.datacenter, changed.datacenter):
         return
     data = job.task.data_in(store.base)
     task = load_task(job.task.source, job.task.settings, base=store.base, data=data)
@@ -47,6 +45,8 @@ def check_examples_at_once(store: Store, changes: Mapping[str, Any]) -> None:
         )
     else:
         return
+    before = examples_at_once(job.datacenter)
+    after = examples_at_once(changed.datacenter)
     if before is None or after is None:
         numbers = "how many these are follows from ranks that are not known here"
     else:

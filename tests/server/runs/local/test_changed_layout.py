@@ -78,6 +78,11 @@ def test_as_many_at_once_are_accepted(change, methods, changes):
     assert change(methods, changes) == changes
 
 
+def test_what_says_nothing_of_examples_is_accepted_where_their_number_is_not_known(change):
+    changes = {"datacenter.hang_seconds": 60.0, "datacenter.readers": 1}
+    assert change(NORMALISES, changes, 'datacenter.layout="auto"') == changes
+
+
 @pytest.mark.parametrize("changes", [FEWER_AT_ONCE, IN_PARTS, UNKNOWN])
 def test_other_tasks_take_any_number(change, changes):
     assert change("pass", changes) == changes
