@@ -16,6 +16,7 @@ import click
 from isthmus import __version__
 from isthmus.errors import IsthmusError
 from isthmus.printable import PrintableFormatter, in_lines
+from isthmus.system.compiled_code import keep_compiled_code_private
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ def main() -> None:
     # PyTorch logs its caches if the process ends while PyTorch is being imported.
     logging.getLogger("torch").setLevel(logging.WARNING)
     try:
+        keep_compiled_code_private()
         # Outside of standalone mode click returns the code of an `Exit` and does not raise it.
         if code := isthmus(standalone_mode=False):
             sys.exit(code)

@@ -46,6 +46,19 @@ LAYOUT_KEYS = (
 )
 """Keys of `[datacenter]` that say how ranks share the work of a step, and not what a step is."""
 
+AT_ONCE_KEYS = (
+    "ranks",
+    "layout",
+    "data_parallel",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "microbatches",
+    "accumulate",
+    "batch_size",
+    "global_batch",
+)
+"""Those on which it depends how many examples a replica computes together."""
+
 
 def layout_changes(overrides: Iterable[str]) -> dict[str, Any]:
     """The changes that `--set KEY=VALUE` asks for, by dotted key.
@@ -108,3 +121,22 @@ def _examples_of_a_step(section: DatacenterSection) -> int | None:
     if not section.ranks or section.layout == "auto":
         return None
     return section.replicas(section.ranks) * section.batch_size
+
+
+def are_as_many_at_once(before: DatacenterSection, after: DatacenterSection) -> bool:
+    """Whether a replica is known to compute as many examples together as before.
+
+    What normalises by them, or has one loss of them, trains differently with other numbers.
+    """
+    if all(getattr(before, name) == getattr(after, name) for name in AT_ONCE_KEYS):
+        return True
+    known = examples_at_once(before)
+    return known is not None and known == examples_at_once(after)
+
+
+def examples_at_once(section: DatacenterSection) -> int | None:
+    """Examples that a replica computes together; None if that follows from ranks not known here."""
+    if not section.ranks or section.layout == "auto":
+        return None
+    own = section.for_replicas(section.replicas(section.ranks))
+    return own.batch_size // own.accumulate

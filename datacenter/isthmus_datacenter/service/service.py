@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -252,7 +253,9 @@ def _lock(state: Path) -> TextIO:
     try:
         # Who can write there has ranks execute code: the metadata of a checkpoint is a pickle.
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = (state / "lock").open("w")
+        # Who can open the file can hold its lock, also without writing to it.
+        handle = os.open(state / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = os.fdopen(handle, "w")
     except OSError as error:
         raise UserError(f"the state directory {state} cannot be used: {error}") from error
     deadline = time.monotonic() + LOCK_SECONDS

@@ -11,6 +11,9 @@ from isthmus.wire import link_pb2
 MAX_FIGURE_NAME = 100
 """Characters in the name of a figure."""
 
+MAX_FIGURES = 4096
+"""Figures of one reply: the log of the run and the history of policies keep them."""
+
 MAX_FIGURE = 1e200
 """Largest reported figure: sums over all devices, weighted by their examples, stay finite."""
 
@@ -24,9 +27,16 @@ def check_figures(trained: link_pb2.Trained) -> None:
     """Check that the reported duration and averages are finite and can be summed and printed.
 
     Raises:
-        UpdateError: one is not finite or has no printable name, or the duration is below 0.
+        UpdateError: one is not finite or has no printable name, there are too many, or the duration
+            is below 0.
     """
-    for name in (*trained.training, *trained.evaluation, *trained.profile):
+    names = (*trained.training, *trained.evaluation, *trained.profile)
+    if len(names) > MAX_FIGURES:
+        raise UpdateError(
+            f"it reported {len(names)} figures, and the most are {MAX_FIGURES}; have the task "
+            "return fewer metrics"
+        )
+    for name in names:
         if not (name.isprintable() and len(name) <= MAX_FIGURE_NAME):
             raise UpdateError(f"the name {name[:MAX_FIGURE_NAME]!r} of a figure is not printable")
     figures = (trained.seconds, *trained.training.values())

@@ -97,6 +97,8 @@ def test_a_state_directory_has_one_service(
     monkeypatch.setattr(isthmus_datacenter.service.service, "LOCK_SECONDS", 0.0)
     with pytest.raises(UserError, match="another datacenter service uses the state directory"):
         DatacenterService("second", 2, warm_datacenter.service.state)
+    # Who can open the file can hold its lock.
+    assert (warm_datacenter.service.state / "lock").stat().st_mode & 0o777 == 0o600
 
 
 def test_an_idle_service_leaves_on_a_signal(tmp_path: Path) -> None:

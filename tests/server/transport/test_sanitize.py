@@ -49,6 +49,16 @@ def test_the_name_of_a_figure_is_printable_or_refused(text, where):
         assert str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize("where", ["training", "evaluation", "profile"])
+def test_more_figures_than_a_log_can_keep_are_refused(where):
+    figures = {f"figure {number}": 1.0 for number in range(4096)}
+    trained = link_pb2.Trained(**{where: figures})
+    check_figures(trained)
+    trained.evaluation["one more"] = 1.0
+    with pytest.raises(UpdateError, match="it reported 4097 figures, and the most are 4096; have"):
+        check_figures(trained)
+
+
 @pytest.mark.parametrize("figure", [1e308, -1e308, float("inf"), float("nan")])
 def test_a_figure_that_would_make_a_mean_infinite_is_refused(figure):
     with pytest.raises(UpdateError, match="its time or one of its figures is"):

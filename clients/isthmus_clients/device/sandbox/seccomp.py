@@ -75,7 +75,15 @@ _CALLS = {
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
 }
-_ABSENT = {"io_uring_setup": (425, 425), "clone3": (435, 435), "memfd_secret": (447, 447)}
+_ABSENT = {
+    "io_uring_setup": (425, 425),
+    "clone3": (435, 435),
+    "memfd_secret": (447, 447),
+    # Rules of further restrictions: 64 bytes of the kernel for each, and any number of them.
+    "landlock_create_ruleset": (444, 444),
+    "landlock_add_rule": (445, 445),
+    "landlock_restrict_self": (446, 446),
+}
 """Calls that a filter cannot look into, or that nothing uses: callers see a kernel without them and
 do without."""
 _MEMFD_CREATE = (319, 279)
@@ -88,6 +96,14 @@ _MAPPING_TYPE = 0x0F
 _PRCTL = (157, 167)
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
+_FCNTL = (72, 25)
+_FCNTL_REFUSED = {
+    # Locks that no file of proc(5) ascribes to a process.
+    "F_OFD_SETLK": 37,
+    "F_OFD_SETLKW": 38,
+    # Pipes that hold more than others.
+    "F_SETPIPE_SZ": 1031,
+}
 _CLONE = (56, 220)
 _NEW_NAMESPACES = 0x7E020000
 """The flags CLONE_NEW* of clone(2)."""
@@ -177,6 +193,7 @@ def filter_program(machine: str, *, shared_memory: bool = False) -> bytes:
         _instruction(_IF_EQUAL, socket.SOCK_STREAM, 1, 0),
         _instruction(_RETURN, _FAIL | errno.EPERM),
         _instruction(_RETURN, _ALLOW),
+        *_refused_commands(_FCNTL[column]),
         # The limits of another process: that on its CPU time would end it.
         _instruction(_IF_EQUAL, _PRLIMIT[column], 0, 4),
         _instruction(_LOAD, _FIRST_ARGUMENT),
@@ -202,6 +219,22 @@ def _uncounted_memory(mmap: int) -> list[bytes]:
         _instruction(_IF_EQUAL, _SHARED | _ANONYMOUS, 0, 1),
         _instruction(_RETURN, _FAIL | errno.EPERM),
         _instruction(_RETURN, _ALLOW),
+    ]
+
+
+def _refused_commands(fcntl: int) -> list[bytes]:
+    """Refuse what fcntl(2) does of `_FCNTL_REFUSED`."""
+    refused = list(_FCNTL_REFUSED.values())
+    count = len(refused)
+    return [
+        _instruction(_IF_EQUAL, fcntl, 0, count + 3),
+        _instruction(_LOAD, _SECOND_ARGUMENT),
+        *(
+            _instruction(_IF_EQUAL, command, count - number, 0)
+            for number, command in enumerate(refused)
+        ),
+        _instruction(_RETURN, _ALLOW),
+        _instruction(_RETURN, _FAIL | errno.EPERM),
     ]
 
 

@@ -44,8 +44,8 @@ _END_SECONDS = 2.0
 """Time between the end of the connection and that of the process."""
 _WATCH_SECONDS = 0.2
 """Time between two looks at what a task's processes use."""
-_DISK_LOOKS = 10
-"""Looks of which one is also at their files."""
+_THOROUGH_LOOKS = 10
+"""Looks of which one is also at their files, and at what takes long to count."""
 _MAX_LINE = 2000
 _MOST_INDENT = 40
 _PASSED_ON = ("LANG", "LC_", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED")
@@ -236,8 +236,9 @@ class TaskProcess:
         looks = 0
         while not self._ended.wait(_WATCH_SECONDS):
             looks += 1
-            found = excess(self._popen.pid, self._allowed, sum(self._shared))
-            if found is None and looks % _DISK_LOOKS == 0:
+            thorough = looks % _THOROUGH_LOOKS == 0
+            found = excess(self._popen.pid, self._allowed, sum(self._shared), thorough=thorough)
+            if found is None and thorough:
                 found = disk_excess(self._popen.pid, self._allowed)
             if found is not None:
                 self.kill(found)

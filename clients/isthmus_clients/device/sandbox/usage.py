@@ -7,6 +7,7 @@ memory that no limit of a process counts. So the agent adds up, several times a 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,14 @@ _OF_PROGRAMS = 64 << 20
 waits for the task's."""
 _SOCKET_BUFFER = 212_992
 """Most bytes that wait in one socket, of the kernel's default; tasks cannot change it (seccomp)."""
+_PIPE_BUFFER = 65_536
+"""Likewise in one pipe."""
+_RANGE = 224
+"""Bytes of the kernel for each range of addresses, also where nothing is stored."""
+_PART = 1 << 16
+"""Bytes of a file in proc(5) that are read at a time."""
+_MOST_LOCKS = 10_000
+"""Locks of a task on parts of files: the kernel needs memory for each, and long to list many."""
 _BLOCK = 512
 """Unit of the size of a file on disk (stat(2))."""
 _PAGE_TABLES = "VmPTE:"
@@ -41,13 +50,14 @@ def processes_of(leader: int) -> list[int]:
     return found
 
 
-def excess(leader: int, allowed: Confinement, shared: int) -> str | None:
+def excess(leader: int, allowed: Confinement, shared: int, *, thorough: bool = True) -> str | None:
     """Say what a task's processes have more of than their owner allows; None if of nothing.
 
     Args:
         leader: the process that was started for the task.
         allowed: the owner's limits.
         shared: bytes of memory that the agent shares with the task, and that are not counted.
+        thorough: also count what takes long to count.
     """
     pids = processes_of(leader)
     if sum(len(_threads_of(pid)) for pid in pids) > allowed.processes:
@@ -55,13 +65,16 @@ def excess(leader: int, allowed: Confinement, shared: int) -> str | None:
             f"it had more than {allowed.processes} processes and threads, and its owner allows "
             "no more (processes under [sandbox] in policy.toml)"
         )
+    if thorough and _locks_of(pids) > _MOST_LOCKS:
+        return f"it had more than {_MOST_LOCKS} locks on parts of files, and no task may have more"
     if allowed.memory_mb is None:
         return None
     most = (allowed.memory_mb << 20) + shared + _OF_PROGRAMS
-    # What sockets may hold is counted as if it were there: no file of proc(5) says it.
-    buffers = len(_sockets_of(pids)) * _SOCKET_BUFFER
-    resident = sum(map(_resident, pids)) + buffers
-    if resident > most and (used := sum(map(_in_parts, pids)) + buffers) > most:
+    kernel = _buffers_of(pids)
+    if thorough:
+        kernel += _ranges_of(pids, most)
+    resident = sum(map(_resident, pids)) + kernel
+    if resident > most and (used := sum(map(_in_parts, pids)) + kernel) > most:
         return (
             f"its processes had {used >> 20} MB of memory together, and its owner allows "
             f"memory_mb={allowed.memory_mb}"
@@ -150,15 +163,39 @@ def _open_in(pids: Iterable[int]) -> Iterator[os.stat_result]:
                 yield found
 
 
-def _sockets_of(pids: Iterable[int]) -> set[str]:
-    """The sockets that processes have open, each once."""
+def _buffers_of(pids: Iterable[int]) -> int:
+    """Bytes that the sockets and pipes of processes may hold; no file of proc(5) says how many do.
+
+    Each counts once, and as if it were full.
+    """
     found = set()
     for handle in _handles_of(pids):
         with contextlib.suppress(OSError):
-            target = str(handle.readlink())
-            if target.startswith("socket:"):
-                found.add(target)
-    return found
+            found.add(str(handle.readlink()))
+    sockets = sum(target.startswith("socket:") for target in found)
+    pipes = sum(target.startswith("pipe:") for target in found)
+    return sockets * _SOCKET_BUFFER + pipes * _PIPE_BUFFER
+
+
+def _ranges_of(pids: Iterable[int], most: int) -> int:
+    """Bytes of the kernel for the ranges of addresses of processes; not counted beyond `most`."""
+    ranges = 0
+    for pid in pids:
+        with contextlib.suppress(OSError), (_PROC / str(pid) / "maps").open("rb") as file:
+            while ranges * _RANGE <= most and (part := file.read(_PART)):
+                ranges += part.count(b"\n")
+    return ranges * _RANGE
+
+
+def _locks_of(pids: Iterable[int]) -> int:
+    """Locks of processes on parts of files, among the first ones of all programs."""
+    own = {str(pid).encode() for pid in pids}
+    locks = 0
+    with contextlib.suppress(OSError), (_PROC / "locks").open("rb") as file:
+        for line in itertools.islice(file, 2 * _MOST_LOCKS):
+            # As in `1: POSIX ADVISORY WRITE 15 00:1e:20 0 0`; one that waits has an arrow.
+            locks += not own.isdisjoint(line.split()[4:6])
+    return locks
 
 
 def _handles_of(pids: Iterable[int]) -> Iterator[Path]:

@@ -18,6 +18,7 @@ from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.observability.observers import Observers
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_loop import RunLoop, run_loop
+from isthmus_server.runs.local.changed_layout import check_examples_at_once
 from isthmus_server.runs.local.fork_server import ParticipantForkServer
 from isthmus_server.runs.local.processes import LocalProcesses, OnFailure, started_roles
 from isthmus_server.storage.events import EventStream
@@ -78,6 +79,7 @@ class LocalRun:
         if changes:
             try:
                 with alone_in(store.directory):
+                    check_examples_at_once(store, changes)
                     store.change_layout(changes)
             except BaseException:
                 store.close()

@@ -25,7 +25,7 @@ from isthmus_clients.device.sandbox.usage import excess, processes_of
 NOBODY = 65534
 
 PROGRAM = """
-import ctypes, mmap, os, socket, sys, threading, time
+import ctypes, fcntl, mmap, os, socket, struct, sys, threading, time
 from pathlib import Path
 from isthmus.wire import link_pb2
 from isthmus_clients.device.sandbox import task_worker, worker
@@ -81,6 +81,32 @@ def page_tables(gigabytes):
         memory[place]
     time.sleep(FOREVER)
 
+def ranges(count, processes):
+    # Nothing is stored: each page has another protection than the next, and is a range of its own.
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    size = ctypes.c_size_t(2 * count * mmap.PAGESIZE)
+    start = library.mmap(None, size, mmap.PROT_READ, PRIVATE, -1, ctypes.c_long(0))
+    for number in range(count):
+        place = ctypes.c_void_p(start + 2 * number * mmap.PAGESIZE)
+        if library.mprotect(place, ctypes.c_size_t(mmap.PAGESIZE), 0):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    children(processes)
+
+def lock(command, start):
+    place = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, 1, 0)
+    return fcntl.fcntl(LOCKED, command, place)
+
+def locks(count):
+    for number in reversed(range(count)):
+        lock(fcntl.F_SETLK, 2 * number)
+    time.sleep(FOREVER)
+
+def ruleset():
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.syscall(444, (ctypes.c_uint64 * 2)(0, 3), 16, 0) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
 def files(count, megabytes, named):
     kept = []
     for number in range(count):
@@ -95,6 +121,8 @@ def files(count, megabytes, named):
 def execute(self, request, memory):
     if request.WhichOneof("work") == "open":
         return link_pb2.Reply(opened=link_pb2.Opened(examples=20))
+    global LOCKED
+    LOCKED = open(Path(os.environ["TMPDIR"], "locked"), "wb")
     exec((self._settings.tasks / "statement").read_text())
     return link_pb2.Reply(trained=link_pb2.Trained())
 
@@ -178,16 +206,24 @@ REFUSED = {
     "large_buffer()": "Operation not permitted",
     "page_in_a_pipe()": "Operation not permitted",
     "sockets(600)": "Too many open files",
+    "fcntl.fcntl(os.pipe()[1], 1031, 1 << 20)": "Operation not permitted",
+    "lock(37, 0)": "Operation not permitted",
+    "lock(38, 0)": "Operation not permitted",
+    "ruleset()": "Function not implemented",
 }
 """What fails in the task's process, which goes on."""
 
 MEMORY = r"its processes had \d+ MB of memory together, and its owner allows memory_mb=256$"
 PROCESSES = "it had more than 40 processes and threads, and its owner allows no more"
+LOCKS = "it had more than 10000 locks on parts of files, and no task may have more"
 FILES = "its files had more than 8 MB, or were more than 50000, and its owner allows no more"
 ENDED = {
     "children(4, lambda: filled(120))": MEMORY,
     "children(4, lambda: [socket.socketpair() for _ in range(300)])": MEMORY,
+    "children(12, lambda: [os.pipe() for _ in range(450)])": MEMORY,
     "page_tables(200)": MEMORY,
+    "ranges(30000, 30)": MEMORY,
+    "locks(10500)": LOCKS,
     "children(60)": PROCESSES,
     "threads(60)": PROCESSES,
     "files(3, 4, True)": FILES,
