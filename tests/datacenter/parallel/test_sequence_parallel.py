@@ -96,6 +96,25 @@ def test_positions_that_the_ranks_cannot_share_are_refused(mesh: Any) -> None:
         model(WORDS[:, :5] % 11)
 
 
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_a_pass_without_the_first_or_the_last_block_is_refused(mesh: Any, skipped: int) -> None:
+    """Layerdrop, which the sample may not show: means over positions would have the same shape."""
+    model = Decoder(3, tied=False)
+    for module, style in plan(model):
+        apply_style(module, style, mesh)
+    model(WORDS % 11)
+    blocks = list(model.blocks)
+    # A block between them is skipped without harm.
+    model.blocks._modules = {"0": blocks[0], "2": blocks[2]}
+    assert model(WORDS % 11).shape == (2, 6, 12)
+    model.blocks._modules = {str(at): each for at, each in enumerate(blocks) if at != skipped}
+    for _ in range(2):
+        with pytest.raises(TaskError, match="left out one of these two"):
+            model(WORDS % 11)
+    model.blocks._modules = {str(at): each for at, each in enumerate(blocks)}
+    assert model(WORDS % 11).shape == (2, 6, 12)
+
+
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
