@@ -165,6 +165,31 @@ class DividesPositions(ParallelStyle):
         return module
 
 
+class ChecksHiddenStates(ParallelStyle):
+    """Refuses inputs of a layer that are no hidden states, before ranks gather their positions.
+
+    An expert gets the words that chose it, of which each rank has another number: an exchange of
+    different sizes ends the ranks, or has them wait for each other.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def check(hidden: torch.Tensor) -> torch.Tensor:
+            if hidden.ndim != 3:
+                raise TaskError(
+                    f"sequence_parallel: a {type(module).__name__} in a block gets inputs of shape "
+                    f"{tuple(hidden.shape)} and not (batch, positions, width), such as the words "
+                    "of an expert; set sequence_parallel = false"
+                )
+            return hidden
+
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs: _with_first(args, kwargs, check),
+            with_kwargs=True,
+            prepend=True,
+        )
+        return module
+
+
 class GathersPositions(ParallelStyle):
     """Gives a module, such as an attention, all positions of its first tensor."""
 
