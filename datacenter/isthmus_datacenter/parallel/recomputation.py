@@ -46,11 +46,14 @@ _CHANGED = "cached during selective activation checkpoint has been mutated"
 """A part of PyTorch's sentence."""
 
 
-def recompute(unit: nn.Module, *, keep_products: bool = False) -> None:
+def recompute(unit: nn.Module, *, keep_products: bool = False, to_end: bool = False) -> None:
     """Have a module keep no activations; the backward pass calls its `forward` a second time.
 
     With `keep_products` the outputs of matrix products, convolutions and attention are kept, and
     the second call does not compute them.
+
+    The second call ends as soon as the backward pass has what it needs, or with `to_end` where the
+    first one did: for ranks that need other parts of it, and exchange activations in it.
 
     Buffers that a call changes have the values of the first call's beginning in the second one, and
     keep what the first has made of them: otherwise running statistics would count each batch twice,
@@ -60,6 +63,7 @@ def recompute(unit: nn.Module, *, keep_products: bool = False) -> None:
         checkpoint,
         unit.forward,
         use_reentrant=False,
+        early_stop=not to_end,
         context_fn=functools.partial(_contexts, unit, keep_products),
     )
 

@@ -80,6 +80,16 @@ def test_selective_recomputation_leaves_out_products_and_has_the_same_bytes(drop
     assert all_calls["gelu"] == some_calls["gelu"] == 1
 
 
+@pytest.mark.parametrize(("to_end", "calls"), [(False, 1), (True, 2)])
+def test_all_operators_are_called_again_if_ranks_may_need_different_ones(
+    to_end: bool, calls: int
+) -> None:
+    module = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    recompute(module, to_end=to_end)
+    _, counted = trained(module, torch.randn(12, 16))
+    assert counted["addmm"] == calls
+
+
 def in_place(layers: int) -> tuple[nn.Module, nn.Module]:
     """Two layers with a ReLU that changes its inputs; the model, and its first so many modules."""
     torch.manual_seed(0)
