@@ -29,6 +29,7 @@ from isthmus_datacenter.checkpointing.model_file import load_shards, store_shard
 from isthmus_datacenter.checkpointing.named_state import named_state
 from isthmus_datacenter.checkpointing.shard_files import read_shards, write_shards
 from isthmus_datacenter.messages import Command, ControlSignal
+from isthmus_datacenter.parallel.gradient_check import Reductions
 from isthmus_datacenter.parallel.model_shard import GradientAllReduce, ModelShard
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
@@ -165,6 +166,25 @@ def sum_gradients(rank: int) -> tuple[list[list[float]], dict[str, list[float] |
         name: each for name, each in by_name.items() if each is not None
     }
     return [each.flatten().tolist() for each in tensors], by_name
+
+
+def sum_partial_gradients(rank: int) -> dict[str, list[float] | None]:
+    """Sum gradients of two tensor-parallel ranks of which each has some that the other lacks."""
+    dims = ParallelDims(ranks=2, zero_stage=0, tensor=2, sequence=True)
+    names = ("both", "first", "second", "none", "mean")
+    stage = nn.ParameterDict({name: torch.zeros(2) for name in names})
+    shard = ModelShard(
+        dims,
+        {0: stage},
+        {0: {name: name for name in names}},
+        mesh=dims.mesh("cpu"),
+        reductions=Reductions(frozenset({"both", "first", "second", "none"})),
+    )
+    used = stage["first"] if rank == 0 else stage["second"]
+    ((stage["both"] + used) * (rank + 1) + stage["mean"] * 3).sum().backward()
+    gradients = shard.gradients()
+    shard.reduce_replicated(gradients)
+    return {name: None if each.grad is None else each.grad.tolist() for name, each in stage.items()}
 
 
 def masks(rank: int, open_command: dict[str, Any], state: str) -> tuple[dict[str, Any], int]:

@@ -67,4 +67,4 @@ def _equal(before: torch.Tensor, now: torch.Tensor) -> bool:
     if before.shape != now.shape or before.dtype != now.dtype:
         return False
     # A value that was and is nan has not changed.
-    return bool(torch.equal(before.nan_to_num(), now.cpu().nan_to_num()))
+    return bool(torch.equal(before.cpu().nan_to_num(), now.cpu().nan_to_num()))

@@ -50,7 +50,7 @@ def context_plan(
     with _Attending(model, attending):
         run()
     blocks = SequenceBlocks.find(model, stages, attending, "context_parallel")
-    shares = [(block, SharesAttention()) for run in blocks.runs for block in run]
+    shares = [(block, SharesAttention()) for run in blocks.runs for block in run.blocks]
     # First of all: what divides the inputs is called before the block is.
     return [*blocks.styles(), *shares]
 

@@ -119,7 +119,9 @@ def wrap_unit(unit: nn.Module, number: int, dims: ParallelDims, backend: Any) ->
         # torch.compile skips PyTorch's own modules unless a function of another package calls them.
         unit.forward = torch.compile(_calling(unit), backend=backend)
     if dims.checkpoint_activations and number % dims.checkpoint_every == 0:
-        recompute(unit, keep_products=dims.checkpoint_activations == "operators")
+        keep_products = dims.checkpoint_activations == "operators"
+        # With other positions each rank may call other layers of a block.
+        recompute(unit, keep_products=keep_products, to_end=dims.shares_positions)
 
 
 def _calling(unit: nn.Module) -> Callable[..., Any]:

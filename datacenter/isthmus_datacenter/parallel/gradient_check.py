@@ -372,7 +372,8 @@ def _recomputed(units: Sequence[nn.Module]) -> Iterator[None]:
     before = [(unit, vars(unit).get("forward")) for unit in units]
     try:
         for unit in units:
-            recompute(unit)
+            # One of the ranks may call a layer that another does not.
+            recompute(unit, to_end=True)
         yield
     finally:
         for unit, forward in before:

@@ -338,12 +338,14 @@ class ModelShard:
             if count and name not in gradients:
                 gradients[name] = trained[name].grad = gradient
 
-    def reduce_replicated(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def reduce_replicated(self, gradients: dict[str, torch.Tensor]) -> None:
         """Reduce over the tensor-parallel ranks the gradients that none of them shards.
 
         Gradients of parameters that act on sharded activations are summed. The others are equal but
         for rounding, which depends on memory addresses, and are averaged: after many steps, the
         copies of one parameter would differ.
+
+        A parameter has a gradient afterwards if it had one on any of the ranks.
 
         Raises:
             TaskError: a parameter got a gradient for the first time, so that it is not known which
@@ -352,6 +354,9 @@ class ModelShard:
         if self.dims.tensor == 1:
             return
         assert self.mesh is not None
+        group = self.mesh.get_group("tensor")
+        if self.dims.shares_positions:
+            self._add_gradients_of_others(gradients, group)
         replicated = {
             name: local(each)
             for name, each in sorted(gradients.items())
@@ -367,7 +372,6 @@ class ModelShard:
                 "partitioned model was checked, and gets one now, which may be wrong; freeze it, "
                 f"or set {key} = 1"
             )
-        group = self.mesh.get_group("tensor")
         names = iter(replicated)
         # Where ranks share positions these are all gradients of the model: never a copy of all.
         for bucket in _buckets(list(replicated.values()), BUCKET_BYTES):
@@ -378,6 +382,27 @@ class ModelShard:
             if averaged:
                 torch._foreach_div_(averaged, float(self.dims.tensor))
             _copy_back(flat, bucket)
+
+    def _add_gradients_of_others(
+        self, gradients: dict[str, torch.Tensor], group: dist.ProcessGroup
+    ) -> None:
+        """Add zeros for parameters whose gradient only other ranks of the group have.
+
+        With parts of sequences, a layer such as an expert may be called for the positions of one
+        rank only; without zeros the ranks would add up gradients of different parameters.
+        """
+        replicated = {
+            name: each
+            for name, each in sorted(self.parameters().items())
+            if each.requires_grad and not is_tensor_sharded(each)
+        }
+        ranks_with_gradient = torch.tensor([float(name in gradients) for name in replicated])
+        dist.all_reduce(ranks_with_gradient, group=group)
+        for (name, parameter), count in zip(
+            replicated.items(), ranks_with_gradient.tolist(), strict=True
+        ):
+            if count and name not in gradients:
+                gradients[name] = parameter.grad = torch.zeros_like(parameter)
 
     def reshard(self) -> None:
         """Free parameters that a forward pass without a backward pass left gathered.

@@ -145,6 +145,11 @@ class ParallelDims:
         return self.ranks // (self.tensor * self.pipeline)
 
     @property
+    def shares_positions(self) -> bool:
+        """Whether ranks have parts of sequences within blocks, and other calls of layers with them."""
+        return self.sequence or self.context > 1
+
+    @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh's axes by name, outermost first."""
         axes = {} if self.pipeline == 1 else {"pipeline": self.pipeline}

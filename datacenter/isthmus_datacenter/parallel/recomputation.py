@@ -21,6 +21,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from isthmus.errors import TaskError
+
 _Kept = list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]
 """A module's table of buffers, the name of one, and its values before a call."""
 
@@ -40,12 +42,18 @@ _PRODUCTS = frozenset(
 )
 """Operators whose outputs are kept, as they cost most to call again."""
 
+_CHANGED = "cached during selective activation checkpoint has been mutated"
+"""A part of PyTorch's sentence."""
 
-def recompute(unit: nn.Module, *, keep_products: bool = False) -> None:
+
+def recompute(unit: nn.Module, *, keep_products: bool = False, to_end: bool = False) -> None:
     """Have a module keep no activations; the backward pass calls its `forward` a second time.
 
     With `keep_products` the outputs of matrix products, convolutions and attention are kept, and
     the second call does not compute them.
+
+    The second call ends as soon as the backward pass has what it needs, or with `to_end` where the
+    first one did: for ranks that need other parts of it, and exchange activations in it.
 
     Buffers that a call changes have the values of the first call's beginning in the second one, and
     keep what the first has made of them: otherwise running statistics would count each batch twice,
@@ -55,6 +63,7 @@ def recompute(unit: nn.Module, *, keep_products: bool = False) -> None:
         checkpoint,
         unit.forward,
         use_reentrant=False,
+        early_stop=not to_end,
         context_fn=functools.partial(_contexts, unit, keep_products),
     )
 
@@ -68,7 +77,7 @@ def _contexts(unit: nn.Module, keep_products: bool) -> tuple[Any, Any]:
         return first, second
     keeping, using = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]  # PyTorch's own
     # The buffers are copied outside of what counts the operators of a call.
-    return _within(first, keeping), _within(second, using)
+    return _within(first, keeping), _within(second, _refusing_changes(unit), using)
 
 
 def policy(
@@ -92,9 +101,30 @@ def _draws(operator: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _within(outer: Any, inner: Any) -> Iterator[None]:
-    with outer, inner:
+def _within(*contexts: Any) -> Iterator[None]:
+    with contextlib.ExitStack() as entered:
+        for context in contexts:
+            entered.enter_context(context)
         yield
+
+
+@contextlib.contextmanager
+def _refusing_changes(unit: nn.Module) -> Iterator[None]:
+    """Say what to do where a kept output is no longer what the operator returned.
+
+    Raises:
+        TaskError: the model has changed it in place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _CHANGED not in str(error):
+            raise
+        raise TaskError(
+            'checkpoint_activations="operators": the output of a matrix product or convolution '
+            f"in a {type(unit).__name__} was changed in place (as nn.ReLU(inplace=True) does), so "
+            "that it cannot be kept; use inplace=False there, or set checkpoint_activations = true"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -32,11 +32,18 @@ POSITIONS = Shard(1)
 
 
 @dataclasses.dataclass(frozen=True)
+class BlockRun:
+    """Blocks of one stage that pass hidden states on to each other, in order."""
+
+    stage: nn.Module
+    blocks: Sequence[nn.Module]
+
+
+@dataclasses.dataclass(frozen=True)
 class SequenceBlocks:
     """The blocks between whose layers activations are sharded along the sequence."""
 
-    runs: Sequence[Sequence[nn.Module]]
-    """Blocks that pass hidden states on to each other, in order."""
+    runs: Sequence[BlockRun]
     modules: frozenset[int]
     """By `id`, all modules within blocks."""
 
@@ -55,7 +62,7 @@ class SequenceBlocks:
         Raises:
             TaskError: there are none, or a container has also children of another kind.
         """
-        runs: list[list[nn.Module]] = []
+        runs: list[BlockRun] = []
         modules: set[int] = set()
         for container in outermost_containers(model):
             blocks = list(container.children())
@@ -72,9 +79,9 @@ class SequenceBlocks:
             modules.update(*inside)
             for stage in stages:
                 members = {id(each) for each in stage.modules()}
-                run = [block for block in blocks if id(block) in members]
-                if run:
-                    runs.append(run)
+                own = [block for block in blocks if id(block) in members]
+                if own:
+                    runs.append(BlockRun(stage, own))
         if not runs:
             needed = "sharded by heads" if key == "sequence_parallel" else "shared by positions"
             raise TaskError(
@@ -84,13 +91,58 @@ class SequenceBlocks:
 
     def is_block(self, module: nn.Module) -> bool:
         """Whether a module is a block itself, and not a part of one."""
-        return any(module is block for run in self.runs for block in run)
+        return any(module is block for run in self.runs for block in run.blocks)
 
     def styles(self) -> Iterator[tuple[nn.Module, ParallelStyle]]:
         """What divides the hidden states before the first block of each run, and gathers them."""
         for run in self.runs:
-            yield run[0], DividesPositions()
-            yield run[-1], GathersOutputs()
+            yield run.stage, ChecksCalls(run.blocks)
+            yield run.blocks[0], DividesPositions()
+            yield run.blocks[-1], GathersOutputs()
+
+
+class ChecksCalls(ParallelStyle):
+    """Refuses a forward pass of a stage that leaves out the first or the last of its blocks.
+
+    The sample passes through all of them, and layerdrop skips some in some steps only: positions
+    would be gathered that nobody has divided, or the ranks would go on with different ones.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._blocks = blocks
+        self._divided = False
+        """Whether each rank has a part of the positions now."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda *_: self._begin())
+        module.register_forward_hook(lambda *_: self._finish())
+        for block in self._blocks:
+            block.register_forward_pre_hook(lambda block, args: self._enter(block))
+        return module
+
+    def _begin(self) -> None:
+        # A pass that failed may have ended between two blocks.
+        self._divided = False
+
+    def _enter(self, block: nn.Module) -> None:
+        # A recomputation may end as soon as it has what the backward pass needs.
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if self._divided == (block is self._blocks[0]):
+            raise TaskError(_LEFT_OUT)
+        self._divided = block is not self._blocks[-1]
+
+    def _finish(self) -> None:
+        if self._divided:
+            raise TaskError(_LEFT_OUT)
+
+
+_LEFT_OUT = (
+    "positions are divided before the first block of a list and gathered after the last one, and "
+    "the model left out one of these two, or called them in another order (as layerdrop does); have "
+    "it call both, or remove sequence_parallel or context_parallel"
+)
 
 
 class DividesPositions(ParallelStyle):
@@ -108,6 +160,31 @@ class DividesPositions(ParallelStyle):
 
         module.register_forward_pre_hook(
             lambda module, args, kwargs: _with_first(args, kwargs, divide), with_kwargs=True
+        )
+        return module
+
+
+class ChecksHiddenStates(ParallelStyle):
+    """Refuses inputs of a layer that are no hidden states, before ranks gather their positions.
+
+    An expert gets the words that chose it, of which each rank has another number: an exchange of
+    different sizes ends the ranks, or has them wait for each other.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def check(hidden: torch.Tensor) -> torch.Tensor:
+            if hidden.ndim != 3:
+                raise TaskError(
+                    f"sequence_parallel: a {type(module).__name__} in a block gets inputs of shape "
+                    f"{tuple(hidden.shape)} and not (batch, positions, width), such as the words "
+                    "of an expert; set sequence_parallel = false"
+                )
+            return hidden
+
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs: _with_first(args, kwargs, check),
+            with_kwargs=True,
+            prepend=True,
         )
         return module
 

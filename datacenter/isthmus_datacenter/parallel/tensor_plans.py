@@ -27,6 +27,7 @@ from isthmus.errors import TaskError
 from isthmus_datacenter.parallel.attention import Attention, find_head_sharding
 from isthmus_datacenter.parallel.sequence_parallel import (
     POSITIONS,
+    ChecksHiddenStates,
     GathersPositions,
     SequenceBlocks,
 )
@@ -113,6 +114,8 @@ def default_tensor_plan(
     }
     names = {id(module): name for name, module in modules.items()}
 
+    checking: list[tuple[nn.Module, ParallelStyle]] = []
+
     def can_shard_jointly(layers: Sequence[nn.Module]) -> bool:
         ids = [id(layer) for layer in layers]
         return planned.isdisjoint(ids) and any(stage.issuperset(ids) for stage in stage_modules)
@@ -121,6 +124,8 @@ def default_tensor_plan(
         inner: Sequence[nn.Module], outer: nn.Module, inputs: Placement | None = None
     ) -> None:
         plan.update({names[id(each)]: column_wise(each, inputs=inputs) for each in inner})
+        if inputs is not None:
+            checking.extend((each, ChecksHiddenStates()) for each in inner)
         plan[names[id(outer)]] = row_wise(outer, outputs=positions(outer))
         planned.update(id(each) for each in (*inner, outer))
 
@@ -180,7 +185,7 @@ def default_tensor_plan(
     styles = resolve_plan(model, plan)
     if blocks is not None:
         # Blocks divide their inputs before any layer of theirs is called.
-        styles += [*blocks.styles(), *gathering]
+        styles += [*blocks.styles(), *gathering, *checking]
     return styles, notes
 
 

@@ -15,16 +15,25 @@ from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 
 
 def check_layout(task: Task, dims: ParallelDims) -> None:
-    """Refuse a pipeline, whose ranks have only parts of the model.
+    """Refuse a pipeline, and parts of sequences, where the task calls the model itself.
 
     Raises:
-        TaskError: the task calls the model itself.
+        TaskError: it does.
     """
     for method in ("training_step", "evaluation_step"):
-        if dims.pipeline > 1 and defines(task, method):
+        if not defines(task, method):
+            continue
+        if dims.pipeline > 1:
             raise TaskError(
                 f"{method}() calls the whole model, and each rank of a pipeline has a part of it; "
                 "set datacenter.pipeline_parallel = 1"
+            )
+        # Only what forward() returns is compared with the whole model before training.
+        if dims.shares_positions:
+            key = "sequence_parallel" if dims.sequence else "context_parallel"
+            raise TaskError(
+                f"{method}() calls the model itself, and may read hidden states between its "
+                f"blocks, of which each rank has other positions with datacenter.{key}; remove it"
             )
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from isthmus.errors import TaskError
 from isthmus_datacenter.parallel.recomputation import policy, recompute
 
 
@@ -77,6 +78,43 @@ def test_selective_recomputation_leaves_out_products_and_has_the_same_bytes(drop
     assert calls["addmm"] == some_calls["addmm"] == 0
     assert calls["gelu"] == 0
     assert all_calls["gelu"] == some_calls["gelu"] == 1
+
+
+@pytest.mark.parametrize(("to_end", "calls"), [(False, 1), (True, 2)])
+def test_all_operators_are_called_again_if_ranks_may_need_different_ones(
+    to_end: bool, calls: int
+) -> None:
+    module = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    recompute(module, to_end=to_end)
+    _, counted = trained(module, torch.randn(12, 16))
+    assert counted["addmm"] == calls
+
+
+def in_place(layers: int) -> tuple[nn.Module, nn.Module]:
+    """Two layers with a ReLU that changes its inputs; the model, and its first so many modules."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16))
+    unit = nn.Sequential(*model[:layers])
+    return nn.Sequential(unit, model[layers:]), unit
+
+
+def test_a_kept_output_that_is_changed_in_place_is_refused() -> None:
+    model, unit = in_place(2)
+    recompute(unit, keep_products=True)
+    with pytest.raises(TaskError, match=r"in a Sequential was changed in place .* inplace=False"):
+        trained(model, torch.randn(12, 16))
+
+
+def test_an_output_may_be_changed_after_the_module() -> None:
+    """The second call ends before it would need that output."""
+    inputs = torch.randn(12, 16)
+    plain, _ = in_place(1)
+    model, unit = in_place(1)
+    recompute(unit, keep_products=True)
+    expected, _ = trained(plain, inputs)
+    found, _ = trained(model, inputs)
+    for name, each in expected.items():
+        assert torch.equal(found[name], each), name
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,37 @@ def test_positions_that_the_ranks_cannot_share_are_refused(mesh: Any) -> None:
         model(WORDS[:, :5] % 11)
 
 
+def test_layers_that_get_a_part_of_the_words_are_refused(mesh: Any) -> None:
+    """As experts do, whose words are as many on each rank by chance only."""
+    model = Decoder(1, tied=False)
+    for module, style in plan(model):
+        apply_style(module, style, mesh)
+    block: Any = model.blocks[0]
+    chosen = torch.ones(2, 3, dtype=torch.bool)
+    block.call = lambda layer, given: layer(given[chosen] if layer is block.up else given)
+    with pytest.raises(TaskError, match=r"a Linear in a block gets inputs of shape \(6, 8\)"):
+        model(WORDS % 11)
+
+
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_a_pass_without_the_first_or_the_last_block_is_refused(mesh: Any, skipped: int) -> None:
+    """Layerdrop, which the sample may not show: means over positions would have the same shape."""
+    model = Decoder(3, tied=False)
+    for module, style in plan(model):
+        apply_style(module, style, mesh)
+    model(WORDS % 11)
+    blocks = list(model.blocks)
+    # A block between them is skipped without harm.
+    model.blocks._modules = {"0": blocks[0], "2": blocks[2]}
+    assert model(WORDS % 11).shape == (2, 6, 12)
+    model.blocks._modules = {str(at): each for at, each in enumerate(blocks) if at != skipped}
+    for _ in range(2):
+        with pytest.raises(TaskError, match="left out one of these two"):
+            model(WORDS % 11)
+    model.blocks._modules = {str(at): each for at, each in enumerate(blocks)}
+    assert model(WORDS % 11).shape == (2, 6, 12)
+
+
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [

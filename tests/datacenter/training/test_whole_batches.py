@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from typing import Any
 
@@ -16,7 +17,9 @@ from isthmus.task.definition import Parameters
 from isthmus.task.optimizers import TaskOptimizers
 from isthmus.task.scoring import build_model, losses, training_batches
 from isthmus.task.scoring.steps import training_step
+from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.training.data import ExampleOrder
+from isthmus_datacenter.training.whole_batches import check_layout
 
 STEPS = 4
 CPU = torch.device("cpu")
@@ -134,3 +137,18 @@ def test_a_negative_weight_on_a_rank_is_refused(make_setup: Any, warm_datacenter
         UserError, match=r"metrics\(\)\['accuracy'\] returned a weight that is negat"
     ):
         warm_datacenter.train("negative", 0, 1, evaluate=True)
+
+
+@pytest.mark.parametrize("name", ["training_step", "evaluation_step"])
+def test_a_task_that_calls_the_model_itself_does_not_share_positions(
+    name: str, make_setup: Any
+) -> None:
+    """It could read hidden states between blocks, which nothing compares."""
+    task = make_setup("Table").task
+    dims = ParallelDims(ranks=2, zero_stage=0, tensor=2)
+    shares = dataclasses.replace(dims, sequence=True)
+    check_layout(task, shares)
+    setattr(task, name, lambda *_: None)
+    check_layout(task, dims)
+    with pytest.raises(TaskError, match=rf"^{name}\(\) calls the model itself, .* set it to false"):
+        check_layout(task, shares)
