@@ -23,6 +23,11 @@ _SHARDING_TOLERANCE = 1e-3
 """Relative difference allowed between a whole and a sharded model, which sums in another order:
 above the rounding of a GPU's TF32, and far below the effect of a wrong plan."""
 
+_NO_SEQUENCE = (
+    "attention has to be a module of its own in each block, and a block may take nothing but the "
+    "hidden states of the one before; otherwise set sequence_parallel = false"
+)
+
 
 def run_in_eval_mode(model: nn.Module, *inputs: Any) -> Any:
     """Return the output of a module in evaluation mode, without gradients.
@@ -59,10 +64,13 @@ def check_stages(stages: Sequence[nn.Module], expected: Any, sample: Any) -> lis
     return traces
 
 
-def check_sharded(module: nn.Module, trace: StageTrace, device: torch.device) -> None:
+def check_sharded(
+    module: nn.Module, trace: StageTrace, device: torch.device, *, sequence: bool
+) -> None:
     """Compare the output of a tensor-parallel module with the output it had before sharding.
 
-    All ranks that share the module call this together.
+    All ranks that share the module call this together. With `sequence` they also share the
+    positions of its hidden states, which a plan of the task cannot be combined with.
 
     Raises:
         TaskError: the module fails, or its output differs.
@@ -73,14 +81,20 @@ def check_sharded(module: nn.Module, trace: StageTrace, device: torch.device) ->
     except TaskError:  # has said what to change
         raise
     except Exception as error:
+        advice = (
+            _NO_SEQUENCE if sequence else "give the task a tensor_parallel_plan(model) that fits it"
+        )
         raise TaskError(
-            f"with its matrices sharded the model fails ({first_line(error)}); give the task a "
-            "tensor_parallel_plan(model) that fits it"
+            f"with its matrices sharded the model fails ({first_line(error)}); {advice}"
         ) from error
     if not outputs_match(expected, output, _SHARDING_TOLERANCE):
+        advice = (
+            _NO_SEQUENCE
+            if sequence
+            else "correct the task's tensor_parallel_plan(model), or give it one"
+        )
         raise TaskError(
-            "with its matrices sharded the model gives another output than whole; correct the "
-            "task's tensor_parallel_plan(model), or give it one"
+            f"with its matrices sharded the model gives another output than whole; {advice}"
         )
 
 

@@ -129,6 +129,7 @@ def parallelize(
                     traces[index],
                     units,
                     first=index == 0,
+                    sequence=dims.sequence,
                 )
             )
             if dims.compile:
@@ -349,6 +350,7 @@ def _shard_stage(
     units: Sequence[nn.Module],
     *,
     first: bool,
+    sequence: bool,
 ) -> Reductions:
     """Shard the matrices of a stage, and check that it computes and trains what it did before.
 
@@ -362,6 +364,7 @@ def _shard_stage(
         trace: its inputs and outputs for the sample.
         units: parts of it to recompute one after the other.
         first: whether it is the first stage, whose inputs are data.
+        sequence: whether the ranks share the positions of its hidden states too.
 
     Raises:
         TaskError: it does not.
@@ -376,7 +379,7 @@ def _shard_stage(
     _shard_matrices(stage, plan, mesh)
     # Right after the matrices: with units compiled and sharded over the replicas, an error could
     # have other causes.
-    check_sharded(called, trace, device)
+    check_sharded(called, trace, device, sequence=sequence)
     try:
         own = record_gradients(
             called,
