@@ -9,23 +9,26 @@ from pathlib import Path
 
 from isthmus.errors import JobError
 from isthmus.job import Job, with_changes
+from isthmus.job.datacenter import DatacenterSection
+from isthmus.job.unused_layout import SHARING_KEYS
 from isthmus.task import Task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.division import divide
 from isthmus.tensors.fingerprint import fingerprint
 from isthmus.tensors.own_buffers import OwnBuffers
 
+# `zero_stage` stays: it shards nothing over one rank, and privacy may prescribe it.
 _ONE_RANK = {
+    **{
+        f"datacenter.{key}": DatacenterSection.model_fields[key].default
+        for key in SHARING_KEYS
+        if key != "zero_stage"
+    },
     "datacenter.ranks": 1,
-    "datacenter.layout": "given",
-    "datacenter.data_parallel": None,
-    "datacenter.tensor_parallel": 1,
-    "datacenter.pipeline_parallel": 1,
-    "datacenter.schedule": "1f1b",
-    "datacenter.microbatches": None,
     "datacenter.readers": 0,
     "datacenter.compile": False,
 }
+"""Changes of a job for one rank, which has nobody to share a model with."""
 
 
 def check(job: Job, task: Task, base: Path) -> str:

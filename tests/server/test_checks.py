@@ -614,6 +614,21 @@ def test_a_layout_that_is_not_used_or_not_checked_is_said(check_job, overrides, 
     assert notes == ([] if sentence is None else [f"note    {sentence}"])
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (TENSOR, "datacenter.sequence_parallel=true"),
+        ("datacenter.zero_stage=3", "datacenter.shard_groups=2"),
+        ("datacenter.pipeline_parallel=2", "datacenter.microbatches=4"),
+        ("datacenter.data_parallel=2", "datacenter.global_batch=8"),
+        ("datacenter.layout=auto",),
+    ],
+)
+def test_one_batch_is_tried_on_one_rank_whatever_the_layout_of_several(check_job, layout):
+    out = check_job("datacenter.ranks=2", "datacenter.batch_size=4", *layout)
+    assert "one training batch of the datacenter" in out
+
+
 async def test_a_run_says_that_a_layout_has_no_effect(write_task, make_job, tmp_path):
     write_task()
     job = make_job(

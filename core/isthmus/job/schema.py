@@ -51,6 +51,10 @@ def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise JobError(f"there is no job file {path}") from None
+    except IsADirectoryError:
+        files = sorted(each.name for each in path.glob("*.toml"))
+        advice = f"such as {path / files[0]}" if files else "and it has no .toml file"
+        raise JobError(f"{path} is a directory; name the job file in it, {advice}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"{path} cannot be read: {error}") from error
     return parse_job(text, overrides, origin=str(path), folder=path.parent)

@@ -11,7 +11,7 @@ import json
 from isthmus.job.datacenter import DatacenterSection
 from isthmus.job.tables import JobTables
 
-_KEYS = (
+SHARING_KEYS = (
     "layout",
     "zero_stage",
     "shard_groups",
@@ -37,7 +37,7 @@ def unused_layout(job: JobTables, *, joinable: bool = False) -> str:
     """
     section = job.datacenter
     fields = DatacenterSection.model_fields
-    changed = [name for name in _KEYS if getattr(section, name) != fields[name].default]
+    changed = [name for name in SHARING_KEYS if getattr(section, name) != fields[name].default]
     if not changed:
         return ""
     values = (f"{name} = {json.dumps(getattr(section, name))}" for name in changed)

@@ -146,7 +146,7 @@ class ParallelDims:
 
     @property
     def shares_positions(self) -> bool:
-        """Whether ranks have parts of sequences within blocks, and other calls of layers with them."""
+        """Whether each rank has a part of the positions of sequences within blocks."""
         return self.sequence or self.context > 1
 
     @property

@@ -356,8 +356,11 @@ def _named_by_its_key(dims: ParallelDims) -> Iterator[None]:
             what = f"with context_parallel={dims.context} {error.fact}"
             raise TaskError(f"{what}; set context_parallel = 1") from error
         if dims.sequence:
-            what = f"with sequence_parallel {error.fact}"
-            raise TaskError(f"{what}; set sequence_parallel = false") from error
+            raise TaskError(
+                f"with sequence_parallel {error.fact}; attention has to be a module of its own in "
+                "each block, and a block may take nothing but the hidden states of the one before; "
+                "otherwise set sequence_parallel = false"
+            ) from error
         raise
 
 

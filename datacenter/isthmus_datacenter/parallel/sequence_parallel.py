@@ -140,8 +140,8 @@ class ChecksCalls(ParallelStyle):
 
 _LEFT_OUT = (
     "positions are divided before the first block of a list and gathered after the last one, and "
-    "the model left out one of these two, or called them in another order (as layerdrop does); have "
-    "it call both, or remove sequence_parallel or context_parallel"
+    "the model left out one of these two, or called them in another order (as layerdrop does); "
+    "have it call both, or remove sequence_parallel or context_parallel"
 )
 
 

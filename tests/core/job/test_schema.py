@@ -233,7 +233,13 @@ def test_errors_name_the_file(tmp_path):
 def test_a_job_file_that_is_missing_or_a_folder_is_one_sentence(tmp_path):
     with pytest.raises(JobError, match=r"^there is no job file .*nowhere\.toml$"):
         load_job(tmp_path / "nowhere.toml")
-    with pytest.raises(JobError, match="cannot be read"):
+    with pytest.raises(
+        JobError, match=rf"^{tmp_path} is a directory; .*, and it has no \.toml file$"
+    ):
+        load_job(tmp_path)
+    (tmp_path / "mine.toml").write_text(SMALLEST)
+    advice = f"name the job file in it, such as {tmp_path / 'mine.toml'}"
+    with pytest.raises(JobError, match=rf"^{tmp_path} is a directory; {advice}$"):
         load_job(tmp_path)
 
 
