@@ -150,5 +150,5 @@ def test_a_task_that_calls_the_model_itself_does_not_share_positions(
     check_layout(task, shares)
     setattr(task, name, lambda *_: None)
     check_layout(task, dims)
-    with pytest.raises(TaskError, match=rf"^{name}\(\) calls the model itself, .* set it to false"):
+    with pytest.raises(TaskError, match=rf"^{name}\(\) calls the model itself, .* remove it$"):
         check_layout(task, shares)
