@@ -187,10 +187,33 @@ class ActiveRun:
         """
         from isthmus.job.vector_settings import vector_settings
 
-        purpose = self.secure_purpose.of_vector(vector_settings(self.job))
-        if self.job.statistics.collect:  # of the device's data, and not of a model
-            purpose = dataclasses.replace(purpose, layout=bytes(32), frozen=bytes(32))
-        return purpose
+        return self.secure_purpose.of_vector(vector_settings(self.job))
+
+    @property
+    def statistics_purpose(self) -> RunPurpose:
+        """What statistics of this device's data depend on, and not a model.
+
+        Raises:
+            UpdateError: the run was opened without secure aggregation.
+        """
+        from isthmus.job.vector_settings import statistics_settings
+
+        purpose = self.secure_purpose.of_vector(statistics_settings(self.job))
+        return dataclasses.replace(purpose, layout=bytes(32), frozen=bytes(32))
+
+    def check_uses_models(self) -> None:
+        """Refuse to train, or to score models, in a run that collects statistics.
+
+        Its settings are those of counts of data, and the device may have no other data open.
+
+        Raises:
+            UpdateError: the run does.
+        """
+        if self.job.statistics.collect:
+            raise UpdateError(
+                f"{self.job.name!r} was opened with statistics.collect, and this request is for "
+                "training or for scores of models"
+            )
 
     @property
     def training_slots(self) -> Sequence[Slot]:

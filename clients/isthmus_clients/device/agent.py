@@ -369,6 +369,9 @@ class Agent:
         """
         work = request.train_local
         run = self._run(work.run_id)
+        run.check_uses_models()
+        # Again: since the memory was allocated, the run may have been opened with another job.
+        run.check_size(request, len(payload))
         check_gradient_scale(work.gradient_scale, kept=work.keep)
         masked = bool(work.secure or work.ranges)
         if not (masked or work.keep):
@@ -427,6 +430,8 @@ class Agent:
         """Score models; with secure aggregation the scores are not sent before they are masked."""
         work = request.score
         run = self._run(work.run_id)
+        run.check_uses_models()
+        run.check_size(request, len(payload))
         run.check_measured()
         if work.secure:
             wanted = self._wanted(run, request)
@@ -447,6 +452,7 @@ class Agent:
         """Evaluate a model; with secure aggregation the counts are not sent before masking."""
         work = request.evaluate
         run = self._run(work.run_id)
+        run.check_size(request, len(payload))
         run.check_measured()
         apart = self._check_evaluation(run)
         if work.secure:

@@ -121,7 +121,8 @@ def evaluate(
         # Without fine-tuning it was noted as 0, which is no round.
         known = work.round if state else sessions.repeated_round(name, work.round)
         trained = known or work.round
-    purpose = EvaluationPurpose(run.vector_purpose)
+    collects = run.job.statistics.collect
+    purpose = EvaluationPurpose(run.statistics_purpose if collects else run.vector_purpose)
     start = StartModel(
         work.round,
         name,

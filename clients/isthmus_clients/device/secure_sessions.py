@@ -64,6 +64,8 @@ class KeptUpdate:
     """What it was trained from that the device keeps, see `state_name`."""
     residual: Residual | None = None
     """With compression: what earlier updates have left."""
+    exponents: torch.Tensor | None = None
+    """(N) int8: see `SecureSessions.exponents`."""
 
     @property
     def about(self) -> tuple[str, int, int]:
@@ -81,7 +83,9 @@ class SecureSessions:
       * nothing that the server does ends in such a zero vector: work that it cancels, or whose run
         it closes, fails. It could otherwise have all devices of a sum but one send zeros;
       * a vector that is given again for a model is the same: trained with the same random numbers,
-        and rounded with the same ones, which a server on another machine cannot compute.
+        and rounded with the same ones, which a server on another machine cannot compute;
+      * for such a server the elements of an update are hidden within the spacing of float32 numbers
+        at the model, of which a sum would otherwise be a whole multiple.
     """
 
     _rounding_secret: bytes | None = None
@@ -219,15 +223,30 @@ class SecureSessions:
         else:
             attempt = self._propose_update(run, work, work.secure, start)
         run.charge(work)
+        exponents = self.exponents(run, work, payload)
         result = train_silently(host, _in_round(request, trained), payload)
         check_wanted(wanted)
         if work.ranges:
             layout = run.result_layout(work)
             reply, result = self._join_with_ranges(attempt, run, layout, result)
-            kept = KeptUpdate(request, run, result, trained, model, state, residual)
+            kept = KeptUpdate(request, run, result, trained, model, state, residual, exponents)
             self._ranged = self.hold(host, kept)
             return reply
-        return self._join_in_round(attempt, run, work, result, residual)
+        return self._join_in_round(attempt, run, work, result, residual, exponents)
+
+    def exponents(
+        self, run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer
+    ) -> torch.Tensor | None:
+        """Those of a received model's elements, int8 (N), which training overwrites.
+
+        None where the spacing of an update's elements needs not be hidden: from a server on this
+        machine, or where all weights are 1, or elements are rounded to a few levels.
+        """
+        from isthmus_privacy.secagg.spacing import exponents_of
+
+        if self._rounding_secret is None or run.job.privacy or _is_compressed(run, work):
+            return None
+        return exponents_of(run.layout.decode(memoryview(payload)[: run.layout.nbytes]))
 
     def name_model(self, run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer) -> bytes:
         """The name of the model of a training, see `model_name`."""
@@ -343,10 +362,13 @@ class SecureSessions:
         work: link_pb2.TrainLocal,
         result: TrainingResult | None,
         residual: Residual | None,
+        exponents: torch.Tensor | None,
     ) -> link_pb2.Reply:
         """Join a sum of a round's updates, and store what compression leaves of this one."""
         layout = run.result_layout(work)
-        reply = self._join_with_update(attempt, run, layout, result, residual=residual)
+        reply = self._join_with_update(
+            attempt, run, layout, result, residual=residual, exponents=exponents
+        )
         if residual is not None:
             residual.save((work.round, work.attempt), attempt.sent)
         return reply
@@ -382,9 +404,10 @@ class SecureSessions:
         model = self.name_model(run, work, payload)
         state = state_name(host, run, work)
         trained = self.trained_round(model, work, state)
+        exponents = self.exponents(run, work, payload)
         result = train_silently(host, _in_round(request, trained), payload)
         check_wanted(wanted)
-        self._kept = KeptUpdate(request, run, result, trained, model, state)
+        self._kept = KeptUpdate(request, run, result, trained, model, state, exponents=exponents)
 
     def agree(self, host: TaskHost, work: link_pb2.Agree) -> link_pb2.Reply:
         """Join the sum of a round's updates with the kept one, or those of a buffer.
@@ -403,7 +426,9 @@ class SecureSessions:
         start = functools.partial(_start, kept.run, trained, kept.model, kept.trained, kept.state)
         attempt = self._propose_update(kept.run, trained, work.secure, start)
         self._ranged = None
-        reply = self._join_in_round(attempt, kept.run, trained, kept.result, kept.residual)
+        reply = self._join_in_round(
+            attempt, kept.run, trained, kept.result, kept.residual, kept.exponents
+        )
         host.release(kept.request.id)
         return reply
 
@@ -450,7 +475,9 @@ class SecureSessions:
         )
         run.check_encoding(attempt.config)
         self._kept = None
-        reply = self._join_with_update(attempt, run, run.layout, kept.result, scale)
+        reply = self._join_with_update(
+            attempt, run, run.layout, kept.result, scale, exponents=kept.exponents
+        )
         host.release(kept.request.id)
         return reply
 
@@ -562,6 +589,7 @@ class SecureSessions:
         result: TrainingResult | None,
         scale: float = 1.0,
         residual: Residual | None = None,
+        exponents: torch.Tensor | None = None,
     ) -> link_pb2.Reply:
         """Join with an update, or without effect if there is no usable one.
 
@@ -569,6 +597,7 @@ class SecureSessions:
         """
         from isthmus_privacy.dp.clipping import clip_to_norm
         from isthmus_privacy.secagg.encoding import lost_in_clipping
+        from isthmus_privacy.secagg.spacing import Spacing
         from isthmus_privacy.slots import (
             GRADIENT_LOST,
             LOSS,
@@ -586,6 +615,9 @@ class SecureSessions:
         if result is None:
             return self.join(attempt, None, 0, figures, seed, self._tally.note)
         trained, update = result
+        if exponents is not None:
+            factor = scale * run.job.federated.normalization(trained.steps)
+            attempt.spacing = Spacing(_to_end_of(layout, exponents), factor)
         vector = layout.decode(update).mul_(scale)
         if privacy is not None:
             if config.noise is None:  # else it is clipped where the noise is added
@@ -653,6 +685,7 @@ class SecureSessions:
                 log.exception("a vector cannot be encoded; this device takes part without effect")
         if keys is None:
             zeros, weight, figures = without_effect(attempt.config, vector)
+            attempt.spacing = None
             keys = attempt.advertise_keys(zeros, examples=weight, figures=figures, seed=seed)
             attempt.sent = None  # of the vector, see `Residual.save`
             examples = 0
@@ -776,6 +809,18 @@ def state_name(host: TaskHost, run: ActiveRun, work: Work, residual: Residual | 
     if run.personal.size:
         name += f"/{host.state_digest(work).hex()}"
     return name
+
+
+def _to_end_of(layout: TensorLayout, exponents: torch.Tensor) -> torch.Tensor:
+    """The exponents (N) with those of a gradient before them, which is no difference."""
+    import torch
+
+    from isthmus_privacy.secagg.spacing import LEAST
+
+    before = layout.size - len(exponents)
+    if not before:
+        return exponents
+    return torch.cat([torch.full((before,), LEAST, dtype=torch.int8), exponents])
 
 
 def _is_compressed(run: ActiveRun, work: link_pb2.TrainLocal) -> bool:

@@ -68,10 +68,13 @@ class LocalData:
         participant: Participant,
         job: Job,
         device: torch.device,
+        *,
+        withheld: bool = False,
     ) -> None:
         """Load the data, unless the job only collects statistics and the task gives their rows.
 
-        Then `local_data` may need the statistics that are being collected.
+        Then `local_data` may need the statistics that are being collected. `withheld`: the server
+        is on another machine, and not to know whether a training fails, whatever its job says.
 
         Raises:
             TaskError: there is none, or it is iterable and the job has no number of steps.
@@ -79,6 +82,7 @@ class LocalData:
         self._task = task
         self._settings = job.federated
         self._device = device
+        self._withheld = withheld
         self._what = what = f"local_data() of {participant.name}"
         self._says_growth = True
         self.dataset: Dataset[Any]
@@ -127,8 +131,11 @@ class LocalData:
 
         The data are not searched where the time of that could tell a server something.
         """
-        secure = self._settings.secure_aggregation and not self._settings.clients
-        if secure or self.is_stream:
+        settings = self._settings
+        # A server on another machine can say `clients` too, and would have a search that takes time
+        # only where a training fails.
+        secure = settings.secure_aggregation and not settings.clients
+        if self._withheld or secure or self.is_stream:
             return "lower the learning rate or check the data"
         return explain_not_finite(self.dataset, range(self.examples), self._what)
 

@@ -127,7 +127,9 @@ class DeviceRun:
 
     def _open_data(self, *, checked: bool) -> None:
         device = self._arithmetic.device
-        self.data = LocalData(self.task, self.participant, self.job, device)
+        self.data = LocalData(
+            self.task, self.participant, self.job, device, withheld=self._withheld
+        )
         self.dataset = self.data.dataset
         self.examples = self.data.examples
         self._private: PrivateSteps | None = None

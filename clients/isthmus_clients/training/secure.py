@@ -28,6 +28,7 @@ from isthmus_privacy.secagg.messages import (
     Roster,
     Survivors,
 )
+from isthmus_privacy.secagg.spacing import Spacing
 from isthmus_privacy.slots import Slot
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ def encode_repeatably(
     examples: int,
     figures: Mapping[str, float],
     seed: bytes,
+    spacing: Spacing | None = None,
 ) -> Encoded:
     """Encode an update (N) with a rounding that `seed` determines; see `encode`.
 
@@ -93,6 +95,7 @@ def encode_repeatably(
         weight=min(examples, config.weight_max),
         figures=figures,
         dither_key=hashlib.sha256(b"isthmus/dither/" + seed).digest(),
+        spacing=spacing,
     )
 
 
@@ -108,6 +111,8 @@ class SecureParticipation:
     """Names the rounding of the device's vector, 32 bytes, see `ClientSession.rounding`."""
     trained: int
     """The round whose random numbers the vector has."""
+    spacing: Spacing | None = None
+    """Of the numbers that the update is a difference of, which is hidden; None leaves it."""
 
     def __init__(
         self,
@@ -193,7 +198,9 @@ class SecureParticipation:
         `figures` has a value for each slot of the configuration. `seed` determines the rounding, so
         that a repeated round encodes the same vector.
         """
-        self._encoded = encode_repeatably(self.config, update, examples, figures, seed)
+        self._encoded = encode_repeatably(
+            self.config, update, examples, figures, seed, self.spacing
+        )
         self.sent = self._encoded.sent
         return self.session.advertise_keys()
 

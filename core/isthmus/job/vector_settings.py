@@ -62,13 +62,8 @@ _OF_SELECTION = {
 
 
 def vector_settings(job: Job) -> str:
-    """The settings as canonical JSON, without those that have their default.
-
-    Statistics depend on the task alone.
-    """
+    """The settings as canonical JSON, without those that have their default."""
     table: dict[str, Any] = job.model_dump(mode="json", exclude_defaults=True)
-    if job.statistics.collect:
-        return _canonical({"task": table["task"], "statistics": True})
     for key in _OF_SERVER:
         table.pop(key, None)
     for name, keys in _OF_SELECTION.items():
@@ -80,6 +75,15 @@ def vector_settings(job: Job) -> str:
     if job.learning_rate.needs_total:
         table["schedule_steps"] = job.schedule_steps
     return _canonical(table)
+
+
+def statistics_settings(job: Job) -> str:
+    """The settings that statistics of a device's data depend on: those of the task alone.
+
+    Not what anything else depends on that a server may ask in a run that collects them.
+    """
+    table: dict[str, Any] = job.model_dump(mode="json", exclude_defaults=True)
+    return _canonical({"task": table["task"], "statistics": True})
 
 
 def _canonical(table: dict[str, Any]) -> str:

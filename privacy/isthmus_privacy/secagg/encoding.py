@@ -35,11 +35,12 @@ that each element of the mean is within C, whatever one or many clients have add
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -54,6 +55,7 @@ from isthmus_privacy.dp import noisy_vector
 from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.ranges import Ranges
+from isthmus_privacy.secagg.spacing import Spacing
 from isthmus_privacy.slots import MAGNITUDE, OVER_WEIGHT, UNUSABLE, Slot
 
 _NONE: Mapping[str, float] = MappingProxyType({})
@@ -108,6 +110,7 @@ def encode(
     weight: int,
     figures: Mapping[str, float] = _NONE,
     dither_key: bytes | None = None,
+    spacing: Spacing | None = None,
 ) -> Encoded:
     """Encode a client's update and figures as a new ring vector.
 
@@ -118,6 +121,9 @@ def encode(
         figures: slot name to value, one for each slot.
         dither_key: 32-byte seed of the stochastic rounding, for reproducible vectors, which need
             not be secret; None draws one. With noise all randomness is the operating system's.
+        spacing: of the numbers that the update is a difference of, which is then hidden, see
+            `isthmus_privacy.secagg.spacing`; `dither_key` has to be secret for that. Without
+            effect with a codec, noise or whole numbers.
 
     Raises:
         UpdateError: wrong length, an element that is not finite, or a weight or figure out of
@@ -146,7 +152,8 @@ def encode(
         torch.add(update, config.levels // 2, out=vector[: config.size])
     else:
         own = vector[: config.size]
-        clipped = _quantise(update, config.clip, config.levels, share, own, keys)
+        hidden = None if spacing is None else _Hidden(spacing, _dither_keys(_derived(dither_key)))
+        clipped = _quantise(update, config.clip, config.levels, share, own, keys, hidden)
     vector[config.size] = weight
     vector[config.size + 1] = math.ceil(clipped / max(1, config.size) * config.levels)
     for i, slot in enumerate(config.slots, start=config.size + 2):
@@ -373,6 +380,7 @@ def _quantise(
     relative_weight: float,
     out: torch.Tensor,
     keys: Iterator[bytes],
+    hidden: _Hidden | None = None,
 ) -> int:
     """Write the quantised values to `out` and return the number of clipped elements.
 
@@ -385,6 +393,7 @@ def _quantise(
         relative_weight: w / W.
         out: (N) ring elements.
         keys: provides one dither key for each tile.
+        hidden: hides the spacing of the values; None for values as they are.
     """
     scale = (levels - 1) / (2 * clip)
     scratch = torch.empty(3, min(TILE, len(values)), dtype=torch.float64)
@@ -392,19 +401,46 @@ def _quantise(
     # Dither words are read as signed, so half of the dither's range is added here.
     scratch[2].fill_(rest / 2 + 0.5)
     clipped = 0
+    more = iter(()) if hidden is None else hidden.tiles(len(values))
     tiles = zip(_parts(values), _parts(out), _dither(len(values), keys), strict=True)
     for part, target, dither in tiles:
         x, y, zero = scratch[:, : len(part)]
         low, high = torch.aminmax(part)
         x.copy_(part)
-        if low < -clip or high > clip:
+        is_clipped = bool(low < -clip or high > clip)
+        if is_clipped:
             clipped += int((x.abs() > clip).sum())
+        if hidden is not None:
+            x.add_(next(more)(x))
+        if is_clipped or hidden is not None:
             x.clamp_(-clip, clip)
         torch.add(zero, x, alpha=relative_weight * scale, out=y)
         # The middle is added last: next to it, float64 would round a dither just below 1 up.
         y.add_(x.copy_(dither), alpha=2.0**-_DITHER_BITS).floor_().add_(middle)
         target.copy_(y.to(torch.int64) if target.dtype == torch.int16 else y)
     return clipped
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hidden:
+    """Secret numbers that hide the spacing of values."""
+
+    spacing: Spacing
+    keys: Iterator[bytes]
+
+    def tiles(self, count: int) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """For each tile of so many values, what gives the numbers to be added to it, float64."""
+        words = _dither(count, self.keys)
+        for start, part in zip(range(0, count, TILE), words, strict=True):
+            yield functools.partial(self._numbers, start, part)
+
+    def _numbers(self, start: int, words: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return self.spacing.around(values, start).mul_(words).mul_(2.0**-_DITHER_BITS)
+
+
+def _derived(key: bytes | None) -> bytes | None:
+    """A key of its own for what hides the spacing: the rounding has the other."""
+    return None if key is None else hashlib.sha256(b"isthmus/spacing/" + key).digest()
 
 
 def _dither_keys(key: bytes | None) -> Iterator[bytes]:

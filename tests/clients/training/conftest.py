@@ -21,7 +21,7 @@ class Progress:
 def open_run(write_task, make_job, tmp_path):
     """A run opened on a device, and the model the server would send."""
 
-    def open_run(*overrides, methods="pass", name="a", layout=None):
+    def open_run(*overrides, methods="pass", name="a", layout=None, tasks=None):
         write_task(methods)
         job = make_job(*overrides)
         personal = b""
@@ -37,7 +37,7 @@ def open_run(write_task, make_job, tmp_path):
             layout=layout.header,
             personal=personal,
         )
-        return DeviceRun(work, Participant(name=name, regime="federated"), None)
+        return DeviceRun(work, Participant(name=name, regime="federated"), None, tasks)
 
     return open_run
 

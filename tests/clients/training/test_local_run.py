@@ -491,3 +491,36 @@ def test_a_parameter_that_training_freezes_is_named(open_run):
     run = open_run("federated.local_steps=2", methods=late)
     with pytest.raises(TaskError, match=r"^training froze 'bias', .* freeze it in model\(\)"):
         train(run)
+
+
+class Counted(torch.utils.data.TensorDataset):
+    """Counts which of its rows were read."""
+
+    def __init__(self, *tensors):
+        super().__init__(*tensors)
+        self.reads = 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def test_a_training_that_fails_reads_no_more_rows_for_a_server_elsewhere(open_run, tmp_path):
+    """The search for a row with nan takes time, and a lying server can set `clients` in its job."""
+    job = ("federated.secure_aggregation=true", "federated.clients=20", "federated.cohort=20")
+    reads = []
+    for tasks in (tmp_path, None):
+        for bad in (0.0, float("nan")):
+            run = open_run(*job, tasks=tasks)
+            inputs, target = run.dataset.tensors
+            inputs = inputs.clone()
+            inputs[-1, -1] = bad
+            run.data.dataset = run.dataset = Counted(inputs, target)
+            if bad == 0:
+                train(run)
+            else:
+                with pytest.raises(TaskError, match="nan"):
+                    train(run)
+            reads.append(run.dataset.reads)
+    elsewhere, failed_elsewhere, here, failed_here = reads
+    assert failed_elsewhere == elsewhere == here < failed_here

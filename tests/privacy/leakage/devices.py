@@ -384,8 +384,12 @@ def _give(
     examples: int,
     figures: dict[str, float],
     seed: bytes,
+    spacing: object = None,
 ) -> Given:
-    """In the place of `encode_repeatably`: notes what goes into the sum."""
+    """In the place of `encode_repeatably`: notes what goes into the sum.
+
+    As it is before its spacing is hidden, which says less of it.
+    """
     key = hashlib.sha256(b"isthmus/dither/" + seed).digest()
     origin = getattr(update, "origin", None)
     values = [] if origin is not None else update.tolist()
@@ -396,7 +400,7 @@ def _give(
 
 
 def _counts_of(
-    update: torch.Tensor, tensors: object, weight: int, parameters: object
+    update: torch.Tensor, tensors: object, weight: int, parameters: object = None
 ) -> torch.Tensor:
     """In the place of `ranges.counts_of`: which bins they are in follows from the update."""
     counts: Any = torch.zeros(1, dtype=torch.int64)

@@ -40,6 +40,7 @@ from isthmus.job import vector_settings
 from isthmus.task import loading
 from isthmus.wire import link_pb2
 from isthmus_clients.device import secure_sessions, task_host
+from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.residuals import Residual
 from isthmus_clients.device.secure_sessions import SecureSessions
 from isthmus_clients.training.example_order import local_seed
@@ -141,6 +142,22 @@ def unbound_gradients():
     return patched(secure_sessions, "_start", start)
 
 
+@contextlib.contextmanager
+def training_as_if_for_statistics():
+    """A run that collects statistics does other work too, of which only the task is bound."""
+
+    def bound(run):
+        if run.job.statistics.collect:
+            return run.statistics_purpose
+        return run.secure_purpose.of_vector(vector_settings.vector_settings(run.job))
+
+    with (
+        patched(ActiveRun, "check_uses_models", lambda run: None),
+        patched(ActiveRun, "vector_purpose", property(bound)),
+    ):
+        yield
+
+
 UPDATES = ("update",)
 WEIGHTS = tuple(f"federated.max_examples={number}" for number in (70, 71, 72, 73))
 STEPS = ("federated.batch_size=71", "federated.batch_size=72", "federated.local_steps=1")
@@ -162,6 +179,10 @@ MUTATIONS = {
     "jobs that differ in the batch size, with one step": (
         lambda: without_settings("batch_size"),
         Repertoire(("plain",), UPDATES, STEPS, ("job",), ()),
+    ),
+    "other batch sizes in a run that collects statistics": (
+        training_as_if_for_statistics,
+        Repertoire(("statistics",), UPDATES, STEPS, ("job",), ()),
     ),
     "two levels, and a rounding that the server knows": (
         knowing_what_is_rounded_to_two_levels,

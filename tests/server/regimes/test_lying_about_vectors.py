@@ -9,9 +9,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.privacy.mutation import disabled
 from tests.server.regimes.secure_run import LAYOUT, NAMES
 
-from isthmus.job import with_changes
+from isthmus.job import vector_settings, with_changes
 from isthmus.job.learning_rate import RoundPosition
 from isthmus_clients.device import secure_sessions
+from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.secure_sessions import SecureSessions
 from isthmus_privacy.secagg.ranges import LADDER, Ranges
 from isthmus_server.regimes import federated
@@ -235,6 +236,29 @@ async def test_a_model_and_its_gradient_are_summed_again_as_before(attempts, gra
     assert entry.devices == frozenset(NAMES)
     again = await attempts.sum(gradient=gradient, exact=True, round_=2, largest=9)
     assert torch.equal(first.pseudo_gradient, again.pseudo_gradient)
+
+
+async def test_a_run_that_collects_statistics_trains_nothing(attempts, monkeypatch):
+    """What statistics depend on is the task alone, and nothing else may be asked as if it did."""
+    collects = {"statistics.collect": True}
+    other = collects | {"federated.batch_size": 3}
+    job = attempts.server.run.job
+    await attempts.open(with_changes(job, collects))
+    with pytest.raises(AttemptFailed) as failed:
+        await attempts.sum()
+    reasons = {r.reason for r in failed.value.receipts if r.status == "rejected"}
+    assert reasons
+    assert all("statistics.collect" in reason for reason in reasons)
+    monkeypatch.setattr(ActiveRun, "check_uses_models", lambda _: None)
+    await attempts.sum()
+    await attempts.open(with_changes(job, other))
+    assert all(SENTENCE in reason for reason in await attempts.refused())
+    monkeypatch.setattr(vector_settings, "vector_settings", vector_settings.statistics_settings)
+    await attempts.open(with_changes(job, collects))
+    first = await attempts.sum(model=0.25)
+    await attempts.open(with_changes(job, other))
+    second = await attempts.sum(model=0.25)
+    assert not torch.equal(first.pseudo_gradient, second.pseudo_gradient)
 
 
 @pytest.mark.parametrize("run_id", ["run", "another"])

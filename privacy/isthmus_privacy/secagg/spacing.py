@@ -1,0 +1,62 @@
+"""Hide on which numbers the elements of an update lie, before they are weighted and summed.
+
+An update is a difference of float32 numbers, so each element is a whole multiple k of the spacing
+of such numbers at the model's element. A sum of weight x update that is precise enough is a whole
+multiple of it too. If the weights of all clients but one have a common factor g, as those of equal
+shares of a data set, its remainder modulo g is that of the last one's weight x k: a server that
+follows the protocol would know k where it is below g / 2, and else its last digits.
+
+So a client adds to each element a secret number that is uniform over one spacing, in float64. Any
+one client that does it makes the remainder uniform. The error is that of one more step of float32
+arithmetic. Elements that training has not changed stay 0, so that those that no client changes do.
+
+Shape legend: N = elements of an update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from isthmus_privacy.crypto.masking import TILE
+
+_DIGITS = 24
+"""Binary digits of a float32 number."""
+LEAST = -126
+"""The exponent of an element that is 0, and the least of one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spacing:
+    """The spacing of float32 numbers at the elements of a model."""
+
+    exponents: torch.Tensor
+    """(N) int8: those of the model's elements."""
+    factor: float = 1.0
+    """What the differences were multiplied by."""
+
+    def around(self, values: torch.Tensor, start: int) -> torch.Tensor:
+        """The spacing at each of a tile of an update's values, float64; 0 at 0.
+
+        Args:
+            values: float64, the elements from `start` on.
+            start: of the tile.
+        """
+        own = self.exponents[start : start + len(values)]
+        # A difference that is no float32 number was rounded to one.
+        rounded = torch.frexp(values).exponent
+        exponents = torch.maximum(own.double() + math.log2(self.factor), rounded)
+        return torch.exp2(exponents.sub_(_DIGITS)).mul_(values != 0)
+
+
+def exponents_of(model: torch.Tensor) -> torch.Tensor:
+    """The exponents of a model's elements (N), int8; a byte for each."""
+    exponents = torch.empty(len(model), dtype=torch.int8)
+    for start in range(0, len(model), TILE):
+        part = model[start : start + TILE]
+        own = torch.frexp(part).exponent
+        own[part == 0] = LEAST
+        exponents[start : start + TILE] = own.clamp_(LEAST, -LEAST)
+    return exponents
