@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from isthmus.errors import UserError
 from isthmus.system.private_files import write_private_file
-from isthmus_privacy.dp.distributed import largest_norm
 from isthmus_privacy.dp.gaussian import KEY_BYTES, GaussianDraws
 
 if TYPE_CHECKING:
@@ -90,7 +89,9 @@ def is_too_long(mean: torch.Tensor, norm: float, deviation: float) -> bool:
         norm: bound on the 2-norm of one device's vector.
         deviation: of the noise of an element.
     """
-    import torch
+    import torch  # what only reads a run starts without it
+
+    from isthmus_privacy.dp.distributed import largest_norm
 
     found = float(torch.linalg.vector_norm(mean, dtype=torch.float64))
     return found > largest_norm(norm, deviation, len(mean)) * (1 + _FLOAT_ROUNDING)
