@@ -34,5 +34,10 @@ def clip_to_norm(vector: torch.Tensor, bound: float) -> bool:
     norm = norm_of(vector)
     if norm <= bound * _MARGIN:
         return False
-    vector.mul_(bound * _MARGIN / norm)
+    factor = bound * _MARGIN / norm
+    for start in range(0, len(vector), _TILE):
+        part = vector[start : start + _TILE]
+        # In float64: of a diverged update the factor may be below the least normal float32, and
+        # would be rounded there, by up to a half and also upwards.
+        part.copy_(part.double().mul_(factor))
     return norm > bound

@@ -130,24 +130,15 @@ class DistributedNoise(Message):
     def largest_sum(self, size: int, clients: int) -> float:
         """The 2-norm of a sum of integers that honest devices exceed with a chance below 2^-40.
 
-        Their updates together have a norm of at most A = `clients` x `sensitivity`, and their noise
-        z in each element at most the tails of a Gaussian with the variance V. So, with x = 41 ln 2,
-
-            |a + z|^2 <= A^2 + 2 A sqrt(2 x V) + V (N + 2 sqrt(N x) + 2 x)
-
-        Hsu, Kakade, Zhang 2012 ("A tail inequality for quadratic forms of subgaussian random
-        vectors"), theorem 1, for the last term; each of the two fails with at most exp(-x). One
-        device that adds anything is seen as soon as it adds more than this and the noise allow.
+        Their updates together have a norm of at most `clients` x `sensitivity`. One device that
+        adds anything is seen as soon as it adds more than this and the noise allow.
 
         Args:
             size: N, elements of the update.
             clients: devices in the sum.
         """
-        x = -math.log(WRAP / 2)
-        signal = clients * self.sensitivity(size)
-        variance = clients * self.sigma(size) ** 2
-        noise = variance * (size + 2 * math.sqrt(size * x) + 2 * x)
-        return math.sqrt(signal**2 + 2 * signal * math.sqrt(2 * x * variance) + noise)
+        deviation = math.sqrt(clients) * self.sigma(size)
+        return largest_norm(clients * self.sensitivity(size), deviation, size)
 
     def zcdp_rho(self, size: int, *, clients: int) -> float:
         """Rho of zero-concentrated differential privacy of one sum, for one device's update.
@@ -237,6 +228,27 @@ class DistributedNoise(Message):
         if not SIGMA_MIN <= (sigma := self.sigma(size)) <= SIGMA_MAX:
             return f"sigma={sigma:.3g}"
         return None
+
+
+def largest_norm(signal: float, deviation: float, size: int) -> float:
+    """What the 2-norm of a vector with noise exceeds with a chance below 2^-40.
+
+    For a vector a of a norm of at most A, and noise z with in each element at most the tails of a
+    Gaussian with the variance V, with x = 41 ln 2,
+
+        |a + z|^2 <= A^2 + 2 A sqrt(2 x V) + V (N + 2 sqrt(N x) + 2 x)
+
+    Hsu, Kakade, Zhang 2012 ("A tail inequality for quadratic forms of subgaussian random vectors"),
+    theorem 1, for the last term; each of the two fails with at most exp(-x).
+
+    Args:
+        signal: A.
+        deviation: the root of V.
+        size: N.
+    """
+    x = -math.log(WRAP / 2)
+    noise = deviation**2 * (size + 2 * math.sqrt(size * x) + 2 * x)
+    return math.sqrt(signal**2 + 2 * signal * math.sqrt(2 * x) * deviation + noise)
 
 
 def fit_ring(

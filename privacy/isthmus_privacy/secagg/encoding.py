@@ -56,7 +56,7 @@ from isthmus_privacy.dp.distributed import DistributedNoise
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.ranges import Ranges
 from isthmus_privacy.secagg.spacing import Spacing
-from isthmus_privacy.slots import MAGNITUDE, OVER_WEIGHT, UNUSABLE, Slot
+from isthmus_privacy.slots import MAGNITUDE, OVER_WEIGHT, UNUSABLE, WITHIN_CLIP, Slot
 
 _NONE: Mapping[str, float] = MappingProxyType({})
 _DITHER_BITS = 32
@@ -185,6 +185,7 @@ def decode(
     *,
     clients: int,
     ranges: Ranges | None = None,
+    awaits_noise: bool = False,
 ) -> Aggregate:
     """Compute the weighted mean from the unmasked sum.
 
@@ -194,6 +195,9 @@ def decode(
         figures: with a codec, the sum of their figures.
         clients: m, the number of clients in the sum.
         ranges: of these clients, and perhaps of others that were lost since; None if unknown.
+        awaits_noise: the server adds noise to the mean, and compares it then. A client that has
+            added a number of its choice would learn from a refusal of the exact sum on which side
+            of a bound the others' sum is.
 
     Raises:
         AggregationAborted: vectors of honest clients cannot have this sum, or the total weight
@@ -209,9 +213,10 @@ def decode(
     weight, clipped, *rest = slots.tolist()
     usable = _usable(config, rest, clients)
     shares = 0 <= clipped <= usable * config.levels  # each says what share of its elements was
-    if not (shares and _fit(config, rest, weight, clients, usable)):
+    noisy = WITHIN_CLIP.name if awaits_noise else ""
+    if not (shares and _fit(config, rest, weight, clients, usable, without=noisy)):
         _refuse_range(clients)
-    if not _in_range(config, total, weight, clients):
+    if not awaits_noise and not _in_range(config, total, weight, clients):
         _refuse_range(clients)
     if ranges is not None:
         _check_weight(ranges, weight, usable, config.weight_max)
@@ -496,15 +501,26 @@ def _in_range(config: RoundConfig, total: torch.Tensor, weight: int, clients: in
     return True
 
 
-def _fit(config: RoundConfig, sums: Sequence[int], weight: int, clients: int, usable: int) -> bool:
+def _fit(
+    config: RoundConfig,
+    sums: Sequence[int],
+    weight: int,
+    clients: int,
+    usable: int,
+    *,
+    without: str = "",
+) -> bool:
     """Whether the weight and the sums of the slots can come from honest clients.
 
-    One without a usable vector has the weight 0, and of the counts only that it has none.
+    One without a usable vector has the weight 0, and of the counts only that it has none. The slot
+    of the name `without` is not looked at.
     """
     share = weight / config.weight_max
     rounding = 2 * clients / (config.levels - 1)
     least = 0
     for slot, value in zip(config.slots, sums, strict=True):
+        if slot.name == without:
+            continue
         if not slot.exact:
             if abs(_average(config, slot, value, clients)) > slot.maximum * (share + rounding):
                 return False

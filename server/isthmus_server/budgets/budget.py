@@ -268,29 +268,40 @@ class PrivacyBudget:
         return 0.0 if self._moved is None else self._moved.bound
 
     def release(
-        self, mean: torch.Tensor, devices: int, figures: Mapping[str, float]
-    ) -> dict[str, float]:
+        self,
+        mean: torch.Tensor,
+        devices: int,
+        figures: Mapping[str, float],
+        rounding: float = 0.0,
+    ) -> tuple[dict[str, float], float]:
         """Add the server's noise to what the devices of the round that was charged last have sent.
 
         Args:
             mean: (N) float32, the mean of the devices' updates; changed in place.
             devices: in the mean.
             figures: of the devices.
+            rounding: bound on the 2-norm by which each of their updates was rounded.
 
         Returns:
             The figures without those that have no noise; the bound is in place of how many updates
-            were within it.
+            were within it. And the standard deviation of the noise that was added to an element, 0
+            for none.
         """
         figures = dict(figures)
+        deviation = 0.0
         figures.pop("clipped", None)  # the share of elements that the clip has cut is exact
         if self._noise is not None:
-            self._noise.add(mean, self.clip, row=self._charged - 1, devices=devices)
+            # Rounding makes a vector longer. It is random, but local devices draw it from the seed
+            # of the job, which is no secret.
+            norm = self.clip + rounding
+            row = self._charged - 1
+            deviation = self._noise.add(mean, norm, row=row, devices=devices)
         if self._bound is not None:
             noise = float(fresh_noise(1)) * self._bound.count_deviation
             share = (figures.pop(WITHIN_CLIP.name) + noise) / devices
             figures["clip"] = self._bound.bound
             self._moved = self._bound.moved(share)
-        return figures
+        return figures, deviation
 
     def release_measurement(self, mean: torch.Tensor, norm: float, devices: int) -> float:
         """Add the server's noise to the mean of what devices measured, unless devices have.

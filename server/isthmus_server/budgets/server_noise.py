@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     import torch
 
     from isthmus_privacy.dp.calibration import NoisePlan
+
+_FLOAT_ROUNDING = 1e-4
+"""Part by which a mean of clipped vectors may be longer than their bound in float32."""
 
 KEY_FILE = "privacy.key"
 """In the run directory: the key of the noise of all rounds. Who has it can subtract the noise."""
@@ -50,22 +54,47 @@ class ServerNoise:
         if len(self._key) != KEY_BYTES:
             raise UserError(f"{path} is no key of {KEY_BYTES} bytes; restore it from a backup")
 
-    def add(self, mean: torch.Tensor, clip: float, *, row: int, devices: int) -> None:
+    def add(self, mean: torch.Tensor, clip: float, *, row: int, devices: int) -> float:
         """Add the noise of a round to the mean of the devices' updates, in place.
 
         Args:
             mean: (N) float32.
-            clip: bound on the 2-norm of an update.
+            clip: bound on the 2-norm of an update in the mean.
             row: number of the attempt with devices in this run, from 0.
             devices: in the mean.
+
+        Returns:
+            The standard deviation of the noise of an element.
         """
         scale = self._plan.deviation * clip / devices
         if self._plan.correlated is None:
             noise = fresh_noise(len(mean))
+            length = 1.0
         else:
             draws = GaussianDraws(self._key, len(mean))
             noise = self._plan.correlated.noise(row, draws.row)
+            length = math.hypot(*self._plan.correlated.coefficients[: row + 1])
         mean.add_(noise.mul_(scale).to(mean.dtype))
+        return scale * length
+
+
+def is_too_long(mean: torch.Tensor, norm: float, deviation: float) -> bool:
+    """Whether a mean with the server's noise cannot be one of vectors of honest devices.
+
+    It is asked of the mean with noise, as all that is derived from it: of the exact one, a device
+    that has sent a long vector of its choice would learn on which side of a bound the others are.
+
+    Args:
+        mean: (N).
+        norm: bound on the 2-norm of one device's vector.
+        deviation: of the noise of an element.
+    """
+    import torch  # what only reads a run starts without it
+
+    from isthmus_privacy.dp.distributed import largest_norm
+
+    found = float(torch.linalg.vector_norm(mean, dtype=torch.float64))
+    return found > largest_norm(norm, deviation, len(mean)) * (1 + _FLOAT_ROUNDING)
 
 
 def fresh_noise(size: int) -> torch.Tensor:

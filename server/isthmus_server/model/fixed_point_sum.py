@@ -33,7 +33,8 @@ from isthmus.errors import RoundFailed, UpdateError
 from isthmus_server.model.mmap_buffer import MmapBuffer
 
 MAGNITUDE_BITS = 20
-"""Values of an update lie strictly within +-2**20, about a million; larger ones are refused."""
+"""Values of an update lie strictly within +-2**20, about a million; larger ones are refused. With a
+clipping bound they lie within the next power of two."""
 
 SUM_BYTES = 8
 """Bytes of memory per element of a sum."""
@@ -62,7 +63,13 @@ class WeightedSum:
         for updates below 1e-6.
     """
 
-    def __init__(self, size: int, declared_weight: int, memory: MmapBuffer | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        declared_weight: int,
+        memory: MmapBuffer | None = None,
+        clip: float | None = None,
+    ) -> None:
         """Allocate the sum, or place it in existing memory.
 
         Args:
@@ -70,9 +77,16 @@ class WeightedSum:
             declared_weight: total of the examples that the cohort declared.
             memory: a buffer of `SUM_BYTES` per element, whose contents are overwritten; a new one
                 by default.
+            clip: bound on the 2-norm of each update, of which the sum gets noise: then rounding is
+                less than 2^-40 of it in each element, and no mean is refused for it, as only what
+                has noise may decide what happens; None for no bound.
         """
+        self._clip = clip
         self.max_weight = 2 * max(declared_weight, 1)
-        self.fraction_bits = 63 - MAGNITUDE_BITS - self.max_weight.bit_length()
+        bits = MAGNITUDE_BITS if clip is None else math.frexp(clip)[1]
+        self.magnitude = 2.0**bits
+        """Values of an update lie strictly within +- this; larger ones are refused."""
+        self.fraction_bits = 63 - bits - self.max_weight.bit_length()
         self.weight = 0
         self._updates = 0
         self._has_small = False
@@ -169,7 +183,7 @@ class WeightedSum:
         scale = 2.0**-self.fraction_bits / self.weight
         # Each tile of the mean overwrites sums that have been read already.
         mean = self._sum.view(torch.float32)[: len(self._sum)]
-        looked_at = self._has_small and self._is_small(self.weight)
+        looked_at = self._clip is None and self._has_small and self._is_small(self.weight)
         squares = 0.0
         for start in range(0, len(mean), TILE):
             part = self._sum[start : start + TILE].double().mul_(scale)

@@ -30,15 +30,17 @@ def decode_tile(encoded: memoryview) -> torch.Tensor:
     return torch.frombuffer(encoded, dtype=torch.float32)
 
 
-def check_tile(layout: TensorLayout, offset: int, tile: torch.Tensor) -> None:
-    """Refuse values that are not finite or too large.
+def check_tile(
+    layout: TensorLayout, offset: int, tile: torch.Tensor, magnitude: float = _MAX_MAGNITUDE
+) -> None:
+    """Refuse values that are not finite, or not strictly within +- `magnitude`.
 
     Raises:
         UpdateError: with the name of the parameter and the first such value.
     """
     smallest, largest = (float(value) for value in torch.aminmax(tile))
-    if not -_MAX_MAGNITUDE < smallest <= largest < _MAX_MAGNITUDE:  # also true for nan
-        raise UpdateError(_explain_bad_value(layout, offset, tile))
+    if not -magnitude < smallest <= largest < magnitude:  # also true for nan
+        raise UpdateError(_explain_bad_value(layout, offset, tile, magnitude))
 
 
 class UpdateSpool:
@@ -263,7 +265,7 @@ class StreamingUpdate:
         return self._added == self._layout.size
 
     def _add(self, tile: torch.Tensor) -> None:
-        check_tile(self._layout, self._added, tile)
+        check_tile(self._layout, self._added, tile, self._total.magnitude)
         self._total.add(self._added, self._scaled(tile), self._weight)
         self._added += tile.numel()
 
@@ -271,14 +273,16 @@ class StreamingUpdate:
         return tile if self._scale == 1 else tile * self._scale
 
 
-def _explain_bad_value(layout: TensorLayout, offset: int, tile: torch.Tensor) -> str:
+def _explain_bad_value(
+    layout: TensorLayout, offset: int, tile: torch.Tensor, magnitude: float
+) -> str:
     """Describe the first bad value of a tile and name its parameter."""
-    bad = offset + int((~(tile.abs() < _MAX_MAGNITUDE)).nonzero()[0, 0])
+    bad = offset + int((~(tile.abs() < magnitude)).nonzero()[0, 0])
     name = next(e.name for e in layout.entries if e.offset <= bad < e.offset + e.count)
     value = float(tile[bad - offset])
     if value - value != 0:  # nan or infinite
         return f"its update of {name!r} is not finite ({value})"
     return (
-        f"its update of {name!r} is out of range ({value:g}, allowed is +-{2**MAGNITUDE_BITS}): "
+        f"its update of {name!r} is out of range ({value:g}, allowed is +-{magnitude:.7g}): "
         "training diverged, or the data are not scaled; lower the learning rate, or scale them"
     )

@@ -12,7 +12,7 @@ from isthmus_privacy.slots import GRADIENT_LOST
 from isthmus_server.model import merge
 from isthmus_server.regimes import gradient_measurement
 from isthmus_server.regimes.base import DatacenterResult, FederatedResult
-from isthmus_server.storage.records import Receipt
+from isthmus_server.storage.records import Receipt, UpdateNoise
 from isthmus_server.strategy.gradients import GradientMeasurement, GroupSum
 
 
@@ -24,6 +24,8 @@ class TrainingResult:
     datacenters: list[DatacenterResult] = dataclasses.field(default_factory=list)
     norms: dict[str, float] = dataclasses.field(default_factory=dict)
     """2-norm of each regime's pseudo-gradient, if it reached the server."""
+    noise: UpdateNoise | None = None
+    """What is noise in that of devices."""
     cosine: float | None = None
     """Cosine between the two pseudo-gradients."""
     gradient: torch.Tensor | None = None

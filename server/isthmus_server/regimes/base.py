@@ -81,6 +81,8 @@ class FederatedResult:
     gradient_scale: float = 0.0
     rounding: float = 0.0
     """Bound on the standard deviation of the error of an element, with secure aggregation."""
+    noise: float = 0.0
+    """Standard deviation of the noise of an element, in a job with `[privacy]`."""
     groups: Mapping[str, FederatedResult] = dataclasses.field(default_factory=dict)
     """The sum of each group by itself, in a round that was summed by group."""
     extension_state: Any = None

@@ -84,4 +84,5 @@ class FederatedContext:
         if self._sum is None or len(self._sum.view) != SUM_BYTES * size:
             self._sum = None  # frees its memory first
             self._sum = MmapBuffer(SUM_BYTES * size)
-        return WeightedSum(size, declared_weight, self._sum)
+        clip = None if self.privacy is None else self.privacy.clip
+        return WeightedSum(size, declared_weight, self._sum, clip)

@@ -7,13 +7,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import torch
-
 from isthmus.errors import JobError
 from isthmus.transport.requests import gradient_name, position_message, position_of
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import TrainingPurpose, ranged_model
 from isthmus_privacy.secagg.ranges import lost_in_rounding
+from isthmus_server.budgets.server_noise import is_too_long
 from isthmus_server.regimes.base import (
     AttemptFailed,
     AttemptSpec,
@@ -35,9 +34,6 @@ from isthmus_server.strategy.gradients import REST
 _NOTICEABLE = 1e-10
 """Rounding below this is not looked at: the rate of a schedule's last steps may be next to zero. Of
 an update of 1e-6 it is a ten-thousandth."""
-
-_FLOAT_ROUNDING = 1e-4
-"""Part by which a mean of clipped updates may be longer than their bound in float32."""
 
 
 _SECURE = SecureAggregationAttempt | RangedAttempt | GroupedAttempt
@@ -86,20 +82,12 @@ class FederatedRegime:
             result = await self._attempt.run()
             _check_clipped(result, spec)
             self._check_rounding(result, spec)
-            self._check_norm(result, spec)
+            result = await self._with_noise(result)
         except AttemptFailed:
             if isinstance(self._attempt, _SECURE) and self._attempt.has_sum:
                 log = self.context.unmaskings
                 log.note_refused_sum(self.context.run_id, spec.round, spec.attempt)
             raise
-        if self.context.privacy is not None:
-            mean = result.pseudo_gradient
-            # Before anything else reads the mean: all that is derived from it is from the mean with
-            # noise.
-            devices = _updates_in(result)
-            release = self.context.privacy.release
-            figures = await asyncio.to_thread(release, mean, devices, result.training)
-            result = dataclasses.replace(result, training=figures)
         if not spec.gradient_scale:
             return result
         groups = {name: self._split(one, spec) for name, one in result.groups.items()}
@@ -129,28 +117,35 @@ class FederatedRegime:
                     result.receipts,
                 )
 
-    def _check_norm(self, result: FederatedResult, spec: AttemptSpec) -> None:
-        """Refuse a mean that is longer than each of the updates may be, before noise is added.
+    async def _with_noise(self, result: FederatedResult) -> FederatedResult:
+        """The result whose mean has the server's noise, if the job trusts it to add some.
 
-        With the devices' own noise their secure sum is checked, see `DistributedNoise.largest_sum`.
+        All that is derived from the mean is derived from the one with noise: also whether it is
+        longer than each of the updates may be. A device that knows its own long vector would learn
+        from the exact length what the others have sent, and from a refusal alone a part of it.
 
         Raises:
             AttemptFailed: one device has not clipped its update.
         """
-        privacy = self.context.privacy
-        if privacy is None or privacy.privacy.mechanism == "distributed" or spec.gradient_scale:
-            return
-        devices = sum(receipt.status == "accepted" for receipt in result.receipts)
-        size = len(result.pseudo_gradient)
-        # Each update is rounded by less than a step, of which `rounding` has a deviation of half.
-        rounding = 2 * result.rounding * math.sqrt(max(1, devices) * size)
-        norm = float(torch.linalg.vector_norm(result.pseudo_gradient, dtype=torch.float64))
-        if norm > privacy.clip * (1 + _FLOAT_ROUNDING) + rounding:
+        budget = self.context.privacy
+        if budget is None:
+            return result
+        mean = result.pseudo_gradient
+        devices = _updates_in(result)
+        rounding = _rounding_of_one(result)
+        clip = budget.clip + rounding
+        figures, noise = await asyncio.to_thread(
+            budget.release, mean, devices, result.training, rounding
+        )
+        if not noise:  # devices have added theirs, and the sum was compared when it was decoded
+            return dataclasses.replace(result, training=figures)
+        if is_too_long(mean, clip, noise):
             raise AttemptFailed(
-                f"the mean of {devices} updates has a 2-norm of {norm:.6g}, and each of them may "
-                f"have {privacy.clip:g} ([privacy] clip): a device sent one that is not clipped",
+                f"the mean of {devices} updates is longer than their noise and updates of at most "
+                f"{budget.clip:g} ([privacy] clip): a device sent one that is not clipped",
                 result.receipts,
             )
+        return dataclasses.replace(result, training=figures, noise=noise)
 
     def _as_before(self, spec: AttemptSpec) -> AttemptSpec:
         """The attempt with the training of the sum that it repeats exactly.
@@ -312,6 +307,15 @@ def _check_clipped(result: FederatedResult, spec: AttemptSpec) -> None:
         f"{settings.max_clipped:g}; remove federated.clip, so that the range is found from the "
         "updates, or raise one of them"
     )
+
+
+def _rounding_of_one(result: FederatedResult) -> float:
+    """Bound on the 2-norm by which a secure sum rounds one update, to which all count the same.
+
+    Each element is rounded by less than a step, of which `rounding` has a deviation of half.
+    """
+    size = len(result.pseudo_gradient)
+    return 2 * result.rounding * math.sqrt(_updates_in(result) * size)
 
 
 def _updates_in(result: FederatedResult) -> int:

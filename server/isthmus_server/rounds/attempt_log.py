@@ -117,6 +117,7 @@ class AttemptLog:
             comparisons=state.comparisons,
             training=results.training,
             norms=results.norms,
+            noise=results.noise,
             cosine=results.cosine,
             gradients=results.gradients,
             groups=results.groups,

@@ -19,6 +19,7 @@ from isthmus_server.regimes.attempt_result import (
 )
 from isthmus_server.regimes.base import AttemptFailed, FederatedExtension
 from isthmus_server.rounds.running_statistics import RunningStatistics
+from isthmus_server.storage.records import UpdateNoise
 from isthmus_server.strategy.policy import Plan
 from isthmus_server.strategy.round_spec import RoundSpec
 
@@ -98,6 +99,8 @@ class ModelMerger:
         results.norms, results.cosine = merge.norms_and_cosine(
             {name: vector[:trained] for name, vector in present.items()}
         )
+        if results.federated is not None and results.federated.noise:
+            results.noise = UpdateNoise(deviation=results.federated.noise, elements=trained)
         if plan.reset_optimizer:
             model.reset_optimizer()
         if not one_datacenter:

@@ -307,6 +307,16 @@ class AttemptRecord(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateNoise(Record):
+    """The noise in a mean of devices' updates."""
+
+    deviation: float
+    """Standard deviation of the noise of an element."""
+    elements: int
+    """Of the vector whose norm is in `RoundRecord.norms`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundRecord(AttemptRecord):
     """A committed round."""
 
@@ -316,6 +326,8 @@ class RoundRecord(AttemptRecord):
     """Figures of the training itself, by regime."""
     norms: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """2-norm of each regime's pseudo-gradient, where the server received it."""
+    noise: UpdateNoise | None = None
+    """What is noise in that of devices, in a job with `[privacy]`."""
     cosine: float | None = None
     """Cosine between the two pseudo-gradients of a hybrid round."""
     gradients: GradientMeasurement | None = None

@@ -1,5 +1,6 @@
 """No device changes a sum by more than the clipping bound."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,3 +28,12 @@ def test_a_vector_of_several_parts_is_clipped_as_a_whole():
     vector = torch.ones(3_000_000)
     assert clip_to_norm(vector, 2.0)
     assert 1.999 < float(vector.double().norm()) <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("size", "value", "bound"), [(10, 3e38, 7e-7), (100_000, 3e38, 1e-4), (100_000, 3e38, 1.0)]
+)
+def test_a_diverged_update_is_clipped_although_the_factor_is_no_normal_float(size, value, bound):
+    vector = torch.full((size,), value)
+    assert clip_to_norm(vector, bound)
+    assert 0.999 * bound < float(vector.double().norm()) <= bound

@@ -18,7 +18,7 @@ from isthmus_privacy.secagg.encoding import decode, encode
 from isthmus_privacy.secagg.messages import Stage
 from isthmus_privacy.secagg.ranges import SIZE as RANGE_COUNTS
 from isthmus_privacy.secagg.ranges import Ranges, counts_of
-from isthmus_privacy.slots import OVER_WEIGHT, UNUSABLE, Slot
+from isthmus_privacy.slots import OVER_WEIGHT, UNUSABLE, WITHIN_CLIP, Slot
 
 SLOTS = (
     Slot(name="hits", maximum=1000.0, exact=True),
@@ -274,6 +274,28 @@ def test_no_element_of_a_mean_is_beyond_the_range(share, bits):
         else:
             assert float(found.abs().max()) < 4.001
     assert refused >= 3 or share == 1.0  # then an honest sum can be anywhere in the ring
+
+
+def test_a_sum_that_awaits_noise_is_not_compared_before_it_has_some():
+    """A client of a chosen number would learn on which side of a bound the others' sum is."""
+    config = make_config(clients_max=8, weight_max=1, clip=1.0, slots=(WITHIN_CLIP,))
+    refused = []
+    for others in (-0.5, 0.5):
+        vectors = [(torch.full((4,), others), 1, {"within_clip": 1.0})] * 3
+        total = total_of(config, *vectors, (torch.ones(4), 1, {"within_clip": 1.0}))
+        total[0] += config.levels - 1  # of the last one: three bounds in place of one
+        try:
+            decode(config, total, clients=4)
+        except AggregationAborted:
+            refused.append(others)
+        total[config.size + 2] += 10
+        found = decode(config, total, clients=4, awaits_noise=True)
+        assert float(found.vector[0]) == pytest.approx((3 * others + 3) / 4, abs=1e-6)
+        assert found.figures == {"within_clip": 14.0}
+        total[config.size] += 1  # every vector has the weight 1, whatever the data are
+        with pytest.raises(AggregationAborted, match="out of range"):
+            decode(config, total, clients=4, awaits_noise=True)
+    assert refused == [0.5]
 
 
 def encode_and_keep(protocol, name, update):

@@ -22,6 +22,7 @@ WAYS = [
 """How jobs are private. Where the server sees the update of each device in the clear, the examples
 of a device are protected from those who have these, and that its task failed is not."""
 NOISY = {"metrics", "norms", "model_sha256", "model_path", "clip", "clipped", "range", "weight_max"}
+NOISY |= {"deviation"}  # of noise that is in proportion to the bound, which is noisy itself
 CHANCE = {"seconds", "elapsed", "started_at", "run_id", "directory", "epsilon"}
 MOVED = {"bytes_in", "bytes_out", "messages_in", "messages_out", "bytes_up", "bytes_down"}
 FAILURES = ("none", "raises", "not finite", "large")

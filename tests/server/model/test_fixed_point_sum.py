@@ -118,3 +118,18 @@ def test_zeros_without_the_largest_device_are_zeros():
     total = WeightedSum(3, 5_000_000)
     add_tile(total, torch.zeros(3), 1)
     assert total.mean().tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("clip", [1e-9, 1e-5, 0.75, 1.0, 3e8])
+def test_rounding_does_not_make_a_clipped_update_longer(clip):
+    size = 50_000
+    vector = torch.full((size,), clip / size**0.5)
+    total = WeightedSum(size, 1000, clip=clip)
+    add_tile(total, vector, 1)
+    assert float(total.mean().double().norm()) == pytest.approx(clip, rel=1e-6)
+
+
+def test_a_mean_that_gets_noise_is_never_refused_for_its_rounding():
+    total = WeightedSum(3, 5_000_000, clip=1.0)
+    add_tile(total, torch.full((3,), 1e-9), 1)
+    assert total.mean().tolist() == pytest.approx([1e-9] * 3, rel=0.01)

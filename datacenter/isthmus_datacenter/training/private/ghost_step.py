@@ -54,6 +54,8 @@ _ROUNDED = 2.0**-8
 """Largest share of the bound that rounding may add to an example's clipped gradient."""
 _NEGLIGIBLE = 1e-6
 """Share of the squared norm of all parameters."""
+_SCALES = (2.0**-20, 2.0**20)
+"""Factors of a loss in proportion to which all gradients must be: powers of two round nothing."""
 _IN_PLACE_OF_ZERO = 0.02
 """Standard deviation of the numbers that `check` has in place of zeros."""
 
@@ -83,7 +85,8 @@ class GhostForwardBackward(PrivateForwardBackward):
         rounding = _ROUNDING.get(device.type, _ROUNDING_ELSEWHERE)
         self._bound = self._clip * (1 - rounding)
         self._sharded = isinstance(self.model, FSDPModule)
-        self._adds_noise = self._sharded or rank == 0
+        # Each element has its noise once: of several groups with all shards, the first adds it.
+        self._adds_noise = rank < (self.dims.axes["shard"] if self._sharded else 1)
         self._norms = ExampleNorms(self.model)
         # A step has more than the expected number of examples half of the time, and a second pass
         # for a few of them would take nearly as long as the first.
@@ -103,6 +106,9 @@ class GhostForwardBackward(PrivateForwardBackward):
         loss of one example must not depend on the other at all. Each of the two is first once, as
         a model may change their order. Zeros among the parameters are replaced meanwhile: they stop
         gradients, but only until the first step of training.
+
+        The second pass clips by a factor of the losses. So all gradients have to be in proportion
+        to them, which they are not if a hook clips or normalises gradients on their way.
 
         Gradients do not show statistics that are detached. So what all layers get for one example
         must not change either when the others are replaced, and nothing that is kept between
@@ -127,6 +133,7 @@ class GhostForwardBackward(PrivateForwardBackward):
                 for rows in [two, [each.flip(0) for each in two]][: len(group)]:
                     self._check_evaluation(group.one, rows)
                     self._check_training(group.one, rows)
+                self._check_proportion(group.one, two)
                 self._check_isolation(group, state)
                 self._check_reference()
             state.check()
@@ -180,6 +187,36 @@ class GhostForwardBackward(PrivateForwardBackward):
                     f"shows, which ghost clipping does not bound; {PER_EXAMPLE}"
                 )
         self._compare(squares)
+
+    def _check_proportion(self, one: Any, two: Sequence[torch.Tensor]) -> None:
+        expected = self._scaled_squares(one, two, 1.0)
+        total = sum(expected.values())
+        for factor in _SCALES:
+            for name, found in self._scaled_squares(one, two, factor).items():
+                square = expected[name]
+                # Also what is not finite any more is not in proportion.
+                if not abs(found / factor**2 - square) <= _TOLERANCE * square + _NEGLIGIBLE * total:
+                    raise TaskError(
+                        f"the gradient of parameter {name!r} is not in proportion to the loss, as "
+                        "where a hook clips or normalises gradients on their way, and ghost "
+                        f"clipping scales losses to shorten gradients; {PER_EXAMPLE}"
+                    )
+
+    def _scaled_squares(
+        self, one: Any, rows: Sequence[torch.Tensor], factor: float
+    ) -> dict[str, float]:
+        """The squared norms of the first example's gradients of a loss that is scaled."""
+        self._norms.begin(torch.ones(len(rows[0]), dtype=torch.bool, device=self.device))
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(0)
+            losses = self._losses(one, rows)
+        self._reshard_after_backward(self.dims.reshard_after_forward)
+        with user_code("the backward pass"):
+            squares = self._norms.squares(losses * factor)
+        self._norms.end()
+        self._reshard_after_backward(True)
+        self.shard.reshard()
+        return {name: float(each[0]) for name, each in squares.items()}
 
     def _check_isolation(self, group: ExampleGroup, state: KeptState) -> None:
         for rows, place in arranged(group.tensors):
@@ -400,20 +437,29 @@ class GhostForwardBackward(PrivateForwardBackward):
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(gradient := local(parameter.grad))
             if isinstance(parameter, DTensor):
-                # Each element is on one rank, and has its noise once.
-                assert all(each.is_shard() for each in parameter.placements)
                 gradient *= self.dims.data  # fully_shard has averaged
             if self._adds_noise:
                 # From the operating system and not from the job's seed: who knows the noise can
                 # subtract it.
                 noise = GaussianDraws(os.urandom(KEY_BYTES), gradient.numel()).row(0)
                 gradient += noise.mul_(self._deviation).view(gradient.shape).to(gradient)
-        if self.dims.ranks > 1 and not self._sharded:
+        groups = self.dims.shard_groups if self._sharded else self.dims.ranks
+        if groups > 1:
             total = torch.cat([each.flatten() for each in gradients])
-            dist.all_reduce(total)
+            if self._sharded:
+                # All groups have the same sum, and get the noise of the first.
+                replicas = self._replicas()
+                dist.broadcast(total, dist.get_global_rank(replicas, 0), replicas)
+            else:
+                dist.all_reduce(total)
             parts = torch.split(total, [each.numel() for each in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
+
+    def _replicas(self) -> dist.ProcessGroup:
+        """The ranks that have the same shards as this one, with several groups of shards."""
+        parameter = next(each for each in self._trained().values() if isinstance(each, DTensor))
+        return parameter.device_mesh.get_group("replicate")
 
     def _squared_gradients(self) -> dict[str, float]:
         """Squared norms of the parameters' `grad`, which is deleted, over all ranks."""
@@ -426,6 +472,7 @@ class GhostForwardBackward(PrivateForwardBackward):
                 parameter.grad = None
         if self._sharded:
             dist.all_reduce(squares)
+            squares /= self.dims.shard_groups
         return dict(zip(trained, squares.tolist(), strict=True))
 
 

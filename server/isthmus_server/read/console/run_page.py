@@ -14,6 +14,7 @@ from isthmus_server.read.console.shown_run import REGIMES, ShownRun
 from isthmus_server.read.pages.charts import RATES
 from isthmus_server.read.report.explain import RECENT, explained_attempts
 from isthmus_server.read.report.explanation_page import sections, title_of
+from isthmus_server.read.report.unused_updates import WINDOW, unused_updates
 from isthmus_server.storage.records import (
     FailedAttempt,
     LoggedAttempt,
@@ -59,6 +60,7 @@ def run_page(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
     planned = job.rounds if status == "running" else committed
     evaluated = [each for each in index.rounds if each.metrics]
     epsilon = run.epsilon()
+    last_rounds = map(RoundRecord.from_json, index.records(index.rounds[-WINDOW:]))
     return {
         "run": run,
         "job": job,
@@ -95,6 +97,7 @@ def run_page(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
         },
         "level": run.level(),
         "needs": needs_of(job),
+        "unused": unused_updates(list(last_rounds)),
         "profile": next((each.profile for each in reversed(index.rounds) if each.profile), {}),
         "rates": RATES,
         "query": query,

@@ -123,18 +123,23 @@ class ProgressView:
             case RoundAttemptFailed():
                 attempt = f"round {event.record.round}, try {event.record.attempt}"
                 self._print(f"[red]{attempt} failed:[/red] {_safe(event.record.error)}")
-            case RunFinished(final=None):
-                self._print(f"[bold]done[/bold] ({_safe(event.reason)})")
             case RunFinished():
-                assert event.final is not None
-                figures = _safe(format_metrics(event.final.metrics))
-                self._print(
-                    f"[bold]done[/bold] ({_safe(event.reason)}): "
-                    f"{figures}{', ' if figures else ''}"
-                    f"cost {event.spent:g}{_which(event.final)}\n"
-                    f"model   {_safe(event.final.model_path)}\n"
-                    f"sha256  {event.final.model_sha256}"
-                )
+                self._show_end(event)
+
+    def _show_end(self, event: RunFinished) -> None:
+        if self._last and self._last[-1].round % WINDOW:
+            self._show_unused()
+        if event.final is None:
+            self._print(f"[bold]done[/bold] ({_safe(event.reason)})")
+            return
+        figures = _safe(format_metrics(event.final.metrics))
+        self._print(
+            f"[bold]done[/bold] ({_safe(event.reason)}): "
+            f"{figures}{', ' if figures else ''}"
+            f"cost {event.spent:g}{_which(event.final)}\n"
+            f"model   {_safe(event.final.model_path)}\n"
+            f"sha256  {event.final.model_sha256}"
+        )
 
     def _show_round(self, record: RoundRecord) -> None:
         regime = record.regime
@@ -156,8 +161,12 @@ class ProgressView:
             self._print(f"           [yellow]{sentence}[/yellow]")
         self._last.append(record)
         if record.round % WINDOW == 0:
-            for sentence in unused_updates(self._last):
-                self._print(f"           [yellow]{_safe(sentence)}[/yellow]")
+            self._show_unused()
+
+    def _show_unused(self) -> None:
+        """Say what devices have sent in vain in the last rounds."""
+        for sentence in unused_updates(self._last):
+            self._print(f"           [yellow]{_safe(sentence)}[/yellow]")
 
     def _reason(self, reason: str) -> str:
         """A reason, of which a long one is shortened when only its numbers are new."""

@@ -159,6 +159,7 @@ class SecureAggregationAttempt:
                 total.ring.figures,
                 clients=len(summed),
                 ranges=self._ranges,
+                awaits_noise=self._context.privacy is not None,
             )
         except AggregationAborted as error:
             # No device was lost: all of them said that they had nothing. This counts as an attempt.
@@ -187,6 +188,7 @@ class SecureAggregationAttempt:
             },
             receipts=self._all_receipts(summed),
             rounding=aggregate.rounding,
+            noise=aggregate.noise,
         )
 
     async def _sum(

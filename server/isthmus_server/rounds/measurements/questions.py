@@ -20,6 +20,8 @@ from isthmus.wire import link_pb2
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.slots import PRIVATE_SLOTS, SCORING_SLOTS
 from isthmus_server.budgets.budget import Measurement
+from isthmus_server.budgets.server_noise import is_too_long
+from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.regimes.secure_sums.groups import GroupedAttempt, UnmaskingGate
@@ -144,7 +146,17 @@ class DeviceQuestions:
         result = await attempt.run()
         devices = int(result.training["examples"])  # every usable vector has a weight of 1
         total = result.pseudo_gradient
-        deviation = 0.0 if noisy is None else noisy.release(total, devices, attempt.config)
+        deviation = 0.0
+        if noisy is not None:
+            deviation = noisy.release(total, devices, attempt.config)
+            # With the devices' noise the sum was compared when it was decoded.
+            by_server = attempt.config.noise is None
+            if by_server and is_too_long(total, question.norm, deviation):
+                raise AttemptFailed(
+                    f"the mean of what {devices} devices measured is longer than honest devices "
+                    "and noise can make it: one sent a vector that does not have the agreed form",
+                    result.receipts,
+                )
         return Answers(total, devices, result.receipts, deviation=deviation)
 
     async def _by_group(self, question: Question, cohort: SelectedCohort) -> Answers:

@@ -166,6 +166,23 @@ class Sorting(nn.Module):
         return self.head(hidden[order])[order.argsort()]
 
 
+def limited(hidden, change):
+    """The same, whose gradient is changed on its way."""
+    if hidden.requires_grad:
+        hidden.register_hook(change)
+    return hidden
+
+
+def clamped(limit):
+    """After an operation, so that the layer before it gets the changed gradient."""
+    hook = Hook(lambda hidden: limited(hidden, lambda g: g.clamp(-limit, limit)))
+    return embedded(nn.Tanh(), hook)
+
+
+def normalised(hidden):
+    return limited(hidden, lambda g: g / g.norm(dim=(1, 2), keepdim=True).clamp(min=1e-12))
+
+
 class Hook(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -357,6 +374,12 @@ def test_a_gradient_that_is_not_finite_adds_nothing(name, bad):
         (Sorting, r"parameter 'head.weight' .* an example changes the outputs of others"),
         (embedded(scale_grad_by_freq=True), r"scale_grad_by_freq=True, which mixes examples"),
         (embedded(max_norm=1.0), r"max_norm, which changes weights without noise"),
+        (clamped(1e-4), r"parameter '0.weight' is not in proportion to the loss"),
+        (clamped(1.0), r"parameter '0.weight' is not in proportion to the loss"),
+        (
+            embedded(nn.Tanh(), Hook(normalised)),
+            r"parameter '0.weight' is not in proportion to the loss",
+        ),
         (lambda: InHalf(torch.float32), r"'inner' \(Linear\) computes in half precision"),
         (lambda: InHalf(torch.bfloat16), r"'inner' \(Linear\) computes in half precision"),
     ],

@@ -1,4 +1,4 @@
-"""Ghost clipping on two real ranks: whatever is sharded, the sum is that of batches of one."""
+"""Ghost clipping on real ranks: whatever is sharded, the sum is that of batches of one."""
 
 from pathlib import Path
 
@@ -23,9 +23,19 @@ DECODER = {
 
 
 class Opened:
-    """A job on two ranks, as a server opens it."""
+    """A job on two or more ranks, as a server opens it."""
 
-    def __init__(self, source, stage, settings=None, clipping="ghost", data=None, base=HERE):
+    def __init__(
+        self,
+        source,
+        stage,
+        settings=None,
+        clipping="ghost",
+        data=None,
+        base=HERE,
+        noise=1e-9,
+        **layout,
+    ):
         job = Job.model_validate(
             {
                 "name": "private",
@@ -33,6 +43,7 @@ class Opened:
                 "task": {"source": source, "settings": settings or {}},
                 "datacenter": {
                     "ranks": 2,
+                    **layout,
                     "zero_stage": stage,
                     "batch_size": BATCH,
                     "privacy": {
@@ -40,7 +51,7 @@ class Opened:
                         "delta": 1e-4,
                         "examples": 50,
                         "clip": CLIP,
-                        "noise": 1e-9,
+                        "noise": noise,
                         "clipping": clipping,
                     },
                 },
@@ -126,3 +137,21 @@ def test_ranks_with_other_shapes_and_examples_that_are_not_finite(stage, on_rank
             indices = [index for index in (*draws[0], *draws[1]) if index in FINITE]
             expected = opened.expected(indices) if indices else torch.zeros_like(found)
             torch.testing.assert_close(found, expected, rtol=3e-4, atol=1e-6)
+
+
+def test_groups_of_shards_sum_the_same_and_have_their_noise_once(on_ranks, tmp_path):
+    """Two groups of two ranks: each has the whole model, and both must go on with one gradient."""
+    draws = [[1, 5, 9], [2, 6, 10], [], [0, 4]]
+    clear = Opened("tasks.py:Table", 3, ranks=4, shard_groups=2)
+    noisy = Opened("tasks.py:Table", 1, ranks=4, shard_groups=2, noise=100.0)
+    operations = [
+        (opened.command, draws, str(tmp_path / f"{number}"))
+        for number, opened in enumerate((clear, noisy))
+    ]
+    results = on_ranks(4, "private_sums", operations)
+    expected = clear.expected([index for some in draws for index in some])
+    for sums, _ in results:
+        torch.testing.assert_close(clear.flat(sums), expected, rtol=3e-4, atol=1e-6)
+    noise = [noisy.flat(sums) for _, sums in results]
+    assert all(torch.equal(noise[0], each) for each in noise)
+    assert float(noise[0].std()) == pytest.approx(100 * CLIP, rel=0.3)

@@ -3,10 +3,13 @@
 import io
 import logging
 import math
+import re
 
+import pytest
 from click.testing import CliRunner
 from rich.console import Console
 from tests.server.service.conftest import fleet  # noqa: F401 - a fixture
+from tests.server.storage.records import round_record
 
 from isthmus_clients.commands import client
 from isthmus_clients.device.own_figures import OwnFigures
@@ -17,7 +20,13 @@ from isthmus_server.read.report.unused_updates import unused_updates
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import EventStream
-from isthmus_server.storage.records import Cost, Participants, Receipt, RoundRecord
+from isthmus_server.storage.records import (
+    Cost,
+    Participants,
+    Receipt,
+    RoundRecord,
+    UpdateNoise,
+)
 
 FAILS_ON_D = """
 def optimizer(self, parameters, participant):
@@ -62,7 +71,7 @@ async def test_one_device_that_fails_in_every_round_is_counted(deployment, caplo
 
 
 def test_plain_updates_of_no_weight_are_counted_with_their_devices():
-    def record(number, weights):
+    def weighed(number, weights):
         receipts = [
             Receipt(participant=name, regime="federated", status="accepted", examples=weight)
             for name, weight in weights.items()
@@ -83,11 +92,70 @@ def test_plain_updates_of_no_weight_are_counted_with_their_devices():
             training={"federated": {"loss": 1.0}},
         )
 
-    always = [record(number, {"a": 5, "b": 0, "c": number % 2}) for number in range(1, 5)]
+    always = [weighed(number, {"a": 5, "b": 0, "c": number % 2}) for number in range(1, 5)]
     assert unused_updates(always) == [
         "1 of 3 devices with a weight of 0 in each of the last 4 rounds: b"
     ]
-    assert unused_updates([*always, record(5, {"a": 5, "b": 1})]) == []
+    assert unused_updates([*always, weighed(5, {"a": 5, "b": 1})]) == []
+
+
+@pytest.mark.parametrize("mechanism", ["distributed", "gaussian", "correlated"])
+async def test_means_that_are_noise_alone_are_told(deployment, mechanism, tmp_path):
+    """With differential privacy nobody but the owners sees that a task fails."""
+    fails = tmp_path / "fails"
+    fails.touch()
+    await deployment.start(
+        "def optimizer(self, parameters, participant):\n"
+        "    import os\n"
+        f"    if os.path.exists({str(fails)!r}):\n"
+        "        raise ValueError('no such column')\n"
+        "    return torch.optim.SGD(parameters, lr=100.0)"
+    )
+    private = (
+        f"privacy.mechanism={mechanism}",
+        "privacy.epsilon=1e6",
+        "privacy.delta=0.01",
+        "privacy.noise=0.1",
+        "rounds=4",
+    )
+    shown = io.StringIO()
+    events = EventStream()
+    events.subscribe(ProgressView(Console(file=shown, width=500)))
+    store = deployment.create_run("run", *private)
+    await Coordinator(RunParts.of(store, deployment.link, events)).run()
+    sentence = "the devices' means of the last 4 rounds are as long as their noise alone; a mean"
+    assert shown.getvalue().count(sentence) == 1
+    report = read_report(store)
+    page = io.StringIO()
+    show(report, Console(file=page, width=500))
+    assert sentence in page.getvalue()
+    for record in report.rounds:
+        expected = record.noise.deviation * record.noise.elements**0.5
+        assert 0.5 * expected < record.norms["federated"] < 2 * expected
+    fails.unlink()
+    trains = deployment.create_run("trains", *private, "seed=1")
+    await Coordinator(RunParts.of(trains, deployment.link)).run()
+    assert unused_updates(read_report(trains).rounds) == []
+
+
+def test_an_update_of_the_length_that_would_be_seen_is_seen():
+    """Exact lengths: of noise alone, and with the update that the sentence names."""
+    elements = 1000
+    noise = UpdateNoise(deviation=0.5, elements=elements)
+
+    def records(update):
+        norm = math.sqrt(update**2 + 0.25 * elements)
+        return [
+            round_record(number, norms={"federated": norm}, noise=noise) for number in range(1, 6)
+        ]
+
+    (sentence,) = unused_updates(records(0.0))
+    visible = float(re.search(r"more than (\S+) would be seen", sentence)[1])
+    assert unused_updates(records(visible)) == []
+    assert unused_updates(records(0.5 * visible)) == [sentence]
+    # A round whose noise is not known, as of an older run, says nothing.
+    older = round_record(6, norms={"federated": 1.0})
+    assert unused_updates([*records(0.0), older]) == []
 
 
 async def test_an_owner_asks_whether_the_device_trains(fleet):  # noqa: F811
