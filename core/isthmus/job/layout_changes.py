@@ -21,19 +21,11 @@ from typing import Any
 from isthmus.errors import JobError
 from isthmus.job.datacenter import DatacenterSection
 from isthmus.job.schema import Job, apply_override, with_changes
+from isthmus.job.unused_layout import SHARING_KEYS
 
 LAYOUT_KEYS = (
     "ranks",
-    "layout",
-    "zero_stage",
-    "shard_groups",
-    "data_parallel",
-    "tensor_parallel",
-    "sequence_parallel",
-    "context_parallel",
-    "pipeline_parallel",
-    "schedule",
-    "microbatches",
+    *SHARING_KEYS,
     "accumulate",
     "batch_size",
     "global_batch",
@@ -51,6 +43,7 @@ AT_ONCE_KEYS = (
     "layout",
     "data_parallel",
     "tensor_parallel",
+    "context_parallel",
     "pipeline_parallel",
     "microbatches",
     "accumulate",

@@ -158,12 +158,12 @@ class ExampleGradients:
         if group is None:
             self._check_reference(None)
             return None
-        structure = group
+        present = group  # a closure would not know that it is not None
         rows = next(iter(group.parts(self._at_once)))
         place = place_in(self._steps, len(rows[0]))
 
         def observe(some: Sequence[torch.Tensor], generators: GeneratorStates | None) -> Observed:
-            return self._observe(structure, some, place, generators)
+            return self._observe(present, some, place, generators)
 
         before = ComputedBefore(observe, rows, place)
         self._check_reference(group)

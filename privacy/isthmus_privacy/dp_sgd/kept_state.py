@@ -40,6 +40,8 @@ from isthmus.task import Task
 
 _WHOLE_ELEMENTS = 1 << 16
 """Tensors and arrays of at most so many elements are compared as a whole, others in a sample."""
+_KEPT_BYTES = 1 << 16
+"""Memory of an array up to which its bytes are kept, and not a checksum of them."""
 _SUMMED_BYTES = 1 << 24
 """Memory of larger ones that is read as a whole in a close look, besides four times the model's."""
 _COLUMNS = 1 << 12
@@ -547,7 +549,7 @@ def _array(numbers: Any, *, whole: bool) -> tuple[object, ...]:
     flat = numbers.reshape(-1)
     if not whole:
         flat = flat[:: numbers.size // _SAMPLED_ELEMENTS]
-    if flat.nbytes <= _WHOLE_ELEMENTS:
+    if flat.nbytes <= _KEPT_BYTES:
         return numbers.shape, numbers.dtype.str, flat.tobytes()
     return numbers.shape, numbers.dtype.str, zlib.crc32(flat.tobytes())
 

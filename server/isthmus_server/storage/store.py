@@ -360,6 +360,8 @@ class Store:
             raise UserError(f"{self.directory} has finished: no rank trains in it any more")
         all_changes = {**self.layout_changes(), **changes}
         with_layout(self.job, all_changes)
+        if all_changes == self.layout_changes():
+            return
         event = LayoutChanged(round=self.last_round() + 1, changes=all_changes)
         row = (event.round, json.dumps(all_changes))
         self._db.execute("INSERT INTO layouts VALUES (?, ?)", row)

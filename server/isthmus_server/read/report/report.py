@@ -261,11 +261,12 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
         for event in report.events
         if isinstance(event, RunAdopted)
     ]
+    # Of several in one round only the last was trained in.
+    layouts = {each.round: each for each in report.events if isinstance(each, LayoutChanged)}
     lines += [
-        f"ranks train in another layout from round {event.round} on: "
-        + ", ".join(f"{key}={json.dumps(value)}" for key, value in event.changes.items())
-        for event in report.events
-        if isinstance(event, LayoutChanged)
+        f"ranks train in another layout from round {each.round} on: "
+        + ", ".join(f"{key}={json.dumps(value)}" for key, value in each.changes.items())
+        for each in layouts.values()
     ]
     return [in_a_line(line) for line in lines]
 
