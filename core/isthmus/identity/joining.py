@@ -47,6 +47,9 @@ SECRET_BYTES = 16
 _PREFIX = "isthmus-"
 _MAX_TOKEN_FILE = 4096
 """Characters that are read of a file with a token."""
+_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionResetError)
+"""Errors of a connection that the server has ended in the handshake; which of them depends on the
+version of Python and OpenSSL."""
 _TRIES = 6
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 8.0
@@ -200,7 +203,7 @@ async def _presented_by(host: str, port: int) -> x509.Certificate:
             return await asyncio.to_thread(_presented, host, port)
         except OSError as error:
             # A server without a place for a further connection ends it.
-            busy = isinstance(error, (ssl.SSLEOFError, ConnectionResetError))
+            busy = isinstance(error, _ENDED)
             if not busy or attempt == _TRIES - 1:
                 raise UserError(
                     f"no server can be joined at {host}:{port}: {error.strerror or error}"
