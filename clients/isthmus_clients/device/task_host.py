@@ -285,7 +285,8 @@ class InProcessHost:
         try:
             with _random_numbers:
                 trained, result = train_in(self.run, work, memory, progress, stopped, state)
-        except Exception:
+        except Exception:  # whatever it was, it is raised again
+            # A state that only a training that succeeds would move on tells whether one did.
             if self._personal is not None:
                 self._personal.save_unchanged(work.round)
             raise

@@ -123,7 +123,8 @@ async def test_the_datacenter_changes_the_model_first(run_with_datacenter, deplo
         "strategy.schedule=[{regime='federated', rounds=1}, {regime='federated'}]",
         "rounds=2",
     )
-    log, model_hash = store.unmaskings, coordinator.model.blob.sha256
+    log = store.unmaskings
+    model_hash = coordinator.model.blob.sha256
     log.add(
         Unmasking(
             run_id=store.run_id,
@@ -227,7 +228,8 @@ async def test_the_datacenter_changes_the_model_after_a_refused_sum(
     store, coordinator, _ = await run_with_datacenter(
         f"strategy.policy={policy}", "rounds=3", names="abcde"
     )
-    log, model_hash = store.unmaskings, coordinator.model.blob.sha256
+    log = store.unmaskings
+    model_hash = coordinator.model.blob.sha256
     entry = Unmasking(
         run_id=store.run_id,
         round=1,

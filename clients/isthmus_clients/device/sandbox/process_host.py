@@ -208,7 +208,8 @@ class ProcessHost:
             self._saved = request_id, opened.personal, work.round
         try:
             trained = self._call(opened, request, [memory, *shared], report).trained
-        except Exception:
+        except Exception:  # whatever it was, it is raised again
+            # A state that only a training that succeeds would move on tells whether one did.
             if opened.personal is not None:
                 opened.personal.save_unchanged(work.round)
             raise
