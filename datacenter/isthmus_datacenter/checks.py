@@ -10,7 +10,7 @@ from pathlib import Path
 from isthmus.errors import JobError
 from isthmus.job import Job, with_changes
 from isthmus.task import Task
-from isthmus.task.scoring import build_model
+from isthmus.task.scoring import build_start_model
 from isthmus.tensors.division import divide
 from isthmus.tensors.fingerprint import fingerprint
 
@@ -44,7 +44,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     from isthmus_datacenter.training.engine import Engine, RankPlacement
     from isthmus_datacenter.training.round import train_round
 
-    model = build_model(task, job.seed)
+    model = build_start_model(task, job, base)
     division = divide(model, job.exchange)
     data = job.task.data_in(base)
     changes: dict[str, object] = dict(_ONE_RANK)

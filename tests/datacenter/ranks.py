@@ -126,6 +126,14 @@ def round_trip(rank: int, open_command: dict[str, Any], source: str, target: str
     ]
 
 
+def store_initial(rank: int, open_command: dict[str, Any], target: str) -> None:
+    """Store the model that the first step would begin with."""
+    shard_every_block()
+    engine = build_engine(rank, open_command, target + ".state")
+    store_shards(Path(target), engine.layout, engine.shard)
+    dist.barrier()
+
+
 def exchange_fused_outputs(rank: int, pieces: int) -> bool:
     """Whether a rank receives its part of each piece, and gradients return to their producers."""
     ranks = dist.get_world_size()

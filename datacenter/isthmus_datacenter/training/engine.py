@@ -90,6 +90,7 @@ class Engine:
         self.job = Job.model_validate_json(command.job)
         self.layout = TensorLayout.from_header(command.layout.encode("latin-1"))
         self.frozen = command.frozen
+        self.base = Path(command.base)
         self.checkpoints = ShardedCheckpoints(placement.state)
         self.note = ""
         """Decisions made here that the user may want to know."""
@@ -248,7 +249,7 @@ class Engine:
         return load_task(
             self.job.task.source,
             self.job.task.settings,
-            base=Path(command.base),
+            base=self.base,
             data=None if command.data is None else Path(command.data),
         )
 
@@ -285,7 +286,12 @@ class Engine:
         device = self.placement.device
         with fail_together():
             model, division = build_same_model(
-                self.task, self.job, self.layout.header, self.frozen, "the datacenter"
+                self.task,
+                self.job,
+                self.layout.header,
+                self.frozen,
+                "the datacenter",
+                base=self.base,
             )
             division.check_datacenter()
             shard = parallelize(

@@ -6,12 +6,14 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from isthmus.errors import TaskError
+from isthmus.start.loading import ModelStart, state_of
 from isthmus.task.definition import Task
 from isthmus.task.loading import user_code
 from isthmus.tensors.division import Division, divide
@@ -53,6 +55,60 @@ def _seeded(seed: int) -> Iterator[None]:
                 arrays.random.set_state(states[1])
 
 
+def build_start_model(task: Task, job: Job, base: Path) -> nn.Module:
+    """The model that a run of a job begins with: the task's, filled from the job's `model.start`.
+
+    Without a start it is that of `build_model`.
+
+    Args:
+        task: of the job.
+        job: the job.
+        base: directory of its relative paths.
+
+    Raises:
+        TaskError: see `build_model`, or `start_names()` failed.
+        JobError: the files of the start cannot be used.
+    """
+    model = build_model(task, job.seed)
+    fill_from_start(model, task, job, base)
+    return model
+
+
+def fill_from_start(model: nn.Module, task: Task, job: Job, base: Path) -> None:
+    """Copy the values of the job's `model.start` into a model, if the job has one.
+
+    Raises:
+        TaskError: `start_names()` failed.
+        JobError: the files of the start cannot be used.
+    """
+    start = start_of(job, base)
+    if start is None:
+        return
+    with user_code("start_names()"):
+        names = task.start_names([name for each in state_of(model) for name in each.names])
+    start.fill(model, names)
+
+
+def start_of(job: Job, base: Path) -> ModelStart | None:
+    """The files that the model of a job starts from; None for the values of the seed."""
+    section = job.model
+    if section.start is None:
+        return None
+    return ModelStart(
+        base / section.start,
+        section.sha256,
+        None if section.base is None else base / section.base,
+        section.fresh,
+        section.unused,
+    )
+
+
+def is_all_exchanged(model: nn.Module, division: Division) -> bool:
+    """Whether every tensor of a model's state comes with each round's model."""
+    exchanged = set(division.exchanged.names)
+    return all(exchanged.intersection(each.names) for each in state_of(model))
+
+
 def build_same_model(
     task: Task,
     job: Job,
@@ -60,27 +116,35 @@ def build_same_model(
     frozen: Mapping[str, Sequence[float]],
     owner: str,
     *,
+    base: Path,
     on_device: bool = False,
 ) -> tuple[nn.Module, Division]:
     """Build the task's model, divided as the job says, and check that it equals the server's.
 
+    On a device the files of the job's `model.start` are only read if something of the model is not
+    exchanged: the rest comes with each round's model.
+
     Args:
         task: of this participant.
-        job: gives the seed, and what is exchanged.
+        job: gives the seed, what the model starts from, and what is exchanged.
         header: `TensorLayout.header` of the server's model.
         frozen: the fingerprint of its frozen parameters.
         owner: owner of the model for the error message, e.g. "this device".
+        base: directory of the job's relative paths on this machine.
         on_device: whether personal parameters are trained.
 
     Raises:
         TaskError: `model()` failed, or the exchange sets or the frozen parameters differ.
-        JobError: see `isthmus.tensors.division.divide`.
+        JobError: see `isthmus.tensors.division.divide`, and `fill_from_start`.
     """
     model = build_model(task, job.seed)
     expected = TensorLayout.from_header(header)
     division = divide(model, job.exchange, on_device=on_device)
     difference = division.exchanged.explain_difference(expected)
-    difference = difference or explain_difference(model, frozen)
+    if difference is None:
+        if not on_device or not is_all_exchanged(model, division):
+            fill_from_start(model, task, job, base)
+        difference = explain_difference(model, frozen)
     if difference is not None:
         raise TaskError(f"{owner}'s model is not the server's: {difference}")
     return model, division
