@@ -7,11 +7,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig
 
 from isthmus.errors import JobError, UserError
 from isthmus.start.files import StartFiles, digest_of_all
 from isthmus.start.loading import ModelStart
+from isthmus.start.plan import Exceptions
 
 # What PEFT asks of a model is deprecated in transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -71,10 +72,12 @@ def test_tied_weights_need_one_of_their_names(llama, tmp_path):
     both = load_file(folder / "model.safetensors")
     both["lm_head.weight"] = both["model.embed_tokens.weight"].clone()
     save_file(both, tmp_path / "both.safetensors")
+    _, model = llama(tie_word_embeddings=True)
     ModelStart(tmp_path / "both.safetensors").fill(model)
+    assert equal_states(model, AutoModelForCausalLM.from_pretrained(folder))
     both["lm_head.weight"][3, 5] += 1
     save_file(both, tmp_path / "both.safetensors")
-    sentence = "'lm_head.weight' have other values in .*, and are one tensor in the model"
+    sentence = "'model.embed_tokens.weight' and 'lm_head.weight' have other values, and are one"
     with pytest.raises(JobError, match=sentence):
         ModelStart(tmp_path / "both.safetensors").fill(model)
 
@@ -89,7 +92,7 @@ def test_a_wrapper_and_a_file_may_have_prefixes_that_the_other_has_not(llama):
     backbone = Wrapped(AutoModel.from_config(LlamaConfig(**SIZES)))
     with pytest.raises(JobError, match=r"1 tensors in it are not in the model \(lm_head.weight\)"):
         ModelStart(folder).fill(backbone)
-    ModelStart(folder, unused=["lm_head.*"]).fill(backbone)
+    ModelStart(folder, exceptions=Exceptions(unused=["lm_head.*"])).fill(backbone)
     assert equal_states(backbone.decoder, expected.model)
 
 
@@ -104,7 +107,7 @@ def test_a_new_head_has_the_values_of_the_seed_if_the_job_says_so(llama, tmp_pat
     )
     with pytest.raises(JobError, match=sentence):
         ModelStart(tmp_path / "backbone").fill(model)
-    ModelStart(tmp_path / "backbone", fresh=["lm_head.*"]).fill(model)
+    ModelStart(tmp_path / "backbone", exceptions=Exceptions(fresh=["lm_head.*"])).fill(model)
     assert model.lm_head.weight.equal(head)
     assert equal_states(model.model, backbone)
 
@@ -112,14 +115,14 @@ def test_a_new_head_has_the_values_of_the_seed_if_the_job_says_so(llama, tmp_pat
 def test_missing_and_unexpected_tensors_are_both_named(tmp_path):
     save_file({"c": torch.zeros(2), "d": torch.zeros(2)}, tmp_path / "model.safetensors")
     model = nn.ParameterDict({"a": torch.ones(2), "c": torch.ones(2)})
-    plan = ModelStart(tmp_path).plan(model)
+    plan = ModelStart(tmp_path).compare(model).plan
     assert plan.missing == ("a",)
     assert plan.unexpected == ("d",)
     with pytest.raises(JobError) as refused:
         ModelStart(tmp_path).fill(model)
     assert "1 tensors of the model are not in it (a)" in str(refused.value)
     assert "1 tensors in it are not in the model (d)" in str(refused.value)
-    ModelStart(tmp_path, fresh=["a"], unused=["d"]).fill(model)
+    ModelStart(tmp_path, exceptions=Exceptions(["a"], ["d"])).fill(model)
     assert [model["a"].tolist(), model["c"].tolist()] == [[1, 1], [0, 0]]
 
 
@@ -128,6 +131,8 @@ def test_the_task_may_name_the_tensors(tmp_path):
     model = nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(2)})
     ModelStart(tmp_path).fill(model, {"a": "y", "b": "x"})
     assert [model["a"].tolist(), model["b"].tolist()] == [[7, 7], [0, 0]]
+    ModelStart(tmp_path, exceptions=Exceptions(unused=["y"])).fill(model, {"a": "x", "b": "x"})
+    assert [model["a"].tolist(), model["b"].tolist()] == [[0, 0], [0, 0]]
     with pytest.raises(JobError, match=r"names 'z', which the model does not have"):
         ModelStart(tmp_path).fill(model, {"z": "y"})
     with pytest.raises(JobError, match=r"says that 'a' is 'q' there, and no file has it"):
@@ -212,7 +217,7 @@ def test_half_precision_where_the_configuration_promises_float32_is_refused(llam
     ModelStart(folder).fill(model)
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     with pytest.raises(
-        JobError, match=r"is in half precision \(F16\), and the folder's config.json"
+        JobError, match=r"in half precision \(F16\), and its config.json promises float32"
     ):
         ModelStart(folder).fill(model)
 
@@ -235,7 +240,7 @@ def test_a_pattern_that_matches_nothing_is_refused(tmp_path):
     for key, where in (("fresh", "the model"), ("unused", "the files")):
         sentence = f"model.{key}: 'head.*' matches no tensor of {where}; there are"
         with pytest.raises(JobError, match=sentence.replace("*", "\\*")):
-            ModelStart(tmp_path, **{key: ["head.*"]}).fill(nn.Linear(2, 3))
+            ModelStart(tmp_path, exceptions=Exceptions(**{key: ["head.*"]})).fill(nn.Linear(2, 3))
 
 
 def adapted(folder, tmp_path, **config):
@@ -253,7 +258,7 @@ def test_a_model_of_peft_is_filled_from_the_model_under_it(llama):
     folder, model = llama()
     expected = AutoModelForCausalLM.from_pretrained(folder)
     wrapped = get_peft_model(model, LoraConfig(target_modules="all-linear"))
-    ModelStart(folder, fresh=["*lora_*"]).fill(wrapped)
+    ModelStart(folder, exceptions=Exceptions(fresh=["*lora_*"])).fill(wrapped)
     assert wrapped(NUMBERS).logits.equal(expected(NUMBERS).logits)
 
 
@@ -314,3 +319,43 @@ def test_an_adapter_of_another_model_is_refused(llama, tmp_path):
         JobError, match=r"which .*other.safetensors does not have; it is for another"
     ):
         ModelStart(adapter, base=tmp_path / "other.safetensors").fill(other)
+
+
+CONVERTED = {
+    "gpt_neox": {},
+    "mixtral": {"num_local_experts": 4, "num_key_value_heads": 2},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_tensors_that_transformers_renames_and_joins_are_loaded_by_it(tmp_path, kind):
+    config = AutoConfig.for_model(kind, **SIZES, **CONVERTED[kind])
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "a")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype=torch.float32)
+    model = Wrapped(AutoModelForCausalLM.from_config(config))
+    stored = set(load_file(tmp_path / "a/model.safetensors"))
+    assert stored - set(model.decoder.state_dict())
+    state = torch.random.get_rng_state()
+    ModelStart(tmp_path / "a", StartFiles.find(tmp_path / "a").digest()).fill(model)
+    assert torch.random.get_rng_state().equal(state)
+    assert equal_states(model.decoder, expected)
+    with pytest.raises(JobError, match="has the digest"):
+        ModelStart(tmp_path / "a", "0" * 64).fill(model)
+
+
+def test_what_transformers_does_not_know_is_refused(tmp_path):
+    config = AutoConfig.for_model("gpt_neox", **SIZES)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "a")
+    path = tmp_path / "a/model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "more": torch.zeros(2)}, path, metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(JobError, match=r"1 tensors in it are not in the model \(more\)"):
+        ModelStart(tmp_path / "a").fill(model)
+    ModelStart(tmp_path / "a", exceptions=Exceptions(unused=["more"])).fill(model)
+    del tensors["gpt_neox.layers.0.mlp.dense_h_to_4h.bias"]
+    save_file({**tensors}, path, metadata={"format": "pt"})
+    with pytest.raises(JobError, match=r"not in it \(gpt_neox.layers.0.mlp.dense_h_to_4h.bias\)"):
+        ModelStart(tmp_path / "a").fill(model)

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from isthmus.errors import TaskError
-from isthmus.start.loading import ModelStart, state_of
+from isthmus.start.loading import ModelStart
+from isthmus.start.plan import Exceptions, state_of
 from isthmus.task.definition import Task
 from isthmus.task.loading import user_code
 from isthmus.tensors.division import Division, divide
@@ -98,8 +99,7 @@ def start_of(job: Job, base: Path) -> ModelStart | None:
         base / section.start,
         section.sha256,
         None if section.base is None else base / section.base,
-        section.fresh,
-        section.unused,
+        Exceptions(section.fresh, section.unused),
     )
 
 
