@@ -51,7 +51,7 @@ _WIDER = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class ComparedStart:
     """A model and the files that it starts from, before anything is copied."""
 
     files: Sequence[StartFiles]
@@ -75,7 +75,7 @@ class ModelStart:
     exceptions: Exceptions = dataclasses.field(default_factory=Exceptions)
     """What may be left out."""
 
-    def compare(self, model: nn.Module, names: Mapping[str, str] | None = None) -> Comparison:
+    def compare(self, model: nn.Module, names: Mapping[str, str] | None = None) -> ComparedStart:
         """Compare a model with the files.
 
         Args:
@@ -105,7 +105,7 @@ class ModelStart:
             rows = {name: _row(name, each) for name, each in converted.tensors.items()}
             rows |= {name: _row(name, torch.empty(0)) for name in converted.unexpected}
             plan = make_plan(model, [rows], self.exceptions)
-        return Comparison(found, plan, merged, converted)
+        return ComparedStart(found, plan, merged, converted)
 
     @torch.no_grad()
     def fill(self, model: nn.Module, names: Mapping[str, str] | None = None) -> None:
@@ -126,16 +126,16 @@ class ModelStart:
         except UserError as error:
             raise JobError(f"model.start: {error}") from None
 
-    def _copy(self, compared: Comparison) -> str:
+    def _copy(self, compared: ComparedStart) -> str:
         """Copy all values; returns the digest of the files."""
-        filling = Filling(compared.plan)
-        filling.check_sums(self.path, compared.merged)
+        filled = FilledModel(compared.plan)
+        filled.check_sums(self.path, compared.merged)
         if compared.converted is not None:
             for name, tensor in compared.converted.tensors.items():
-                filling.copy(_row(name, tensor), [tensor.reshape(-1)])
+                filled.copy(_row(name, tensor), [tensor.reshape(-1)])
             return compared.converted.digest
-        digests = [_load(files, filling) for files in compared.files]
-        filling.add(compared.merged)
+        digests = [_load(files, filled) for files in compared.files]
+        filled.add(compared.merged)
         return joined(digests)
 
     def _check_digest(self, found: str) -> None:
@@ -152,7 +152,7 @@ def _row(name: str, tensor: torch.Tensor) -> StoredTensor:
     return StoredTensor(name, stored_dtype(tensor.dtype), tuple(tensor.shape), 0, 0)
 
 
-def _load(files: StartFiles, filling: Filling) -> str:
+def _load(files: StartFiles, filled: FilledModel) -> str:
     """Read files from beginning to end, copy their tensors, and return their digest."""
     digests = {}
     for file in files.files:
@@ -160,7 +160,7 @@ def _load(files: StartFiles, filling: Filling) -> str:
         for piece in file.read_pieces(0, file.values):
             hashed.update(piece)
         for stored in file.tensors.values():
-            filling.copy(stored, _hashed_pieces(file, stored, hashed))
+            filled.copy(stored, _hashed_pieces(file, stored, hashed))
         digests[file.path.name] = hashed.hexdigest()
     if files.is_adapter:
         digests[ADAPTER_CONFIG] = files.config_digest()
@@ -176,7 +176,7 @@ def _hashed_pieces(
         yield torch.frombuffer(piece, dtype=torch_dtype(stored.dtype))
 
 
-class Filling:
+class FilledModel:
     """The tensors of a model while they are filled."""
 
     def __init__(self, plan: StartPlan) -> None:

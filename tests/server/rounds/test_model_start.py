@@ -1,11 +1,14 @@
 """Runs that start from files, against the same runs of a task whose `model()` has these values."""
 
 import hashlib
+import io
 import json
+import shutil
 from textwrap import dedent
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tests.server.deployment import Killed
 from torch import nn
@@ -13,8 +16,11 @@ from torch import nn
 from isthmus.errors import JobError
 from isthmus.job import load_job
 from isthmus_server.python.saved_model import load_model
+from isthmus_server.read.export.model_card import model_card
+from isthmus_server.read.report.report import read_report, show
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
+from isthmus_server.storage.recovery import Finding, verify
 from isthmus_server.storage.store import Store
 
 JOB = """
@@ -149,3 +155,31 @@ async def test_the_task_names_the_tensors_and_reads_the_configuration(
     parts = RunParts.of(started("named"), deployment.link)
     assert parts.model.module.weight.equal(stored["weight"])
     parts.budgets.close()
+
+
+async def test_report_model_card_and_verify_name_the_start(deployment, started, tmp_path):
+    store = started("named", "rounds=1")
+    await run(deployment, store)
+    digest = store.job.model.sha256
+    report = read_report(store)
+    assert report.to_json()["job"]["model"]["sha256"] == digest
+    console = Console(file=io.StringIO(), width=200)
+    show(report, console)
+    assert f"it started from weights\n  sha256 {digest}" in console.file.getvalue()
+    card = model_card(report, store.job, report.final, "model.safetensors", "0" * 64)
+    assert f"| started from | `weights` |\n| SHA-256 of the start | `{digest}` |" in card
+
+    def findings():
+        return [each for each in verify(store.directory) if "model.start" in each.checked]
+
+    path = tmp_path / "weights/model.safetensors"
+    assert findings() == [Finding(f"model.start: {tmp_path}/weights")]
+    save_file({"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}, path)
+    (finding,) = findings()
+    assert f"has the digest {hashlib.sha256(path.read_bytes()).hexdigest()}, and the run began" in (
+        finding.damage
+    )
+    shutil.rmtree(tmp_path / "weights")
+    (finding,) = findings()
+    assert finding.checked.startswith("model.start: not checked, as ")
+    assert not finding.damage

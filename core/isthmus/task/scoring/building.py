@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from isthmus.errors import TaskError
-from isthmus.start.loading import ModelStart
+from isthmus.errors import JobError, TaskError
+from isthmus.start.loading import ComparedStart, ModelStart
 from isthmus.start.plan import Exceptions, state_of
 from isthmus.task.definition import Task
 from isthmus.task.loading import user_code
@@ -83,11 +83,27 @@ def fill_from_start(model: nn.Module, task: Task, job: Job, base: Path) -> None:
         JobError: the files of the start cannot be used.
     """
     start = start_of(job, base)
+    if start is not None:
+        start.fill(model, _start_names(task, model))
+
+
+def compare_with_start(model: nn.Module, task: Task, job: Job, base: Path) -> ComparedStart:
+    """Compare a model with the files of the job's `model.start`, and copy nothing.
+
+    Raises:
+        TaskError: `start_names()` failed.
+        JobError: the job has no start.
+        UserError: the files of the start cannot be used.
+    """
+    start = start_of(job, base)
     if start is None:
-        return
+        raise JobError("the job has no model.start")
+    return start.compare(model, _start_names(task, model))
+
+
+def _start_names(task: Task, model: nn.Module) -> Mapping[str, str] | None:
     with user_code("start_names()"):
-        names = task.start_names([name for each in state_of(model) for name in each.names])
-    start.fill(model, names)
+        return task.start_names([name for each in state_of(model) for name in each.names])
 
 
 def start_of(job: Job, base: Path) -> ModelStart | None:
