@@ -15,7 +15,7 @@ import dataclasses
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,6 +189,41 @@ class SafetensorsFile:
                     "and try again"
                 )
             view = view[count:]
+
+
+def write_file(
+    path: Path,
+    rows: Mapping[str, tuple[str, tuple[int, ...]]],
+    pieces: Callable[[str], Iterable[bytes | bytearray]],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write a file, one piece of a tensor after the other.
+
+    Args:
+        path: of the file.
+        rows: type, as the format names it, and shape of each tensor by name.
+        pieces: the bytes of a tensor by its name.
+        metadata: for the header.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # The widest types first: all begin at a multiple of their size, which some readers need.
+    names = sorted(rows, key=lambda name: (-_DTYPES[rows[name][0]][1], name))
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name in names:
+        dtype, shape = rows[name]
+        end = at + math.prod(shape) * _DTYPES[dtype][1]
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(_LENGTH.pack(len(text)) + text)
+        for name in names:
+            for piece in pieces(name):
+                file.write(piece)
 
 
 def _row(name: str, row: Mapping[str, Any], data: int) -> StoredTensor:
