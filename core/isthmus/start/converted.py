@@ -58,7 +58,7 @@ def convert(model: nn.Module, files: StartFiles) -> Converted | None:
                 f"{files.path} has {name!r} in F64 and under a name that transformers converts, in "
                 "float32; convert the file to float32"
             )
-    before = _states(files)
+    before = files.states()
     digest = files.digest()
     importlib.import_module("transformers.utils.logging").disable_progress_bar()
     import torch
@@ -76,17 +76,7 @@ def convert(model: nn.Module, files: StartFiles) -> Converted | None:
     except (OSError, RuntimeError, ValueError) as error:
         first = " ".join(str(error).split())[:300]
         raise UserError(f"transformers cannot load {files.path}: {first}") from None
-    if _states(files) != before:
-        raise UserError(f"{files.path} has changed while it was read; try again when it is written")
+    files.check_states(before)
     missing = set(report["missing_keys"])
     tensors = {name: each for name, each in loaded.state_dict().items() if name not in missing}
     return Converted(tensors, tuple(sorted(report["unexpected_keys"])), digest)
-
-
-def _states(files: StartFiles) -> list[tuple[int, int, int]]:
-    """What changes when a file is written or replaced."""
-    try:
-        found = [file.path.stat() for file in files.files]
-    except OSError as error:
-        raise UserError(f"{files.path} cannot be read: {error.strerror or error}") from None
-    return [(each.st_ino, each.st_size, each.st_mtime_ns) for each in found]

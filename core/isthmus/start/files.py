@@ -126,6 +126,29 @@ class StartFiles:
             digests[ADAPTER_CONFIG] = self.config_digest()
         return digest_of(digests)
 
+    def states(self) -> list[tuple[int, int, int]]:
+        """What changes when a file is written or replaced.
+
+        Raises:
+            UserError: a file cannot be read.
+        """
+        try:
+            found = [file.path.stat() for file in self.files]
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read: {error.strerror or error}") from None
+        return [(each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
+
+    def check_states(self, before: list[tuple[int, int, int]]) -> None:
+        """Refuse files that have changed since `states` was asked.
+
+        Raises:
+            UserError: so they have.
+        """
+        if self.states() != before:
+            raise UserError(
+                f"{self.path} has changed while it was read; try again when it is written"
+            )
+
     def config_digest(self) -> str:
         """SHA-256 of an adapter's configuration, by which its weights are scaled."""
         return hashlib.sha256(_read(self.path / ADAPTER_CONFIG, MAX_CONFIG_BYTES)).hexdigest()

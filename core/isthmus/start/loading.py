@@ -75,12 +75,19 @@ class ModelStart:
     exceptions: Exceptions = dataclasses.field(default_factory=Exceptions)
     """What may be left out."""
 
-    def compare(self, model: nn.Module, names: Mapping[str, str] | None = None) -> ComparedStart:
+    def compare(
+        self,
+        model: nn.Module,
+        names: Mapping[str, str] | None = None,
+        *,
+        converts: bool = True,
+    ) -> ComparedStart:
         """Compare a model with the files.
 
         Args:
             model: as the task has built it.
             names: the stored names of the model's tensors; None to match them.
+            converts: whether transformers may load the files, if names do not fit.
 
         Raises:
             UserError: the files cannot be used, a pattern matches nothing, or `names` names what
@@ -99,7 +106,7 @@ class ModelStart:
         plan = make_plan(model, groups, self.exceptions, names)
         renamed = bool(plan.missing and plan.unexpected)
         converted = None
-        if renamed and names is None and len(found) == 1:
+        if converts and renamed and names is None and len(found) == 1:
             converted = convert(model, found[0])
         if converted is not None:
             rows = {name: _row(name, each) for name, each in converted.tensors.items()}
@@ -122,7 +129,7 @@ class ModelStart:
             compared = self.compare(model, names)
             if reason := compared.plan.explain():
                 raise UserError(f"{self.path}: {reason}")
-            self._check_digest(self._copy(compared))
+            check_digest(self.path, self._copy(compared), self.sha256)
         except UserError as error:
             raise JobError(f"model.start: {error}") from None
 
@@ -138,13 +145,18 @@ class ModelStart:
         filled.add(compared.merged)
         return joined(digests)
 
-    def _check_digest(self, found: str) -> None:
-        if self.sha256 is not None and found != self.sha256:
-            raise UserError(
-                f"{self.path} has the digest {found} here, and the job is for {self.sha256}; the "
-                "files have changed or are others: put those here with which the job was made, or "
-                "begin a new run"
-            )
+
+def check_digest(path: Path, found: str, expected: str | None) -> None:
+    """Compare the digest of files with that of the job; None for any.
+
+    Raises:
+        UserError: they differ.
+    """
+    if expected is not None and found != expected:
+        raise UserError(
+            f"{path} has the digest {found} here, and the job is for {expected}; the files have "
+            "changed or are others: put those here with which the job was made, or begin a new run"
+        )
 
 
 def _row(name: str, tensor: torch.Tensor) -> StoredTensor:
@@ -209,11 +221,11 @@ class FilledModel:
             end = at + len(values)
             for target in targets:
                 part = flats[target.name][at:end]
-                converted = _exactly(values, stored, target)
+                converted = exactly(values, stored, target)
                 if target in copied:
                     part.copy_(converted)
                 elif not same_values(part, converted):
-                    raise _untied(target)
+                    raise untied(target)
             at = end
         for target in copied:
             self._filled.add(target.name)
@@ -248,14 +260,15 @@ class FilledModel:
                 target.tensor.add_(each.change())
 
 
-def _untied(target: Target) -> UserError:
+def untied(target: Target) -> UserError:
+    """The error for tied tensors that have several names in the files, with other values."""
     return UserError(
         f"{' and '.join(map(repr, target.sources))} have other values, and are one tensor in the "
         f"model ({', '.join(target.names)}); untie them there, or list all but one in model.unused"
     )
 
 
-def _exactly(values: torch.Tensor, stored: StoredTensor, target: Target) -> torch.Tensor:
+def exactly(values: torch.Tensor, stored: StoredTensor, target: Target) -> torch.Tensor:
     """Values in the type of a target.
 
     Raises:

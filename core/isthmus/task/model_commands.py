@@ -69,7 +69,11 @@ def import_(path: Path, job: Path, base: Path | None, overrides: tuple[str, ...]
     The model is built, and names, shapes and types are compared. The exit code is 1 if they do not
     fit.
     """
-    from isthmus.task.scoring.building import build_model, compare_with_start
+    from isthmus.task.scoring.building import (
+        build_model,
+        build_without_memory,
+        compare_with_start,
+    )
 
     changes = [f"model.start={_literal(path)}"]
     if base is not None:
@@ -79,7 +83,10 @@ def import_(path: Path, job: Path, base: Path | None, overrides: tuple[str, ...]
     keep_process()
     data = loaded.task.data_in(folder)
     task = load_task(loaded.task.source, loaded.task.settings, base=folder, data=data)
-    compared = compare_with_start(build_model(task, loaded.seed), task, loaded, folder)
+    built = build_without_memory(task, loaded.seed)  # enough for names, shapes and types
+    if built is None:
+        built = build_model(task, loaded.seed)
+    compared = compare_with_start(built, task, loaded, folder)
     for line in _lines(compared):
         click.echo(line)
     if reason := compared.plan.explain():

@@ -15,6 +15,7 @@ from torch import nn
 from isthmus.errors import JobError, TaskError
 from isthmus.start.loading import ComparedStart, ModelStart
 from isthmus.start.plan import Exceptions, state_of
+from isthmus.start.unfilled import parameters_without_memory
 from isthmus.task.definition import Task
 from isthmus.task.loading import user_code
 from isthmus.tensors.division import Division, divide
@@ -36,6 +37,32 @@ def build_model(task: Task, seed: int) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TaskError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+def build_without_memory(task: Task, seed: int) -> nn.Module | None:
+    """The task's model with parameters on the device `meta`, to be filled from files.
+
+    None if that is not the same model: its code needs values of parameters, or draws random numbers
+    for something else, which would be others than with the parameters before them.
+    """
+    try:
+        with _seeded(seed), user_code("model()"), parameters_without_memory():
+            before = _generator_states()
+            model = task.model()
+            drew = _generator_states() != before
+    except TaskError:  # building it with memory says why, or succeeds
+        return None
+    return None if drew or not isinstance(model, nn.Module) else model
+
+
+def _generator_states() -> tuple[object, ...]:
+    """The states of the generators that a task may draw from."""
+    arrays = sys.modules.get("numpy")  # only if it was imported
+    numbers: tuple[object, ...] = ()
+    if arrays is not None:
+        kind, keys, *rest = arrays.random.get_state(legacy=True)
+        numbers = (kind, keys.tobytes(), *rest)
+    return (tuple(torch.get_rng_state().tolist()), random.getstate(), *numbers)
 
 
 @contextlib.contextmanager
@@ -87,8 +114,12 @@ def fill_from_start(model: nn.Module, task: Task, job: Job, base: Path) -> None:
         start.fill(model, _start_names(task, model))
 
 
-def compare_with_start(model: nn.Module, task: Task, job: Job, base: Path) -> ComparedStart:
+def compare_with_start(
+    model: nn.Module, task: Task, job: Job, base: Path, *, converts: bool = True
+) -> ComparedStart:
     """Compare a model with the files of the job's `model.start`, and copy nothing.
+
+    `converts`: see `ModelStart.compare`.
 
     Raises:
         TaskError: `start_names()` failed.
@@ -98,7 +129,7 @@ def compare_with_start(model: nn.Module, task: Task, job: Job, base: Path) -> Co
     start = start_of(job, base)
     if start is None:
         raise JobError("the job has no model.start")
-    return start.compare(model, _start_names(task, model))
+    return start.compare(model, _start_names(task, model), converts=converts)
 
 
 def _start_names(task: Task, model: nn.Module) -> Mapping[str, str] | None:
