@@ -12,6 +12,7 @@ from isthmus.start.names import match
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 _ROOT = "base_model.model."
 """What PEFT puts in front of the names of the model under an adapter."""
@@ -22,11 +23,27 @@ _REFUSED = (
     "lora_bias",
     "modules_to_save",
     "rank_pattern",
+    "target_parameters",
     "trainable_token_indices",
     "use_dora",
     "use_qalora",
 )
 """Settings with which an adapter is more than the product of two matrices for each weight."""
+
+
+_UNCHANGED_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Ways to begin an adapter that leave the weights under it as they are."""
+_SCALES = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "alpha_pattern",
+    "rank_pattern",
+    "use_rslora",
+    "use_dora",
+    "fan_in_fan_out",
+)
+"""Settings that say what the factors of an adapter add to a model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +124,25 @@ def read_adapter(adapter: StartFiles, under: StartFiles) -> list[LoraFactors]:
     return factors
 
 
+def check_scales(model: nn.Module, adapter: StartFiles) -> None:
+    """Compare the adapters that a model was built with, with those whose weights it gets.
+
+    Raises:
+        UserError: a setting differs, with which the same weights are another model.
+    """
+    config = adapter.config(ADAPTER_CONFIG) or {}
+    for module in model.modules():
+        for built in getattr(module, "peft_config", {}).values():
+            for key in _SCALES:
+                own = getattr(built, key, None)
+                own = getattr(own, "value", own)  # of an enumeration
+                if (own or None) != (config.get(key) or None):
+                    raise UserError(
+                        f"{adapter.path / ADAPTER_CONFIG} has {key}={config.get(key)!r}, and the "
+                        f"model is built with {own!r}; build it with what the adapter has"
+                    )
+
+
 def _check_config(adapter: StartFiles, config: dict[str, Any]) -> None:
     kind = str(config.get("peft_type"))
     refused = [key for key in _REFUSED if config.get(key)]
@@ -114,6 +150,8 @@ def _check_config(adapter: StartFiles, config: dict[str, Any]) -> None:
         refused = [f"peft_type={kind}"]
     elif config.get("bias", "none") != "none":
         refused.append("bias")
+    elif config.get("init_lora_weights") not in _UNCHANGED_BASE:
+        refused.append(f"init_lora_weights={config['init_lora_weights']!r}")
     elif not isinstance(config.get("lora_alpha"), int | float):
         refused.append("lora_alpha, which has to be a number")
     if refused:

@@ -6,6 +6,7 @@ tensor, and layers were renamed between versions. Only transformers knows how, s
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import sys
@@ -58,7 +59,6 @@ def convert(model: nn.Module, files: StartFiles) -> Converted | None:
                 f"{files.path} has {name!r} in F64 and under a name that transformers converts, in "
                 "float32; convert the file to float32"
             )
-    before = files.states()
     digest = files.digest()
     importlib.import_module("transformers.utils.logging").disable_progress_bar()
     import torch
@@ -67,7 +67,7 @@ def convert(model: nn.Module, files: StartFiles) -> Converted | None:
         with torch.random.fork_rng(devices=[]):  # what is missing is drawn, and then left out
             loaded, report = type(inner).from_pretrained(
                 files.path,
-                config=inner.config,
+                config=copy.deepcopy(inner.config),  # it is changed, and the model's must not be
                 dtype=torch.float32,
                 local_files_only=True,
                 use_safetensors=True,
@@ -76,7 +76,7 @@ def convert(model: nn.Module, files: StartFiles) -> Converted | None:
     except (OSError, RuntimeError, ValueError) as error:
         first = " ".join(str(error).split())[:300]
         raise UserError(f"transformers cannot load {files.path}: {first}") from None
-    files.check_states(before)
+    files.check_unchanged()
     missing = set(report["missing_keys"])
     tensors = {name: each for name, each in loaded.state_dict().items() if name not in missing}
     return Converted(tensors, tuple(sorted(report["unexpected_keys"])), digest)

@@ -55,6 +55,10 @@ class StartFiles:
                 raise UserError(
                     f"{path} is no .safetensors file; name such a file, or a folder with one"
                 )
+            if path.name == ADAPTER_WEIGHTS:
+                raise UserError(
+                    f"{path} is an adapter of PEFT; name its folder, where {ADAPTER_CONFIG} is"
+                )
             return cls(path, (SafetensorsFile.open(path),))
         if not path.is_dir():
             raise UserError(f"there is neither a file nor a folder {path}")
@@ -126,28 +130,14 @@ class StartFiles:
             digests[ADAPTER_CONFIG] = self.config_digest()
         return digest_of(digests)
 
-    def states(self) -> list[tuple[int, int, int]]:
-        """What changes when a file is written or replaced.
-
-        Raises:
-            UserError: a file cannot be read.
-        """
-        try:
-            found = [file.path.stat() for file in self.files]
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be read: {error.strerror or error}") from None
-        return [(each.st_ino, each.st_size, each.st_mtime_ns) for each in found]
-
-    def check_states(self, before: list[tuple[int, int, int]]) -> None:
-        """Refuse files that have changed since `states` was asked.
+    def check_unchanged(self) -> None:
+        """Refuse files that have changed since they were found.
 
         Raises:
             UserError: so they have.
         """
-        if self.states() != before:
-            raise UserError(
-                f"{self.path} has changed while it was read; try again when it is written"
-            )
+        for file in self.files:
+            file.check_unchanged()
 
     def config_digest(self) -> str:
         """SHA-256 of an adapter's configuration, by which its weights are scaled."""

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from isthmus.errors import JobError, UserError
-from isthmus.start.adapters import LoraFactors, read_adapter
+from isthmus.start.adapters import LoraFactors, check_scales, read_adapter
 from isthmus.start.converted import Converted, convert
 from isthmus.start.files import ADAPTER_CONFIG, StartFiles, digest_of, joined
 from isthmus.start.plan import (
@@ -102,6 +102,8 @@ class ModelStart:
         ):
             merged = read_adapter(found[-1], found[0])
             of_model.pop()
+        elif found[-1].is_adapter:
+            check_scales(model, found[-1])
         groups = [{name: row for name, (_, row) in each.tensors.items()} for each in of_model]
         plan = make_plan(model, groups, self.exceptions, names)
         renamed = bool(plan.missing and plan.unexpected)
@@ -130,6 +132,9 @@ class ModelStart:
             if reason := compared.plan.explain():
                 raise UserError(f"{self.path}: {reason}")
             check_digest(self.path, self._copy(compared), self.sha256)
+            # Headers and adapters were read before the digest was computed.
+            for files in compared.files:
+                files.check_unchanged()
         except UserError as error:
             raise JobError(f"model.start: {error}") from None
 
@@ -245,6 +250,11 @@ class FilledModel:
                     raise UserError(
                         f"{path} changes {each.source!r}, which the model does not take from the "
                         "files in float32; build the model in float32, with that tensor"
+                    )
+                if len(target.names) > 1:
+                    raise UserError(
+                        f"{path} changes {each.source!r}, and {' and '.join(target.names)} are one "
+                        "tensor in the model; have model() build the adapters"
                     )
                 shape = tuple(target.tensor.shape)
                 if each.shape != shape:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -107,6 +108,8 @@ class SafetensorsFile:
     tensors: Mapping[str, StoredTensor]
     """By name, in the order in which the file has them."""
     metadata: Mapping[str, str]
+    state: tuple[int, int, int]
+    """Inode, size and time of change when the header was read."""
 
     @classmethod
     def open(cls, path: Path) -> SafetensorsFile:
@@ -116,8 +119,9 @@ class SafetensorsFile:
             UserError: the file cannot be read, or is no whole safetensors file.
         """
         try:
-            size = path.stat().st_size
             with path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                size = found.st_size
                 first = file.read(_LENGTH.size)
                 length = _LENGTH.unpack(first)[0] if len(first) == _LENGTH.size else 0
                 if not 2 <= length <= min(MAX_HEADER_BYTES, size - _LENGTH.size):
@@ -138,7 +142,23 @@ class SafetensorsFile:
         _check_extents(path, rows, _LENGTH.size + length, size)
         texts = {str(key): str(value) for key, value in dict(metadata).items()}
         values = _LENGTH.size + length
-        return cls(path, size, values, {row.name: row for row in rows}, texts)
+        state = (found.st_ino, size, found.st_mtime_ns)
+        return cls(path, size, values, {row.name: row for row in rows}, texts, state)
+
+    def check_unchanged(self) -> None:
+        """Refuse a file that was replaced or written since its header was read.
+
+        Raises:
+            UserError: so it was.
+        """
+        try:
+            now = self.path.stat()
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read: {error.strerror or error}") from None
+        if (now.st_ino, now.st_size, now.st_mtime_ns) != self.state:
+            raise UserError(
+                f"{self.path} has changed while it was read; try again when it is written"
+            )
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """A tensor of the file as a new tensor, in the file's type.

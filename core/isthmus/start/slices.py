@@ -27,7 +27,6 @@ class StartSlices:
         self._targets: Mapping[str, Target] = {
             name: target for target in compared.plan.targets for name in target.names
         }
-        self._states = [files.states() for files in self._found]
 
     @staticmethod
     def are_enough(compared: ComparedStart) -> bool:
@@ -47,8 +46,8 @@ class StartSlices:
             UserError: it has another one, or the files have changed meanwhile.
         """
         check_digest(self._path, digest_of_all(self._found), sha256)
-        for files, before in zip(self._found, self._states, strict=True):
-            files.check_states(before)
+        for files in self._found:
+            files.check_unchanged()
 
     def read(self, name: str, start: int = 0, rows: int | None = None) -> torch.Tensor:
         """Rows of a tensor of the model, in its type.

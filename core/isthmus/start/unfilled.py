@@ -29,8 +29,8 @@ def parameters_without_memory() -> Iterator[None]:
         if param is not None and not param.is_meta:
             self._parameters[name] = nn.Parameter(param.to("meta"), param.requires_grad)
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign] # PyTorch has no hook
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.register_parameter = register  # type: ignore[method-assign] # PyTorch has no hook

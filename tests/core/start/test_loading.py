@@ -273,6 +273,10 @@ def test_a_model_of_peft_is_filled_from_an_adapter(llama, tmp_path):
         )
         ModelStart(adapter, base=folder).fill(wrapped)
         assert wrapped(NUMBERS).logits.equal(expected(NUMBERS).logits)
+    config.lora_alpha = 8
+    other = get_peft_model(AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)), config)
+    with pytest.raises(JobError, match=r"has lora_alpha=7, and the model is built with 8; b"):
+        ModelStart(adapter, base=folder).fill(other)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -304,9 +308,23 @@ def test_other_adapters_are_refused(llama, tmp_path):
         ModelStart(folder, base=folder).fill(model)
     with pytest.raises(UserError, match="is an adapter too; name the model under it"):
         StartFiles.find_all(adapter, adapter)
-    config = json.loads((adapter / "adapter_config.json").read_text()) | {"peft_type": "IA3"}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    path = adapter / "adapter_config.json"
+    config = json.loads(path.read_text()) | {"use_dora": False}
+    path.write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
+    with pytest.raises(JobError, match="has init_lora_weights='pissa', and only plain LoRA"):
+        ModelStart(adapter, base=folder).fill(model)
+    path.write_text(json.dumps(config | {"peft_type": "IA3"}))
+    with pytest.raises(UserError, match=r"is an adapter of PEFT; name its folder, where ad"):
+        StartFiles.find(adapter / "adapter_model.safetensors")
     with pytest.raises(JobError, match="has peft_type=IA3, and only plain LoRA is merged"):
+        ModelStart(adapter, base=folder).fill(model)
+
+
+def test_an_adapter_of_one_of_two_tied_weights_is_not_merged(llama, tmp_path):
+    folder, model = llama(tie_word_embeddings=True)
+    with pytest.warns(UserWarning, match="tie_word_embeddings"):
+        adapter = adapted(folder, tmp_path, target_modules=["embed_tokens"])
+    with pytest.raises(JobError, match=r"lm_head.weight are one tensor in the model; have model"):
         ModelStart(adapter, base=folder).fill(model)
 
 
