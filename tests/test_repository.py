@@ -81,6 +81,8 @@ COMMANDS = [
     "isthmus job schema",
     "isthmus jobs --ended --json --state",
     "isthmus logs --follow --state JOB",
+    "isthmus model import --base --set JOB PATH",
+    "isthmus model inspect --base PATH",
     "isthmus new --kind FOLDER",
     "isthmus operator join --state --token-file TOKEN URL",
     "isthmus pause --state JOB",

@@ -11,7 +11,7 @@ from isthmus.job.learning_rate import RoundPosition
 from isthmus.task import Participant, Task
 from isthmus.task.loading import user_code
 from isthmus.task.measurements.bounded_means import evaluation_vector
-from isthmus.task.scoring import build_model
+from isthmus.task.scoring import build_start_model
 from isthmus.task.scoring.pairs import pairs_in_words
 from isthmus.tensors.division import divide
 from isthmus.tensors.fingerprint import fingerprint
@@ -42,7 +42,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     from isthmus_clients.training.local_run import DeviceRun
 
     name = "client-0"
-    model = build_model(task, job.seed)
+    model = build_start_model(task, job, base)
     division = divide(model, job.exchange)
     layout = division.exchanged
     one_step = {"federated.local_epochs": None, "federated.local_steps": 1}

@@ -12,7 +12,7 @@ from isthmus.job import Job, with_changes
 from isthmus.job.datacenter import DatacenterSection
 from isthmus.job.unused_layout import SHARING_KEYS
 from isthmus.task import Task
-from isthmus.task.scoring import build_model
+from isthmus.task.scoring import build_start_model
 from isthmus.tensors.division import divide
 from isthmus.tensors.fingerprint import fingerprint
 from isthmus.tensors.own_buffers import OwnBuffers
@@ -49,7 +49,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     from isthmus_datacenter.training.engine import Engine, RankPlacement
     from isthmus_datacenter.training.round import train_round
 
-    model = build_model(task, job.seed)
+    model = build_start_model(task, job, base)
     division = divide(model, job.exchange)
     dims = None
     if job.datacenter.layout == "given":

@@ -140,6 +140,7 @@ class VirtualRun:
             open_.layout,
             fingerprint_of(open_.frozen),
             "the virtual datacenter",
+            base=base,
         )
         division.check_datacenter()
         self.layout = division.exchanged

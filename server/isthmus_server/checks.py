@@ -14,7 +14,7 @@ from isthmus.task.held_out import HeldOut
 from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus.task.measurements.evaluation import EvaluationVector, check_evaluates_on_devices
 from isthmus.task.not_finite import not_finite_in_words
-from isthmus.task.scoring import build_model, evaluate
+from isthmus.task.scoring import build_start_model, evaluate
 from isthmus.task.scoring.pairs import pairs_in_words
 from isthmus.tensors.division import divide
 from isthmus.tensors.structure import Structure
@@ -55,7 +55,7 @@ def check(job: Job, task: Task, base: Path) -> str:
             f"{job.federated.clients}, the devices that `isthmus run` starts; lower one or raise "
             "the other"
         )
-    model = build_model(task, job.seed)
+    model = build_start_model(task, job, base)
     division = divide(model, job.exchange)
     check_sums(job, division.exchanged)
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))

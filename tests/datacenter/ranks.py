@@ -1,8 +1,10 @@
 """Functions that the tests run on each rank of a group (`on_ranks`)."""
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import isthmus_datacenter.parallel.optimizer
 import isthmus_datacenter.training.engine
 from isthmus.errors import UserError
 from isthmus.job import Job
+from isthmus.system.process import return_freed_memory
 from isthmus.task import Participant, Task, load_task
 from isthmus.task.scoring import build_model, losses
 from isthmus.tensors.exchange_set import TensorLayout
@@ -39,6 +42,7 @@ from isthmus_datacenter.training.engine import Engine, RankPlacement
 from isthmus_datacenter.training.mean_gradient import mean_gradient
 from isthmus_datacenter.training.round import train_round
 
+CPU = torch.device("cpu")
 Operation = tuple[dict[str, Any], dict[str, Any], str]
 """The command that opens a run, the command to execute, and the state directory."""
 
@@ -125,6 +129,61 @@ def round_trip(rank: int, open_command: dict[str, Any], source: str, target: str
         getattr(parameter, "_local_tensor", parameter).numel()
         for parameter in engine.shard.parameters().values()
     ]
+
+
+def trained_from_start(
+    rank: int, open_command: dict[str, Any], steps: int, target: str, whole: bool
+) -> tuple[bool, int]:
+    """Train some steps from the start, and store the model.
+
+    Args:
+        rank: this rank.
+        open_command: the command that opens a run.
+        steps: number of steps; 0 to store what the first step would begin with.
+        target: the file of the model.
+        whole: have every rank build the whole model.
+
+    Returns:
+        Whether it was built whole, and by how many bytes this process grew at most meanwhile.
+    """
+    shard_every_block()
+    built = []
+
+    class Watched(Engine):
+        def _shard_in_parts(self) -> ModelShard | None:
+            return None if whole else super()._shard_in_parts()
+
+        def _shard_whole(self) -> ModelShard:
+            built.append("whole")
+            return super()._shard_whole()
+
+    placement = RankPlacement(
+        rank=rank,
+        ranks=dist.get_world_size(),
+        device=CPU,
+        participant="test",
+        state=Path(target + ".state"),
+    )
+    gc.collect()
+    return_freed_memory()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: proc(5)
+    before = _status("VmHWM")
+    engine = Watched(Command(**open_command), placement)
+    grown = _status("VmHWM") - before
+    if steps:
+        command = {"op": "train_steps", "run_id": "run", "until_step": steps}
+        _train(engine, command)
+    store_shards(Path(target), engine.layout, engine.shard)
+    dist.barrier()
+    return bool(built), grown
+
+
+def _status(key: str) -> int:
+    """A figure of this process' memory in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{key}:")]
+    return int(line.split()[1]) * 1024
 
 
 def exchange_fused_outputs(rank: int, pieces: int) -> bool:
@@ -436,6 +495,12 @@ def refusals(rank: int, open_commands: list[dict[str, Any]], state: str) -> list
         except UserError as error:
             messages.append(str(error))
     return messages
+
+
+def refusals_apart(rank: int, open_commands: list[dict[str, Any]], state: str) -> str:
+    """The error message of opening a run by another command on each rank."""
+    (message,) = refusals(rank, [open_commands[rank]], state)
+    return message
 
 
 # -- differential privacy -------------------------------------------------------------------------

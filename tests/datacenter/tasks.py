@@ -87,6 +87,33 @@ class Table(_Small):
         return _Noisy(rows) if self.settings.get("noise") else rows
 
 
+class Deep(Table):
+    """Sixteen layers of four million parameters each."""
+
+    def model(self) -> nn.Module:
+        layers = [nn.Linear(2048, 2048) for _ in range(16)]
+        return nn.Sequential(nn.Linear(6, 2048), *layers, nn.Linear(2048, 3))
+
+
+class Drawn(Table):
+    """Normalised by random numbers that belong to no state."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_buffer("scale", torch.rand(6), persistent=False)
+        return model
+
+    def forward(self, model: nn.Module, inputs: torch.Tensor) -> Any:
+        return model(inputs * model.scale)
+
+
+class Outside(Table):
+    """Uses a parameter while its module is not called."""
+
+    def forward(self, model: nn.Module, inputs: torch.Tensor) -> Any:
+        return model(inputs) + model[0].bias.sum()  # type: ignore[index]
+
+
 class Masked(Table):
     """Units of one class are not scored, as padding is not."""
 

@@ -120,6 +120,7 @@ def test_the_commands_of_the_readme_work_as_installed(folder: Path) -> None:
     [
         "docs/getting-started.md",
         "docs/tasks.md",
+        "docs/start.md",
         "docs/strategy.md",
         "docs/own-policies.md",
         "docs/exchange.md",

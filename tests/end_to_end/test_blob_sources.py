@@ -37,7 +37,7 @@ def test_what_is_in_the_folder_is_not_sent(
     blobs = folder / "blobs"
     blobs.mkdir()
     job = load_job(folder / "job.toml")
-    model = GlobalModel.of(job, load_task(job.task.source, {}, base=folder))
+    model = GlobalModel.of(job, load_task(job.task.source, {}, base=folder), folder)
     (blobs / model.sha256).write_bytes(model.payload)
     address = f"127.0.0.1:{free_port()}"
     policy = "federated" if role == "client" else "datacenter"

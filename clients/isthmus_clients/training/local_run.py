@@ -91,6 +91,8 @@ class DeviceRun:
         self.participant = participant
         source = self.job.task.source
         base, data = locate(source, self.job, Path(work.base), data, tasks)
+        if tasks is not None:
+            self.job.model.check_inside(tasks)
         self.task = load_task(source, self.job.task.settings, base=base, data=data)
         self.model, division = build_same_model(
             self.task,
@@ -98,6 +100,7 @@ class DeviceRun:
             work.layout,
             fingerprint_of(work.frozen),
             "this device",
+            base=base,
             on_device=True,
         )
         self.layout = division.exchanged

@@ -20,6 +20,7 @@ UNUSED_BY_A_SERVER_APP = (
     "device_bytes",
     "attempts",
     "task",
+    "model",
     "strategy",
     "exchange",
     "learning_rate",

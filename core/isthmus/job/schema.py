@@ -27,6 +27,7 @@ from isthmus.errors import JobError
 from isthmus.job import cross_checks
 from isthmus.job.flower import add_project_config
 from isthmus.job.measurements import add_statistics
+from isthmus.job.model import add_start
 from isthmus.job.section import S, sentences
 from isthmus.job.tables import JobTables
 
@@ -42,6 +43,8 @@ class Job(JobTables):
 
 def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
     """Read and validate a job file; `overrides` are `key.sub=value` with TOML values.
+
+    What the files of `task.statistics` and `model.start` say is put into the job.
 
     Raises:
         JobError: one sentence naming the file, the key, the value and what is allowed.
@@ -69,7 +72,8 @@ def parse_job(
 ) -> Job:
     """Validate the text of a job file; see `load_job`.
 
-    `folder`: where a `pyproject.toml` may have the configuration of the job's Flower app.
+    `folder`: of the job file, from which its paths start, and where a `pyproject.toml` may have the
+    configuration of the job's Flower app.
     """
     try:
         table = tomllib.loads(text)
@@ -80,6 +84,7 @@ def parse_job(
     if folder is not None:
         add_project_config(table, folder)
         add_statistics(table, folder)
+        add_start(table, folder)
     try:
         return Job.model_validate(table)
     except ValidationError as error:

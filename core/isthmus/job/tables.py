@@ -12,6 +12,7 @@ from isthmus.job.exchange import ExchangeSection
 from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import LearningRateSection
 from isthmus.job.measurements import EvaluationSection, StatisticsSection
+from isthmus.job.model import ModelSection
 from isthmus.job.privacy import PrivacySection
 from isthmus.job.section import FREE, PositiveSeconds, Section
 from isthmus.job.simulation import SimulationSection
@@ -87,6 +88,7 @@ class JobTables(Section):
     attempts: Annotated[int, Field(ge=1)] = 3
     """Attempts at one round before the run fails."""
     task: TaskSection = TaskSection()
+    model: ModelSection = ModelSection()
     strategy: StrategySection = StrategySection()
     exchange: ExchangeSection = ExchangeSection()
     federated: FederatedSection = FederatedSection()

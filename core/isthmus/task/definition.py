@@ -143,6 +143,32 @@ class Task(abc.ABC):
         some on devices or freezes them.
         """
 
+    @property
+    def start_config(self) -> Mapping[str, Any]:
+        """The contents of `config.json` in the folder that the job's `model.start` names.
+
+        For models of `transformers`: ``LlamaConfig.from_dict(self.start_config)``.
+
+        Raises:
+            TaskError: the job has no such folder.
+        """
+        if "start_config" not in self.settings:
+            raise TaskError(
+                "this task reads the configuration of the model that it starts from, and the job "
+                "has none; set model.start to a folder with a config.json"
+            )
+        config: Mapping[str, Any] = self.settings["start_config"]
+        return config
+
+    def start_names(self, names: Sequence[str]) -> Mapping[str, str] | None:
+        """The name of each of the model's tensors in the files of the job's `model.start`.
+
+        `names` are those of the model's parameters and persistent buffers, tied ones with all of
+        theirs. What is not in the result is missing there. Default: None, for names that are equal
+        except for a prefix on either side, and for what PEFT inserts into them.
+        """
+        return None
+
     def loss(self, output: Any, target: Any) -> Values:
         """One loss per scored unit (example, token, pixel): any shape but 0-d, not yet averaged.
 

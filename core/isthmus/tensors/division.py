@@ -87,7 +87,9 @@ class Division:
             )
 
 
-def divide(model: nn.Module, rules: ExchangeRules, *, on_device: bool = False) -> Division:
+def divide(
+    model: nn.Module, rules: ExchangeRules, *, on_device: bool = False, unfilled: bool = False
+) -> Division:
     """Divide a model's trainable parameters and running statistics, and freeze the rest of them.
 
     Frozen parameters lose `requires_grad`; layers with frozen statistics normalise by them in
@@ -97,13 +99,14 @@ def divide(model: nn.Module, rules: ExchangeRules, *, on_device: bool = False) -
         model: as the task has built it; it is changed.
         rules: of the job.
         on_device: whether the model is a device's.
+        unfilled: see `TensorLayout.of`.
 
     Raises:
         TaskError: see `TensorLayout.of`; or nothing is left to exchange.
         JobError: a pattern matches nothing, or divides the statistics of one layer; or see
             `adapted_matrices`.
     """
-    whole = TensorLayout.of(model, statistics=rules.buffers != "frozen")
+    whole = TensorLayout.of(model, statistics=rules.buffers != "frozen", unfilled=unfilled)
     names = [entry.name for entry in whole.entries]
     for key in ("include", "exclude", "personal"):
         _check_patterns(getattr(rules, key), names, f"exchange.{key}")

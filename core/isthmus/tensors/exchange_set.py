@@ -74,12 +74,15 @@ class TensorLayout:
     entries: tuple[Entry, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, *, statistics: bool = True) -> TensorLayout:
+    def of(
+        cls, model: nn.Module, *, statistics: bool = True, unfilled: bool = False
+    ) -> TensorLayout:
         """The layout of a module's trainable parameters, tied ones once, and running statistics.
 
         Args:
             model: the module.
             statistics: whether running statistics of normalisation layers are exchanged.
+            unfilled: whether parameters get their values later, and may be on the device `meta`.
 
         Raises:
             TaskError: nothing to train, a parameter that is not of a real floating type, has no
@@ -101,7 +104,7 @@ class TensorLayout:
         shapes: dict[str, tuple[int, ...]] = {}
         trained: dict[str, torch.Tensor] = dict(buffers)
         for name, parameter in model.named_parameters():
-            if parameter.is_meta:
+            if parameter.is_meta and not unfilled:
                 raise TaskError(
                     f"parameter {name!r} is on the device 'meta', which stores no values; have "
                     "model() create it on the CPU"

@@ -54,6 +54,7 @@ from isthmus_datacenter.parallel.pipeline_stages import split_into_stages
 from isthmus_datacenter.parallel.random_draws import draw_apart, drawing_modules
 from isthmus_datacenter.parallel.tensor_plans import default_tensor_plan, resolve_plan
 from isthmus_datacenter.parallel.tensor_styles import apply_style
+from isthmus_datacenter.parallel.unfilled_model import NeedsWholeModel, UnfilledModel
 
 SMALLEST_UNIT = 1 << 16
 """Parameters below which a block is gathered with the root: a separate all-gather costs more."""
@@ -68,6 +69,7 @@ def parallelize(
     *,
     sample: Callable[[], Any],
     try_batch: Callable[[nn.Module, int, bool], object] | None = None,
+    unfilled: UnfilledModel | None = None,
     smallest_unit: int = SMALLEST_UNIT,
     backend: Any = "inductor",
 ) -> ModelShard:
@@ -82,11 +84,13 @@ def parallelize(
         sample: returns inputs of a few examples; called only where outputs must be compared.
         try_batch: passes a number of examples through the model, in training mode or not; called
             only where sharding units must be called by every batch. None for units that are.
+        unfilled: where the values of a model without memory are; None for a model with values.
         smallest_unit: number of parameters below which a block is no sharding unit.
         backend: of `torch.compile`.
 
     Raises:
         TaskError: the model cannot be distributed like this, and what to do about it.
+        NeedsWholeModel: it has no memory, and cannot be called in parts.
     """
     refuse_unshardable(model, dims, device.type)
     mesh = dims.mesh(device.type) if dims.ranks > 1 or dims.needs_fully_shard else None
@@ -97,8 +101,12 @@ def parallelize(
     shares_calls = dims.needs_fully_shard and not dims.uses_all_reduce(device.type)
     shared_calls = None
     # A pipeline's stages call all their blocks, as was compared with the whole model.
+    if try_batch is not None and unfilled is not None:
+        try_batch = unfilled.trying(try_batch)
     if shares_calls and dims.data > 1 and dims.pipeline == 1 and try_batch is not None:
         shared_calls = _units_of_every_batch(model, task_units, smallest_unit, try_batch)
+    if unfilled is not None and not unfilled.all_called():
+        raise NeedsWholeModel
     flop_counter = FlopCounterMode(display=False)
     # What outputs are compared with later is computed here, while the model is whole.
     stages, traces = _stages(task, model, dims, sample, flop_counter)
@@ -137,7 +145,7 @@ def parallelize(
                 )
             if dims.compile:
                 _complete_embedding_outputs(stage, plan)
-        else:
+        elif unfilled is None:
             # Only this rank's stages: the whole model may not fit on one device.
             stage.to(device)
         # A stage without units is one by itself. Units are wrapped before `fully_shard`, whose
@@ -151,6 +159,8 @@ def parallelize(
             apply_zero_stage(stage, units, dims, mesh, is_last_stage=index == dims.stages - 1)
             if shared_calls is not None:
                 CallOrder(stage, shared_calls)
+        if unfilled is not None:
+            unfilled.fill(stage, own_names[index], device)
     return ModelShard(
         dims,
         own_stages,

@@ -31,6 +31,12 @@ from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
+from isthmus_datacenter.parallel.unfilled_model import (
+    NeedsWholeModel,
+    UnfilledModel,
+    may_be_filled_later,
+    on_all_ranks,
+)
 from isthmus_datacenter.rank_messages import RankMessages
 from isthmus_datacenter.training.consensus import fail_together
 from isthmus_datacenter.training.data import BatchSource, ExampleOrder
@@ -90,6 +96,7 @@ class Engine:
         self.job = Job.model_validate_json(command.job)
         self.layout = TensorLayout.from_header(command.layout.encode("latin-1"))
         self.frozen = command.frozen
+        self.base = Path(command.base)
         self.checkpoints = ShardedCheckpoints(placement.state)
         self.note = ""
         """Decisions made here that the user may want to know."""
@@ -248,7 +255,7 @@ class Engine:
         return load_task(
             self.job.task.source,
             self.job.task.settings,
-            base=Path(command.base),
+            base=self.base,
             data=None if command.data is None else Path(command.data),
         )
 
@@ -282,21 +289,9 @@ class Engine:
 
     def _build_initial_state(self) -> tuple[ModelShard, ForwardBackward, ShardedOptimizer]:
         """Build the state of step 0: the model as initialised from the seed, and its optimizer."""
-        device = self.placement.device
-        with fail_together():
-            model, division = build_same_model(
-                self.task, self.job, self.layout.header, self.frozen, "the datacenter"
-            )
-            division.check_datacenter()
-            shard = parallelize(
-                self.task,
-                model,
-                self.dims,
-                self.placement.rank,
-                device,
-                sample=self._sample,
-                try_batch=self._try_batch,
-            )
+        shard = self._shard_in_parts()
+        if shard is None:
+            shard = self._shard_whole()
         if not self.private:  # noise is added to parameters without a gradient, too
             shard.watch_gradients()
         with fail_together():
@@ -310,6 +305,48 @@ class Engine:
                 forward_backward.check(self.batch_source.read(sample)[0])
             optimizer = self._build_optimizer(shard)
         return shard, forward_backward, optimizer
+
+    def _shard_whole(self) -> ModelShard:
+        """Build the whole model on this rank, and keep this rank's part of it."""
+        # Apart from what follows, which has collectives: files may differ between the nodes.
+        with fail_together():
+            model, division = build_same_model(
+                self.task,
+                self.job,
+                self.layout.header,
+                self.frozen,
+                "the datacenter",
+                base=self.base,
+            )
+            division.check_datacenter()
+        return self._parallelize(model)
+
+    def _shard_in_parts(self) -> ModelShard | None:
+        """Shard the model before it has values, and read this rank's; None if that cannot be."""
+        if not may_be_filled_later(self.job, self.dims, self.placement.device):
+            return None
+        with fail_together():
+            unfilled = UnfilledModel.of(self.task, self.job, self.base, self.layout)
+        if not on_all_ranks(unfilled is not None):
+            return None
+        assert unfilled is not None
+        try:
+            return self._parallelize(unfilled.model, unfilled)
+        except NeedsWholeModel:
+            return None
+
+    def _parallelize(self, model: nn.Module, unfilled: UnfilledModel | None = None) -> ModelShard:
+        with fail_together():
+            return parallelize(
+                self.task,
+                model,
+                self.dims,
+                self.placement.rank,
+                self.placement.device,
+                sample=self._sample,
+                try_batch=self._try_batch,
+                unfilled=unfilled,
+            )
 
     def _sample(self) -> Any:
         """Inputs of a few examples, to compare the sharded model with the whole one."""

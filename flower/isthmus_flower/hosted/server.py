@@ -25,6 +25,7 @@ from isthmus.errors import RoundFailed, UpdateError, UserError
 from isthmus.job import Job
 from isthmus.job.flower import FlowerSection
 from isthmus.task import load_task
+from isthmus.task.scoring import build_start_model
 from isthmus_flower.hosted.job_limits import DIRECTORY, hosted_job
 from isthmus_flower.server.replies import check_reply, inconsistent_replies
 from isthmus_flower.server.strategy_adapter import FlowerStrategyAdapter
@@ -69,7 +70,12 @@ class FlowerServerRun:
         task = load_task(job.task.source, job.task.settings, base=base, data=data)
         strategy = job.strategy
         self.model = GlobalModel(
-            task, job.seed, strategy.server_optimizer, strategy.served_average, job.exchange
+            task,
+            job.seed,
+            strategy.server_optimizer,
+            strategy.served_average,
+            job.exchange,
+            build=lambda: build_start_model(task, job, base),
         )
         flower = job.federated.flower or FlowerSection()
         self.federated = job.federated.model_copy(update={"flower": flower})

@@ -13,6 +13,7 @@ import click
 from isthmus.errors import UserError
 
 if TYPE_CHECKING:
+    from isthmus_server.read.report.report import Report
     from isthmus_server.storage.store import Store
 
 
@@ -21,20 +22,23 @@ if TYPE_CHECKING:
 @click.option(
     "--format",
     "format_",
-    type=click.Choice(["safetensors", "torch-export", "executorch"]),
+    type=click.Choice(["safetensors", "huggingface", "merged", "torch-export", "executorch"]),
     default="safetensors",
     show_default=True,
-    help="Tensors by name, or a program that runs without the task's code.",
+    help="Tensors by name, a folder for from_pretrained(), or a program that runs without the "
+    "task's code.",
 )
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of the files. Default: RUN/export.",
+    help="Folder of the files. Default: RUN/export; RUN/huggingface or RUN/merged for these.",
 )
 def export(run_dir: Path, format_: str, output: Path | None) -> None:
     """Write the final model of the run in the directory RUN, with a model card.
 
-    A program is compared with the model before the command ends. One of torch.export loads with
+    A folder or program is compared with the model before the command ends. Folders are of models of
+    transformers: huggingface is the whole model, or the adapter of a model of PEFT, and merged is
+    the model with its adapter merged into it. A program of torch.export loads with
     torch.export.load; one of ExecuTorch is for apps on small devices, one example at a time.
     """
     from isthmus_server.read.export.model_card import FILE, model_card
@@ -60,6 +64,11 @@ def export(run_dir: Path, format_: str, output: Path | None) -> None:
             raise UserError(
                 f"the run in {run_dir} has no final model yet, it is {report.status}; {where}"
             )
+        if format_ in ("huggingface", "merged"):
+            folder = output or run_dir / format_
+            digest = _write_folder(store, report, folder, merged=format_ == "merged")
+            click.echo(f"model   {folder}\nsha256  {digest}\ncard    {folder / FILE}")
+            return
         folder = output or run_dir / "export"
         folder.mkdir(parents=True, exist_ok=True)
         if format_ == "safetensors":
@@ -78,6 +87,33 @@ def export(run_dir: Path, format_: str, output: Path | None) -> None:
         card = model_card(report, store.job, report.final, path.name, digest)
         (folder / FILE).write_text(card, encoding="utf-8")
     click.echo(f"model   {path}{note}\nsha256  {digest}\ncard    {folder / FILE}")
+
+
+def _write_folder(store: Store, report: Report, folder: Path, *, merged: bool) -> str:
+    """Write a folder of Hugging Face, at once with all of its files; returns its digest."""
+    from isthmus.start.files import StartFiles
+    from isthmus_server.python.saved_model import load_model
+    from isthmus_server.read.export.hugging_face import export_folder
+    from isthmus_server.read.export.model_card import FILE, model_card
+
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} has files already; remove it, or name another with --output")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # A folder of which a part is missing could be loaded as another model.
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        model = load_model(store.directory)
+        export_folder(store.job, store.base, model, part, merged=merged)
+        digest = StartFiles.find(part).digest()
+        assert report.final is not None
+        card = model_card(report, store.job, report.final, folder.name, digest)
+        (part / FILE).write_text(card, encoding="utf-8")
+        part.replace(folder)  # an empty folder may be there
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return digest
 
 
 def _write_program(store: Store, path: Path) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from isthmus.job import Job, ServerOptimizer
 from isthmus.job.exchange import ExchangeSection
 from isthmus.task import Task
 from isthmus.task.held_out import HeldOut
-from isthmus.task.scoring import build_model, evaluate
+from isthmus.task.scoring import build_model, build_start_model, evaluate
 from isthmus.tensors.division import divide
 from isthmus.tensors.finite import is_finite
 from isthmus.tensors.structure import Structure
@@ -52,6 +52,7 @@ class GlobalModel:
         exchange: ExchangeSection | None = None,
         *,
         shared: bool = False,
+        build: Callable[[], nn.Module] | None = None,
     ) -> None:
         """Build the task's model and the server optimizer.
 
@@ -62,14 +63,15 @@ class GlobalModel:
             served_average: decay of the moving average that is served, 0 to 1; 0 serves the model.
             exchange: what is exchanged; None for the defaults.
             shared: whether participants on this machine may open the model's memory.
+            build: makes the initial model, each time the same; None for the task's by the seed.
 
         Raises:
             TaskError: the task's `model()` failed, or its result cannot be used.
             JobError: unknown optimizer, or options that it does not accept; or see `divide`.
         """
         self.task = task
-        self.seed = seed
-        self.module = build_model(task, seed)
+        self._build = build or (lambda: build_model(task, seed))
+        self.module = self._build()
         division = divide(self.module, exchange or ExchangeSection())
         self.layout = division.exchanged
         self.personal = division.personal
@@ -103,8 +105,11 @@ class GlobalModel:
         self._held_out = HeldOut(task)
 
     @classmethod
-    def of(cls, job: Job, task: Task, *, shared: bool = False) -> GlobalModel:
-        """The model of a job; raises the same errors, and those of `check_sums`."""
+    def of(cls, job: Job, task: Task, base: Path, *, shared: bool = False) -> GlobalModel:
+        """The model of a job; raises the same errors, and those of `check_sums`.
+
+        `base` is the directory of the job's relative paths.
+        """
         model = cls(
             task,
             job.seed,
@@ -112,6 +117,7 @@ class GlobalModel:
             job.strategy.served_average,
             job.exchange,
             shared=shared,
+            build=lambda: build_start_model(task, job, base),
         )
         if (codec := changes_codec(job, model.layout)) is not None:
             model.round_changes(codec)
@@ -155,7 +161,7 @@ class GlobalModel:
 
     def initial(self) -> torch.Tensor:
         """The initial model of the run: a new float32 vector (N)."""
-        return self.layout.gather(build_model(self.task, self.seed))
+        return self.layout.gather(self._build())
 
     def replace(self, vector: torch.Tensor) -> None:
         """Replace the model by `vector`, float32 (N)."""

@@ -290,6 +290,11 @@ def _started(
 
 def _written(job: Mapping[str, Any], folder: Path) -> Path:
     """Write a job file; paths of the current folder become absolute."""
+    job = dict(job)
+    if isinstance(job.get("model"), Mapping):
+        model = dict(job["model"])
+        paths = {key: str(model[key]) for key in ("start", "base") if model.get(key)}
+        job["model"] = model | {key: os.path.abspath(path) for key, path in paths.items()}  # noqa: PTH100 - as below
     task = dict(job.get("task", {}))
     for key in ("data", "source"):
         path = str(task.get(key, ""))

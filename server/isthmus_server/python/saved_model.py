@@ -57,7 +57,7 @@ def load_model(
         return _fetched_model(directory, round, task)
     with contextlib.closing(Store.open(directory)) as store:
         made = task_of(store) if task is None else task(store.job.task.settings)
-        return _loaded(made, store.job, lambda size: _payload(store, round, size))
+        return _loaded(made, store.job, store.base, lambda size: _payload(store, round, size))
 
 
 def _fetched_model(folder: Path, round_: str | int, task: type[Task] | None) -> nn.Module:
@@ -90,16 +90,23 @@ def _fetched_model(folder: Path, round_: str | int, task: type[Task] | None) -> 
         made = load_task(table.source, table.settings, base=Path(), data=table.data_in(Path()))
     else:
         made = task(job.task.settings)
-    return _loaded(made, job, payload)
+    return _loaded(made, job, Path(), payload)
 
 
-def _loaded(task: Task, job: Job, read: Callable[[int], bytearray]) -> nn.Module:
-    """The task's model with the weights of an encoded model, which `read` reads by its size."""
+def _loaded(task: Task, job: Job, base: Path, read: Callable[[int], bytearray]) -> nn.Module:
+    """The task's model with the weights of an encoded model, which `read` reads by its size.
+
+    What was not exchanged has the values of the start, which is only read for them.
+    """
     from isthmus.task.scoring import build_model
+    from isthmus.task.scoring.building import fill_from_start, is_all_exchanged
     from isthmus.tensors.division import divide
 
     module = build_model(task, job.seed)
-    layout = divide(module, job.exchange).exchanged
+    division = divide(module, job.exchange)
+    if not is_all_exchanged(module, division):
+        fill_from_start(module, task, job, base)
+    layout = division.exchanged
     layout.scatter(layout.decode(read(layout.nbytes)), module)
     return module.eval()
 

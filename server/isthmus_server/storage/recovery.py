@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from isthmus.errors import DamagedError, UserError
+from isthmus.start.files import StartFiles, digest_of_all
 from isthmus.system.private_files import create_state_file, make_state_directory
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, last_known
 from isthmus_server.storage import run_description
@@ -57,6 +58,29 @@ def verify(directory: Path) -> Iterator[Finding]:
         yield from _findings(store)
 
 
+def _start(store: Store) -> Iterator[Finding]:
+    """The files that the model starts from, which are outside of the run's directory."""
+    section = store.job.model
+    if section.start is None:
+        return
+    path = store.base / section.start
+    if not path.exists():
+        yield Finding(f"model.start: not checked, as {path} is not on this machine")
+        return
+
+    def files() -> str:
+        base = None if section.base is None else store.base / section.base
+        found = digest_of_all(StartFiles.find_all(path, base))
+        if found != section.sha256:
+            raise DamagedError(
+                f"{path} has the digest {found}, and the run began with {section.sha256}; put the "
+                "files back, if the run is to be continued or has parameters that are not exchanged"
+            )
+        return f"model.start: {path}"
+
+    yield _finding("model.start", files)
+
+
 def _ledger(store: Store, head: str) -> str:
     known = last_known(store.directory, head)
     ledger = Ledger.read(store.directory / LEDGER_FILE, known)
@@ -88,6 +112,7 @@ def _findings(store: Store) -> Iterator[Finding]:
     if not rows:
         return  # what follows depends on the log
     yield _finding("checkpoints", checkpoints)
+    yield from _start(store)
     if (head := store.run_state().ledger_head) or (store.directory / LEDGER_FILE).exists():
         yield _finding("privacy ledger", lambda: _ledger(store, head))
     verified = set()

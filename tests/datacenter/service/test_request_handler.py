@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from tests.datacenter.conftest import DatacenterDriver, random_model
 
 from isthmus.errors import IsthmusError, UpdateError, UserError
+from isthmus.job import with_changes
 from isthmus.task.scoring import build_model, evaluate
 from isthmus.transport.blobs import describe
 from isthmus.wire import link_pb2
@@ -247,6 +249,12 @@ def test_a_remote_server_can_open_only_installed_tasks(make_setup: Any, tmp_path
     )
     with pytest.raises(IsthmusError, match=r"is not a file in .*tasks, where this machine keeps"):
         driver.open("run", make_setup("Table"))
+    (tmp_path / "tasks/tasks.py").touch()
+    setup = make_setup("Table")
+    start = {"model.start": "/weights", "model.sha256": "0" * 64}
+    setup = dataclasses.replace(setup, job=with_changes(setup.job, start))
+    with pytest.raises(IsthmusError, match=r"model.start='/weights' is not below .*tasks, where"):
+        driver.open("run", setup)
     driver.close()
 
 

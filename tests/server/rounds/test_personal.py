@@ -24,7 +24,7 @@ async def test_a_killed_run_continues_with_the_personal_states_of_its_rounds(dep
     final = await coordinator.run()
     assert coordinator.model.layout.names == ("weight",)
     model = coordinator.model
-    assert torch.equal(model.module.bias, build_model(model.task, model.seed).bias)
+    assert torch.equal(model.module.bias, build_model(model.task, whole.job.seed).bias)
     with safe_open(final.model_path, framework="pt") as file:
         assert list(file.keys()) == ["weight"]
 

@@ -232,6 +232,7 @@ async def test_a_submission_without_a_reply_may_have_been_queued(operated, monke
         ("task.source=../task.py:Learn", "is not a file in .* its owner allows; put it there$"),
         ("task.source=statistics:Learn", "is not a file in"),
         ("task.data=../../secrets", "is not below"),
+        (f"model={{start='../weights',sha256='{'0' * 64}'}}", "model.start='../weights' is not be"),
         ("federated.clients=8", "add --set federated.clients=0"),
         ("strategy.policy=nope", "strategy.policy='nope' is unknown; choose one of adaptive, "),
         ("strategy.settings={a=1}", "unknown key strategy.settings.a"),

@@ -6,12 +6,16 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from isthmus.errors import TaskError
+from isthmus.errors import JobError, TaskError
+from isthmus.start.loading import ComparedStart, ModelStart
+from isthmus.start.plan import Exceptions, state_of
+from isthmus.start.unfilled import parameters_without_memory
 from isthmus.task.definition import Task
 from isthmus.task.loading import user_code
 from isthmus.tensors.division import Division, divide
@@ -35,6 +39,32 @@ def build_model(task: Task, seed: int) -> nn.Module:
     return model
 
 
+def build_without_memory(task: Task, seed: int) -> nn.Module | None:
+    """The task's model with parameters on the device `meta`, to be filled from files.
+
+    None if that is not the same model: its code needs values of parameters, or draws random numbers
+    for something else, which would be others than with the parameters before them.
+    """
+    try:
+        with _seeded(seed), user_code("model()"), parameters_without_memory():
+            before = _generator_states()
+            model = task.model()
+            drew = _generator_states() != before
+    except TaskError:  # building it with memory says why, or succeeds
+        return None
+    return None if drew or not isinstance(model, nn.Module) else model
+
+
+def _generator_states() -> tuple[object, ...]:
+    """The states of the generators that a task may draw from."""
+    arrays = sys.modules.get("numpy")  # only if it was imported
+    numbers: tuple[object, ...] = ()
+    if arrays is not None:
+        kind, keys, *rest = arrays.random.get_state(legacy=True)
+        numbers = (kind, keys.tobytes(), *rest)
+    return (tuple(torch.get_rng_state().tolist()), random.getstate(), *numbers)
+
+
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seed all random generators that a task may use, and restore their states afterwards."""
@@ -53,6 +83,79 @@ def _seeded(seed: int) -> Iterator[None]:
                 arrays.random.set_state(states[1])
 
 
+def build_start_model(task: Task, job: Job, base: Path) -> nn.Module:
+    """The model that a run of a job begins with: the task's, filled from the job's `model.start`.
+
+    Without a start it is that of `build_model`.
+
+    Args:
+        task: of the job.
+        job: the job.
+        base: directory of its relative paths.
+
+    Raises:
+        TaskError: see `build_model`, or `start_names()` failed.
+        JobError: the files of the start cannot be used.
+    """
+    model = build_model(task, job.seed)
+    fill_from_start(model, task, job, base)
+    return model
+
+
+def fill_from_start(model: nn.Module, task: Task, job: Job, base: Path) -> None:
+    """Copy the values of the job's `model.start` into a model, if the job has one.
+
+    Raises:
+        TaskError: `start_names()` failed.
+        JobError: the files of the start cannot be used.
+    """
+    start = start_of(job, base)
+    if start is not None:
+        start.fill(model, _start_names(task, model))
+
+
+def compare_with_start(
+    model: nn.Module, task: Task, job: Job, base: Path, *, converts: bool = True
+) -> ComparedStart:
+    """Compare a model with the files of the job's `model.start`, and copy nothing.
+
+    `converts`: see `ModelStart.compare`.
+
+    Raises:
+        TaskError: `start_names()` failed.
+        JobError: the job has no start.
+        UserError: the files of the start cannot be used.
+    """
+    start = start_of(job, base)
+    if start is None:
+        raise JobError("the job has no model.start")
+    return start.compare(model, _start_names(task, model), converts=converts)
+
+
+def _start_names(task: Task, model: nn.Module) -> Mapping[str, str] | None:
+    with user_code("start_names()"):
+        return task.start_names([name for each in state_of(model) for name in each.names])
+
+
+def start_of(job: Job, base: Path) -> ModelStart | None:
+    """The files that the model of a job starts from; None for the values of the seed."""
+    section = job.model
+    if section.start is None:
+        return None
+    return ModelStart(
+        base / section.start,
+        section.sha256,
+        None if section.base is None else base / section.base,
+        Exceptions(section.fresh, section.unused),
+    )
+
+
+def is_all_exchanged(model: nn.Module, division: Division) -> bool:
+    """Whether every tensor of a model's state comes with each round's model."""
+    exchanged = set(division.exchanged.names)
+    return all(exchanged.intersection(each.names) for each in state_of(model))
+
+
 def build_same_model(
     task: Task,
     job: Job,
@@ -60,27 +163,35 @@ def build_same_model(
     frozen: Mapping[str, Sequence[float]],
     owner: str,
     *,
+    base: Path,
     on_device: bool = False,
 ) -> tuple[nn.Module, Division]:
     """Build the task's model, divided as the job says, and check that it equals the server's.
 
+    On a device the files of the job's `model.start` are only read if something of the model is not
+    exchanged: the rest comes with each round's model.
+
     Args:
         task: of this participant.
-        job: gives the seed, and what is exchanged.
+        job: gives the seed, what the model starts from, and what is exchanged.
         header: `TensorLayout.header` of the server's model.
         frozen: the fingerprint of its frozen parameters.
         owner: owner of the model for the error message, e.g. "this device".
+        base: directory of the job's relative paths on this machine.
         on_device: whether personal parameters are trained.
 
     Raises:
         TaskError: `model()` failed, or the exchange sets or the frozen parameters differ.
-        JobError: see `isthmus.tensors.division.divide`.
+        JobError: see `isthmus.tensors.division.divide`, and `fill_from_start`.
     """
     model = build_model(task, job.seed)
     expected = TensorLayout.from_header(header)
     division = divide(model, job.exchange, on_device=on_device)
     difference = division.exchanged.explain_difference(expected)
-    difference = difference or explain_difference(model, frozen)
+    if difference is None:
+        if not on_device or not is_all_exchanged(model, division):
+            fill_from_start(model, task, job, base)
+        difference = explain_difference(model, frozen)
     if difference is not None:
         raise TaskError(f"{owner}'s model is not the server's: {difference}")
     return model, division

@@ -39,6 +39,9 @@ def _lines(report: Report, job: Job, final: FinalModel, file: str, sha256: str) 
         yield f"| SHA-256 of the run's model | `{final.model_sha256}` |"
     yield f"| task | `{in_a_line(job.task.source)}` |"
     yield f"| seed | {job.seed} |"
+    if job.model.start is not None:
+        yield f"| started from | `{in_a_line(job.model.start)}` |"
+        yield f"| SHA-256 of the start | `{job.model.sha256}` |"
     yield f"| rounds | {len(report.rounds)} ({rounds or 'none'}) |"
     yield f"| model of round | {final.round}{', the best' if final.best else ''} |"
     cost = sum(record.cost.price for record in (*report.rounds, *report.failed_attempts))

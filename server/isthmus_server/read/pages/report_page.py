@@ -85,6 +85,9 @@ def _facts(report: Report, attempts: Sequence[EndedAttempt]) -> list[tuple[str, 
         ("bytes from participants", f"{sum(each.cost.bytes_up for each in attempts):,}"),
         ("bytes to participants", f"{sum(each.cost.bytes_down for each in attempts):,}"),
     ]
+    model = job.get("model", {})
+    if model.get("start") is not None:
+        rows.append(("started from", f"{model['start']}, SHA-256 {model['sha256']}"))
     if report.reason:
         rows.append(("it ended because", report.reason))
     if report.final is not None:

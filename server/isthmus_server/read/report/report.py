@@ -162,6 +162,11 @@ def page(report: Report) -> RenderableType:
     parts += [Text(line) for line in _moved(attempts)]
     if report.reason:
         parts.append(Text(f"it ended because: {in_a_line(report.reason)}"))
+    model = report.job.get("model", {})
+    if model.get("start") is not None:
+        parts.append(
+            Text(f"it started from {in_a_line(model['start'])}\n  sha256 {model['sha256']}")
+        )
     if report.level is not None:
         parts.append(Text(f"level: {report.level.sentence}"))
     if report.privacy is not None:

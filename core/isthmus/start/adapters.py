@@ -1,0 +1,167 @@
+"""Adapters of PEFT (LoRA): what they add to the weights of the model under them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from isthmus.errors import UserError
+from isthmus.start.files import ADAPTER_CONFIG, StartFiles
+from isthmus.start.names import match
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_ROOT = "base_model.model."
+"""What PEFT puts in front of the names of the model under an adapter."""
+_REFUSED = (
+    "alpha_pattern",
+    "arrow_config",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "rank_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_dora",
+    "use_qalora",
+)
+"""Settings with which an adapter is more than the product of two matrices for each weight."""
+
+
+_UNCHANGED_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Ways to begin an adapter that leave the weights under it as they are."""
+_SCALES = (
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "alpha_pattern",
+    "rank_pattern",
+    "use_rslora",
+    "use_dora",
+    "fan_in_fan_out",
+)
+"""Settings that say what the factors of an adapter add to a model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraFactors:
+    """Two matrices whose product is added to a weight."""
+
+    source: str
+    """The stored name of the weight."""
+    a: torch.Tensor
+    """(r, in)."""
+    b: torch.Tensor
+    """(out, r)."""
+    scale: float
+    transposed: bool
+    """Whether the weight is (in, out)."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the product, as it is added."""
+        sizes = (self.b.shape[0], self.a.shape[1])
+        return (sizes[1], sizes[0]) if self.transposed else sizes
+
+    def change(self) -> torch.Tensor:
+        """What is added to the weight, float32, as PEFT computes it when it merges."""
+        product = (self.b.float() @ self.a.float()) * self.scale
+        return product.T if self.transposed else product
+
+
+def read_adapter(adapter: StartFiles, under: StartFiles) -> list[LoraFactors]:
+    """The factors of an adapter that is merged into the model under it.
+
+    Args:
+        adapter: its files.
+        under: those of the model under it.
+
+    Raises:
+        UserError: the adapter is of another kind, or not for this model.
+    """
+    config = adapter.config(ADAPTER_CONFIG) or {}
+    _check_config(adapter, config)
+    tensors = adapter.tensors
+    pairs: dict[str, dict[str, str]] = {}
+    for name in tensors:
+        for kind in ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B"):
+            if name.endswith(f".{kind}"):
+                side = "a" if "_A" in kind else "b"
+                pairs.setdefault(name.removesuffix(f".{kind}"), {})[side] = name
+                break
+        else:
+            raise UserError(
+                f"{adapter.path} has {name!r}, which cannot be merged; have model() of the task "
+                "build the model with its adapters (peft.get_peft_model)"
+            )
+    weights = [f"{path.removeprefix(_ROOT)}.weight" for path in pairs]
+    sources = match(weights, list(under.tensors))
+    factors = []
+    for (path, sides), weight in zip(pairs.items(), weights, strict=True):
+        if weight not in sources or len(sides) != 2:
+            raise UserError(
+                f"{adapter.path} adapts {path!r}, which {under.path} does not have; it is for "
+                "another model, or not whole"
+            )
+        a = _read(adapter, sides["a"])
+        b = _read(adapter, sides["b"])
+        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+            raise UserError(
+                f"{adapter.path} has factors of {path!r} that are not two matrices: "
+                f"{tuple(a.shape)} and {tuple(b.shape)}; have model() build the adapters"
+            )
+        rank = a.shape[0]
+        # https://arxiv.org/abs/2312.03732, section 3: the rank-stabilised scale.
+        divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+        embedding = "lora_embedding" in sides["a"]
+        transposed = embedding or bool(config.get("fan_in_fan_out"))
+        factors.append(
+            LoraFactors(sources[weight], a, b, config["lora_alpha"] / divisor, transposed)
+        )
+    return factors
+
+
+def check_scales(model: nn.Module, adapter: StartFiles) -> None:
+    """Compare the adapters that a model was built with, with those whose weights it gets.
+
+    Raises:
+        UserError: a setting differs, with which the same weights are another model.
+    """
+    config = adapter.config(ADAPTER_CONFIG) or {}
+    for module in model.modules():
+        for built in getattr(module, "peft_config", {}).values():
+            for key in _SCALES:
+                own = getattr(built, key, None)
+                own = getattr(own, "value", own)  # of an enumeration
+                if (own or None) != (config.get(key) or None):
+                    raise UserError(
+                        f"{adapter.path / ADAPTER_CONFIG} has {key}={config.get(key)!r}, and the "
+                        f"model is built with {own!r}; build it with what the adapter has"
+                    )
+
+
+def _check_config(adapter: StartFiles, config: dict[str, Any]) -> None:
+    kind = str(config.get("peft_type"))
+    refused = [key for key in _REFUSED if config.get(key)]
+    if kind != "LORA":
+        refused = [f"peft_type={kind}"]
+    elif config.get("bias", "none") != "none":
+        refused.append("bias")
+    elif config.get("init_lora_weights") not in _UNCHANGED_BASE:
+        refused.append(f"init_lora_weights={config['init_lora_weights']!r}")
+    elif not isinstance(config.get("lora_alpha"), int | float):
+        refused.append("lora_alpha, which has to be a number")
+    if refused:
+        raise UserError(
+            f"{adapter.path / ADAPTER_CONFIG} has {refused[0]}, and only plain LoRA is merged; "
+            "have model() of the task build the model with its adapters (peft.get_peft_model), or "
+            "merge it by PEFT (merge_and_unload)"
+        )
+
+
+def _read(adapter: StartFiles, name: str) -> torch.Tensor:
+    file, stored = adapter.tensors[name]
+    return file.read(stored)
