@@ -68,6 +68,17 @@ def train(rank: int, operations: list[Operation]) -> list[dict[str, object]]:
     return [_train(build_engine(rank, each, state), command) for each, command, state in operations]
 
 
+def refused_training(rank: int, operation: Operation) -> str:
+    """The sentence with which a run cannot be trained."""
+    open_command, command, state = operation
+    engine = build_engine(rank, open_command, state)
+    try:
+        _train(engine, command)
+    except UserError as error:
+        return str(error)
+    raise AssertionError
+
+
 def _train(engine: Engine, command: dict[str, Any]) -> dict[str, object]:
     return train_round(
         engine, Command(**command), lambda report: None, lambda: ControlSignal.CONTINUE
