@@ -23,6 +23,8 @@ _ONE_RANK = {
     "datacenter.schedule": "1f1b",
     "datacenter.microbatches": None,
     "datacenter.readers": 0,
+    "datacenter.log_steps": 0,
+    "datacenter.profile_steps": None,
     "datacenter.compile": False,
 }
 

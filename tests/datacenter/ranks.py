@@ -33,6 +33,7 @@ from isthmus_datacenter.parallel.model_shard import GradientAllReduce, ModelShar
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 from isthmus_datacenter.parallel.tensor_styles import FusedOutputExchange, heads_of_part
+from isthmus_datacenter.training.consensus import StoppedError
 from isthmus_datacenter.training.data import ExampleOrder
 from isthmus_datacenter.training.engine import Engine, RankPlacement
 from isthmus_datacenter.training.mean_gradient import mean_gradient
@@ -66,6 +67,17 @@ def train(rank: int, operations: list[Operation]) -> list[dict[str, object]]:
     """Train several runs one after the other; return the values of each."""
     shard_every_block()
     return [_train(build_engine(rank, each, state), command) for each, command, state in operations]
+
+
+def train_interrupted(rank: int, operation: Operation, step: int) -> dict[str, object]:
+    """Train until a signal has the state saved after a step, and then anew, from there."""
+    open_command, command, state = operation
+    signals = iter([*[ControlSignal.CONTINUE] * (step - 1), ControlSignal.SAVE])
+    engine = build_engine(rank, open_command, state)
+    with contextlib.suppress(StoppedError):
+        train_round(engine, Command(**command), lambda report: None, lambda: next(signals))
+    assert next(signals, None) is None
+    return _train(build_engine(rank, open_command, state), command)
 
 
 def refused_training(rank: int, operation: Operation) -> str:
