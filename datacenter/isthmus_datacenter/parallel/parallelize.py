@@ -136,7 +136,7 @@ def parallelize(
                 _complete_embedding_outputs(stage, plan)
         else:
             # Only this rank's stages: the whole model may not fit on one device.
-            stage.to(device)
+            _place(stage, device)
         # A stage without units is one by itself. Units are wrapped before `fully_shard`, whose
         # hooks then are outside of what is compiled and recomputed.
         for unit in units or [stage]:
@@ -249,6 +249,12 @@ class _CalledByTask(nn.Module):
         return self.task.forward(self.model, inputs)
 
 
+def _place(stage: nn.Module, device: torch.device) -> None:
+    """Move a stage that is not there yet; tensors without values cannot be moved."""
+    if any(each.device != device for each in (*stage.parameters(), *stage.buffers())):
+        stage.to(device)
+
+
 def _parameter_names(names: ParameterNames, stage: nn.Module) -> dict[str, str]:
     table = names.in_stage(stage)
     return {name: table[name] for name, _ in stage.named_parameters(remove_duplicate=False)}
@@ -348,7 +354,7 @@ def _shard_stage(
             called, stage, names, inputs, units, differentiable_inputs=not first
         )
     # Only this rank's stages: the whole model may not fit on one device.
-    stage.to(device)
+    _place(stage, device)
     _shard_matrices(stage, plan, mesh)
     # Right after the matrices: with units compiled and sharded over the replicas, an error could
     # have other causes.
