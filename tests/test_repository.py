@@ -77,7 +77,7 @@ COMMANDS = [
     "isthmus doctor server --address --json STATE",
     "isthmus export --format --output RUN_DIR",
     "isthmus fetch --max-mb --output --state JOB",
-    "isthmus job check --set PATH",
+    "isthmus job check --device --memory --ranks --set PATH",
     "isthmus job schema",
     "isthmus jobs --ended --json --state",
     "isthmus logs --follow --state JOB",

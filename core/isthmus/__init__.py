@@ -7,6 +7,7 @@
 Reading order: `isthmus.task`, `isthmus.job`, `isthmus_server.rounds.coordinator`.
 """
 
+import importlib
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     simulate: Any
     load_model: Any
     Run: Any
+    PackedText: Any
     Partitioner: Any
 
 __version__ = "0.2.0"
@@ -33,6 +35,7 @@ __all__ = [
     "IsthmusError",
     "JobError",
     "Mean",
+    "PackedText",
     "Participant",
     "Partitioner",
     "Run",
@@ -48,8 +51,17 @@ __all__ = [
 ]
 
 
+_TAKES_TORCH = {
+    "PackedText": "isthmus.task.packed_text",
+    "Partitioner": "isthmus.task.partitions",
+}
+"""Where this package itself has what imports PyTorch."""
+
+
 def __getattr__(name: str) -> Any:
     """Find what takes PyTorch or the server's package: a device that waits has neither."""
+    if name in _TAKES_TORCH:
+        return getattr(importlib.import_module(_TAKES_TORCH[name]), name)
     for point in entry_points(group="isthmus.python", name=name):
         try:
             return point.load()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from isthmus.errors import JobError
 from isthmus.job import Job, with_changes
 from isthmus.job.datacenter import DatacenterSection
 from isthmus.job.unused_layout import SHARING_KEYS
-from isthmus.task import Task
-from isthmus.task.scoring import build_start_model
+from isthmus.task import Participant, Task, user_code
+from isthmus.task.scoring import build_start_model, count_examples
 from isthmus.tensors.division import divide
 from isthmus.tensors.fingerprint import fingerprint
 from isthmus.tensors.own_buffers import OwnBuffers
@@ -26,6 +28,8 @@ _ONE_RANK = {
     },
     "datacenter.ranks": 1,
     "datacenter.readers": 0,
+    "datacenter.log_steps": 0,
+    "datacenter.profile_steps": None,
     "datacenter.compile": False,
 }
 """Changes of a job for one rank, which has nobody to share a model with."""
@@ -86,6 +90,63 @@ def check(job: Job, task: Task, base: Path) -> str:
         step = Command(op="train_steps", run_id="check", from_step=0, until_step=1)
         train_round(engine, step, lambda _: None, lambda: ControlSignal.CONTINUE)
         return f"one training batch of the datacenter{buffers.in_words(whole)}"
+
+
+def memory(job: Job, task: Task, base: Path, ranks: int, accelerators: bool) -> list[str]:
+    """Lines on what the job's layout takes of each rank's memory; no rank is needed.
+
+    Args:
+        job: the job.
+        task: its task.
+        base: the job file's folder.
+        ranks: their number.
+        accelerators: whether they are GPUs.
+
+    Raises:
+        UserError: it cannot be found, with the reason.
+    """
+    from torch.utils.data import IterableDataset
+
+    from isthmus_datacenter.training.memory_report import examples_at_once, memory_of
+
+    count = examples_at_once(job, ranks)
+    with user_code("local_data()"):
+        data: Any = task.local_data(Participant(name="datacenter", regime="datacenter"))
+    # Not in the order of training: only their shapes matter.
+    if isinstance(data, IterableDataset):
+        with user_code("reading the dataset"):
+            rows = list(itertools.islice(data, count))
+        examples = len(rows)
+    else:
+        examples = count_examples(data, "local_data()")
+        with user_code("reading the dataset"):
+            rows = [data[index] for index in range(min(count, examples))]
+    if len(rows) < count:
+        raise JobError(
+            f"a replica trains {count} examples at a time, and local_data() has {examples}; lower "
+            "datacenter.batch_size"
+        )
+    found = memory_of(task, job, rows, ranks, accelerators=accelerators)
+    at_a_time = "1 example" if count == 1 else f"{count} examples"
+    return [
+        f"on each of {ranks} ranks ({'GPUs' if accelerators else 'processors'}), the most:",
+        f"parameters   {_in_units(found.parameters)}",
+        f"gradients    {_in_units(found.gradients)}",
+        f"optimizer    {_in_units(found.optimizer)}",
+        f"activations  {_in_units(found.activations)}, of {at_a_time} at a time",
+        f"peak         {_in_units(found.peak)} of a step, with what is gathered for a while",
+    ]
+
+
+def _in_units(count: int) -> str:
+    """A number of bytes for a person.
+
+    >>> _in_units(1288490188), _in_units(5 << 20), _in_units(300)
+    ('1.20 GiB', '5.0 MiB', '0.3 KiB')
+    """
+    if count >= 1 << 30:
+        return f"{count / 2**30:.2f} GiB"
+    return f"{count / 2**20:.1f} MiB" if count >= 1 << 20 else f"{count / 2**10:.1f} KiB"
 
 
 def _check_batch(job: Job, examples: int) -> None:

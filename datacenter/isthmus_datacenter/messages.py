@@ -13,6 +13,9 @@ from typing import Any, Literal
 
 from isthmus.system.process import signal_name
 
+PROFILES = "profiles"
+"""Name of the directory with traces of ranks, among those of runs."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Incarnation:
@@ -80,6 +83,22 @@ ReadSignal = Callable[[], ControlSignal]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordedStep:
+    """Figures of one optimizer step."""
+
+    step: int
+    """Steps of the run so far, this one included."""
+    loss: float
+    """Mean over the units of all replicas."""
+    gradient_norm: float
+    """2-norm of the whole gradient of that mean, before it is clipped."""
+    learning_rate: float | None
+    """Of the first group of parameters; None if it has none."""
+    units_per_second: float
+    """Rate of all replicas since the step before that has figures."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgressReport:
     """Progress of a training command."""
 
@@ -94,6 +113,8 @@ class ProgressReport:
     """Rate of all replicas since the last report."""
     note: str = ""
     """For the user, in place of figures."""
+    step_figures: Sequence[Mapping[str, float | None]] = ()
+    """The last `RecordedStep` of the command, each as a mapping."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from isthmus_datacenter.training.forward_backward import ForwardBackward
 from isthmus_datacenter.training.mean_gradient import GradientAverager, accumulate
 from isthmus_datacenter.training.profile import RoundProfile
 from isthmus_datacenter.training.rng import derived_seed
+from isthmus_datacenter.training.step_figures import StepRecorder
 from isthmus_datacenter.training.step_loop import StartPoint, StepLoop
 from isthmus_datacenter.training.whole_batches import check_optimizers
 
@@ -204,12 +205,15 @@ class VirtualRun:
         first = command.from_step
         until = command.until_step
         count = until - first
+        interval = self.job.datacenter.log_steps
+        recorder = StepRecorder(interval, CPU, 1) if interval else None
         loop = StepLoop(
             self.forward_backward,
             self.optimizer,
             self.layout.statistics,
             RoundProfile(CPU),
             StartPoint(first),
+            recorder,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derived_seed(self.job.seed, first, 0))
@@ -226,6 +230,10 @@ class VirtualRun:
             seconds=step_seconds * count,
             training=training,
             evaluation=self._evaluate() if command.evaluate else {},
+            step_figures=[
+                link_pb2.StepFigures(**dataclasses.asdict(each))
+                for each in (recorder.finish() if recorder else ())
+            ],
         )
         if not command.hand_back:
             return trained, None

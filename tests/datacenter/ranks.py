@@ -33,10 +33,12 @@ from isthmus_datacenter.checkpointing.named_state import named_state
 from isthmus_datacenter.checkpointing.shard_files import read_shards, write_shards
 from isthmus_datacenter.messages import Command, ControlSignal
 from isthmus_datacenter.parallel.gradient_check import Reductions
-from isthmus_datacenter.parallel.model_shard import GradientAllReduce, ModelShard
+from isthmus_datacenter.parallel.model_shard import GradientAllReduce, ModelShard, local
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 from isthmus_datacenter.parallel.tensor_styles import FusedOutputExchange, heads_of_part
+from isthmus_datacenter.training import memory_report
+from isthmus_datacenter.training.consensus import StoppedError
 from isthmus_datacenter.training.data import ExampleOrder
 from isthmus_datacenter.training.engine import Engine, RankPlacement
 from isthmus_datacenter.training.mean_gradient import mean_gradient
@@ -71,6 +73,58 @@ def train(rank: int, operations: list[Operation]) -> list[dict[str, object]]:
     """Train several runs one after the other; return the values of each."""
     shard_every_block()
     return [_train(build_engine(rank, each, state), command) for each, command, state in operations]
+
+
+def train_interrupted(rank: int, operation: Operation, step: int) -> dict[str, object]:
+    """Train until a signal has the state saved after a step, and then anew, from there."""
+    open_command, command, state = operation
+    signals = iter([*[ControlSignal.CONTINUE] * (step - 1), ControlSignal.SAVE])
+    engine = build_engine(rank, open_command, state)
+    with contextlib.suppress(StoppedError):
+        train_round(engine, Command(**command), lambda report: None, lambda: next(signals))
+    assert next(signals, None) is None
+    return _train(build_engine(rank, open_command, state), command)
+
+
+def memory_of_state(rank: int, open_command: dict[str, Any], state: str) -> list[int]:
+    """Bytes of parameters and buffers, of trained parameters, and of the optimizer after a step."""
+    engine = build_engine(rank, open_command, state)
+    _train(engine, {"op": "train_steps", "run_id": "run", "from_step": 0, "until_step": 1})
+    parameters = engine.shard.parameters().values()
+
+    def count(tensors: Any) -> int:
+        return sum(local(each).numel() * each.element_size() for each in tensors)
+
+    kept = [
+        each
+        for parameter in parameters
+        for each in engine.optimizer.state_of(parameter).values()
+        if isinstance(each, torch.Tensor)
+    ]
+    trained = [each for each in parameters if each.requires_grad]
+    buffers = engine.shard.buffers().values()
+    return [count([*parameters, *buffers]), count(trained), count(kept)]
+
+
+def memory_of_real_tensors(rank: int, open_command: dict[str, Any], rows: int) -> dict[str, int]:
+    """What the report finds on ranks that are there, with tensors that have values."""
+    job = Job.model_validate_json(open_command["job"])
+    task = load_task(job.task.source, job.task.settings, base=Path(open_command["base"]))
+    data: Any = task.local_data(Participant(name="test", regime="datacenter"))
+    batch = task.collate([data[index] for index in range(rows)])
+    dims = ParallelDims.from_section(job.datacenter, dist.get_world_size())
+    return dataclasses.asdict(memory_report._measured(task, job, dims, batch))
+
+
+def refused_training(rank: int, operation: Operation) -> str:
+    """The sentence with which a run cannot be trained."""
+    open_command, command, state = operation
+    engine = build_engine(rank, open_command, state)
+    try:
+        _train(engine, command)
+    except UserError as error:
+        return str(error)
+    raise AssertionError
 
 
 def _train(engine: Engine, command: dict[str, Any]) -> dict[str, object]:

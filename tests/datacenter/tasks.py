@@ -29,6 +29,7 @@ from torch.utils.data import Dataset, TensorDataset
 import isthmus_datacenter.training.engine
 import isthmus_datacenter.training.round
 from isthmus import Participant, StepLoss, Task
+from isthmus.task.packed_text import PackedText
 from isthmus_datacenter.checkpointing.checkpoints import ShardedCheckpoints
 
 CLASSES = 3
@@ -112,6 +113,32 @@ class Outside(Table):
 
     def forward(self, model: nn.Module, inputs: torch.Tensor) -> Any:
         return model(inputs) + model[0].bias.sum()  # type: ignore[index]
+
+
+class Text(_Small):
+    """The next byte of documents that are read from disk; `text` is their folder."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(128, 8), nn.Linear(8, 128))
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(output.transpose(1, 2), target)
+
+    def local_data(self, participant: Participant) -> Dataset[Any]:
+        rank = str(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+        folder = self.settings["text"]
+        length = self.settings.get("length_of_rank", {}).get(rank, 8)
+        return PackedText(folder, tokenizer=number_bytes, end=0, length=length)
+
+    def eval_data(self) -> None:
+        return None
+
+    def rows(self, count: int, seed: int) -> Any:
+        raise NotImplementedError
+
+
+def number_bytes(text: str) -> list[int]:
+    return list(text.encode())
 
 
 class Masked(Table):

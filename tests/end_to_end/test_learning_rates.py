@@ -75,6 +75,7 @@ secure_aggregation = false
 
 [datacenter]
 steps = 8
+log_steps = 2
 
 [time]
 join_seconds = 300
@@ -137,11 +138,14 @@ def test_rates_over_regimes_a_kill_and_another_number_of_ranks(
         whole = [expected[at + step] for step in ahead]
         assert whole in attempts
         assert all(attempt == whole[: len(attempt)] for attempt in attempts)
-    rates_of_rounds = {
-        row["round"]: row["training"]["datacenter"]["learning_rate"]
-        for row in report_of("run")["rounds"]
-        if "datacenter" in row["training"]
-    }
+    rows = [row for row in report_of("run")["rounds"] if "datacenter" in row["training"]]
+    rates_of_rounds = {row["round"]: row["training"]["datacenter"]["learning_rate"] for row in rows}
+    figures = {row["round"]: row["step_figures"]["dc"] for row in rows}
+    assert {
+        round_: [each["learning_rate"] for each in steps] for round_, steps in figures.items()
+    } == {round_: expected[STARTS[round_] : STARTS[round_] + 8][1::2] for round_ in figures}
+    for step in figures[6]:
+        assert f"dc: step {step['step']}: loss {step['loss']:.4g}, gradient norm " in run.output
     assert rates_of_rounds == {round_: expected[STARTS[round_]] for round_ in (1, 3, 5, 6)}
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from importlib.metadata import entry_points
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 
 import click
 
+from isthmus.errors import UserError
 from isthmus.job.apps import registered
 from isthmus.job.promises import level_of, needs_of
 from isthmus.job.schema import Job, job_schema, load_job
@@ -16,7 +20,9 @@ from isthmus.task.loading import keep_process, load_task
 
 CHECKS = "isthmus.checks"
 """Entry points of further checks: functions of the job, its task and the job file's folder that
-raise errors and return what they tried, or an empty text."""
+raise errors and return what they tried, or an empty text. The module of one may have a function
+`memory` too, of job, task, folder, number of ranks and whether they are GPUs, which returns the
+lines of `--memory`."""
 
 APP_CHECKS = "isthmus.app_checks"
 """Entry points of functions of a job with apps, and the job file's folder, that load the apps; see
@@ -31,13 +37,32 @@ def job() -> None:
 @job.command()
 @click.argument("path", metavar="JOB", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key.")
-def check(path: Path, overrides: tuple[str, ...]) -> None:
+@click.option(
+    "--memory",
+    is_flag=True,
+    help="Print what the datacenter's layout takes of each rank's memory, and check nothing else.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 1 << 20),
+    help="With --memory: the number of ranks, which need not be here. Default: datacenter.ranks.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["gpu", "cpu"]),
+    help="With --memory: what the ranks are. Default: gpu.",
+)
+def check(
+    path: Path, overrides: tuple[str, ...], memory: bool, ranks: int | None, device: str | None
+) -> None:
     """Validate JOB, load its task, and train and evaluate one batch of each side's data.
 
     Tried is what `isthmus run` starts on this machine: the first client, and the datacenter with
     the whole model on one rank. The first client of a job that starts none is that of its
     simulation, if it has one.
     """
+    if not memory and (ranks is not None or device is not None):
+        raise UserError("--ranks and --device are about --memory; add it, or leave them out")
     checked = load_job(path, overrides)
     base = path.resolve().parent
     federated = checked.federated
@@ -55,6 +80,10 @@ def check(path: Path, overrides: tuple[str, ...]) -> None:
     if federated.app is not None and federated.clients:
         registered(APP_CHECKS, federated)(checked, base)
     points = sorted(entry_points(group=CHECKS), key=lambda point: point.name, reverse=True)
+    if memory:
+        number = ranks or checked.datacenter.ranks
+        _show_memory(points, checked, task, base, number, on_gpus=device != "cpu")
+        return
     tried = [point.load()(checked, task, base) for point in points]
     clients = f"{checked.federated.clients} clients"
     if not checked.federated.clients and checked.simulation.clients is not None:
@@ -68,6 +97,31 @@ def check(path: Path, overrides: tuple[str, ...]) -> None:
     _show_promises(checked)
     for note in filter(None, (_unlearned(checked), unused_layout(checked))):
         click.echo(f"note    {note}")
+
+
+def _show_memory(
+    points: Iterable[EntryPoint],
+    checked: Job,
+    task: Any,
+    base: Path,
+    ranks: int,
+    *,
+    on_gpus: bool,
+) -> None:
+    """Print the memory of each rank.
+
+    Raises:
+        UserError: there are no ranks, or nothing here knows of them.
+    """
+    if not ranks:
+        raise UserError("--memory needs a number of ranks, and datacenter.ranks=0; give --ranks")
+    for point in points:
+        report = getattr(importlib.import_module(point.module), "memory", None)
+        if report is not None:
+            lines = report(checked, task, base, ranks, on_gpus)
+            click.echo("memory  " + "\n        ".join(lines))
+            return
+    raise UserError("--memory needs the package of the datacenter; pip install isthmus[datacenter]")
 
 
 def _show_promises(checked: Job) -> None:

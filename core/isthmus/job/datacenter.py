@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -12,6 +13,10 @@ from isthmus.job.privacy import DatacenterPrivacy
 from isthmus.job.section import FREE, ProvidedName, Section
 
 _BLOCK_TOP_K = "block-top-k"
+_MOST_RECORDS = 1000
+"""Steps of a round that may have figures: they are kept with the round."""
+_MOST_PROFILED = 100
+"""Steps of a trace, which is in memory until it is written."""
 
 
 class DatacenterCompression(Section):
@@ -71,6 +76,7 @@ _PRIVATE_LAYOUT: tuple[tuple[str, object, str], ...] = (
     ("checkpoint_activations", False, "per-example gradients cannot recompute activations"),
     ("global_batch", None, "here the size of a step is random"),
     ("clip_norm", None, "datacenter.privacy.clip already bounds every example's gradient"),
+    ("log_steps", 0, "nobody may know the loss of a step of private examples"),
     ("readers", 0, "they read batches of equal size, and here the size of a step is random"),
 )
 """Keys of `[datacenter]`, the one value that is possible, and why others are not with `privacy`."""
@@ -118,6 +124,13 @@ class DatacenterSection(Section):
     """Largest 2-norm of the whole gradient; a longer one is scaled down. Default: no limit."""
     steps: Annotated[int, Field(ge=1)] = 50
     """Optimizer steps in one round."""
+    log_steps: Annotated[int, Field(ge=0)] = 0
+    """Loss, gradient norm, learning rate and scored units per second of every so many steps go to
+    console and trackers; 0: of none."""
+    profile_steps: (
+        Annotated[Sequence[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)] | None
+    ) = None
+    """First and last step of the run, from 1, of which each rank writes a trace. Default: none."""
     checkpoint_steps: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints written during a round; 0: only at its end."""
     batch_size: Annotated[int, Field(ge=1)] = 32
@@ -194,6 +207,19 @@ class DatacenterSection(Section):
             )
         if self.ranks and self.layout == "given":
             self.for_replicas(self.replicas(self.ranks))
+        if self.log_steps and self.steps > _MOST_RECORDS * self.log_steps:
+            raise ValueError(
+                f"log_steps={self.log_steps} gives figures of {self.steps // self.log_steps} steps "
+                f"in a round, and a round keeps {_MOST_RECORDS}; raise it to "
+                f"{-(-self.steps // _MOST_RECORDS)}"
+            )
+        if self.profile_steps is not None:
+            first, last = self.profile_steps
+            if not first <= last < first + _MOST_PROFILED:
+                raise ValueError(
+                    f"profile_steps={[first, last]} are the first and the last step of a trace, "
+                    f"which has at most {_MOST_PROFILED}"
+                )
         if self.privacy is not None:
             self._check_privacy(self.privacy)
         return self

@@ -33,15 +33,22 @@ def read_sealed(path: Path) -> dict[str, Any]:
         OSError: it cannot be read; `FileNotFoundError` if there is none.
     """
     with path.open("rb") as file:
-        data = file.read(_MAX_BYTES)
+        values = unsealed_json(file.read(_MAX_BYTES))
+    if values is None:
+        raise _damaged(path)
+    return values
+
+
+def unsealed_json(data: bytes) -> dict[str, Any] | None:
+    """The values of `sealed_json`, without the digest; None if it is not what was written."""
     try:
         values = json.loads(data.decode())
         del values[_DIGEST]
         intact = sealed_json(values) == data
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        intact = False
+        return None
     if not intact:
-        raise _damaged(path)
+        return None
     assert isinstance(values, dict)
     return values
 

@@ -221,6 +221,9 @@ class Task(abc.ABC):
         Or an `IterableDataset`, of which a device reads ``federated.local_steps`` batches a round,
         where the round before ended. Its method ``start_at(example)``, an iterator over the rest,
         avoids that what comes before is read and dropped.
+
+        If it has a `digest`, a text that changes with its rows, a datacenter refuses to continue a
+        run on other rows, and ranks that differ. `isthmus.PackedText` has one.
         """
 
     def collate(self, rows: list[Any]) -> Any:

@@ -454,7 +454,7 @@ class Opened(_message.Message):
     def __init__(self, examples: _Optional[int] = ..., hours: _Optional[_Iterable[str]] = ..., group: _Optional[str] = ...) -> None: ...
 
 class Trained(_message.Message):
-    __slots__ = ("result", "examples", "steps", "seconds", "training", "evaluation", "events", "secure", "profile", "other_weight")
+    __slots__ = ("result", "examples", "steps", "seconds", "training", "evaluation", "events", "secure", "profile", "step_figures", "other_weight")
     class TrainingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -485,6 +485,7 @@ class Trained(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SECURE_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIGURES_FIELD_NUMBER: _ClassVar[int]
     OTHER_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     result: Blob
     examples: int
@@ -495,8 +496,9 @@ class Trained(_message.Message):
     events: _containers.RepeatedScalarFieldContainer[str]
     secure: bytes
     profile: _containers.ScalarMap[str, float]
+    step_figures: _containers.RepeatedCompositeFieldContainer[StepFigures]
     other_weight: bool
-    def __init__(self, result: _Optional[_Union[Blob, _Mapping]] = ..., examples: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., training: _Optional[_Mapping[str, float]] = ..., evaluation: _Optional[_Mapping[str, float]] = ..., events: _Optional[_Iterable[str]] = ..., secure: _Optional[bytes] = ..., profile: _Optional[_Mapping[str, float]] = ..., other_weight: _Optional[bool] = ...) -> None: ...
+    def __init__(self, result: _Optional[_Union[Blob, _Mapping]] = ..., examples: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., training: _Optional[_Mapping[str, float]] = ..., evaluation: _Optional[_Mapping[str, float]] = ..., events: _Optional[_Iterable[str]] = ..., secure: _Optional[bytes] = ..., profile: _Optional[_Mapping[str, float]] = ..., step_figures: _Optional[_Iterable[_Union[StepFigures, _Mapping]]] = ..., other_weight: _Optional[bool] = ...) -> None: ...
 
 class SecureStepped(_message.Message):
     __slots__ = ("message", "masked")
@@ -575,8 +577,22 @@ class Cancel(_message.Message):
     reason: str
     def __init__(self, id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class StepFigures(_message.Message):
+    __slots__ = ("step", "loss", "gradient_norm", "learning_rate", "units_per_second")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_NORM_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    UNITS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    units_per_second: float
+    def __init__(self, step: _Optional[int] = ..., loss: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., units_per_second: _Optional[float] = ...) -> None: ...
+
 class Progress(_message.Message):
-    __slots__ = ("id", "steps", "loss", "total_steps", "examples_per_second", "units_per_second", "note")
+    __slots__ = ("id", "steps", "loss", "total_steps", "examples_per_second", "units_per_second", "note", "step_figures")
     ID_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -584,6 +600,7 @@ class Progress(_message.Message):
     EXAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     UNITS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIGURES_FIELD_NUMBER: _ClassVar[int]
     id: str
     steps: int
     loss: float
@@ -591,7 +608,8 @@ class Progress(_message.Message):
     examples_per_second: float
     units_per_second: float
     note: str
-    def __init__(self, id: _Optional[str] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., total_steps: _Optional[int] = ..., examples_per_second: _Optional[float] = ..., units_per_second: _Optional[float] = ..., note: _Optional[str] = ...) -> None: ...
+    step_figures: _containers.RepeatedCompositeFieldContainer[StepFigures]
+    def __init__(self, id: _Optional[str] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., total_steps: _Optional[int] = ..., examples_per_second: _Optional[float] = ..., units_per_second: _Optional[float] = ..., note: _Optional[str] = ..., step_figures: _Optional[_Iterable[_Union[StepFigures, _Mapping]]] = ...) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ("signing_request",)

@@ -81,6 +81,8 @@ class RankProgress:
     """Units of the round so far, of all replicas."""
     parts: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     """Sums and weights of the named parts of the losses so far, of this rank."""
+    step_figures: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """`RecordedStep` of the round so far."""
 
 
 @dataclasses.dataclass

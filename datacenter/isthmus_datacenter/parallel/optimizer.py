@@ -120,6 +120,13 @@ class ShardedOptimizer:
         """The learning rate of the first group; None without a schedule."""
         return self._optimizers.scheduled_rate
 
+    @property
+    def learning_rate(self) -> float | None:
+        """That of the first group of parameters now; None if it has none."""
+        first = next(iter(self._optimizers.named.values()))
+        rate = first.param_groups[0].get("lr")
+        return None if rate is None else float(rate)
+
     def go_to(self, position: int) -> None:
         """Set the rates of a position of the run.
 
@@ -158,10 +165,18 @@ class ShardedOptimizer:
         states = (inner.state for inner in self._optimizers.named.values())
         return next((state[parameter] for state in states if parameter in state), {})
 
-    def step(self, factor: float, only: str | None = None) -> None:
+    def step(
+        self, factor: float, only: str | None = None, *, measures_norm: bool = False
+    ) -> torch.Tensor | None:
         """Multiply all gradients by `factor`, clip them, apply them, and delete them.
 
-        `only` is the name of the one optimizer to step; None for all.
+        Args:
+            factor: gives the gradients of the mean loss.
+            only: the name of the one optimizer to step; None for all.
+            measures_norm: whether the norm is wanted, also where nothing is clipped.
+
+        Returns:
+            The 2-norm of the whole gradient before it is clipped, a scalar; None if not measured.
         """
         gradients = self.shard.gradients()
         # In this order: the sum over replicas is of the gradients as they are, and after the
@@ -172,7 +187,8 @@ class ShardedOptimizer:
             factor /= self.loss_scale
         clipped_factor: float | torch.Tensor = factor
         finite = True
-        if self.clip_norm is not None or self._fp16:
+        norm: torch.Tensor | None = None
+        if self.clip_norm is not None or self._fp16 or measures_norm:
             # Of the gradients of the mean loss, which is what the limit is about; also one pass
             # fewer over them than scaling first.
             norm = self.global_norm(gradients) * factor
@@ -187,6 +203,7 @@ class ShardedOptimizer:
             self.apply(gradients, only)
         self._update_loss_scale(finite)
         self.zero_grad()
+        return norm
 
     def apply(self, gradients: Mapping[str, torch.Tensor], only: str | None = None) -> None:
         """Use the scaled and clipped gradients, which are also in the parameters' `grad`."""

@@ -147,7 +147,7 @@ def parallelize(
                 _complete_embedding_outputs(stage, plan)
         elif unfilled is None:
             # Only this rank's stages: the whole model may not fit on one device.
-            stage.to(device)
+            _place(stage, device)
         # A stage without units is one by itself. Units are wrapped before `fully_shard`, whose
         # hooks then are outside of what is compiled and recomputed.
         for number, unit in enumerate(units or [stage]):
@@ -260,6 +260,12 @@ class _CalledByTask(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         return self.task.forward(self.model, inputs)
+
+
+def _place(stage: nn.Module, device: torch.device) -> None:
+    """Move a stage that is not there yet; tensors without values cannot be moved."""
+    if any(each.device != device for each in (*stage.parameters(), *stage.buffers())):
+        stage.to(device)
 
 
 def _parameter_names(names: ParameterNames, stage: nn.Module) -> dict[str, str]:
@@ -408,7 +414,7 @@ def _shard_stage(
             called, stage, names, inputs, units, differentiable_inputs=not first
         )
     # Only this rank's stages: the whole model may not fit on one device.
-    stage.to(device)
+    _place(stage, device)
     _shard_matrices(stage, plan, mesh)
     # Right after the matrices: with units compiled and sharded over the replicas, an error could
     # have other causes.

@@ -26,14 +26,14 @@ from isthmus.transport.requests import fingerprint_of, first_model_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_datacenter.checkpointing.unsent import UnsentUpdates
-from isthmus_datacenter.messages import Command, ProgressReport
+from isthmus_datacenter.messages import PROFILES, Command, ProgressReport
 from isthmus_datacenter.service.hangs import HangLimits
 from isthmus_datacenter.service.rank_group import RankGroup
 from isthmus_datacenter.service.transfer_files import TransferFiles, check_model
 from isthmus_privacy.compression.single_updates import DatacenterMessages
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_RESERVED_NAMES = {"exchange", "logs", "lock", "membership"}
+_RESERVED_NAMES = {"exchange", "logs", "lock", "membership", PROFILES}
 """Names under the state directory that no run can have."""
 
 
@@ -227,6 +227,7 @@ class RequestHandler:
             training=values["training"],
             evaluation=values["evaluation"],
             profile=profile,
+            step_figures=values["step_figures"],
             events=training_events(train.from_step, train.until_step, values, losses),
         )
         if not train.hand_back:

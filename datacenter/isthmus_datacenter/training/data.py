@@ -14,7 +14,6 @@ True
 
 from __future__ import annotations
 
-import array
 import dataclasses
 import functools
 import itertools
@@ -260,11 +259,11 @@ class _ReplicaIndices(Sequence[int]):
 
 
 @functools.lru_cache(maxsize=2)
-def _permutation(examples: int, seed: int, epoch: int, own: EpochOrder | None) -> array.array[int]:
+def _permutation(examples: int, seed: int, epoch: int, own: EpochOrder | None) -> memoryview[int]:
     generator = torch.Generator().manual_seed(derived_seed(seed, epoch))
-    # Element access of an array is ten times as fast as that of a tensor, in as little memory.
     if own is None:
         indices = torch.randperm(examples, generator=generator)
     else:
         indices = own.epoch(generator)[:examples]
-    return array.array("q", indices.contiguous().numpy().tobytes())
+    # Elements are read ten times as fast as those of a tensor, and from the same memory.
+    return indices.contiguous().numpy().data

@@ -211,23 +211,41 @@ class Engine:
             trains: whether the steps are trained, so that later ones begin after them.
 
         Raises:
-            ConsensusError: the file of the positions cannot be used.
+            ConsensusError: the file of the positions cannot be used, or the data are not those of
+                the steps before, or not the same on all ranks.
         """
         if self.private:  # its examples are drawn independently in each step
             return
         order = self.order
         read = DataPositions()
+        own = getattr(self.data, "digest", "")
         directory = self.placement.state
         with fail_together():
             if self.placement.rank == 0:
                 before = DataPositions.read(directory)
-                read = before.with_size(step, replicas=order.replicas, batch_size=order.batch_size)
+                read = before.with_data(own, step)
+                read = read.with_size(step, replicas=order.replicas, batch_size=order.batch_size)
                 if trains and read != before:
                     read.write(directory)
         self.positions = _POSITIONS.broadcast(read)
+        if self.positions.data:
+            with fail_together():
+                self._check_same_data(own)
         self.order = dataclasses.replace(order, origin=(step, self.positions.at(step)))
         if isinstance(self.batch_source, BatchSource):
             self.batch_source.order = self.order
+
+    def _check_same_data(self, own: str) -> None:
+        """Refuse data that are not those of the first rank.
+
+        Raises:
+            TaskError: the digests differ.
+        """
+        if own != self.positions.data:
+            raise TaskError(
+                f"rank {self.placement.rank} has other training data than rank 0; give all nodes "
+                "the same files"
+            )
 
     def invalidate_state(self) -> None:
         """Declare that the parameters are about to be overwritten by those of no step."""

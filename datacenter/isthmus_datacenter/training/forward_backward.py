@@ -138,7 +138,7 @@ class ForwardBackward:
         for index in range(parts):
             part_inputs = _part_of_batch(inputs, index, parts)
             part_target = _part_of_batch(target, index, parts)
-            self._set_gradient_sync(index == parts - 1)
+            self.set_gradient_sync(index == parts - 1)
             if self.pipeline is not None:
                 loss = functools.partial(self._microbatch_loss, part_target, scaled_loss)
                 self.pipeline.run(part_inputs, loss)
@@ -227,7 +227,7 @@ class ForwardBackward:
         part = _part_of_batch(target, number, self.dims.microbatches)
         return scaled_loss(losses_of(self.task, output, part))
 
-    def _set_gradient_sync(self, last: bool) -> None:
+    def set_gradient_sync(self, last: bool) -> None:
         """Accumulate unsharded gradients in stages 0 and 1, and reduce them with the last part."""
         if self.dims.zero_stage > 1 or self.dims.accumulate == 1 or self.pipeline is not None:
             return

@@ -2,7 +2,8 @@
 
 A step has as many examples as the replicas take together. If their number changes, the data go on
 after the last example that was used, so that no example is repeated or left out. What was used is
-kept in a small file, by the steps at which the size of a step changed.
+kept in a small file, by the steps at which the size of a step changed. So is the digest of a data
+set that has one: in another one the same positions are those of other examples.
 
 >>> positions = DataPositions([StepExamples(step=0, position=0, replicas=2, batch_size=8)])
 >>> positions.at(10)
@@ -20,7 +21,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from isthmus.errors import DamagedError, StorageError
+from isthmus.errors import DamagedError, StorageError, TaskError
 from isthmus.system.private_files import make_state_directory
 from isthmus.system.sealed_files import read_sealed, write_sealed
 
@@ -48,6 +49,8 @@ class DataPositions:
     """The sizes of a run's steps, in order."""
 
     sizes: Sequence[StepExamples] = ()
+    data: str = ""
+    """Digest of the data set; empty if it has none, or nothing was trained on it."""
 
     def at(self, step: int) -> int:
         """Examples before a step, which is not before the first that is known."""
@@ -60,13 +63,28 @@ class DataPositions:
 
         Where nothing is known of the steps before, they had the same size.
         """
-        kept = DataPositions([each for each in self.sizes if each.step < step])
+        sizes = [each for each in self.sizes if each.step < step]
+        kept = dataclasses.replace(self, sizes=sizes)
         before = kept._before(step)
         if before is not None and (before.replicas, before.batch_size) == (replicas, batch_size):
             return kept
         position = step * replicas * batch_size if before is None else kept.at(step)
         new = StepExamples(step=step, position=position, replicas=replicas, batch_size=batch_size)
-        return DataPositions([*kept.sizes, new])
+        return dataclasses.replace(kept, sizes=[*kept.sizes, new])
+
+    def with_data(self, digest: str, step: int) -> DataPositions:
+        """The positions in a data set with this digest, where `step` is trained next.
+
+        Raises:
+            TaskError: the steps before were trained on another one.
+        """
+        if step and self.data and digest != self.data:
+            raise TaskError(
+                f"the training data are not those of which this run has used {self.at(step)} "
+                "examples: files, tokenizer or length have changed; restore them, or begin another "
+                "run"
+            )
+        return dataclasses.replace(self, data=digest)
 
     def change_at(self, step: int) -> str | None:
         """A sentence about a change of the step's size with this step; None if there is none."""
@@ -98,8 +116,9 @@ class DataPositions:
         """
         path = directory / _FILE
         try:
-            rows = read_sealed(path)["sizes"]
-            return cls([StepExamples(**row) for row in rows])
+            values = read_sealed(path)
+            sizes = [StepExamples(**row) for row in values["sizes"]]
+            return cls(sizes, values.get("data", ""))
         except FileNotFoundError:
             return cls()
         except OSError as error:
@@ -119,7 +138,8 @@ class DataPositions:
         path = directory / _FILE
         try:
             make_state_directory(directory)
-            write_sealed(path, {"sizes": [dataclasses.asdict(each) for each in self.sizes]})
+            sizes = [dataclasses.asdict(each) for each in self.sizes]
+            write_sealed(path, {"sizes": sizes, "data": self.data})
         except OSError as error:
             raise StorageError(f"{path} cannot be written: {error.strerror}") from error
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from isthmus_datacenter.messages import ProgressReport
+from isthmus_datacenter.training.step_figures import StepRecorder
 
 T = TypeVar("T")
 
@@ -31,6 +32,8 @@ STEP_PARTS = ("reading", "forward_backward", "optimizer")
 """Parts of a step; collectives belong to the part that waits for them."""
 ROUND_PARTS = ("exchange", "checkpoint", "evaluation")
 """Parts of a round apart from its steps."""
+_REPORTED = 20
+"""Figures of steps in a report: of those since the last one, which may have been lost."""
 _REPORT_SECONDS = 0.5
 """Interval between two progress reports."""
 
@@ -176,6 +179,7 @@ class ProgressReporter:
         *,
         steps_before: int = 0,
         loss_sum_before: float = 0.0,
+        recorder: StepRecorder | None = None,
     ) -> None:
         """Begin to report.
 
@@ -186,7 +190,9 @@ class ProgressReporter:
             device: where the losses are.
             steps_before: steps of the round before a restart.
             loss_sum_before: sum of their losses on this rank.
+            recorder: whose last figures the reports have.
         """
+        self._recorder = recorder
         self._send = send
         self._total_steps = total_steps
         self._examples = examples
@@ -241,6 +247,10 @@ class ProgressReporter:
                 loss=(total - self._reported_sum) / units,
                 examples_per_second=(point.steps - last.steps) * self._examples / seconds,
                 units_per_second=(point.global_units - last.global_units) / seconds,
+                step_figures=tuple(
+                    dataclasses.asdict(each)
+                    for each in (self._recorder.recorded if self._recorder else [])[-_REPORTED:]
+                ),
             )
         )
         self._reported = point

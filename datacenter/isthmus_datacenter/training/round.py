@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,7 +14,13 @@ from isthmus.task.definition import defines
 from isthmus.task.scoring import Averages
 from isthmus_datacenter.checkpointing.checkpoints import MidRoundCheckpoint, RankProgress
 from isthmus_datacenter.checkpointing.model_file import load_shards, store_shards
-from isthmus_datacenter.messages import Command, ControlSignal, ReadSignal
+from isthmus_datacenter.messages import (
+    PROFILES,
+    Command,
+    ControlSignal,
+    ReadSignal,
+    RecordedStep,
+)
 from isthmus_datacenter.training.consensus import (
     ConsensusError,
     StoppedError,
@@ -23,7 +30,9 @@ from isthmus_datacenter.training.consensus import (
 from isthmus_datacenter.training.engine import Engine
 from isthmus_datacenter.training.profile import ProgressReporter, RoundProfile, SendReport
 from isthmus_datacenter.training.rng import generator_states, restore_generators
+from isthmus_datacenter.training.step_figures import StepRecorder
 from isthmus_datacenter.training.step_loop import StartPoint, StepLoop
+from isthmus_datacenter.training.step_trace import StepTrace
 
 
 def train_round(
@@ -68,6 +77,8 @@ class _Round:
         self._resets_optimizer = engine.job.datacenter.optimizer_on_load == "reset"
         self._rate: float | None = None
         """Scheduled learning rate of the first step."""
+        self._recorder: StepRecorder | None = None
+        self._trace = self._make_trace()
         self._flops = 0.0
         """Operations of one step; 0 if unknown."""
 
@@ -81,8 +92,14 @@ class _Round:
         start = self._resume() or self._start()
         with fail_together():
             self._rate = engine.begin_schedules(command.position)
+        recorder = self._recorder = self._make_recorder(start)
         loop = StepLoop(
-            engine.forward_backward, engine.optimizer, engine.layout.statistics, profile, start
+            engine.forward_backward,
+            engine.optimizer,
+            engine.layout.statistics,
+            profile,
+            start,
+            recorder,
         )
         try:
             loss = self._train_steps(loop, start, send_report, read_signal)
@@ -119,6 +136,7 @@ class _Round:
             "examples": steps * per_step,
             "training": self._training_figures(loss, loop.parts),
             "evaluation": evaluation,
+            "step_figures": _as_mappings(recorder),
             "seconds": profile.seconds,
         }
 
@@ -188,7 +206,10 @@ class _Round:
             checkpoint, engine.shard, engine.optimizer, self._position()
         )
         restore_generators(progress.generators, engine.placement.device)
-        return StartPoint(checkpoint.step, progress.loss_sum, progress.units, progress.parts)
+        recorded = [RecordedStep(**each) for each in progress.step_figures]
+        return StartPoint(
+            checkpoint.step, progress.loss_sum, progress.units, progress.parts, recorded
+        )
 
     def _position(self) -> str:
         coordinates = self._engine.coordinates
@@ -217,7 +238,7 @@ class _Round:
         change = None
         if command.until_step > command.from_step:
             change = self._engine.positions.change_at(command.from_step)
-        notes = [] if change is None else [change]
+        notes = [*filter(None, [change, self._trace.note])]
         if command.model is None or self._resets_optimizer or state_step == command.from_step:
             return notes
         kept = "a new one" if state_step is None else f"that of step {state_step}"
@@ -247,27 +268,58 @@ class _Round:
                 engine.placement.device,
                 steps_before=start.step - first,
                 loss_sum_before=start.loss_sum,
+                recorder=self._recorder,
             )
         profile.begin()
         # By the step and not by what was read before: a resumed round reads what an undisturbed one
         # would.
         batches = profile.timed_reads(engine.batch_source.batches(start.step, until))
         position = self._command.position + start.step - first
-        for taken in loop.take(self._with_flops(batches), position, read_signal):
-            if reporter is not None:
-                reporter.step(loop.loss_sum, taken.local_units, taken.global_units)
-            # The last step has the round's own checkpoint.
-            if self._lineage is not None and taken.step + 1 < until:
-                checkpoint = MidRoundCheckpoint(self._lineage, taken.step + 1)
-                self._save_mid_round(checkpoint, loop, taken.signal)
+        try:
+            for taken in loop.take(self._observed(batches, start.step), position, read_signal):
+                self._trace.after(taken.step)
+                if reporter is not None:
+                    reporter.step(loop.loss_sum, taken.local_units, taken.global_units)
+                # The last step has the round's own checkpoint.
+                if self._lineage is not None and taken.step + 1 < until:
+                    checkpoint = MidRoundCheckpoint(self._lineage, taken.step + 1)
+                    self._save_mid_round(checkpoint, loop, taken.signal)
+            self._trace.end()
+        finally:
+            self._trace.abandon()
         mean = loop.finish(first, until)
         profile.end()
         return None if engine.private else mean
 
-    def _with_flops(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _make_recorder(self, start: StartPoint) -> StepRecorder | None:
+        """What records the figures of steps; None if the job asks for none."""
+        engine = self._engine
+        interval = engine.job.datacenter.log_steps
+        if not interval:
+            return None
+        return StepRecorder(
+            interval,
+            engine.placement.device,
+            engine.dims.ranks,
+            counts_losses=engine.forward_backward.counts_losses,
+            earlier=start.step_figures,
+        )
+
+    def _make_trace(self) -> StepTrace:
+        """What traces the steps that the job has chosen."""
+        engine = self._engine
+        chosen = engine.job.datacenter.profile_steps
+        steps = range(0) if chosen is None else range(chosen[0] - 1, chosen[1])
+        state = engine.placement.state
+        # Not in the run's own directory, which is deleted when the run is over.
+        directory = state.parent / PROFILES / state.name
+        return StepTrace(steps, directory, engine.placement.rank, engine.placement.device)
+
+    def _observed(self, batches: Iterable[Any], first: int) -> Iterator[Any]:
         """The same batches; the operations of a step are counted on the first one."""
-        for batch in batches:
+        for step, batch in enumerate(batches, first):
             self._flops = self._engine.step_flops(batch)
+            self._trace.before(step)
             yield batch
 
     def _save_mid_round(
@@ -296,6 +348,7 @@ class _Round:
                 name: (float(part), float(loop.parts.counts[name]))
                 for name, part in loop.parts.sums.items()
             },
+            step_figures=_as_mappings(self._recorder),
         )
         with self._profile.host_time("checkpoint"):
             engine.checkpoints.begin_mid_round_save(
@@ -310,3 +363,8 @@ class _Round:
                 f"stopped after step {checkpoint.step} of {command.from_step} to "
                 f"{command.until_step}, which is saved: the machines are about to be taken away"
             )
+
+
+def _as_mappings(recorder: StepRecorder | None) -> list[dict[str, Any]]:
+    """All figures of a round so far, as they are sent and stored."""
+    return [] if recorder is None else [dataclasses.asdict(each) for each in recorder.finish()]

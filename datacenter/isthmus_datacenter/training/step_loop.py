@@ -15,11 +15,12 @@ import torch
 from isthmus.errors import TaskError
 from isthmus.task.scoring import Averages
 from isthmus.tensors.fingerprint import changed_frozen, newly_frozen, same_values
-from isthmus_datacenter.messages import ControlSignal, ReadSignal
+from isthmus_datacenter.messages import ControlSignal, ReadSignal, RecordedStep
 from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
 from isthmus_datacenter.training.consensus import StoppedError, finite_mean_loss
 from isthmus_datacenter.training.forward_backward import ForwardBackward
 from isthmus_datacenter.training.profile import RoundProfile
+from isthmus_datacenter.training.step_figures import StepRecorder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,8 @@ class StartPoint:
     """Units of the round so far, of all replicas."""
     parts: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     """Sums and weights of the named parts of the losses so far, of this rank."""
+    step_figures: Sequence[RecordedStep] = ()
+    """Figures of the steps of the round so far."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,7 @@ class StepLoop:
         statistics: Sequence[str],
         profile: RoundProfile,
         start: StartPoint,
+        recorder: StepRecorder | None = None,
     ) -> None:
         """Begin at a step, with what was counted of the round before it.
 
@@ -68,6 +72,7 @@ class StepLoop:
             statistics: names of the running statistics of the exchange set.
             profile: gets the times of the parts of a step.
             start: the first step.
+            recorder: gets figures of some steps; None if nobody wants them.
         """
         self.loss_sum = torch.tensor(
             start.loss_sum, dtype=torch.float64, device=forward_backward.device
@@ -85,6 +90,7 @@ class StepLoop:
         self._statistics = statistics
         self._profile = profile
         self._first = start.step
+        self._recorder = recorder
         self._frozen = self._shard.frozen_samples()
         optimizer.zero_grad()  # of a step that was stopped
 
@@ -110,6 +116,10 @@ class StepLoop:
             signal = ControlSignal.CONTINUE
             local_units = 0.0
             global_units = 0.0
+            recorder = self._recorder
+            due = recorder is not None and recorder.is_due(step)
+            loss_sum = torch.zeros_like(self.loss_sum)
+            norms: list[torch.Tensor] = []
             for name in optimizer.names:
                 with optimizer.alone(name):
                     with self._profile.device_time("forward_backward"):
@@ -126,12 +136,20 @@ class StepLoop:
                         # Before it: a schedule's rate is that of the step it is used in.
                         optimizer.go_to(position + index)
                         # Reduces, scales and clips the gradients, applies and deletes them.
-                        optimizer.step(result.gradient_factor, name)
+                        norm = optimizer.step(result.gradient_factor, name, measures_norm=due)
+                        if norm is not None:
+                            norms.append(norm)
                         self._shard.average_statistics(self._statistics)
                 self.loss_sum += result.loss_sum
+                if due:
+                    loss_sum += result.loss_sum
                 local_units += result.local_units
                 global_units += result.global_units
             self.units += global_units
+            if recorder is not None:
+                recorder.count(global_units)
+                if due:
+                    recorder.record(step, loss_sum, global_units, norms, optimizer.learning_rate)
             yield TakenStep(step, local_units, global_units, signal)
 
     def finish(self, first: int, until: int) -> float | None:

@@ -12,7 +12,7 @@ from isthmus_privacy.slots import GRADIENT_LOST
 from isthmus_server.model import merge
 from isthmus_server.regimes import gradient_measurement
 from isthmus_server.regimes.base import DatacenterResult, FederatedResult
-from isthmus_server.storage.records import Receipt, UpdateNoise
+from isthmus_server.storage.records import Receipt, StepFigures, UpdateNoise
 from isthmus_server.strategy.gradients import GradientMeasurement, GroupSum
 
 
@@ -71,6 +71,15 @@ class TrainingResult:
     def profile(self) -> dict[str, dict[str, float]]:
         """Rates and memory of each datacenter, by its name."""
         return {result.receipts[0].participant: dict(result.profile) for result in self.datacenters}
+
+    @property
+    def step_figures(self) -> dict[str, Sequence[StepFigures]]:
+        """Figures of some steps of each datacenter, by its name; empty if it has none."""
+        return {
+            result.receipts[0].participant: result.step_figures
+            for result in self.datacenters
+            if result.step_figures
+        }
 
 
 def with_earlier(earlier: Sequence[Receipt], receipts: Sequence[Receipt]) -> list[Receipt]:

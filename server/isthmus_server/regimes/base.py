@@ -19,7 +19,7 @@ from isthmus.errors import RoundFailed, UserError
 from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import FIRST_POSITION, RoundPosition
 from isthmus.wire import link_pb2
-from isthmus_server.storage.records import Receipt
+from isthmus_server.storage.records import Receipt, StepFigures
 
 if TYPE_CHECKING:
     from isthmus.tensors.exchange_set import TensorLayout
@@ -101,6 +101,8 @@ class DatacenterResult:
     evaluation: Mapping[str, float]
     profile: Mapping[str, float]
     """Rates and memory of the ranks; they differ between runs."""
+    step_figures: Sequence[StepFigures] = ()
+    """Figures of some steps."""
     receipts: Sequence[Receipt]
 
     @property

@@ -17,6 +17,7 @@ from isthmus_privacy.compression.single_updates import DatacenterMessages
 from isthmus_server.regimes.base import AttemptFailed, DatacenterResult
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.regimes.committed_sums import CommittedSums
+from isthmus_server.storage.records import StepFigures
 from isthmus_server.strategy.round_spec import RoundSpec
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.sanitize import check_figures
@@ -169,6 +170,7 @@ class DatacenterRegime:
             training=dict(trained.training),
             evaluation=dict(trained.evaluation),
             profile=dict(trained.profile),
+            step_figures=[StepFigures.of(each) for each in trained.step_figures],
             receipts=receipts.complete(""),
         )
 

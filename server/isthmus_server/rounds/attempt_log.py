@@ -122,6 +122,7 @@ class AttemptLog:
             gradients=results.gradients,
             groups=results.groups,
             profile=results.profile,
+            step_figures=results.step_figures,
         )
         state = state.after_round(spec, record, averaged, saved)
         # The log first: what is in memory follows from it, and an event must not announce a round

@@ -21,6 +21,7 @@ from isthmus_server.storage.records import (
     FinalModel,
     Record,
     RoundRecord,
+    StepFigures,
     validated,
 )
 from isthmus_server.strategy.decision import Decision
@@ -122,6 +123,8 @@ class ParticipantProgress(Event):
     examples_per_second: float = 0.0
     units_per_second: float = 0.0
     """Scored units per second, such as tokens."""
+    step_figures: Sequence[StepFigures] = ()
+    """Figures of the last steps that have some."""
 
     @classmethod
     def from_message(cls, participant: str, message: link_pb2.Progress) -> ParticipantProgress:
@@ -134,6 +137,7 @@ class ParticipantProgress(Event):
             loss=message.loss,
             examples_per_second=message.examples_per_second,
             units_per_second=message.units_per_second,
+            step_figures=[StepFigures.of(each) for each in message.step_figures],
         )
 
 

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from isthmus.errors import DamagedError
+from isthmus.wire import link_pb2
 from isthmus_privacy.slots import LOSS, OTHER_WEIGHT, OVER_RANGE, OVER_WEIGHT
 from isthmus_server.model.summed_evaluation import SummedEvaluation
 from isthmus_server.storage.checkpoints import Saved
@@ -280,6 +281,33 @@ class Cost(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StepFigures(Record):
+    """Figures of one optimizer step of a datacenter."""
+
+    step: int
+    """Steps of the run so far, this one included."""
+    loss: float
+    """Mean over the units of all replicas."""
+    gradient_norm: float
+    """2-norm of the whole gradient, before it is clipped."""
+    learning_rate: float | None
+    """Of the first group of parameters, if it has one."""
+    units_per_second: float
+    """Scored units per second, such as tokens, since the step before that has figures."""
+
+    @classmethod
+    def of(cls, message: link_pb2.StepFigures) -> StepFigures:
+        """Those of a message."""
+        return cls(
+            step=message.step,
+            loss=message.loss,
+            gradient_norm=message.gradient_norm,
+            learning_rate=message.learning_rate if message.HasField("learning_rate") else None,
+            units_per_second=message.units_per_second,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttemptRecord(Record):
     """One ended attempt at a round: what committed rounds and failed attempts have in common."""
 
@@ -338,6 +366,8 @@ class RoundRecord(AttemptRecord):
     """The evaluation of the model on devices, if the job has one."""
     profile: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     """Rates and memory of each datacenter's ranks."""
+    step_figures: Mapping[str, Sequence[StepFigures]] = dataclasses.field(default_factory=dict)
+    """Figures of some steps of each datacenter, with `datacenter.log_steps`."""
 
     @property
     def unusable(self) -> str:

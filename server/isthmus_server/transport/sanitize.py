@@ -17,6 +17,9 @@ MAX_FIGURES = 4096
 MAX_FIGURE = 1e200
 """Largest reported figure: sums over all devices, weighted by their examples, stay finite."""
 
+MAX_STEPS = 1000
+"""Steps of a round that may have figures."""
+
 
 def reason_of(reply: link_pb2.Reply) -> str:
     """Return why a participant failed a request, escaped."""
@@ -44,5 +47,15 @@ def check_figures(trained: link_pb2.Trained) -> None:
         raise UpdateError("its time or one of its figures is not finite")
     if any(abs(figure) > MAX_FIGURE for figure in figures):
         raise UpdateError(f"its time or one of its figures is above {MAX_FIGURE:g}")
+    if len(trained.step_figures) > MAX_STEPS:
+        raise UpdateError(
+            f"it has figures of {len(trained.step_figures)} steps, and not {MAX_STEPS}"
+        )
+    for step in trained.step_figures:
+        numbers = (step.loss, step.gradient_norm, step.learning_rate, step.units_per_second)
+        if not all(math.isfinite(each) and abs(each) <= MAX_FIGURE for each in numbers):
+            raise UpdateError(
+                f"a figure of step {step.step} is not finite, or above {MAX_FIGURE:g}"
+            )
     if trained.seconds < 0:
         raise UpdateError(f"its time of {trained.seconds:g} s is below 0")

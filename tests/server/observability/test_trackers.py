@@ -1,5 +1,6 @@
 """Trackers get each committed round once, in their own files, also of a run that is continued."""
 
+import dataclasses
 import http.server
 import threading
 
@@ -15,7 +16,7 @@ from isthmus_server.observability.trackers.traces import TraceSink
 from isthmus_server.observability.trackers.tracker import TrackerSink
 from isthmus_server.observability.trackers.weights_and_biases import WeightsAndBiases
 from isthmus_server.storage.events import RoundCommitted, RoundPlanned, RunFailed, RunFinished
-from isthmus_server.storage.records import Receipt
+from isthmus_server.storage.records import Receipt, StepFigures
 
 PLANNED = RoundPlanned(round=1, attempt=1, regime="federated", reason="x", invited=2)
 
@@ -39,12 +40,37 @@ class RecordingTracker:
         self.ended.append(failed)
 
 
+class TrackerOfSteps(RecordingTracker):
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def log_step(self, step, figures):
+        self.steps.append((step, len(self.rounds), figures))
+
+
+def with_steps(round_, *steps):
+    """A committed round with figures of some steps; not every optimizer has a learning rate."""
+    figures = [
+        StepFigures(
+            step=step,
+            loss=1 / step,
+            gradient_norm=0.5,
+            learning_rate=None if step % 2 else 0.1,
+            units_per_second=100.0,
+        )
+        for step in steps
+    ]
+    record = dataclasses.replace(round_record(round_), step_figures={"dc": figures})
+    return RoundCommitted(record=record)
+
+
 @pytest.fixture
 def track(make_job, tmp_path):
     """Pass events of one run to a tracker, as a process does that starts or continues it."""
 
     def track(name, tracker, *events, earlier=()):
-        job = make_job("budget=50", "federated.cohort=4")
+        job = make_job("budget=50", "federated.cohort=4", "datacenter.log_steps=5")
         sink = TrackerSink(name, tracker, job, "table-1", tmp_path, lambda: earlier)
         for event in events:
             sink(event)
@@ -83,6 +109,29 @@ def test_each_round_is_logged_once_also_when_the_run_is_continued(track):
     assert again.rounds[5]["final/x"] == 1.0
 
 
+def test_steps_are_logged_before_their_round_by_trackers_that_know_them(track):
+    tracker = TrackerOfSteps()
+    track("any", tracker, with_steps(1, 10, 15), with_steps(2, 20))
+    assert [(step, rounds) for step, rounds, _ in tracker.steps] == [(10, 0), (15, 0), (20, 1)]
+    assert tracker.steps[0][2] == {
+        "steps/loss": 0.1,
+        "steps/gradient_norm": 0.5,
+        "steps/learning_rate": 0.1,
+        "steps/units_per_second": 100.0,
+    }
+    assert "steps/learning_rate" not in tracker.steps[1][2]
+    track("other", RecordingTracker(), with_steps(1, 10))
+    both = with_steps(1, 10)
+    figures = both.record.step_figures["dc"]
+    record = dataclasses.replace(both.record, step_figures={"here": figures, "far": figures})
+    several = TrackerOfSteps()
+    track("several", several, RoundCommitted(record=record))
+    assert [min(figures) for *_, figures in several.steps] == [
+        "steps/1/gradient_norm",
+        "steps/2/gradient_norm",
+    ]
+
+
 def test_a_run_that_never_began_is_not_tracked(track):
     tracker = RecordingTracker()
     assert not track("any", tracker).exists()
@@ -94,13 +143,15 @@ def test_tensorboard_reads_the_rounds(track):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     track("tensorboard", TensorBoardFiles(), *committed(1))
-    folder = track("tensorboard", TensorBoardFiles(), *committed(1, 2))
+    folder = track("tensorboard", TensorBoardFiles(), *committed(1), with_steps(2, 10, 20))
     events = EventAccumulator(str(folder))
     events.Reload()
     accuracies = [
         (event.step, round(event.value, 6)) for event in events.Scalars("metrics/accuracy")
     ]
-    assert accuracies == [(1, 0.1), (2, 0.2)]
+    assert accuracies == [(1, 0.1)]
+    losses = [(event.step, event.value) for event in events.Scalars("steps/loss")]
+    assert losses == [(10, pytest.approx(0.1)), (20, pytest.approx(0.05))]
     assert [tag for tag in events.Tags()["tensors"] if tag.startswith("job")]
 
 
@@ -112,6 +163,7 @@ def test_mlflow_has_one_run_with_parameters_and_the_rounds(track, tmp_path, monk
     uri = (tmp_path / "server").as_uri()
     for rounds in ((1,), (1, 2)):
         track("mlflow", MlflowServer(uri), *committed(*rounds))
+    track("mlflow", MlflowServer(uri), with_steps(3, 10, 20))
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("table")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -119,16 +171,21 @@ def test_mlflow_has_one_run_with_parameters_and_the_rounds(track, tmp_path, monk
     assert run.data.params["federated.cohort"] == "4"
     history = client.get_metric_history(run.info.run_id, "metrics/accuracy")
     assert [(metric.step, metric.value) for metric in history] == [(1, 0.1), (2, 0.2)]
+    history = client.get_metric_history(run.info.run_id, "steps/loss")
+    assert [(metric.step, metric.value) for metric in history] == [(10, 0.1), (20, 0.05)]
 
 
 def test_wandb_writes_an_offline_run(track, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    folder = track("wandb", WeightsAndBiases("isthmus"), *committed(1, 2))
+    steps = with_steps(3, 10, 20)
+    folder = track("wandb", WeightsAndBiases("isthmus"), *committed(1, 2), steps)
     wandb.teardown()  # its process writes the file, and ends
     (run,) = folder.glob("wandb/offline-run-*-table-1/run-table-1.wandb")
     data = run.read_bytes()
     assert b"metrics/accuracy" in data
+    assert b"steps/gradient_norm" in data
+    assert b"steps/step" in data
     assert b"federated" in data
 
 

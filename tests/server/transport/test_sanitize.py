@@ -59,6 +59,15 @@ def test_more_figures_than_a_log_can_keep_are_refused(where):
         check_figures(trained)
 
 
+def test_figures_of_steps_are_few_and_finite():
+    check_figures(link_pb2.Trained(step_figures=1000 * [{"step": 1, "loss": 2.0}]))
+    with pytest.raises(UpdateError, match="it has figures of 1001 steps, and not 1000"):
+        check_figures(link_pb2.Trained(step_figures=1001 * [{"step": 1}]))
+    for figure in ("loss", "gradient_norm", "learning_rate", "units_per_second"):
+        with pytest.raises(UpdateError, match="a figure of step 7 is not finite"):
+            check_figures(link_pb2.Trained(step_figures=[{"step": 7, figure: float("nan")}]))
+
+
 @pytest.mark.parametrize("figure", [1e308, -1e308, float("inf"), float("nan")])
 def test_a_figure_that_would_make_a_mean_infinite_is_refused(figure):
     with pytest.raises(UpdateError, match="its time or one of its figures is"):

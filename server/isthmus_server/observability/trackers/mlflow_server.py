@@ -59,6 +59,10 @@ class MlflowServer:
         metrics = [Metric(_name(name), value, now, round_) for name, value in figures.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
+    def log_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log metrics of an optimizer step."""
+        self.log(step, figures)
+
     def end(self, failed: bool) -> None:
         """Set the status of the run."""
         self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")

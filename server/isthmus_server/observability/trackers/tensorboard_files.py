@@ -32,6 +32,11 @@ class TensorBoardFiles:
             self._writer.add_scalar(name, value, round_)
         self._writer.flush()
 
+    def log_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write scalars of an optimizer step."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
     def end(self, failed: bool) -> None:
         """Close the file."""
         self._writer.close()

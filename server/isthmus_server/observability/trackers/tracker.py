@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from isthmus.job import Job
 from isthmus_server.observability.run_figures import OUTCOMES, merged
 from isthmus_server.observability.sinks import EventSink
 from isthmus_server.storage.events import Event, RoundCommitted, RunFailed, RunFinished
-from isthmus_server.storage.records import EndedAttempt, RoundRecord
+from isthmus_server.storage.records import EndedAttempt, RoundRecord, StepFigures
 
 REGIMES = ("datacenter", "federated", "hybrid")
 """The figure `regime` is the position in this list."""
@@ -45,6 +45,9 @@ class Tracker(Protocol):
     def log(self, round_: int, figures: Mapping[str, float]) -> None:
         """Log the figures of a committed round, or of the final model."""
         ...
+
+    # A tracker may also have `log_step(step, figures)`, for figures of single optimizer steps of a
+    # datacenter; it is called before `log` for the round that they belong to.
 
     def end(self, failed: bool) -> None:
         """Write everything out. It is not known of an interrupted run whether it goes on."""
@@ -140,6 +143,11 @@ class TrackerSink(EventSink):
         if record.round <= self._logged:
             return
         self._spent += record.cost.price
+        log_step = getattr(self._tracker, "log_step", None)
+        if log_step is not None:
+            for prefix, steps in _prefixed(record.step_figures):
+                for each in steps:
+                    log_step(each.step, step_figures_of(prefix, each))
         self._tracker.log(record.round, figures_of(record, self._spent))
         self._save(record.round)
 
@@ -173,6 +181,26 @@ def figures_of(record: RoundRecord, spent: float) -> dict[str, float]:
     if record.epsilon is not None:
         figures["epsilon"] = record.epsilon
     return figures
+
+
+def _prefixed(
+    step_figures: Mapping[str, Sequence[StepFigures]],
+) -> Iterator[tuple[str, Sequence[StepFigures]]]:
+    """The figures of each datacenter, which is not named: several are numbered."""
+    for number, name in enumerate(sorted(step_figures), 1):
+        yield "steps" if len(step_figures) == 1 else f"steps/{number}", step_figures[name]
+
+
+def step_figures_of(prefix: str, step: StepFigures) -> dict[str, float]:
+    """The figures of a step of a datacenter, by name."""
+    figures = {
+        "loss": step.loss,
+        "gradient_norm": step.gradient_norm,
+        "units_per_second": step.units_per_second,
+    }
+    if step.learning_rate is not None:
+        figures["learning_rate"] = step.learning_rate
+    return {f"{prefix}/{figure}": value for figure, value in figures.items()}
 
 
 def parameters_of(job: Job) -> Iterator[tuple[str, str | int | float | bool]]:

@@ -21,6 +21,8 @@ class WeightsAndBiases:
         """Use a project; None for that of the environment or the job's name."""
         self._project = project
         self._run: Any = None
+        self._by_steps = False
+        """Whether figures of single steps come too."""
 
     def begin(self, run: TrackedRun) -> str:
         """Begin or continue the run; its id is that of Isthmus.
@@ -53,11 +55,23 @@ class WeightsAndBiases:
                 x_disable_stats=True,
             ),
         )
+        # One run has one axis of steps, which only grows: figures of both kinds name their own.
+        self._by_steps = bool(run.parameters.get("datacenter.log_steps"))
+        if self._by_steps:
+            self._run.define_metric("*", step_metric="round")
+            self._run.define_metric("steps/*", step_metric="steps/step")
         return run.run_id
 
     def log(self, round_: int, figures: Mapping[str, float]) -> None:
         """Log figures; the step is the round."""
+        if self._by_steps:
+            self._run.log({**figures, "round": round_})
+            return
         self._run.log(dict(figures), step=round_)
+
+    def log_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Log figures of an optimizer step."""
+        self._run.log({**figures, "steps/step": step})
 
     def end(self, failed: bool) -> None:
         """Send what is left."""

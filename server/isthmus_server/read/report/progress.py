@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -32,7 +33,7 @@ from isthmus_server.storage.events import (
     RunFinished,
     WaitingForParticipants,
 )
-from isthmus_server.storage.records import ComparisonRecord, FinalModel, RoundRecord
+from isthmus_server.storage.records import ComparisonRecord, FinalModel, RoundRecord, StepFigures
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class ProgressView:
         self._last: deque[RoundRecord] = deque(maxlen=WINDOW)
         self._printed: dict[str, float] = {}
         """When a progress line was last printed, by name; "" for that of waiting."""
+        self._shown_steps: dict[str, int] = {}
+        """The last step of each datacenter whose figures were printed, by name."""
         self._told: set[str] = set()
         """Long reasons that were printed, without their numbers."""
 
@@ -119,6 +122,8 @@ class ProgressView:
             case ModelsCompared():
                 self._show_comparison(event.record)
             case RoundCommitted():
+                for name, steps in event.record.step_figures.items():
+                    self._show_steps(name, steps)
                 self._show_round(event.record)
             case RoundAttemptFailed():
                 attempt = f"round {event.record.round}, try {event.record.attempt}"
@@ -190,6 +195,7 @@ class ProgressView:
         name = event.participant
         if event.note:
             self._print(f"[dim]{_safe(name)}: {_safe(event.note)}[/dim]")
+        self._show_steps(name, event.step_figures)
         if not event.total_steps:
             return
         line = (
@@ -204,6 +210,18 @@ class ProgressView:
         if self._live is None and now - self._printed.get(name, self._since) >= _LINE_SECONDS:
             self._printed[name] = now
             self._print(f"           [dim]{_safe(line)}[/dim]")
+
+    def _show_steps(self, name: str, steps: Sequence[StepFigures]) -> None:
+        """Print the figures of steps that were not printed yet; each report repeats some."""
+        for each in steps:
+            if each.step <= self._shown_steps.get(name, 0):
+                continue
+            self._shown_steps[name] = each.step
+            line = f"{in_a_line(name)}: step {each.step}: loss {each.loss:.4g}, "
+            line += f"gradient norm {each.gradient_norm:.4g}"
+            if each.learning_rate is not None:
+                line += f", learning rate {each.learning_rate:.4g}"
+            self._print(f"           {_safe(line)}, {each.units_per_second:,.0f} scored units/s")
 
     def _show_waiting(self, line: str) -> None:
         """Show what the run waits for; without a terminal only once it has waited for a while."""

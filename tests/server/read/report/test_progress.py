@@ -1,5 +1,6 @@
 """The lines that `ProgressView` prints without a terminal."""
 
+import dataclasses
 import time
 from io import StringIO
 
@@ -28,6 +29,7 @@ from isthmus_server.storage.events import (
 from isthmus_server.storage.records import (
     FinalModel,
     Receipt,
+    StepFigures,
 )
 from isthmus_server.strategy.policy import Comparison
 
@@ -84,6 +86,26 @@ def test_progress_is_printed_at_intervals_for_each_datacenter(shown):
         "cluster-0: step 10 of 50, loss 1.25, 1,234 examples/s (9,000 scored units/s)",
         "cluster-0: step 6 of 50, loss 1.25, 1,234 examples/s (9,000 scored units/s)",
         "cluster-1: step 7 of 50, loss 1.25, 1,234 examples/s",
+    ]
+
+
+def test_figures_of_steps_are_printed_once(shown):
+    """Reports repeat the last ones, and the round has all of them."""
+    figures = {"loss": 0.5, "gradient_norm": 2.0, "learning_rate": 0.001, "units_per_second": 9e3}
+    steps = [{"step": step, **figures} for step in (5, 10, 15)]
+    del steps[1]["learning_rate"]
+    for first in (0, 1):
+        message = link_pb2.Progress(step_figures=steps[first : first + 2])
+        shown.view(ParticipantProgress.from_message("dc", message))
+    last = StepFigures.of(link_pb2.StepFigures(**{**figures, "step": 20}))
+    earlier = [StepFigures.of(link_pb2.StepFigures(**each)) for each in steps]
+    record = dataclasses.replace(round_record(1), step_figures={"dc": [*earlier, last]})
+    shown.view(RoundCommitted(record=record))
+    rate = ", learning rate 0.001"
+    assert [line for line in shown() if line.startswith("dc: ")] == [
+        f"dc: step {step}: loss 0.5, gradient norm 2{'' if step == 10 else rate}, "
+        "9,000 scored units/s"
+        for step in (5, 10, 15, 20)
     ]
 
 

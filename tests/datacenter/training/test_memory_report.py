@@ -1,0 +1,200 @@
+"""The memory of a rank that is not there is that of a rank that is."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from isthmus.errors import TaskError, UserError
+from isthmus.job.commands import job as job_command
+from isthmus.task import Participant
+from isthmus.task.scoring import build_model
+from isthmus_datacenter.training.memory_report import (
+    RankMemory,
+    _optimizer_bytes,
+    examples_at_once,
+    memory_of,
+)
+
+LAYOUTS = {
+    "whole": {"zero_stage": 0},
+    "zero1": {"zero_stage": 1, "accumulate": 2},
+    "zero2": {"zero_stage": 2},
+    "zero3": {"zero_stage": 3},
+    "zero3 bf16": {"zero_stage": 3, "precision": "bf16"},
+    "recomputed": {"zero_stage": 2, "checkpoint_activations": True},
+}
+
+
+def report(setup: Any, ranks: int, **more: Any) -> RankMemory:
+    data: Any = setup.task.local_data(Participant(name="test", regime="datacenter"))
+    rows = [data[index] for index in range(examples_at_once(setup.job, ranks))]
+    return memory_of(setup.task, setup.job, rows, ranks, **{"accelerators": False, **more})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_is_that_of_real_ranks(
+    layout: str, make_setup: Any, on_ranks: Any, tmp_path: Path
+) -> None:
+    setup = make_setup("Masked", {}, batch_size=4, **LAYOUTS[layout])
+    found = report(setup, 2)
+    opening = setup.open_command()
+    states = on_ranks(2, "memory_of_state", opening, str(tmp_path))
+    most = [max(column) for column in zip(*states, strict=True)]
+    assert [found.parameters, found.gradients, found.optimizer] == most
+    rows = examples_at_once(setup.job, 2)
+    real = on_ranks(2, "memory_of_real_tensors", opening, rows)[0]
+    if "bf16" in layout:
+        # Processors convert gradients to float32 in a copy before they put them into one message;
+        # the kernel of GPUs does both at once, and fake tensors are like it.
+        real["peak"] -= 4 * sum(each.numel() for each in setup.task.model().parameters())
+    assert dataclasses.asdict(found) == pytest.approx(real, rel=0.05)
+    assert found.peak > found.parameters + found.optimizer + found.activations
+
+
+def test_activations_are_what_autograd_keeps(make_setup: Any) -> None:
+    setup = make_setup("Table", {}, ranks=1, batch_size=16, zero_stage=0)
+    model = build_model(setup.task, setup.job.seed)
+    data = setup.task.local_data(Participant(name="test", regime="datacenter"))
+    inputs, target = (torch.stack(each) for each in zip(*[data[i] for i in range(16)], strict=True))
+    known = {each.untyped_storage().data_ptr() for each in [*model.parameters(), inputs, target]}
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda each: each):
+        total = setup.task.loss(model(inputs), target).sum()
+    assert report(setup, 1).activations == pytest.approx(sum(kept.values()), rel=0.05)
+    assert total.requires_grad
+
+
+def test_more_ranks_have_less_each(make_setup: Any) -> None:
+    """Of a model whose matrices they share; a thousand of them need no machine."""
+    setup = make_setup("Masked", {}, batch_size=2, zero_stage=3)
+    few, many = (report(setup, ranks, accelerators=True) for ranks in (2, 1024))
+    assert many.parameters < few.parameters / 4
+    assert many.optimizer < few.optimizer / 4
+    assert many.activations == few.activations
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9}),
+        ("AdamW", {"amsgrad": True}),
+        ("Adagrad", {}),
+        ("RMSprop", {"centered": True}),
+        ("Adafactor", {}),
+    ],
+)
+def test_the_state_of_an_optimizer_is_counted_without_it(
+    kind: str, options: dict[str, Any], make_setup: Any
+) -> None:
+    setup = make_setup("Table", {"optimizer": kind, "options": options})
+    parameters = {
+        "matrix": nn.Parameter(torch.randn(50, 30)),
+        "vector": nn.Parameter(torch.randn(70)),
+        "kernel": nn.Parameter(torch.randn(4, 3, 5, 6)),
+    }
+    optimizer = getattr(torch.optim, kind)(parameters.values(), **{"lr": 0.01, **options})
+    for each in parameters.values():
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    kept = [
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    assert _optimizer_bytes(setup.task, parameters) == sum(kept)
+
+
+def test_what_is_not_known_is_refused(make_setup: Any) -> None:
+    for key in ("tensor_parallel", "pipeline_parallel"):
+        with pytest.raises(UserError, match=f"known for {key}=1 only, and the job has 2"):
+            report(make_setup("Table", {}, **{key: 2}), 2)
+    with pytest.raises(UserError, match=r"with datacenter\.compile is not known"):
+        report(make_setup("Table", {}, compile=True), 2)
+    with pytest.raises(TaskError, match=r"reads some, or selects by them \(loss\(\) failed at"):
+        report(make_setup("Gpt", {}), 2)
+    with pytest.raises(UserError, match="global_batch=6 cannot be divided among 4 replicas"):
+        examples_at_once(make_setup("Table", {}, global_batch=6, ranks=3).job, 4)
+
+
+JOB = """
+name = "table"
+
+[task]
+source = "small.py:Small"
+
+[strategy]
+policy = "datacenter"
+
+[datacenter]
+ranks = 2
+zero_stage = 3
+batch_size = 8
+"""
+TASK = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import isthmus
+
+
+class Small(isthmus.Task):
+    def model(self):
+        return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+
+    def loss(self, output, target):
+        return (output - target).square()
+
+    def local_data(self, participant):
+        return TensorDataset(torch.randn(8, 64), torch.randn(8, 64))
+
+    def optimizer(self, parameters, participant):
+        return torch.optim.AdamW(parameters)
+"""
+
+
+def test_the_command_prints_it_for_any_number_of_ranks(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "small.py").write_text(TASK)
+    path = str(tmp_path / "job.toml")
+    run = CliRunner().invoke(job_command, ["check", path, "--memory", "--ranks", "64"])
+    assert run.exit_code == 0, run.output
+    first, *rows = run.output.splitlines()
+    assert first == "memory  on each of 64 ranks (GPUs), the most:"
+    assert [row.split()[0] for row in rows] == [
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "peak",
+    ]
+    assert rows[3].endswith("of 8 examples at a time")
+    run = CliRunner().invoke(job_command, ["check", path, "--ranks", "64"])
+    assert "--ranks and --device are about --memory; add it" in str(run.exception)
+    run = CliRunner().invoke(
+        job_command, ["check", path, "--memory", "--set", "datacenter.ranks=0"]
+    )
+    assert str(run.exception) == (
+        "--memory needs a number of ranks, and datacenter.ranks=0; give --ranks"
+    )
+    run = CliRunner().invoke(
+        job_command, ["check", path, "--memory", "--set", "datacenter.batch_size=9"]
+    )
+    assert "a replica trains 9 examples at a time, and local_data() has 8; lower" in str(
+        run.exception
+    )
