@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, UserError
 from isthmus.job import load_job
 from isthmus.printable import in_a_line
 from isthmus.start.files import StartFiles, digest_of_all
@@ -92,6 +92,29 @@ def import_(path: Path, job: Path, base: Path | None, overrides: tuple[str, ...]
     if reason := compared.plan.explain():
         raise JobError(f"model.start: {path}: {reason}")
     click.echo(f"path    {path}\nsha256  {loaded.model.sha256}")
+
+
+@model.command()
+@click.argument("folder", metavar="FOLDER", type=_PATH)
+@click.argument("output", metavar="OUTPUT", type=_PATH)
+def convert(folder: Path, output: Path) -> None:
+    """Write a distributed checkpoint of PyTorch (DCP) as the safetensors file OUTPUT.
+
+    FOLDER is one that torchtitan, or a program with FSDP, has written: it has a file .metadata.
+    Names and types stay. The state of optimizers, schedules and data is left out. One tensor is in
+    memory at a time, and no code of the checkpoint is executed.
+    """
+    from isthmus.start.distributed_checkpoint import DistributedCheckpoint
+
+    if output.suffix != ".safetensors":
+        raise UserError(f"{output} has to end with .safetensors, by which a start is recognised")
+    checkpoint = DistributedCheckpoint.open(folder)
+    checkpoint.write(output)
+    count = len(checkpoint.left_out)
+    firsts = ", ".join(in_a_line(name) for name in checkpoint.left_out[:3])
+    if count:
+        click.echo(f"left out: {count} values that are not the model's ({firsts}, ...)")
+    click.echo(f"path    {output}\nsha256  {StartFiles.find(output).digest()}")
 
 
 def _lines(compared: ComparedStart) -> Iterator[str]:

@@ -1,0 +1,187 @@
+"""Distributed checkpoints of PyTorch become safetensors files, and execute nothing."""
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from tests.warm_ranks import Ranks
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+
+from isthmus.errors import UserError
+from isthmus.start.distributed_checkpoint import DistributedCheckpoint
+from isthmus.task.model_commands import model as command
+
+
+def write_sharded(rank, path):
+    """On each rank: a checkpoint of a sharded model in torchtitan's form; returns the values."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3).to(torch.bfloat16), nn.BatchNorm1d(3))
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for each in model:
+        fully_shard(each, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = {
+        **model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "train_state": {"step": torch.tensor(3)},
+        "dataloader": {"position": 17},
+    }
+    dcp.save(state, checkpoint_id=path)
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).tolist()
+        for name, value in model.state_dict().items()
+    }
+
+
+def write(path, state):
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def change(folder, edit):
+    """Write the description anew after a change."""
+    path = folder / ".metadata"
+    described = pickle.loads(path.read_bytes())
+    edit(described)
+    path.write_bytes(pickle.dumps(described))
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def test_a_sharded_model_is_joined_and_the_state_of_training_left_out(tmp_path):
+    with Ranks(2) as ranks:
+        expected, _ = ranks.run(Path(__file__), "write_sharded", str(tmp_path / "step-10"))
+    assert len(list((tmp_path / "step-10").glob("*.distcp"))) == 2
+    output = tmp_path / "model.safetensors"
+    result = CliRunner().invoke(command, ["convert", str(tmp_path / "step-10"), str(output)])
+    assert result.exit_code == 0, result.output
+    found = load_file(output)
+    assert {name: each.tolist() for name, each in found.items()} == expected
+    assert found["1.weight"].dtype == torch.bfloat16
+    assert found["2.num_batches_tracked"].shape == ()
+    assert re.match(r"left out: \d+ values that are not the model's \(", result.output)
+    with pytest.raises(UserError, match=r"model\.safetensors exists already; name another file"):
+        DistributedCheckpoint.open(tmp_path / "step-10").write(output)
+
+
+class Command:
+    def __reduce__(self):
+        import os
+
+        return os.system, ("touch executed",)
+
+
+@pytest.mark.parametrize("where", ["planner_data", "storage_meta", "version"])
+def test_code_in_a_description_is_not_executed(tmp_path, monkeypatch, where):
+    monkeypatch.chdir(tmp_path)
+    folder = write(tmp_path / "a", {"w": torch.ones(2)})
+    change(folder, lambda described: setattr(described, where, Command()))
+    with pytest.raises(UserError, match=r"it names posix\.system, which PyTorch does not write"):
+        DistributedCheckpoint.open(folder)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_code_in_a_piece_is_not_executed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = write(tmp_path / "a", {"w": torch.ones(2)})
+    torch.save(Command(), folder / "__0_0.distcp")
+    size = (folder / "__0_0.distcp").stat().st_size
+
+    def edit(described: Metadata):
+        for each in described.storage_data.values():
+            each.length = size
+
+    change(folder, edit)
+    with pytest.raises(UserError, match="is damaged or not whole where 'w' should be"):
+        DistributedCheckpoint.open(folder).read("w")
+    assert not (tmp_path / "executed").exists()
+
+
+def first(table):
+    return next(iter(table.values()))
+
+
+def chunk(described):
+    return described.state_dict_metadata["w"].chunks[0]
+
+
+CHANGES = {
+    "not all pieces": lambda each: each.state_dict_metadata["w"].chunks.clear(),
+    "is not within": lambda each: setattr(chunk(each), "sizes", torch.Size([9, 9])),
+    "another number of dimensions": lambda each: setattr(chunk(each), "sizes", torch.Size([6])),
+    "no name of a file": lambda each: setattr(
+        first(each.storage_data), "relative_path", "../a/__0_0.distcp"
+    ),
+    "more bytes than are stored": lambda each: setattr(first(each.storage_data), "length", 3),
+    "no whole number": lambda each: setattr(first(each.storage_data), "offset", -1),
+    "does not say where 'w' is": lambda each: each.storage_data.clear(),
+    "has no tensors of a model": lambda each: each.state_dict_metadata.clear(),
+    "is compressed": lambda each: setattr(
+        first(each.storage_data), "transform_descriptors", ["zstd"]
+    ),
+    "or a damaged one: AttributeError": lambda each: setattr(
+        each.state_dict_metadata["w"].properties, "dtype", torch.Size([1])
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", CHANGES)
+def test_a_description_that_does_not_fit_is_refused(tmp_path, sentence):
+    folder = write(tmp_path / "a", {"w": torch.ones(2, 3)})
+    change(folder, CHANGES[sentence])
+    sentence = sentence.replace("not all pieces", "does not have all pieces")
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        DistributedCheckpoint.open(folder)
+
+
+def test_pieces_that_overlap_are_refused(tmp_path):
+    folder = write(tmp_path / "a", {"w": torch.ones(2, 3)})
+
+    def edit(described):
+        whole = chunk(described)
+        whole.sizes = torch.Size([1, 3])
+        described.state_dict_metadata["w"].chunks.append(whole)
+
+    change(folder, edit)
+    torch.save(torch.ones(1, 3), folder / "__0_0.distcp")
+    size = (folder / "__0_0.distcp").stat().st_size
+    change(folder, lambda each: setattr(first(each.storage_data), "length", size))
+    with pytest.raises(UserError, match="has pieces of 'w' that overlap"):
+        DistributedCheckpoint.open(folder).read("w")
+
+
+def test_every_file_that_is_cut_short_is_refused_and_leaves_nothing(tmp_path):
+    folder = write(tmp_path / "a", {"w": torch.ones(2, 3), "v": torch.zeros(50)})
+    output = tmp_path / "out.safetensors"
+    for path in (folder / "__0_0.distcp", folder / ".metadata"):
+        data = path.read_bytes()
+        for length in range(0, len(data), 97):
+            path.write_bytes(data[:length])
+            with pytest.raises(UserError):
+                DistributedCheckpoint.open(folder).write(output)
+        path.write_bytes(data)
+    (folder / "__0_0.distcp").unlink()
+    with pytest.raises(UserError, match=r"__0_0\.distcp cannot be read: No such file"):
+        DistributedCheckpoint.open(folder).write(output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+def test_a_folder_of_another_kind_is_refused(tmp_path):
+    with pytest.raises(UserError, match="name the folder of a distributed checkpoint of PyTorch"):
+        DistributedCheckpoint.open(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(UserError, match="it is no description of a distributed checkpoint"):
+        DistributedCheckpoint.open(tmp_path)
