@@ -81,6 +81,7 @@ COMMANDS = [
     "isthmus job schema",
     "isthmus jobs --ended --json --state",
     "isthmus logs --follow --state JOB",
+    "isthmus model convert FOLDER OUTPUT",
     "isthmus model import --base --set JOB PATH",
     "isthmus model inspect --base PATH",
     "isthmus new --kind FOLDER",
