@@ -208,9 +208,7 @@ class RangedAttempt:
         Raises:
             AttemptFailed: so it is.
         """
-        layout = self._context.layout
-        # After the gradient, if there is one, and before running statistics.
-        update = result.pseudo_gradient[-layout.size :][: layout.trained_size]
+        update = self._context.layout.parameters_of_update(result.pseudo_gradient)
         if config.codec is not None or not ranges.are_lost(
             update,
             result.rounding,
