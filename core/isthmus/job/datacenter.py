@@ -306,6 +306,15 @@ class DatacenterSection(Section):
             )
         return self.model_copy(update={"batch_size": own, "accumulate": parts[0]})
 
+    def examples_at_once(self, ranks: int) -> int:
+        """Examples that a replica computes together, on so many ranks.
+
+        Raises:
+            ValueError: see `replicas` and `for_replicas`.
+        """
+        own = self.for_replicas(self.replicas(ranks))
+        return own.batch_size // own.accumulate
+
     def replicas(self, ranks: int) -> int:
         """The data-parallel degree on a number of ranks.
 

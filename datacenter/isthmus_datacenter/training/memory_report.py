@@ -119,10 +119,9 @@ def examples_at_once(job: Job, ranks: int) -> int:
         LayoutError: the layout is impossible on so many ranks.
     """
     try:
-        section = job.datacenter.for_replicas(job.datacenter.replicas(ranks))
+        return job.datacenter.examples_at_once(ranks)
     except ValueError as error:
         raise LayoutError(str(error)) from None
-    return section.batch_size // section.accumulate
 
 
 def _dims(job: Job, ranks: int, accelerators: bool) -> ParallelDims:
