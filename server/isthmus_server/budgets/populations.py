@@ -138,7 +138,7 @@ def shared_with(run: Path, name: str) -> Populations | None:
         name: of the population, whose ledger is looked for.
     """
     folder = run.resolve().parent
-    # Its directory has the runs.
+    # The directory of a comparison has its runs, and the ledgers next to them.
     of_comparison = Populations(folder / DIRECTORY, (folder,))
     if of_comparison.has(name):
         return of_comparison

@@ -277,7 +277,9 @@ class RangedAttempt:
             "no ranges while they were summed"
         )
         advice = "set federated.clip and federated.max_examples, with which none are needed"
-        if lost_in_rounding(result.pseudo_gradient, result.rounding, _UNKNOWN_ROUNDING):
+        # A gradient and running statistics may be far larger, and whole where these are lost.
+        parameters = self._context.layout.parameters_of_update(result.pseudo_gradient)
+        if lost_in_rounding(parameters, result.rounding, _UNKNOWN_ROUNDING):
             raise AttemptFailed(
                 f"{why}, and in the encoding without them the updates are lost in rounding: "
                 f"{advice}",
