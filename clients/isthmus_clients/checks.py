@@ -89,7 +89,7 @@ def _try_last_row(
 ) -> str:
     """Train a batch of one row, if the rounds have one: normalisation layers may refuse it.
 
-    Returns what was tried, to go on after what else was.
+    Returns what the sentence about what was tried ends with; empty if they have none.
 
     Raises:
         UserError: the batch cannot be trained, with the reason.
@@ -97,8 +97,8 @@ def _try_last_row(
     from isthmus_clients.training.local_run import DeviceRun
 
     federated = job.federated
-    rest = run.data.last_rows(federated)
-    if federated.privacy is not None or rest != 1 or federated.batch_size == 1:
+    rows = run.data.last_rows(federated)
+    if federated.privacy is not None or rows != 1 or federated.batch_size == 1:
         return ""
     one_row = {
         "federated.local_epochs": None,

@@ -6,7 +6,6 @@ PyTorch is imported with the first attempt, so that an idle device stays small.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import hmac
 import logging
@@ -47,6 +46,18 @@ _STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
+class Origin:
+    """What an update is trained from, besides the settings of its run and its request."""
+
+    model: bytes
+    """Name of the model, see `model_name`."""
+    state: str
+    """What the device keeps, see `state_name`."""
+    round: int
+    """Whose random numbers the training has, see `SecureSessions.trained_round`."""
+
+
+@dataclasses.dataclass(frozen=True)
 class KeptUpdate:
     """An update that waits on this device for the sum that it is for."""
 
@@ -56,12 +67,7 @@ class KeptUpdate:
     """As it was open then."""
     result: TrainingResult | None
     """None if it is unusable."""
-    trained: int
-    """The round whose random numbers it has, see `SecureSessions.trained_round`."""
-    model: bytes
-    """Name of the model that it was trained from, see `model_name`."""
-    state: str = ""
-    """What it was trained from that the device keeps, see `state_name`."""
+    origin: Origin
     residual: Residual | None = None
     """With compression: what earlier updates have left."""
     exponents: torch.Tensor | None = None
@@ -216,23 +222,22 @@ class SecureSessions:
         # What the device keeps is read before it answers: another state makes another vector.
         residual = self.step_ahead(run, work, payload) if _is_compressed(run, work) else None
         state = state_name(host, run, work, residual)
-        trained = self.trained_round(model, work, state)
-        start = functools.partial(_start, run, work, model, trained, state)
+        origin = Origin(model, state, self.trained_round(model, work, state))
         if work.ranges:
-            attempt = self._propose_ranges(run, work, start)
+            attempt = self._propose_ranges(run, work, origin)
         else:
-            attempt = self._propose_update(run, work, work.secure, start)
+            attempt = self._propose_update(run, work, work.secure, origin)
         run.charge(work)
         exponents = self.exponents(run, work, payload)
-        result = train_silently(host, _in_round(request, trained), payload)
+        result = train_silently(host, _in_round(request, origin.round), payload)
         check_wanted(wanted)
+        kept = KeptUpdate(request, run, result, origin, residual, exponents)
         if work.ranges:
             layout = run.result_layout(work)
             reply, result = self._join_with_ranges(attempt, run, layout, result)
-            kept = KeptUpdate(request, run, result, trained, model, state, residual, exponents)
-            self._ranged = self.hold(host, kept)
+            self._ranged = self.hold(host, dataclasses.replace(kept, result=result))
             return reply
-        return self._join_in_round(attempt, run, work, result, residual, exponents)
+        return self._join_in_round(attempt, kept)
 
     def exponents(
         self, run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer
@@ -272,55 +277,44 @@ class SecureSessions:
         return round_ if known is None else known
 
     def _propose_update(
-        self,
-        run: ActiveRun,
-        work: link_pb2.TrainLocal,
-        config: bytes,
-        start: Callable[[], StartModel],
+        self, run: ActiveRun, work: link_pb2.TrainLocal, config: bytes, origin: Origin
     ) -> SecureParticipation:
         """Check the configuration of a sum of a round's updates."""
         run.check_group(work.group, self.read_config(config).clients_min)
-        attempt = self.propose_update_sum(run, work, config, start)
+        attempt = self.propose_update_sum(run, work, config, origin)
         run.check_privacy(attempt.config, self.rho(work.run_id))
         run.check_codec(attempt.config)
         run.check_encoding(attempt.config)
         return attempt
 
     def propose_update_sum(
-        self,
-        run: ActiveRun,
-        work: link_pb2.TrainLocal,
-        config: bytes,
-        start: Callable[[], StartModel],
+        self, run: ActiveRun, work: link_pb2.TrainLocal, config: bytes, origin: Origin
     ) -> SecureParticipation:
-        """`propose` a sum of a round's updates; `start` names what they are trained from."""
-        started = start()
+        """`propose` a sum of a round's updates."""
         return self.propose(
             (work.run_id, work.round, work.attempt),
             config,
-            started.model_hash,
+            origin.model,
             _purpose(run, work),
             run.update_slots(work),
-            start=started,
+            start=_start(run, work, origin),
         )
 
     def _propose_ranges(
-        self, run: ActiveRun, work: link_pb2.TrainLocal, start: Callable[[], StartModel]
+        self, run: ActiveRun, work: link_pb2.TrainLocal, origin: Origin
     ) -> SecureParticipation:
         """Check the configuration of a sum of the ranges of a round's updates."""
         run.check_group(work.group, self.read_config(work.ranges).clients_min)
-        return self.propose_range_sum(run, work, start)
+        return self.propose_range_sum(run, work, origin)
 
     def propose_range_sum(
-        self, run: ActiveRun, work: link_pb2.TrainLocal, start: Callable[[], StartModel]
+        self, run: ActiveRun, work: link_pb2.TrainLocal, origin: Origin
     ) -> SecureParticipation:
         """`propose` a sum of the ranges of a round's updates."""
         about = (work.run_id, work.round, work.attempt)
         purpose = _purpose(run, work)
-        started = start()
-        return self._propose_ranges_of(
-            run, about, work.ranges, started.model_hash, purpose, started
-        )
+        start = _start(run, work, origin)
+        return self._propose_ranges_of(run, about, work.ranges, origin.model, purpose, start)
 
     def _propose_ranges_of(
         self,
@@ -355,19 +349,17 @@ class SecureSessions:
             whole=BIN_LEVELS,
         )
 
-    def _join_in_round(
-        self,
-        attempt: SecureParticipation,
-        run: ActiveRun,
-        work: link_pb2.TrainLocal,
-        result: TrainingResult | None,
-        residual: Residual | None,
-        exponents: torch.Tensor | None,
-    ) -> link_pb2.Reply:
+    def _join_in_round(self, attempt: SecureParticipation, kept: KeptUpdate) -> link_pb2.Reply:
         """Join a sum of a round's updates, and store what compression leaves of this one."""
-        layout = run.result_layout(work)
+        work = kept.request.train_local
+        residual = kept.residual
         reply = self._join_with_update(
-            attempt, run, layout, result, residual=residual, exponents=exponents
+            attempt,
+            kept.run,
+            kept.run.result_layout(work),
+            kept.result,
+            residual=residual,
+            exponents=kept.exponents,
         )
         if residual is not None:
             residual.save((work.round, work.attempt), attempt.sent)
@@ -403,11 +395,11 @@ class SecureSessions:
         run.charge(work)
         model = self.name_model(run, work, payload)
         state = state_name(host, run, work)
-        trained = self.trained_round(model, work, state)
+        origin = Origin(model, state, self.trained_round(model, work, state))
         exponents = self.exponents(run, work, payload)
-        result = train_silently(host, _in_round(request, trained), payload)
+        result = train_silently(host, _in_round(request, origin.round), payload)
         check_wanted(wanted)
-        self._kept = KeptUpdate(request, run, result, trained, model, state, exponents=exponents)
+        self._kept = KeptUpdate(request, run, result, origin, exponents=exponents)
 
     def agree(self, host: TaskHost, work: link_pb2.Agree) -> link_pb2.Reply:
         """Join the sum of a round's updates with the kept one, or those of a buffer.
@@ -423,12 +415,9 @@ class SecureSessions:
         if kept is None or kept.about != about or work.ranges:
             raise UpdateError("this device keeps no update of that run")
         trained = kept.request.train_local
-        start = functools.partial(_start, kept.run, trained, kept.model, kept.trained, kept.state)
-        attempt = self._propose_update(kept.run, trained, work.secure, start)
+        attempt = self._propose_update(kept.run, trained, work.secure, kept.origin)
         self._ranged = None
-        reply = self._join_in_round(
-            attempt, kept.run, trained, kept.result, kept.residual, kept.exponents
-        )
+        reply = self._join_in_round(attempt, kept)
         host.release(kept.request.id)
         return reply
 
@@ -453,10 +442,7 @@ class SecureSessions:
         about = (work.run_id, work.round, work.attempt)
         name = buffer_name(work.run_id, work.round)
         scale = buffer.discount(staleness)
-        shared = len(starts) == 1
-        own_start = _start(
-            run, start, kept.model, kept.trained, kept.state, scale=scale, shared=shared
-        )
+        own_start = _start(run, start, kept.origin, scale=scale, shared=len(starts) == 1)
         if work.ranges:
             attempt = self._propose_ranges_of(
                 run, about, work.ranges, name, purpose.hash, own_start, selected=False
@@ -568,9 +554,9 @@ class SecureSessions:
             if is_finite(vector):
                 parts = (part for _, part in layout.parts(vector))
                 # Where a gradient goes with the update, its parameters are not in one piece.
-                simple = len(vector) == run.layout.size
-                trained = vector[: run.layout.trained_size] if simple else None
-                counts = counts_of(vector, parts, run.weight, trained)
+                alone = len(vector) == run.layout.size
+                parameters = run.layout.parameters_of_update(vector) if alone else None
+                counts = counts_of(vector, parts, run.weight, parameters)
             else:
                 log.error("the update has elements that are not finite; it does not count")
                 result = None
@@ -756,9 +742,7 @@ def model_name(run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer) -> by
 def _start(
     run: ActiveRun,
     work: link_pb2.TrainLocal,
-    model: bytes,
-    trained: int,
-    state: str,
+    origin: Origin,
     *,
     scale: float = 1.0,
     shared: bool = True,
@@ -768,9 +752,7 @@ def _start(
     Args:
         run: as it was open then.
         work: the training.
-        model: see `model_name`.
-        trained: the round whose random numbers it has.
-        state: what it was trained from that the device keeps, see `state_name`.
+        origin: what it is trained from.
         scale: factor of an update that was kept.
         shared: whether all updates of the sum start from this model.
     """
@@ -785,11 +767,11 @@ def _start(
     purpose = TrainingPurpose(
         run.vector_purpose, gradient_name(work), work.gradient_scale, position=position
     ).hash
-    state = f"{state} {scale!r}"
+    state = f"{origin.state} {scale!r}"
     if run.owners_weights != "exact":
         state += f" {run.owners_weights}"
-    vector = device_vector(purpose, trained, state)
-    return StartModel(work.round, model, shared, vector, trained, purpose)
+    vector = device_vector(purpose, origin.round, state)
+    return StartModel(work.round, origin.model, shared, vector, origin.round, purpose)
 
 
 def state_name(host: TaskHost, run: ActiveRun, work: Work, residual: Residual | None = None) -> str:

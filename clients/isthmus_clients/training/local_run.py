@@ -125,7 +125,7 @@ class DeviceRun:
         parts = self.job.federated.accumulate > 1
         self._gradient = StepGradient(self.task, self._trained, self._arithmetic, accumulates=parts)
         self._withheld = self.job.federated.secure_aggregation and tasks is not None
-        """Whether the server is not to know if the job's privacy fits the number of examples."""
+        """Whether the server is on another machine, and is not to know what fails on this one."""
         self._open_data(checked=False)
 
     def _open_data(self, *, checked: bool) -> None:

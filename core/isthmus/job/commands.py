@@ -121,7 +121,9 @@ def _show_memory(
             lines = report(checked, task, base, ranks, on_gpus)
             click.echo("memory  " + "\n        ".join(lines))
             return
-    raise UserError("--memory needs the package of the datacenter; pip install isthmus[datacenter]")
+    raise UserError(
+        "--memory needs the package of the datacenter; pip install 'isthmus[datacenter]'"
+    )
 
 
 def _show_promises(checked: Job) -> None:

@@ -56,6 +56,17 @@ class DatacenterCompression(Section):
         return CodecChoice(f"{key}.codec", self.codec, key, {"keep": self.keep})
 
 
+_CHOSEN = (
+    "data_parallel",
+    "shard_groups",
+    "tensor_parallel",
+    "sequence_parallel",
+    "context_parallel",
+    "pipeline_parallel",
+)
+"""What ranks choose with `layout = "auto"`, or do without. They choose zero_stage too, but its
+default cannot be told from a value that was given."""
+
 _SHARDED = (
     "fully_shard gathers parameters and reduces gradients by hooks for a batch as a whole, so that "
     "no rank ever has the gradient of one example"
@@ -88,14 +99,15 @@ class DatacenterSection(Section):
     ranks: Annotated[int, Field(ge=0, le=1024)] = 0
     """Ranks that `isthmus run` starts on this machine; 0 for none."""
     layout: Literal["given", "auto"] = "given"
-    """`auto` chooses zero_stage and the three degrees below from the model's size and devices."""
+    """`auto` chooses zero_stage and tensor_parallel from the model's size and devices; there is no
+    pipeline then."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
     """Sharded over data_parallel: 1 the optimizer state, 2 also gradients, 3 also parameters."""
     shard_groups: Annotated[int, Field(ge=1, le=1024)] = 1
     """Groups of replicas that each hold the whole model in shards (hybrid sharding): set it to the
     number of nodes, and only sums of gradients pass between them."""
     data_parallel: Annotated[int, Field(ge=1)] | None = None
-    """Replicas that train on different examples. Default: all ranks, divided by the other two."""
+    """Replicas that train on different examples. Default: all ranks, divided by the others."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks that share each layer's matrices."""
     sequence_parallel: bool = False
@@ -170,6 +182,13 @@ class DatacenterSection(Section):
                 f"batch_size={self.batch_size} cannot be divided into {parts} equal parts "
                 f"(accumulate={self.accumulate} x microbatches={self.microbatches or 1})"
             )
+        fields = type(self).model_fields
+        given = [name for name in _CHOSEN if getattr(self, name) != fields[name].default]
+        if self.layout == "auto" and given:
+            raise ValueError(
+                f'layout="auto" has the ranks choose the layout and ignore {", ".join(given)}; '
+                'remove that, or set layout = "given"'
+            )
         if self.schedule == "zero_bubble" and self.zero_stage == 3 and self.layout == "given":
             raise ValueError(
                 "schedule='zero_bubble' with zero_stage=3 loses gradients in PyTorch; "
@@ -193,17 +212,18 @@ class DatacenterSection(Section):
             )
         if self.sequence_parallel and (self.tensor_parallel == 1 or self.compile):
             why = "tensor_parallel above 1" if self.tensor_parallel == 1 else "compile = false"
-            raise ValueError(f"sequence_parallel needs {why}; remove one of the two")
+            raise ValueError(
+                f"sequence_parallel needs {why}; set that, or sequence_parallel = false"
+            )
         if self.checkpoint_every > 1 and not self.checkpoint_activations:
             raise ValueError(
                 f"checkpoint_every={self.checkpoint_every} has no effect without "
                 "checkpoint_activations; set that, or remove it"
             )
-        if self.shard_groups > 1 and (self.zero_stage == 0 or self.layout == "auto"):
-            why = "nothing is sharded" if self.layout == "given" else "the ranks choose the layout"
+        if self.shard_groups > 1 and self.zero_stage == 0:
             raise ValueError(
-                f"shard_groups={self.shard_groups} is for zero_stage 1 to 3 with "
-                f'layout="given": here {why}; remove it'
+                f"shard_groups={self.shard_groups} is for zero_stage 1 to 3: here nothing is "
+                "sharded; remove it"
             )
         if self.ranks and self.layout == "given":
             self.for_replicas(self.replicas(self.ranks))
@@ -285,6 +305,15 @@ class DatacenterSection(Section):
                 f"replicas) cannot be divided into microbatches={microbatches} equal parts"
             )
         return self.model_copy(update={"batch_size": own, "accumulate": parts[0]})
+
+    def examples_at_once(self, ranks: int) -> int:
+        """Examples that a replica computes together, on so many ranks.
+
+        Raises:
+            ValueError: see `replicas` and `for_replicas`.
+        """
+        own = self.for_replicas(self.replicas(ranks))
+        return own.batch_size // own.accumulate
 
     def replicas(self, ranks: int) -> int:
         """The data-parallel degree on a number of ranks.

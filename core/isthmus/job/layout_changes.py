@@ -131,5 +131,4 @@ def examples_at_once(section: DatacenterSection) -> int | None:
     """Examples that a replica computes together; None if that follows from ranks not known here."""
     if not section.ranks or section.layout == "auto":
         return None
-    own = section.for_replicas(section.replicas(section.ranks))
-    return own.batch_size // own.accumulate
+    return section.examples_at_once(section.ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import UserError
@@ -29,7 +30,6 @@ _REFUSED = (
     "use_qalora",
 )
 """Settings with which an adapter is more than the product of two matrices for each weight."""
-
 
 _UNCHANGED_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
 """Ways to begin an adapter that leave the weights under it as they are."""
@@ -108,7 +108,8 @@ def read_adapter(adapter: StartFiles, under: StartFiles) -> list[LoraFactors]:
             )
         a = _read(adapter, sides["a"])
         b = _read(adapter, sides["b"])
-        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+        # Without rows there is nothing to add, and the scale would be a division by zero.
+        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
             raise UserError(
                 f"{adapter.path} has factors of {path!r} that are not two matrices: "
                 f"{tuple(a.shape)} and {tuple(b.shape)}; have model() build the adapters"
@@ -152,7 +153,7 @@ def _check_config(adapter: StartFiles, config: dict[str, Any]) -> None:
         refused.append("bias")
     elif config.get("init_lora_weights") not in _UNCHANGED_BASE:
         refused.append(f"init_lora_weights={config['init_lora_weights']!r}")
-    elif not isinstance(config.get("lora_alpha"), int | float):
+    elif not _is_finite(config.get("lora_alpha")):
         refused.append("lora_alpha, which has to be a number")
     if refused:
         raise UserError(
@@ -160,6 +161,11 @@ def _check_config(adapter: StartFiles, config: dict[str, Any]) -> None:
             "have model() of the task build the model with its adapters (peft.get_peft_model), or "
             "merge it by PEFT (merge_and_unload)"
         )
+
+
+def _is_finite(value: Any) -> bool:
+    # JSON of Python has NaN and infinity, and whole numbers of any size.
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _read(adapter: StartFiles, name: str) -> torch.Tensor:

@@ -199,7 +199,8 @@ def joined(digests: Sequence[str]) -> str:
 
 def _names(folder: Path) -> list[str]:
     """The names of the files with the weights of a folder, sorted."""
-    single, index = (folder / WEIGHTS).is_file(), (folder / INDEX).is_file()
+    single = (folder / WEIGHTS).is_file()
+    index = (folder / INDEX).is_file()
     adapter = (folder / ADAPTER_CONFIG).is_file()
     if single and index:
         raise UserError(

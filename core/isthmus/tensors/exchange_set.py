@@ -290,6 +290,14 @@ class TensorLayout:
         for entry in self.entries:
             yield entry.name, vector.narrow(0, entry.offset, entry.count).view(entry.shape)
 
+    def parameters_of_update(self, vector: torch.Tensor) -> torch.Tensor:
+        """A view of an update's parameters, without its running statistics.
+
+        Args:
+            vector: the update (N), or a gradient and the update (2N), see `gradient_and_update`.
+        """
+        return vector.narrow(0, len(vector) - self.size, self.trained_size)
+
     # -- vector and bytes -----------------------------------------------------------------------
 
     def encode(self, vector: torch.Tensor) -> bytearray:

@@ -19,6 +19,7 @@ import os
 import torch
 
 from isthmus.job.datacenter import DatacenterSection
+from isthmus_datacenter.parallel.device_memory import memory_bytes
 from isthmus_datacenter.parallel.parallel_dims import LayoutError
 
 _STATE_FRACTION = 0.6
@@ -66,7 +67,8 @@ def choose_layout(
     raise LayoutError(
         f"layout='auto' finds no layout: {parameters:.2e} parameters take at least "
         f"{needed / 2**30:.1f} GiB a rank on {ranks} ranks, and {available / 2**30:.1f} GiB of "
-        f"{memory / 2**30:.1f} GiB are free for them; use more ranks or set pipeline_parallel"
+        f"{memory / 2**30:.1f} GiB are free for them; use more ranks, or layout='given' with "
+        "pipeline_parallel"
     )
 
 
@@ -77,13 +79,6 @@ def state_bytes(parameters: int, replicas: int, stage: int) -> float:
         return sharded
     # Gathered on top: all parameters; in stage 3, those of one sharding unit and the next.
     return sharded + _BYTES * parameters * (1 if stage < 3 else 2 / _MIN_UNITS)
-
-
-def memory_bytes(device: torch.device) -> int:
-    """All memory of a device; of the machine, for its processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def choose_for_devices(

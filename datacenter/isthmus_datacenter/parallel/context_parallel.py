@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from isthmus.errors import TaskError
+from isthmus_datacenter.parallel.called_modules import called_modules
 from isthmus_datacenter.parallel.sequence_parallel import SequenceBlocks, first_tensor
 
 _REMEDY = "set context_parallel = 1"
@@ -46,10 +47,9 @@ def context_plan(
     Raises:
         TaskError: the model has no such blocks.
     """
-    attending: set[int] = set()
-    with _Attending(model, attending):
+    with called_modules(model) as called, _Attending(called) as attending:
         run()
-    blocks = SequenceBlocks.find(model, stages, attending, "context_parallel")
+    blocks = SequenceBlocks.find(model, stages, attending.modules, "context_parallel")
     shares = [(block, SharesAttention()) for run in blocks.runs for block in run.blocks]
     # First of all: what divides the inputs is called before the block is.
     return [*blocks.styles(), *shares]
@@ -58,34 +58,17 @@ def context_plan(
 class _Attending(TorchFunctionMode):
     """Notes the modules within whose calls attention is computed, by `id`."""
 
-    def __init__(self, model: nn.Module, attending: set[int]) -> None:
+    def __init__(self, called: Sequence[nn.Module]) -> None:
+        """`called`: those that are being called, see `called_modules`."""
         super().__init__()
-        self._attending = attending
-        self._called: list[int] = []
-        self._model = model
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> _Attending:
-        for module in self._model.modules():
-            self._hooks += [
-                module.register_forward_pre_hook(lambda each, args: self._called.append(id(each))),
-                module.register_forward_hook(
-                    lambda each, args, output: self._called.pop() and None, always_call=True
-                ),
-            ]
-        super().__enter__()  # type: ignore[no-untyped-call]  # PyTorch's own
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # PyTorch's own
-        for hook in self._hooks:
-            hook.remove()
+        self.modules: set[int] = set()
+        self._called = called
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is functional.scaled_dot_product_attention:
-            self._attending.update(self._called)
+            self.modules.update(map(id, self._called))
         return func(*args, **(kwargs or {}))
 
 

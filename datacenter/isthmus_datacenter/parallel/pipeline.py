@@ -27,7 +27,7 @@ from torch.distributed.pipelining import (
 
 from isthmus.errors import TaskError
 from isthmus.task import user_code
-from isthmus_datacenter.parallel.auto_layout import memory_bytes
+from isthmus_datacenter.parallel.device_memory import memory_bytes
 from isthmus_datacenter.parallel.model_shard import ModelShard, local
 from isthmus_datacenter.rank_messages import RankMessageError, RankMessages
 
@@ -44,7 +44,6 @@ _DTYPES = (
     torch.bool,
 )
 """Types that can be sent from stage to stage; a message has the index."""
-
 
 _MOST_TENSORS = 64
 """Tensors that a stage may return, and dimensions of one."""
@@ -110,7 +109,10 @@ class StageChain(nn.Module):
                 )
             forms.append(_Form(_DTYPES.index(tensor.dtype), tuple(tensor.shape)))
         if len(forms) > _MOST_TENSORS:
-            raise TaskError(f"a pipeline stage returns {len(tensors)} tensors, which is too many")
+            raise TaskError(
+                f"a pipeline stage returns {len(tensors)} tensors, and can send {_MOST_TENSORS}; "
+                "have it return fewer, or set pipeline_parallel = 1"
+            )
         _FORMS.send(forms, destination, self.group)
         for tensor in tensors:
             # In the order of the forms, as messages between two ranks keep theirs.
@@ -122,7 +124,8 @@ class StageChain(nn.Module):
         most = memory_bytes(self.device)
         if size > most:
             raise TaskError(
-                f"a pipeline stage returns {size} bytes, and the next one has a memory of {most}"
+                f"a pipeline stage returns {size} bytes, and the next one has a memory of {most}; "
+                "lower batch_size"
             )
         received = []
         for form in forms:

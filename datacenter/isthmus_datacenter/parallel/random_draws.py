@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from isthmus_datacenter.parallel.called_modules import called_modules
 from isthmus_datacenter.parallel.equivalence_check import PartitionError
 
 DrawsByModule = Mapping[str, Sequence[tuple[int, ...]]]
@@ -46,30 +47,19 @@ class FixedDraws(TorchDispatchMode):
         self.draws: dict[str, list[tuple[int, ...]]] = {}
         """Filled in forward passes."""
         self.recording = True
+        self._model = model
         self._names = {module: name for name, module in model.named_modules()}
-        self._called = [""]
-        self._hooks: list[Any] = []
+        self._called: Sequence[nn.Module] = ()
+        self._hooks = contextlib.ExitStack()
 
     def __enter__(self) -> FixedDraws:
-        for module in self._names:
-            # Before and after the module's other hooks: those that redistribute draw nothing.
-            self._hooks += [
-                module.register_forward_pre_hook(self._enter_module),
-                module.register_forward_hook(self._leave_module, always_call=True),
-            ]
+        self._called = self._hooks.enter_context(called_modules(self._model))
         super().__enter__()  # type: ignore[no-untyped-call]  # PyTorch's own
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # PyTorch's own
-        for hook in self._hooks:
-            hook.remove()
-
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        self._called.append(self._names[module])
-
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._called.pop()
+        self._hooks.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -107,7 +97,9 @@ class FixedDraws(TorchDispatchMode):
 
     def _record(self, shape: Sequence[int]) -> None:
         if self.recording:
-            self.draws.setdefault(self._called[-1], []).append(tuple(shape))
+            # Of no module's call, such as of a hook of the model: as the model itself.
+            name = self._names[self._called[-1]] if self._called else ""
+            self.draws.setdefault(name, []).append(tuple(shape))
 
 
 def _expected(name: str, given: Mapping[str, Any]) -> Any:

@@ -75,12 +75,12 @@ def _contexts(unit: nn.Module, keep_products: bool) -> tuple[Any, Any]:
     second: Any = _Repeating(kept)
     if not keep_products:
         return first, second
-    keeping, using = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]  # PyTorch's own
+    keeping, using = create_selective_checkpoint_contexts(output_policy)  # type: ignore[no-untyped-call]  # PyTorch's own
     # The buffers are copied outside of what counts the operators of a call.
     return _within(first, keeping), _within(second, _refusing_changes(unit), using)
 
 
-def policy(
+def output_policy(
     context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """Whether the output of an operator is kept.

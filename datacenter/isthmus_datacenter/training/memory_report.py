@@ -119,15 +119,15 @@ def examples_at_once(job: Job, ranks: int) -> int:
         LayoutError: the layout is impossible on so many ranks.
     """
     try:
-        section = job.datacenter.for_replicas(job.datacenter.replicas(ranks))
+        return job.datacenter.examples_at_once(ranks)
     except ValueError as error:
         raise LayoutError(str(error)) from None
-    return section.batch_size // section.accumulate
 
 
 def _dims(job: Job, ranks: int, accelerators: bool) -> ParallelDims:
     section = job.datacenter
-    for key, one in (("layout", "given"), ("tensor_parallel", 1), ("pipeline_parallel", 1)):
+    known = {"layout": "given", "tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 1}
+    for key, one in known.items():
         if getattr(section, key) != one:
             raise LayoutError(
                 f"the memory of a rank is known for {key}={one!r} only, and the job has "

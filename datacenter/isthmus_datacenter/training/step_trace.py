@@ -68,9 +68,10 @@ class StepTrace:
         if self._profiler is None:
             return
         profiler = self._profiler
+        profiler.stop()
+        self._profiler = None
         steps = f"steps-{self._first + 1}-{self._last + 1}"
         path = self._directory / f"rank-{self._rank}.{steps}.json.gz"
-        self.abandon()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
@@ -82,11 +83,16 @@ class StepTrace:
             self.note = f"the trace of rank {self._rank} cannot be written to {path}: {error}"
             print(self.note, file=sys.stderr, flush=True)
         finally:
-            if self._device.type == "cuda":
-                torch.cuda.memory._record_memory_history(enabled=None)
+            self._forget_allocations()
 
     def abandon(self) -> None:
-        """Stop to record; without effect if nothing is recorded."""
+        """Stop to record, and write nothing; without effect if nothing is recorded."""
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
+            self._forget_allocations()
+
+    def _forget_allocations(self) -> None:
+        """Have a GPU no longer note them: a rank that goes on would note those of all rounds."""
+        if self._device.type == "cuda":
+            torch.cuda.memory._record_memory_history(enabled=None)

@@ -154,16 +154,15 @@ class ExampleGradients:
 
     def _before(self, groups: Sequence[ExampleGroup]) -> ComputedBefore | None:
         """Compute one example of a step before all of them, and then the first one of all."""
-        group = max(groups, key=len, default=None)
-        if group is None:
+        if not groups:
             self._check_reference(None)
             return None
-        present = group  # a closure would not know that it is not None
+        group = max(groups, key=len)
         rows = next(iter(group.parts(self._at_once)))
         place = place_in(self._steps, len(rows[0]))
 
         def observe(some: Sequence[torch.Tensor], generators: GeneratorStates | None) -> Observed:
-            return self._observe(present, some, place, generators)
+            return self._observe(group, some, place, generators)
 
         before = ComputedBefore(observe, rows, place)
         self._check_reference(group)

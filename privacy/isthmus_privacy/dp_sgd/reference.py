@@ -73,6 +73,7 @@ class Reference:
         # Other numbers of threads add in another order.
         same_threads = self._threads == torch.get_num_threads()
         if self._kept is not None and same_threads and self._kept.changed() is None:
+            # `found` comes first, as `repeated` has to be of the same moment as what is expected.
             check_repeats(found, self._expected, repeated)
             return
         self._expected = found

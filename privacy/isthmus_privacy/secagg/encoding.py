@@ -35,12 +35,11 @@ that each element of the mean is within C, whatever one or many clients have add
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -152,7 +151,9 @@ def encode(
         torch.add(update, config.levels // 2, out=vector[: config.size])
     else:
         own = vector[: config.size]
-        hidden = None if spacing is None else _Hidden(spacing, _dither_keys(_derived(dither_key)))
+        hidden = None
+        if spacing is not None:
+            hidden = _Hidden(spacing, _dither_keys(_derived(dither_key)), config.size)
         clipped = _quantise(update, config.clip, config.levels, share, own, keys, hidden)
     vector[config.size] = weight
     vector[config.size + 1] = math.ceil(clipped / max(1, config.size) * config.levels)
@@ -406,7 +407,6 @@ def _quantise(
     # Dither words are read as signed, so half of the dither's range is added here.
     scratch[2].fill_(rest / 2 + 0.5)
     clipped = 0
-    more = iter(()) if hidden is None else hidden.tiles(len(values))
     tiles = zip(_parts(values), _parts(out), _dither(len(values), keys), strict=True)
     for part, target, dither in tiles:
         x, y, zero = scratch[:, : len(part)]
@@ -416,7 +416,7 @@ def _quantise(
         if is_clipped:
             clipped += int((x.abs() > clip).sum())
         if hidden is not None:
-            x.add_(next(more)(x))
+            hidden.add_to(x)
         if is_clipped or hidden is not None:
             x.clamp_(-clip, clip)
         torch.add(zero, x, alpha=relative_weight * scale, out=y)
@@ -426,21 +426,20 @@ def _quantise(
     return clipped
 
 
-@dataclasses.dataclass(frozen=True)
 class _Hidden:
-    """Secret numbers that hide the spacing of values."""
+    """Secret numbers that hide the spacing of values, for one tile of these after another."""
 
-    spacing: Spacing
-    keys: Iterator[bytes]
+    def __init__(self, spacing: Spacing, keys: Iterator[bytes], count: int) -> None:
+        """`keys` provides one key for each tile of `count` values."""
+        self._spacing = spacing
+        self._words = _dither(count, keys)
+        self._start = 0
 
-    def tiles(self, count: int) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """For each tile of so many values, what gives the numbers to be added to it, float64."""
-        words = _dither(count, self.keys)
-        for start, part in zip(range(0, count, TILE), words, strict=True):
-            yield functools.partial(self._numbers, start, part)
-
-    def _numbers(self, start: int, words: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return self.spacing.around(values, start).mul_(words).mul_(2.0**-_DITHER_BITS)
+    def add_to(self, values: torch.Tensor) -> None:
+        """Add to the next tile (float64), in place, numbers that are uniform over one spacing."""
+        numbers = self._spacing.around(values, self._start).mul_(next(self._words))
+        values.add_(numbers.mul_(2.0**-_DITHER_BITS))
+        self._start += len(values)
 
 
 def _derived(key: bytes | None) -> bytes | None:

@@ -69,6 +69,19 @@ class Populations:
             if not self._users[name]:
                 self._open.pop(name).close()
 
+    def has(self, name: str) -> bool:
+        """Whether a population has a ledger."""
+        return _path(self.directory, name).exists()
+
+    def read(self, name: str) -> Ledger:
+        """What the ledger of a population has now; another process may be writing to it.
+
+        Raises:
+            LedgerDamaged: it is not the one that was written.
+        """
+        known = known_head(self.directory, name)
+        return Ledger.read(_path(self.directory, name), known)
+
 
 def mark_restored(directory: Path, at: float, current: Iterable[str]) -> None:
     """Refuse all populations from now on: what they were asked after the backup is not known.
@@ -125,12 +138,18 @@ def shared_with(run: Path, name: str) -> Populations | None:
         name: of the population, whose ledger is looked for.
     """
     folder = run.resolve().parent
-    # Of a comparison, whose directory has the runs, or of a server, whose `runs` has them.
-    if (folder / DIRECTORY / f"{name}.ledger").exists():
-        return Populations(folder / DIRECTORY, (folder,))
-    if folder.name == "runs" and (folder.parent / DIRECTORY / f"{name}.ledger").exists():
-        return of_server(folder.parent)
-    return None
+    # The directory of a comparison has its runs, and the ledgers next to them.
+    of_comparison = Populations(folder / DIRECTORY, (folder,))
+    if of_comparison.has(name):
+        return of_comparison
+    by_server = of_server_of(run)
+    return by_server if by_server is not None and by_server.has(name) else None
+
+
+def of_server_of(run: Path) -> Populations | None:
+    """The populations of the server that has a run; None where its directory is not a server's."""
+    folder = run.resolve().parent
+    return of_server(folder.parent) if folder.name == "runs" else None
 
 
 def folders_of_runs(state: Path) -> Sequence[Path]:
@@ -154,7 +173,7 @@ def check_populations(state: Path) -> list[str]:
     for run in runs:
         names |= {entry.charge.population for entry in run.ledger.entries.values()}
     for name in sorted(names):
-        path = directory / f"{name}.ledger"
+        path = _path(directory, name)
         known = known_head(directory, name)
         exists = path.exists() or known is not None
         refuse_older(path, Ledger.read(path, known) if exists else None, name, runs)
@@ -168,13 +187,17 @@ def known_head(directory: Path, name: str) -> LedgerHead | None:
         LedgerDamaged: the file is missing although the ledger has lines, or it is damaged.
     """
     lost = f"what was spent of {name!r} is not known, so nobody is asked"
-    return kept_head(directory / f"{name}.ledger", directory / f"{name}.head", lost)
+    return kept_head(_path(directory, name), directory / f"{name}.head", lost)
+
+
+def _path(directory: Path, name: str) -> Path:
+    return directory / f"{name}.ledger"
 
 
 def _open(directory: Path, name: str, folders: Sequence[Path]) -> Ledger:
     make_private_directory(directory)
     _refuse_older(directory, name)
-    path = directory / f"{name}.ledger"
+    path = _path(directory, name)
     known = known_head(directory, name)
     if known is None and not path.exists():
         # Before there is a file, which would not be missing any more.

@@ -98,9 +98,15 @@ def _write_folder(store: Store, report: Report, folder: Path, *, merged: bool) -
 
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} has files already; remove it, or name another with --output")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    target = folder.resolve()  # of a link to an empty folder, that folder
+    if target == Path.cwd():
+        raise UserError(
+            f"{folder} is the directory where this command runs, and would be replaced; name a "
+            "folder in it with --output"
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
     # A folder of which a part is missing could be loaded as another model.
-    part = folder.with_name(f".{folder.name}.part")
+    part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     try:
@@ -110,7 +116,7 @@ def _write_folder(store: Store, report: Report, folder: Path, *, merged: bool) -
         assert report.final is not None
         card = model_card(report, store.job, report.final, folder.name, digest)
         (part / FILE).write_text(card, encoding="utf-8")
-        part.replace(folder)  # an empty folder may be there
+        part.replace(target)  # an empty folder may be there
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return digest

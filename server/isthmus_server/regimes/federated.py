@@ -35,7 +35,6 @@ _NOTICEABLE = 1e-10
 """Rounding below this is not looked at: the rate of a schedule's last steps may be next to zero. Of
 an update of 1e-6 it is a ten-thousandth."""
 
-
 _SECURE = SecureAggregationAttempt | RangedAttempt | GroupedAttempt
 """Attempts whose devices take part for this model again only together."""
 
@@ -107,8 +106,7 @@ class FederatedRegime:
             return
         layout = self.context.layout
         for one in (result, *result.groups.values()):
-            # After the gradient, if there is one, and before running statistics.
-            update = one.pseudo_gradient[-layout.size :][: layout.trained_size]
+            update = layout.parameters_of_update(one.pseudo_gradient)
             if one.rounding > _NOTICEABLE and lost_in_rounding(update, one.rounding):
                 raise AttemptFailed(
                     f"the updates are lost in rounding with federated.clip={settings.clip:g} and a "

@@ -59,11 +59,12 @@ class RoundReadiness:
             settings = cohort_settings(self._job, plan)
             await self._roster.gather_cohort(settings.invited)
             selected = self._select(round_, plan, model_hash)
-            why = str(selected)
-            if isinstance(selected, SelectedCohort):
-                if not selected.refused:
-                    return plan
+            if isinstance(selected, NoAllowedCohort):
+                why = str(selected)
+            elif selected.refused:
                 why = SUM_REFUSED
+            else:
+                return plan
             instead = self._datacenter_first(plan, why)
             # Rather than wait for devices that may never return, or repeat a sum that was refused:
             # after it the model is another one, about which no device has unmasked a sum.

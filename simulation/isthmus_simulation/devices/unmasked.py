@@ -21,7 +21,12 @@ from isthmus.transport.blobs import Buffer
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.residuals import Residual, Residuals
-from isthmus_clients.device.secure_sessions import KeptUpdate, SecureSessions, without_effect
+from isthmus_clients.device.secure_sessions import (
+    KeptUpdate,
+    Origin,
+    SecureSessions,
+    without_effect,
+)
 from isthmus_clients.device.task_host import TaskHost
 from isthmus_clients.device.update_tally import UpdateTally
 from isthmus_clients.training.secure import Credentials, SecureParticipation, encode_repeatably
@@ -140,11 +145,7 @@ class UnmaskedSessions(SecureSessions):
         return dataclasses.replace(kept, result=(trained, memoryview(mapped)))
 
     def propose_update_sum(
-        self,
-        run: ActiveRun,
-        work: link_pb2.TrainLocal,
-        config: bytes,
-        start: Callable[[], StartModel],
+        self, run: ActiveRun, work: link_pb2.TrainLocal, config: bytes, origin: Origin
     ) -> SecureParticipation:
         """See `SecureSessions.propose_update_sum`.
 
@@ -154,7 +155,7 @@ class UnmaskedSessions(SecureSessions):
         return UnmaskedParticipation(about, config, run.update_slots(work), whole=0)
 
     def propose_range_sum(
-        self, run: ActiveRun, work: link_pb2.TrainLocal, start: Callable[[], StartModel]
+        self, run: ActiveRun, work: link_pb2.TrainLocal, origin: Origin
     ) -> SecureParticipation:
         """See `SecureSessions.propose_range_sum`, and `propose_update_sum`."""
         run.check_ranges_wanted()

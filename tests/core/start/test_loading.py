@@ -1,6 +1,7 @@
 """Models that are filled from files: against `load_state_dict`, transformers and PEFT."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -313,10 +314,27 @@ def test_other_adapters_are_refused(llama, tmp_path):
     path.write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
     with pytest.raises(JobError, match="has init_lora_weights='pissa', and only plain LoRA"):
         ModelStart(adapter, base=folder).fill(model)
+    for alpha in (None, "7", math.nan, -math.inf, 10**400):
+        path.write_text(json.dumps(config | {"lora_alpha": alpha}))
+        with pytest.raises(JobError, match="has lora_alpha, which has to be a number, and only"):
+            ModelStart(adapter, base=folder).fill(model)
     path.write_text(json.dumps(config | {"peft_type": "IA3"}))
     with pytest.raises(UserError, match=r"is an adapter of PEFT; name its folder, where ad"):
         StartFiles.find(adapter / "adapter_model.safetensors")
     with pytest.raises(JobError, match="has peft_type=IA3, and only plain LoRA is merged"):
+        ModelStart(adapter, base=folder).fill(model)
+
+
+def test_an_adapter_of_no_rank_is_refused(llama, tmp_path):
+    folder, model = llama()
+    adapter = adapted(folder, tmp_path, target_modules=["q_proj"])
+    file = adapter / "adapter_model.safetensors"
+    empty = {
+        name: each[:0] if "lora_A" in name else each[:, :0].contiguous()
+        for name, each in load_file(file).items()
+    }
+    save_file(empty, file)
+    with pytest.raises(JobError, match=r"that are not two matrices: \(0, \d+\) and \(\d+, 0\)"):
         ModelStart(adapter, base=folder).fill(model)
 
 

@@ -28,6 +28,21 @@ def test_statistics_follow_the_parameters_and_survive_the_header():
     ]
 
 
+def test_the_parameters_of_an_update_are_found_with_and_without_a_gradient():
+    layout = TensorLayout.of(model())
+    both = layout.gradient_and_update
+    vector = torch.arange(both.size)
+    expected = [
+        int(value)
+        for name, part in both.parts(vector)
+        if name.startswith("update.")
+        for value in part.flatten()
+    ]
+    assert layout.parameters_of_update(vector).tolist() == expected
+    update = vector[layout.size :]
+    assert layout.parameters_of_update(update).tolist() == expected
+
+
 def test_a_model_without_statistics_has_the_same_bytes_as_ever():
     layout = TensorLayout.of(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)))
     assert b"__metadata__" not in layout.header

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from isthmus.job.datacenter import DatacenterSection
+from isthmus_datacenter.parallel.auto_layout import choose_layout
+from isthmus_datacenter.parallel.parallel_dims import LayoutError
 
 
 @pytest.mark.parametrize(
@@ -35,13 +37,24 @@ from isthmus.job.datacenter import DatacenterSection
         ),
         ({"context_parallel": 2, "compile": True}, "context_parallel=2 needs compile = false"),
         ({"ranks": 3, "context_parallel": 2}, "context_parallel=2 x pipeline_parallel=1 needs 2"),
-        ({"sequence_parallel": True}, "sequence_parallel needs tensor_parallel above 1"),
+        ({"sequence_parallel": True}, "needs tensor_parallel above 1; set that, or"),
         (
             {"sequence_parallel": True, "tensor_parallel": 2, "compile": True},
             "sequence_parallel needs compile = false",
         ),
         ({"checkpoint_every": 2}, "checkpoint_every=2 has no effect without"),
-        ({"shard_groups": 2, "layout": "auto"}, "here the ranks choose the layout; remove it"),
+        ({"shard_groups": 2, "zero_stage": 0}, "is for zero_stage 1 to 3: here nothing is sharded"),
+        (
+            {"sequence_parallel": True, "tensor_parallel": 2, "layout": "auto"},
+            "choose the layout and ignore tensor_parallel, sequence_parallel; remove that",
+        ),
+        *(
+            ({name: 2, "layout": "auto"}, f"choose the layout and ignore {name}; remove that")
+            for name in (
+                *("data_parallel", "shard_groups", "tensor_parallel", "context_parallel"),
+                "pipeline_parallel",
+            )
+        ),
         ({"batch_size": 10, "accumulate": 4}, "batch_size=10 cannot be divided into 4 equal parts"),
         (
             {"pipeline_parallel": 2, "schedule": "zero_bubble", "zero_stage": 3},
@@ -54,3 +67,9 @@ def test_an_impossible_section_is_refused_with_the_job(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         DatacenterSection.model_validate(section)
+
+
+def test_a_model_that_no_layout_fits_is_refused_with_what_to_set() -> None:
+    sentence = r"at least .* GiB a rank on 2 ranks.* or layout='given' with pipeline_parallel"
+    with pytest.raises(LayoutError, match=sentence):
+        choose_layout(ranks=2, parameters=10**10, memory=1 << 30, per_machine=2)

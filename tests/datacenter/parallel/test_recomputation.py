@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from isthmus.errors import TaskError
-from isthmus_datacenter.parallel.recomputation import policy, recompute
+from isthmus_datacenter.parallel.recomputation import output_policy, recompute
 
 
 class Counted(TorchDispatchMode):
@@ -129,8 +129,8 @@ def test_attention_that_draws_is_called_again(dropout: float, kept: CheckpointPo
     operator = torch.ops.aten._scaled_dot_product_flash_attention.default
     heads = torch.zeros(1, 1, 2, 8)
     context: Any = None
-    assert policy(context, operator, heads, heads, heads, dropout) == kept
-    assert policy(context, operator, heads, heads, heads, dropout_p=dropout) == kept
+    assert output_policy(context, operator, heads, heads, heads, dropout) == kept
+    assert output_policy(context, operator, heads, heads, heads, dropout_p=dropout) == kept
 
 
 def test_a_module_is_called_again_in_each_of_two_backward_passes() -> None:

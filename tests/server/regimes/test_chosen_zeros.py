@@ -35,7 +35,7 @@ def test_a_cancelled_request_does_not_end_another_with_the_same_id():
     """A server could reuse the id, to have all devices of a sum but one send zeros."""
     agent = Agent(Participant(name="victim", regime="federated"), None)
     kept, cancelled = (link_pb2.Request(id="same") for _ in range(2))
-    agent._secure._kept = KeptUpdate(kept, None, None, 1, bytes(32))
+    agent._secure._kept = KeptUpdate(kept, None, None, None)
     agent.cancel(cancelled, "")
     agent.acknowledged(cancelled, False, "")
     assert not agent.host._cancelled

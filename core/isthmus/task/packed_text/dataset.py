@@ -25,6 +25,7 @@ _COMPARED = 8
 IGNORED = -100
 """A target that is not scored, as PyTorch's `cross_entropy` has it."""
 _FOLDER = ".tokens"
+"""For the files with tokens, in the folder of the text."""
 
 
 class PackedText(Dataset[Any]):
@@ -190,7 +191,7 @@ def _token_path(source: Source, settings: Sequence[Any], folder: Any) -> Path:
     if isinstance(source, FileSource):
         name = source.path.name
         if folder is None:
-            folder = source.path.parent / ".tokens"
+            folder = source.path.parent / _FOLDER
         else:  # which may have files of the same name from several places
             about.append(str(source.path.parent.resolve()))
     else:

@@ -10,6 +10,7 @@ r"""The documents of a file, one after the other: parquet, Arrow, JSON lines, or
 from __future__ import annotations
 
 import codecs
+import contextlib
 import gzip
 import hashlib
 import importlib
@@ -75,7 +76,8 @@ class FileSource:
         """See `Source.state`.
 
         Raises:
-            StorageError: there is no such file, or it cannot be read.
+            StorageError: it cannot be read.
+            TaskError: there is no such file.
         """
         with _readable(self.path):
             status = self.path.stat()
@@ -86,6 +88,7 @@ class FileSource:
 
         Raises:
             StorageError: it cannot be read.
+            TaskError: there is no such file.
         """
         with _readable(self.path), self.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -287,23 +290,17 @@ def kind_of(path: Path) -> str | None:
     return path.suffix if path.suffix in _READERS else None
 
 
-class _readable:  # noqa: N801 - used as a statement
-    """Context manager in which a file that cannot be read is one sentence."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, FileNotFoundError):
-            raise TaskError(f"there is no file {self._path}") from None
-        if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)):
-            raise TaskError(f"{self._path} is no whole gzip file: {error}") from None
-        if isinstance(error, OSError):
-            why = error.strerror or str(error)
-            raise StorageError(f"{self._path} cannot be read: {why}") from None
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Within it a file that cannot be read is one sentence."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise TaskError(f"there is no file {path}") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TaskError(f"{path} is no whole gzip file: {error}") from None
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def _pyarrow(path: Path) -> Any:

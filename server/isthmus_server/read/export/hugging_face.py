@@ -125,6 +125,11 @@ def _write_adapter(job: Job, base: Path, adapted: Any, folder: Path) -> None:
             "the model under the adapter has the values of the seed, which no file has; use "
             "--format merged"
         )
+    if not (base / under / CONFIG).is_file():
+        raise UserError(
+            f"{under} is no folder of Hugging Face, from which PEFT could load the model under the "
+            "adapter; use --format merged"
+        )
     for name, parameter in adapted.named_parameters():
         fresh = matches(name, job.model.fresh)
         if (parameter.requires_grad or fresh) and not _is_in_adapter(name):
@@ -192,7 +197,7 @@ def _check_same(written: nn.Module, loaded: nn.Module, report: dict[str, Any]) -
 def _errors_of_the_library(doing: str) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         first = " ".join(str(error).split())[:300]
         raise UserError(
             f"transformers cannot {doing}: {first}; use --format safetensors"

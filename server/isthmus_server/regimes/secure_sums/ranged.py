@@ -208,9 +208,7 @@ class RangedAttempt:
         Raises:
             AttemptFailed: so it is.
         """
-        layout = self._context.layout
-        # After the gradient, if there is one, and before running statistics.
-        update = result.pseudo_gradient[-layout.size :][: layout.trained_size]
+        update = self._context.layout.parameters_of_update(result.pseudo_gradient)
         if config.codec is not None or not ranges.are_lost(
             update,
             result.rounding,
@@ -279,7 +277,9 @@ class RangedAttempt:
             "no ranges while they were summed"
         )
         advice = "set federated.clip and federated.max_examples, with which none are needed"
-        if lost_in_rounding(result.pseudo_gradient, result.rounding, _UNKNOWN_ROUNDING):
+        # A gradient and running statistics may be far larger, and whole where these are lost.
+        parameters = self._context.layout.parameters_of_update(result.pseudo_gradient)
+        if lost_in_rounding(parameters, result.rounding, _UNKNOWN_ROUNDING):
             raise AttemptFailed(
                 f"{why}, and in the encoding without them the updates are lost in rounding: "
                 f"{advice}",

@@ -16,10 +16,9 @@ from typing import Literal
 
 from isthmus.errors import IsthmusError, UserError
 from isthmus.system.private_files import make_private_directory, write_private_file
-from isthmus_privacy.dp.ledger import HEAD_FILE, LEDGER_FILE, Ledger, LedgerDamaged, last_known
+from isthmus_privacy.dp.ledger import HEAD_FILE, LEDGER_FILE, LedgerDamaged, last_known
 from isthmus_server.budgets.charged_runs import PRUNED, absent_from, charged_run
-from isthmus_server.budgets.populations import DIRECTORY as POPULATIONS
-from isthmus_server.budgets.populations import known_head
+from isthmus_server.budgets.populations import of_server_of
 from isthmus_server.runs.operations.run_copies import copy_ledger
 from isthmus_server.storage import audit
 from isthmus_server.storage.run_description import alone_in
@@ -204,12 +203,11 @@ def _why_its_ledger_is_needed(path: Path) -> str:
         run = charged_run(path)
         if run is None:
             return ""
+        populations = of_server_of(path)
         for name in {entry.charge.population for entry in run.ledger.entries.values()}:
-            ledger = path.parent.parent / POPULATIONS / f"{name}.ledger"
-            if path.parent.name != "runs" or not ledger.exists():
+            if populations is None or not populations.has(name):
                 return only
-            shared = Ledger.read(ledger, known_head(ledger.parent, name))
-            absent = absent_from(shared, run.charges_of(name))
+            absent = absent_from(populations.read(name), run.charges_of(name))
             if absent.lost or absent.unasked:
                 return only
     except LedgerDamaged as error:

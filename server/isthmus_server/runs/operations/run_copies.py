@@ -11,7 +11,7 @@ from pathlib import Path
 from isthmus.errors import DamagedError, UserError
 from isthmus.system.private_files import make_private_directory, write_private_file
 from isthmus_privacy.dp.ledger import HEAD_FILE, LEDGER_FILE, Ledger, LedgerHead
-from isthmus_server.budgets.populations import known_head, shared_with
+from isthmus_server.budgets.populations import Populations, shared_with
 from isthmus_server.budgets.server_noise import KEY_FILE
 from isthmus_server.runs.operations.databases import copy_database
 from isthmus_server.runs.operations.manifest import copy_private
@@ -77,10 +77,10 @@ def _populations(run: Path) -> list[str]:
     return sorted({section.population for section in sections if section is not None})
 
 
-def _where_shared(source: Path, population: str) -> list[Path]:
-    """Directories of the ledgers of a population that a run, or its original, is charged in."""
+def _where_shared(source: Path, population: str) -> list[Populations]:
+    """Those in whose ledgers of a population a run, or its original, is charged."""
     found = (shared_with(run, population) for run in (source, Path(_original(source))))
-    return sorted({each.directory for each in found if each is not None})
+    return list({each.directory: each for each in found if each is not None}.values())
 
 
 def _original(source: Path) -> str:
@@ -162,10 +162,9 @@ def _take_shared_charges(source: Path, target: Path) -> None:
                 f"{population!r} with other runs, and what these have spent is not known here; "
                 "make the branch where their ledger is"
             )
-        for directory in found:
-            if own is None or own.directory != directory:
-                head = known_head(directory, population)
-                _add_charges(Ledger.read(directory / f"{population}.ledger", head), target)
+        for shared in found:
+            if own is None or own.directory != shared.directory:
+                _add_charges(shared.read(population), target)
 
 
 def _add_charges(shared: Ledger, target: Path) -> None:

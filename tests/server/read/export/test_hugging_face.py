@@ -210,6 +210,12 @@ def test_what_a_folder_would_not_have_is_refused(tmp_path, job):
     refuse(
         "has the values of the seed, which no file has; use --format merged", model, job("model={}")
     )
+    file = min((tmp_path / "start").glob("*.safetensors")).name
+    refuse(
+        f"start/{file} is no folder of Hugging Face, from which PEFT could load the model under",
+        model,
+        job(start=f"start/{file}"),
+    )
     model.base_model.model.model.norm.weight.requires_grad_(True)
     refuse(r"'base_model.model.model.norm.weight' is not a part of the adapter, and has", model)
     tied = get_peft_model(TEXT.from_config(config), LoraConfig(target_modules=["embed_tokens"]))
@@ -259,7 +265,9 @@ def invoke(*arguments):
 
 
 @pytest.mark.parametrize("frozen", [[], ["*embed_tokens*", "*layers.0.*"]])
-async def test_a_trained_run_is_exported_as_a_folder_at_once(deployment, job, tmp_path, frozen):
+async def test_a_trained_run_is_exported_as_a_folder_at_once(
+    deployment, job, tmp_path, monkeypatch, frozen
+):
     saved(tmp_path / "start", *text_model("llama"))
     await deployment.start(DECODER)
     federated = "federated={clients=3, cohort=3, quorum=3}"
@@ -292,6 +300,14 @@ async def test_a_trained_run_is_exported_as_a_folder_at_once(deployment, job, tm
     with pytest.raises(UserError, match="has no adapter of PEFT to merge"):
         invoke(store.directory, "--format", "merged")
     assert not list(store.directory.glob(".*"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(UserError, match=r"^\. is the directory where this command runs, and would"):
+        invoke(store.directory, "--format", "huggingface", "--output", ".")
+    monkeypatch.chdir(tmp_path)
+    invoke(store.directory, "--format", "huggingface", "--output", "link")
+    assert StartFiles.find(tmp_path / "empty").digest() == digest
 
     shutil.rmtree(folder)
     first = min((tmp_path / "start").glob("*.safetensors"))

@@ -20,13 +20,7 @@ from isthmus_server.read.report.unused_updates import unused_updates
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import EventStream
-from isthmus_server.storage.records import (
-    Cost,
-    Participants,
-    Receipt,
-    RoundRecord,
-    UpdateNoise,
-)
+from isthmus_server.storage.records import Receipt, UpdateNoise
 
 FAILS_ON_D = """
 def optimizer(self, parameters, participant):
@@ -76,21 +70,7 @@ def test_plain_updates_of_no_weight_are_counted_with_their_devices():
             Receipt(participant=name, regime="federated", status="accepted", examples=weight)
             for name, weight in weights.items()
         ]
-        return RoundRecord(
-            round=number,
-            attempt=1,
-            regime="federated",
-            reason="",
-            started_at=0.0,
-            seconds=1.0,
-            elapsed=1.0,
-            participants=Participants.of(receipts),
-            cost=Cost.of(receipts, 0.0),
-            receipts=receipts,
-            metrics={},
-            model_sha256=None,
-            training={"federated": {"loss": 1.0}},
-        )
+        return round_record(number, receipts, training={"federated": {"loss": 1.0}})
 
     always = [weighed(number, {"a": 5, "b": 0, "c": number % 2}) for number in range(1, 5)]
     assert unused_updates(always) == [

@@ -283,12 +283,14 @@ async def test_an_update_that_is_not_asked_for_is_freed_when_its_round_is_over(o
     assert lost.agent.host._spare is not None  # its memory is for the next one
 
 
-async def test_updates_that_the_widest_encoding_loses_are_refused(opened):
+@pytest.mark.parametrize("gradient_scale", [0.0, 2.0**-4])
+async def test_updates_that_the_widest_encoding_loses_are_refused(opened, gradient_scale):
+    """Also next to a gradient that is far larger, and not lost."""
     run = await opened("task.settings.lr=1e-10")
     ranges = RangeLog()
     spoil(run.devices["e"])
     with pytest.raises(AttemptFailed, match=r"lost in rounding: set federated\.clip"):
-        await run.train(ranges=ranges)
+        await run.train(ranges=ranges, gradient_scale=gradient_scale)
 
 
 def record_requests(run):

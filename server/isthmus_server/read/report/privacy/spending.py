@@ -14,7 +14,7 @@ from isthmus.job.privacy import PrivacySection
 from isthmus_privacy.dp.accounting import SampledGaussian
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Charge, Ledger, LedgerEntry, last_known
 from isthmus_server.budgets.budget import UNIT
-from isthmus_server.budgets.populations import known_head, shared_with
+from isthmus_server.budgets.populations import shared_with
 from isthmus_server.model.summed_evaluation import TRIES
 from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
 from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
@@ -160,11 +160,10 @@ def _shared(run_dir: Path, privacy: PrivacySection) -> float | None:
     Raises:
         LedgerDamaged: the ledger of the population is not the one that was written.
     """
-    if (populations := shared_with(run_dir, privacy.population)) is None:
+    populations = shared_with(run_dir, privacy.population)
+    if populations is None:
         return None
-    path = populations.directory / f"{privacy.population}.ledger"
-    known = known_head(populations.directory, privacy.population)
-    return Ledger.read(path, known).epsilon(privacy.population, privacy.delta)
+    return populations.read(privacy.population).epsilon(privacy.population, privacy.delta)
 
 
 def _of_devices_alone(promised: PromisedToExamples) -> Spending:
