@@ -90,7 +90,7 @@ docs: $(VENV)/ready-dev
 
 ci: constraints-check test docs oldest
 
-# Every failed attempt at a round passes through code that differs between patch releases of Python.
+# Failed attempts at a round, and ports that are passed on, depend on the patch release of Python.
 oldest:
 	@if [ -z "$(OLDEST)" ] || ! $(OLDEST) -c \
 	  'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then \
@@ -100,7 +100,9 @@ oldest:
 # Whole jobs, their failures and their recovery, for example with another Python.
 test-jobs: $(VENV)/ready-dev
 	@$(BIN)/python -c 'import sys; print("Python", *sys.version.split()[:1])'
-	@$(BIN)/pytest -q $(TOGETHER) tests/server/rounds tests/server/regimes tests/end_to_end/test_main_job.py
+	@$(BIN)/pytest -q $(TOGETHER) tests/server/rounds tests/server/regimes \
+	  tests/server/transport/test_fair_port.py tests/server/service/test_joining.py \
+	  tests/end_to_end/test_main_job.py
 
 # A pip without configuration, as of somebody who has just installed Python.
 BARE_PIP := env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL -u PIP_CONSTRAINT PIP_CONFIG_FILE=/dev/null

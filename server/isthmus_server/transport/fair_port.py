@@ -209,6 +209,8 @@ class _Caller(_End):
         self._target = target
         self._loop = loop
         self._peer = ""
+        self._early = b""
+        """What it has sent before gRPC had the connection."""
         self._moved = loop.time()
         """When the last bytes came, in either direction."""
         self._has_turn = True
@@ -237,7 +239,6 @@ class _Caller(_End):
         if not self._port.admit(self):
             self.transport.abort()
             return
-        self.transport.pause_reading()  # until gRPC has the connection
         self._port.spawn(self)
 
     async def connect(self, seconds: float | None) -> None:
@@ -267,12 +268,21 @@ class _Caller(_End):
                 return
             raise
         if not self.transport.is_closing():
+            # Resumed before, so that a full buffer of the other end can pause it again.
             self.transport.resume_reading()
+            super().data_received(self._early)
+            self._early = b""
 
     def data_received(self, data: bytes) -> None:
         self._moved = self._loop.time()
         self._has_turn = False
         self._answered = self._was_answered
+        if self.other is None:
+            # Not paused earlier: Python 3.11.2 reads on after a pause in `connection_made`.
+            assert self.transport is not None
+            self._early = data
+            self.transport.pause_reading()
+            return
         super().data_received(data)
 
     def answered(self) -> None:

@@ -14,6 +14,10 @@ from isthmus_server.transport.places import network_of
 
 BUSY, IDLE = "127.0.0.2", "127.0.0.3"
 
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
+"""What a client begins with: RFC 9113, section 3.4; its settings are empty."""
+SETTINGS_ACKNOWLEDGED = bytes.fromhex("000000040100000000")
+
 
 class Callers:
     """A port with four places, and connections to it from chosen addresses."""
@@ -95,6 +99,26 @@ async def test_a_closed_connection_leaves_its_place(callers):
         writer.close()
     await wait_until(lambda: not callers.places())
     await wait_until(lambda: not callers.port._networks)
+
+
+async def test_what_is_sent_before_grpc_has_the_connection_is_passed_on(callers, monkeypatch):
+    connect = fair_port._Caller.connect
+    sent = asyncio.Event()
+
+    async def connect_late(caller, seconds):
+        await sent.wait()
+        for _ in range(10):  # the event loop looks for bytes to read in each
+            await asyncio.sleep(0)
+        await connect(caller, seconds)
+
+    monkeypatch.setattr(fair_port._Caller, "connect", connect_late)
+    await callers.listen()
+    reader, writer = await asyncio.open_connection("127.0.0.1", callers.number)
+    callers.writers.append(writer)
+    writer.write(HTTP2_PREFACE)
+    await writer.drain()
+    sent.set()
+    await asyncio.wait_for(reader.readuntil(SETTINGS_ACKNOWLEDGED), 20)
 
 
 async def test_a_port_in_use_is_reported(callers):
