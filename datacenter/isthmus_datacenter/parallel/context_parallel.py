@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import keystr, tree_map_with_path
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.parallel.called_modules import called_modules
+from isthmus_datacenter.parallel.compared_calls import ComparedCalls
 from isthmus_datacenter.parallel.sequence_parallel import SequenceBlocks, first_tensor
 
 _REMEDY = "set context_parallel = 1"
@@ -75,16 +76,37 @@ class _Attending(TorchFunctionMode):
 class SharesAttention(ParallelStyle):
     """Has a block, called with a part of the positions, attend to all of them."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: ComparedCalls | None = None
+
+    def end_comparison(self) -> None:
+        """Refuse from now on what the block has not done yet; once it was compared."""
+        if self._calls is not None:
+            self._calls.end()
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         forward = module.forward
+        calls = self._calls = ComparedCalls(module)
 
         @functools.wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
-            own = first_tensor(args, kwargs).shape[1]
+            hidden = first_tensor(args, kwargs)
+            own = hidden.shape[1]
+            if own == 1:
+                # Transformers then leave out the mask of causal attention, as in generation.
+                raise TaskError(
+                    f"context_parallel: a {type(module).__name__} gets one position on each rank, "
+                    f"which blocks take for a generated one; pad the sequences, or {_REMEDY}"
+                )
             part = _OwnPositions(own, device_mesh)
-            args, kwargs = part.of_arguments(args, kwargs)
-            with _Attention(part, device_mesh):
-                return forward(*args, **kwargs)
+            args = part.of_arguments(args, hidden, calls)
+            kwargs = part.of_arguments(kwargs, hidden, calls)
+            attention = _Attention(part, device_mesh)
+            with attention:
+                output = forward(*args, **kwargs)
+            calls.attended(attention.count)
+            return output
 
         # A replaced `forward` and no hook: where activations are recomputed, it is called again.
         module.forward = call
@@ -104,22 +126,26 @@ class _OwnPositions:
         """The part of a tensor for all positions."""
         return tensor.narrow(dim, self.first, self.own)
 
-    def of_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A block's arguments with what belongs to positions cut to this rank's.
+    def of_arguments(self, arguments: Any, hidden: torch.Tensor, calls: ComparedCalls) -> Any:
+        """A block's arguments with what belongs to all positions cut to this rank's.
 
-        Such as rotary embeddings and numbers of positions, (batch, positions) or (batch, positions,
-        width). Masks of attention have four dimensions, and are cut where they are used.
+        Such as rotary embeddings and numbers of positions, (batch, positions), (batch, positions,
+        width) or (positions, width). Masks of attention have four dimensions, and are cut where
+        they are used.
+
+        Raises:
+            TaskError: see `ComparedCalls.dim_of_positions`.
         """
 
-        def cut(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or value.ndim not in (2, 3):
+        def cut(path: Any, value: Any) -> Any:
+            if value is hidden or not isinstance(value, torch.Tensor):
                 return value
-            return self.of(value, 1) if value.shape[1] == self.all else value
+            if value.ndim not in (1, 2, 3):
+                return value
+            dim = calls.dim_of_positions(keystr(path), tuple(value.shape), self.own, self.all)
+            return value if dim is None else self.of(value, dim)
 
-        cut_args, cut_kwargs = tree_map(cut, (args, kwargs))
-        return cut_args, cut_kwargs
+        return tree_map_with_path(cut, arguments)
 
 
 class _Attention(TorchFunctionMode):
@@ -127,6 +153,8 @@ class _Attention(TorchFunctionMode):
 
     def __init__(self, part: _OwnPositions, mesh: DeviceMesh) -> None:
         super().__init__()
+        self.count = 0
+        """Attentions until now."""
         self._part = part
         self._mesh = mesh
 
@@ -134,6 +162,7 @@ class _Attention(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is functional.scaled_dot_product_attention:
+            self.count += 1
             return self._attend(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -150,7 +179,7 @@ class _Attention(TorchFunctionMode):
         """`scaled_dot_product_attention`; queries, keys and values are (..., positions, width).
 
         Raises:
-            TaskError: it is not over the positions that the ranks share.
+            TaskError: it is not over the positions that the ranks share, or has two masks.
         """
         part = self._part
         if {query.shape[-2], key.shape[-2], value.shape[-2]} != {part.own}:
@@ -158,29 +187,40 @@ class _Attention(TorchFunctionMode):
                 f"context_parallel: an attention of queries {tuple(query.shape)} and keys "
                 f"{tuple(key.shape)} is not over the {part.own} positions of a rank; {_REMEDY}"
             )
+        if is_causal and attn_mask is not None:
+            # PyTorch combines both in some of its kernels, and others refuse it.
+            raise TaskError(
+                "context_parallel: an attention has a mask and is_causal; make one mask of both, "
+                f"or {_REMEDY}"
+            )
         if is_causal:
             rows = torch.arange(part.own, device=query.device) + part.first
             attn_mask = torch.arange(part.all, device=query.device) <= rows[:, None]
         elif attn_mask is not None:
-            attn_mask = self._own_rows(attn_mask)
+            attn_mask = self._own_queries_all_keys(attn_mask)
         return functional.scaled_dot_product_attention(
-            query, self._gathered(key), self._gathered(value), attn_mask, dropout_p, **more
+            query, self._gathered(key, -2), self._gathered(value, -2), attn_mask, dropout_p, **more
         )
 
-    def _own_rows(self, mask: torch.Tensor) -> torch.Tensor:
-        """The rows of a mask for this rank's queries, shape (..., queries, keys)."""
+    def _own_queries_all_keys(self, mask: torch.Tensor) -> torch.Tensor:
+        """A mask, shape (..., queries, keys), for this rank's queries and the keys of all ranks."""
         part = self._part
         rows = mask.shape[-2] if mask.ndim > 1 else 1
-        if mask.shape[-1] not in (1, part.all) or rows not in (1, part.all):
+        columns = mask.shape[-1]
+        if columns == part.own and rows in (1, part.all):
+            # Made of an argument that was cut, such as the padding of (batch, positions).
+            mask = self._gathered(mask, -1)
+        elif columns not in (1, part.all) or rows not in (1, part.own, part.all):
             raise TaskError(
                 f"context_parallel: an attention has a mask of shape {tuple(mask.shape)} for "
-                f"{part.all} positions; {_REMEDY}"
+                f"{part.own} of {part.all} positions; make it outside of the block, for all of "
+                f"them, or {_REMEDY}"
             )
-        return mask if rows == 1 else part.of(mask, -2)
+        return part.of(mask, -2) if rows == part.all else mask
 
-    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Keys or values of all ranks; each rank's queries contribute to their gradients."""
-        dim = tensor.ndim - 2
+    def _gathered(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """What belongs to the keys of all ranks; each rank's queries add to its gradient."""
+        dim += tensor.ndim
         own = DTensor.from_local(tensor, self._mesh, [Shard(dim)], run_check=False)
         whole = own.redistribute(placements=[Replicate()])
         gathered: torch.Tensor = whole.to_local(grad_placements=[Partial()])

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
 from isthmus.tensors.structure import Structure
-from isthmus_datacenter.parallel.context_parallel import context_plan
+from isthmus_datacenter.parallel.context_parallel import SharesAttention, context_plan
 from isthmus_datacenter.parallel.equivalence_check import (
     PartitionError,
     StageTrace,
@@ -52,6 +52,7 @@ from isthmus_datacenter.parallel.module_calls import CallOrder, SharedCalls, fin
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.pipeline_stages import split_into_stages
 from isthmus_datacenter.parallel.random_draws import draw_apart, drawing_modules
+from isthmus_datacenter.parallel.sequence_parallel import ChecksCalls
 from isthmus_datacenter.parallel.tensor_plans import default_tensor_plan, resolve_plan
 from isthmus_datacenter.parallel.tensor_styles import apply_style
 from isthmus_datacenter.parallel.unfilled_model import NeedsWholeModel, UnfilledModel
@@ -445,6 +446,10 @@ def _shard_stage(
     records = exchange_records(own, mesh.get_group())
     reductions = compare_gradients(whole, records, replicated)
     draw_apart(stage, drawing, mesh.get_local_rank(), device)
+    modules = {id(module) for module in stage.modules()}
+    for module, style in plan:
+        if isinstance(style, SharesAttention | ChecksCalls) and id(module) in modules:
+            style.end_comparison()
     return reductions
 
 

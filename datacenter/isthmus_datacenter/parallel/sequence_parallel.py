@@ -102,10 +102,12 @@ class SequenceBlocks:
 
 
 class ChecksCalls(ParallelStyle):
-    """Refuses a forward pass of a stage that leaves out the first or the last of its blocks.
+    """Refuses a forward pass of a stage that calls its blocks unlike the pass that was compared.
 
     The sample passes through all of them, and layerdrop skips some in some steps only: positions
-    would be gathered that nobody has divided, or the ranks would go on with different ones.
+    would be gathered that nobody has divided, or the ranks would go on with different ones. And
+    what a model does with hidden states between two blocks, such as a mean over positions where
+    there is padding, it does with a rank's part.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
@@ -113,27 +115,71 @@ class ChecksCalls(ParallelStyle):
         self._blocks = blocks
         self._divided = False
         """Whether each rank has a part of the positions now."""
+        self._output: torch.Tensor | None = None
+        """Hidden states that the last block has returned."""
+        self._version = 0
+        """Of them, which changes with them."""
+        self._passed_on: dict[tuple[int, bool], bool] = {}
+        """By block and mode, whether in the comparison it got what the one before had returned."""
+        self._compared = False
+
+    def end_comparison(self) -> None:
+        """Refuse from now on what was not compared."""
+        self._compared = True
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(lambda *_: self._begin())
         module.register_forward_hook(lambda *_: self._finish())
         for block in self._blocks:
-            block.register_forward_pre_hook(lambda block, args: self._enter(block))
+            block.register_forward_pre_hook(self._enter, with_kwargs=True)
+            block.register_forward_hook(lambda block, args, output: self._leave(block, output))
         return module
 
     def _begin(self) -> None:
         # A pass that failed may have ended between two blocks.
         self._divided = False
+        self._output = None
 
-    def _enter(self, block: nn.Module) -> None:
+    def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         # A recomputation may end as soon as it has what the backward pass needs.
-        if torch._C._current_graph_task_id() != -1:
+        if _recomputes():
             return
         if self._divided == (block is self._blocks[0]):
             raise TaskError(_LEFT_OUT)
+        if self._divided:
+            self._compare(block, first_tensor(args, kwargs))
+        self._output = None
         self._divided = block is not self._blocks[-1]
 
+    def _compare(self, block: nn.Module, hidden: torch.Tensor) -> None:
+        """Compare the inputs of a block with the outputs of the one before.
+
+        Raises:
+            TaskError: they are others, and were the same in the comparison.
+        """
+        output = self._output
+        # Of another type where `fully_shard` has converted them.
+        if output is None or not _is_plain(hidden) or hidden.dtype != output.dtype:
+            return
+        # By address: `fully_shard` passes them on as views.
+        is_same = hidden.data_ptr() == output.data_ptr() and hidden._version == self._version
+        key = (id(block), block.training)
+        if not self._compared:
+            self._passed_on[key] = is_same and self._passed_on.get(key, True)
+        elif self._passed_on.get(key, False) and not is_same:
+            raise TaskError(_CHANGED)
+
+    def _leave(self, block: nn.Module, output: Any) -> None:
+        if _recomputes() or block is self._blocks[-1]:
+            return
+        first = output[0] if isinstance(output, tuple) and output else output
+        if _is_plain(first):
+            # Until the next block, which gets it: without it the address may be another tensor's.
+            self._output = first
+            self._version = first._version
+
     def _finish(self) -> None:
+        self._output = None
         if self._divided:
             raise TaskError(_LEFT_OUT)
 
@@ -143,6 +189,21 @@ _LEFT_OUT = (
     "the model left out one of these two, or called them in another order (as layerdrop does); "
     "have it call both, or remove sequence_parallel or context_parallel"
 )
+_CHANGED = (
+    "the model changes hidden states between two blocks, where each rank has a part of the "
+    "positions, and did not for the two examples by which it was compared with the whole model; "
+    "have it do the same for all batches, or remove sequence_parallel or context_parallel"
+)
+
+
+def _recomputes() -> bool:
+    """Whether a backward pass calls the model."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor that has an address and a version."""
+    return type(value) is torch.Tensor and not value.is_inference()
 
 
 class DividesPositions(ParallelStyle):

@@ -18,7 +18,7 @@ from isthmus_datacenter.parallel.context_parallel import SharesAttention, contex
 from isthmus_datacenter.parallel.equivalence_check import run_in_eval_mode
 from isthmus_datacenter.parallel.kept_groups import forget_groups
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
-from isthmus_datacenter.parallel.sequence_parallel import GathersPositions
+from isthmus_datacenter.parallel.sequence_parallel import ChecksCalls, GathersPositions
 from isthmus_datacenter.parallel.tensor_plans import default_tensor_plan
 from isthmus_datacenter.parallel.tensor_styles import apply_style
 
@@ -94,8 +94,12 @@ def test_whole_blocks_have_half_of_the_positions_and_all_keys(mesh: Any) -> None
 @pytest.mark.parametrize(
     ("mask", "sentence"),
     [
-        (torch.ones(3, 3, dtype=torch.bool), r"mask of shape \(3, 3\) for 6 positions"),
+        (torch.ones(3, 3, dtype=torch.bool), r"mask of shape \(3, 3\) for 3 of 6 positions"),
+        (torch.ones(2, 1, 3, 4, dtype=torch.bool), r"mask of shape \(2, 1, 3, 4\) for 3 of 6"),
         (torch.ones(2, 1, 6, 6, dtype=torch.bool), None),
+        (torch.ones(2, 1, 3, 6, dtype=torch.bool), None),
+        (torch.ones(2, 1, 6, 3, dtype=torch.bool), None),
+        (torch.ones(2, 1, 1, 3), None),
         (torch.ones(2, 1, 1, 6, dtype=torch.bool), None),
     ],
 )
@@ -196,6 +200,24 @@ def test_a_pass_without_the_first_or_the_last_block_is_refused(mesh: Any, skippe
             model(WORDS % 11)
     model.blocks._modules = {str(at): each for at, each in enumerate(blocks)}
     assert model(WORDS % 11).shape == (2, 6, 12)
+
+
+@pytest.mark.parametrize("share", ["plan", "shared"])
+def test_hidden_states_that_only_a_later_pass_changes_are_refused(mesh: Any, share: str) -> None:
+    model = Decoder(2, tied=False)
+    styles = {"plan": plan, "shared": shared}[share](model)
+    for module, style in styles:
+        apply_style(module, style, mesh)
+    model(WORDS % 11)
+    for _, style in styles:
+        if isinstance(style, ChecksCalls):
+            style.end_comparison()
+    assert model(WORDS % 11).shape == (2, 6, 12)
+    model.blocks[0].register_forward_hook(
+        lambda module, args, output: output - output.mean(1, True)
+    )
+    with pytest.raises(TaskError, match="changes hidden states between two blocks"):
+        model(WORDS % 11)
 
 
 @pytest.mark.parametrize(
