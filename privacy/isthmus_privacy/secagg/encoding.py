@@ -440,6 +440,9 @@ def _quantise(
         torch.add(zero, x, alpha=relative_weight * scale, out=y)
         # The middle is added last: next to it, float64 would round a dither just below 1 up.
         y.add_(x.copy_(dither), alpha=2.0**-_DITHER_BITS).floor_().add_(middle)
+        # With the most levels the lower end of the range can be half a level off in float64, and a
+        # sum of clients that are all there would be one that honest clients cannot have.
+        y.clamp_(min=0)
         target.copy_(y.to(torch.int64) if target.dtype == torch.int16 else y)
     return clipped
 
