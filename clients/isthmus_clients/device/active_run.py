@@ -401,24 +401,34 @@ class ActiveRun:
         from isthmus_privacy.secagg.ranges import LADDER
 
         federated = self.job.federated
-        if self.job.privacy is not None:
-            return  # updates are clipped to a norm, and have the weight 1
+        privacy = self.job.privacy
+        if privacy is not None and privacy.mechanism == "distributed":
+            return  # see `check_privacy`
+        clip = federated.clip
         weight_max = federated.largest_weight
-        in_range = config.codec is not None or (
-            config.clip == federated.clip
-            if federated.clip is not None
-            else math.frexp(config.clip)[0] == 0.5
-        )
+        if privacy is not None:
+            clip = privacy.clip
+            weight_max = 1
+        # A bound that follows the norms of updates bounds each element as well: none is clipped.
+        follows = privacy is not None and privacy.clip_quantile is not None
+        if config.codec is not None or follows:
+            in_range = True
+        elif clip is not None:
+            in_range = config.clip == clip
+        else:
+            in_range = math.frexp(config.clip)[0] == 0.5
         # With few levels a vector would be a comparison of each element with a bound of the
         # server's choice.
         finest = WIDE_LEVELS if config.bits == 64 else finest_levels(config.clients_max, 32)
         is_fine = config.codec is not None or config.levels == finest
         weights = LADDER if weight_max is None else (weight_max,)
         if not (in_range and is_fine) or config.weight_max not in weights:
+            given = f"federated.clip={clip} and federated.max_examples={federated.max_examples}"
+            if privacy is not None:
+                given = f"privacy.clip={clip}"
             refusal.refuse(
                 "encoding-not-of-job",
-                f"{self.job.name!r} was opened with federated.clip={federated.clip} and "
-                f"federated.max_examples={federated.max_examples}, and this sum has a range of "
+                f"{self.job.name!r} was opened with {given}, and this sum has a range of "
                 f"{config.clip:g}, {config.levels} levels and a largest weight of "
                 f"{config.weight_max}",
             )
