@@ -297,7 +297,7 @@ class ActiveRun:
         )
 
     def check_measuring_noise(self, config: RoundConfig, norm: float, rho: float) -> None:
-        """Refuse a sum of scores or metrics without the noise that the job promises.
+        """Refuse a sum of scores or metrics without the noise or the precision of the job.
 
         Args:
             config: of the sum.
@@ -305,7 +305,7 @@ class ActiveRun:
             rho: see `check_privacy`.
 
         Raises:
-            PeerMisbehaved: see `check_privacy`.
+            PeerMisbehaved: see `check_privacy` and `check_encoding`.
         """
         from isthmus_privacy.dp.calibration import NoisePlan
 
@@ -313,6 +313,10 @@ class ActiveRun:
         if privacy is not None and privacy.mechanism == "distributed":
             promised = NoisePlan.of_job(self.job).measuring_multiplier
             self._check_noise(config, promised, norm, privacy, rho)
+        elif not config.whole:
+            bound = 1.0 if privacy is None else norm
+            said = f"measures numbers of up to {bound:g} in {self.job.name!r}"
+            self._check_fine(config, said, in_range=config.clip == bound, weights=(1,))
 
     def _check_noise(
         self,
@@ -397,7 +401,6 @@ class ActiveRun:
                 weight is not that of the job, nor on the ladder of `secagg.ranges`; or the elements
                 are rounded more coarsely than the ring needs.
         """
-        from isthmus_privacy.secagg.config import WIDE_LEVELS, finest_levels
         from isthmus_privacy.secagg.ranges import LADDER
 
         federated = self.job.federated
@@ -417,20 +420,30 @@ class ActiveRun:
             in_range = config.clip == clip
         else:
             in_range = math.frexp(config.clip)[0] == 0.5
-        # With few levels a vector would be a comparison of each element with a bound of the
-        # server's choice.
+        weights = LADDER if weight_max is None else (weight_max,)
+        given = f"federated.clip={clip} and federated.max_examples={federated.max_examples}"
+        if privacy is not None:
+            given = f"privacy.clip={clip}"
+        said = f"was opened for {self.job.name!r} with {given}"
+        self._check_fine(config, said, in_range=in_range, weights=weights)
+
+    def _check_fine(
+        self, config: RoundConfig, said: str, *, in_range: bool, weights: Sequence[int]
+    ) -> None:
+        """Refuse a sum in another range or with another largest weight, or with fewer levels.
+
+        With few levels a vector would be a comparison of each element with a bound of the server's
+        choice, and so it would be in a range far below most elements.
+        """
+        from isthmus_privacy.secagg.config import WIDE_LEVELS, finest_levels
+
         finest = WIDE_LEVELS if config.bits == 64 else finest_levels(config.clients_max, 32)
         is_fine = config.codec is not None or config.levels == finest
-        weights = LADDER if weight_max is None else (weight_max,)
         if not (in_range and is_fine) or config.weight_max not in weights:
-            given = f"federated.clip={clip} and federated.max_examples={federated.max_examples}"
-            if privacy is not None:
-                given = f"privacy.clip={clip}"
             refusal.refuse(
                 "encoding-not-of-job",
-                f"{self.job.name!r} was opened with {given}, and this sum has a range of "
-                f"{config.clip:g}, {config.levels} levels and a largest weight of "
-                f"{config.weight_max}",
+                f"this device {said}, and this sum has a range of {config.clip:g}, "
+                f"{config.levels} levels and a largest weight of {config.weight_max}",
             )
 
     def weighing(self, examples: int) -> ActiveRun:
