@@ -297,7 +297,7 @@ class ActiveRun:
         )
 
     def check_measuring_noise(self, config: RoundConfig, norm: float, rho: float) -> None:
-        """Refuse a sum of scores or metrics without the noise that the job promises.
+        """Refuse a sum of scores or metrics without the noise or the precision of the job.
 
         Args:
             config: of the sum.
@@ -305,7 +305,7 @@ class ActiveRun:
             rho: see `check_privacy`.
 
         Raises:
-            PeerMisbehaved: see `check_privacy`.
+            PeerMisbehaved: see `check_privacy` and `check_encoding`.
         """
         from isthmus_privacy.dp.calibration import NoisePlan
 
@@ -313,6 +313,10 @@ class ActiveRun:
         if privacy is not None and privacy.mechanism == "distributed":
             promised = NoisePlan.of_job(self.job).measuring_multiplier
             self._check_noise(config, promised, norm, privacy, rho)
+        elif not config.whole:
+            bound = 1.0 if privacy is None else norm
+            said = f"measures numbers of up to {bound:g} in {self.job.name!r}"
+            self._check_fine(config, said, in_range=config.clip == bound, weights=(1,))
 
     def _check_noise(
         self,
@@ -397,30 +401,49 @@ class ActiveRun:
                 weight is not that of the job, nor on the ladder of `secagg.ranges`; or the elements
                 are rounded more coarsely than the ring needs.
         """
-        from isthmus_privacy.secagg.config import WIDE_LEVELS, finest_levels
         from isthmus_privacy.secagg.ranges import LADDER
 
         federated = self.job.federated
-        if self.job.privacy is not None:
-            return  # updates are clipped to a norm, and have the weight 1
+        privacy = self.job.privacy
+        if privacy is not None and privacy.mechanism == "distributed":
+            return  # see `check_privacy`
+        clip = federated.clip
         weight_max = federated.largest_weight
-        in_range = config.codec is not None or (
-            config.clip == federated.clip
-            if federated.clip is not None
-            else math.frexp(config.clip)[0] == 0.5
-        )
-        # With few levels a vector would be a comparison of each element with a bound of the
-        # server's choice.
+        if privacy is not None:
+            clip = privacy.clip
+            weight_max = 1
+        # A bound that follows the norms of updates bounds each element as well: none is clipped.
+        follows = privacy is not None and privacy.clip_quantile is not None
+        if config.codec is not None or follows:
+            in_range = True
+        elif clip is not None:
+            in_range = config.clip == clip
+        else:
+            in_range = math.frexp(config.clip)[0] == 0.5
+        weights = LADDER if weight_max is None else (weight_max,)
+        given = f"federated.clip={clip} and federated.max_examples={federated.max_examples}"
+        if privacy is not None:
+            given = f"privacy.clip={clip}"
+        said = f"was opened for {self.job.name!r} with {given}"
+        self._check_fine(config, said, in_range=in_range, weights=weights)
+
+    def _check_fine(
+        self, config: RoundConfig, said: str, *, in_range: bool, weights: Sequence[int]
+    ) -> None:
+        """Refuse a sum in another range or with another largest weight, or with fewer levels.
+
+        With few levels a vector would be a comparison of each element with a bound of the server's
+        choice, and so it would be in a range far below most elements.
+        """
+        from isthmus_privacy.secagg.config import WIDE_LEVELS, finest_levels
+
         finest = WIDE_LEVELS if config.bits == 64 else finest_levels(config.clients_max, 32)
         is_fine = config.codec is not None or config.levels == finest
-        weights = LADDER if weight_max is None else (weight_max,)
         if not (in_range and is_fine) or config.weight_max not in weights:
             refusal.refuse(
                 "encoding-not-of-job",
-                f"{self.job.name!r} was opened with federated.clip={federated.clip} and "
-                f"federated.max_examples={federated.max_examples}, and this sum has a range of "
-                f"{config.clip:g}, {config.levels} levels and a largest weight of "
-                f"{config.weight_max}",
+                f"this device {said}, and this sum has a range of {config.clip:g}, "
+                f"{config.levels} levels and a largest weight of {config.weight_max}",
             )
 
     def weighing(self, examples: int) -> ActiveRun:

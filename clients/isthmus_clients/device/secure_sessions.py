@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from isthmus_clients.training.secure import Credentials, SecureParticipation
     from isthmus_privacy.secagg.config import RoundConfig
     from isthmus_privacy.secagg.history import StartModel
+    from isthmus_privacy.secagg.spacing import Spacing
     from isthmus_privacy.slots import Slot
 
 log = logging.getLogger(__name__)
@@ -245,11 +246,16 @@ class SecureSessions:
         """Those of a received model's elements, int8 (N), which training overwrites.
 
         None where the spacing of an update's elements needs not be hidden: from a server on this
-        machine, or where all weights are 1, or elements are rounded to a few levels.
+        machine, or where the device adds noise.
+
+        Also where all weights are 1: a device whose update is longer than the bound of its norm has
+        a factor that others have not. And with compression: its first sum has many levels.
         """
         from isthmus_privacy.secagg.spacing import exponents_of
 
-        if self._rounding_secret is None or run.job.privacy or _is_compressed(run, work):
+        privacy = run.job.privacy
+        is_noisy = privacy is not None and privacy.mechanism == "distributed"
+        if self._rounding_secret is None or is_noisy:
             return None
         return exponents_of(run.layout.decode(memoryview(payload)[: run.layout.nbytes]))
 
@@ -581,9 +587,9 @@ class SecureSessions:
 
         With `TensorLayout.gradient_and_update` as its layout, it contains a gradient too.
         """
+        from isthmus_clients.training.secure import hide_repeatably
         from isthmus_privacy.dp.clipping import clip_to_norm
         from isthmus_privacy.secagg.encoding import lost_in_clipping
-        from isthmus_privacy.secagg.spacing import Spacing
         from isthmus_privacy.slots import (
             GRADIENT_LOST,
             LOSS,
@@ -601,10 +607,13 @@ class SecureSessions:
         if result is None:
             return self.join(attempt, None, 0, figures, seed, self._tally.note)
         trained, update = result
-        if exponents is not None:
-            factor = scale * run.job.federated.normalization(trained.steps)
-            attempt.spacing = Spacing(_to_end_of(layout, exponents), factor)
         vector = layout.decode(update).mul_(scale)
+        if exponents is not None:
+            attempt.spacing = _spacing(run, layout, exponents, trained.steps, scale)
+            if privacy is not None or residual is not None:
+                # Before its norm is bounded, and before what is not sent of it is kept.
+                hide_repeatably(vector, attempt.spacing, seed)
+                attempt.spacing = None
         if privacy is not None:
             if config.noise is None:  # else it is clipped where the noise is added
                 moves = WITHIN_CLIP.name in figures
@@ -793,16 +802,29 @@ def state_name(host: TaskHost, run: ActiveRun, work: Work, residual: Residual | 
     return name
 
 
-def _to_end_of(layout: TensorLayout, exponents: torch.Tensor) -> torch.Tensor:
-    """The exponents (N) with those of a gradient before them, which is no difference."""
+def _spacing(
+    run: ActiveRun, layout: TensorLayout, exponents: torch.Tensor, steps: int, scale: float
+) -> Spacing:
+    """The spacing of an update of so many steps, from the exponents of the model (N).
+
+    Args:
+        run: as it was open then.
+        layout: of the update, or of a gradient and the update.
+        exponents: see `SecureSessions.exponents`.
+        steps: of the training.
+        scale: factor of all elements.
+    """
     import torch
 
-    from isthmus_privacy.secagg.spacing import LEAST
+    from isthmus_privacy.secagg.spacing import LEAST, Spacing
 
     before = layout.size - len(exponents)
-    if not before:
-        return exponents
-    return torch.cat([torch.full((before,), LEAST, dtype=torch.int8), exponents])
+    # Running statistics, which follow the parameters, are no sums over steps.
+    ends = (before, before + run.layout.trained_size, layout.size)
+    factors = (1.0, scale * run.job.federated.normalization(steps), scale)
+    if before:  # a gradient, which is no difference
+        exponents = torch.cat([torch.full((before,), LEAST, dtype=torch.int8), exponents])
+    return Spacing(exponents, tuple(zip(ends, factors, strict=True)))
 
 
 def _is_compressed(run: ActiveRun, work: link_pb2.TrainLocal) -> bool:

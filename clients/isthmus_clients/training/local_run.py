@@ -126,6 +126,8 @@ class DeviceRun:
         self._gradient = StepGradient(self.task, self._trained, self._arithmetic, accumulates=parts)
         self._withheld = self.job.federated.secure_aggregation and tasks is not None
         """Whether the server is on another machine, and is not to know what fails on this one."""
+        self._half = self.layout.explain_half_precision(self.model) if self._withheld else None
+        """Why the updates of this model are in no sum of an owner's device."""
         self._open_data(checked=False)
 
     def _open_data(self, *, checked: bool) -> None:
@@ -214,6 +216,8 @@ class DeviceRun:
                 `stopped` returned True.
             JobError: the job's privacy does not fit the number of examples.
         """
+        if self._half is not None:
+            raise TaskError(self._half)
         if self._unfit is not None:
             raise self._unfit
         started = time.monotonic()

@@ -18,7 +18,7 @@ from isthmus_privacy.crypto.keys import SigningKey
 from isthmus_privacy.dp.accounting import epsilon_of_rho
 from isthmus_privacy.secagg.client import ClientSession
 from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
-from isthmus_privacy.secagg.encoding import Encoded, encode
+from isthmus_privacy.secagg.encoding import Encoded, encode, hide_spacing
 from isthmus_privacy.secagg.history import History, StartModel
 from isthmus_privacy.secagg.identity import Directory, Enrolment
 from isthmus_privacy.secagg.messages import (
@@ -94,9 +94,18 @@ def encode_repeatably(
         update,
         weight=min(examples, config.weight_max),
         figures=figures,
-        dither_key=hashlib.sha256(b"isthmus/dither/" + seed).digest(),
+        dither_key=_dither_key(seed),
         spacing=spacing,
     )
+
+
+def hide_repeatably(update: torch.Tensor, spacing: Spacing, seed: bytes) -> None:
+    """Hide the spacing of an update (N) in place, as `seed` determines; see `hide_spacing`."""
+    hide_spacing(update, spacing, _dither_key(seed))
+
+
+def _dither_key(seed: bytes) -> bytes:
+    return hashlib.sha256(b"isthmus/dither/" + seed).digest()
 
 
 class SecureParticipation:

@@ -261,6 +261,26 @@ class TensorLayout:
                 return f"parameter {name!r} has shape {own[name]} here and {others[name]} there"
         return None
 
+    def explain_half_precision(self, model: nn.Module) -> str | None:
+        """Why secure sums of updates to a module of this layout are refused; None if they are not.
+
+        Devices hide on which numbers of float32 an update lies (`isthmus_privacy.secagg.spacing`).
+        Numbers of fewer digits lie so far apart that what hides them would be as large as updates.
+        """
+        import torch
+
+        coarsest = torch.finfo(torch.float32).eps
+        for tensor, name in zip(self._tensors(model), self.names, strict=True):
+            if torch.finfo(tensor.dtype).eps > coarsest:
+                kind = str(tensor.dtype).removeprefix("torch.")
+                return (
+                    f"{name!r} is of type {kind}, and devices hide in secure sums only on which "
+                    "numbers of float32 their updates lie; build the model in float32, with "
+                    'federated.precision = "bf16" or "fp16" to compute in half precision, or set '
+                    "federated.secure_aggregation = false"
+                )
+        return None
+
     # -- module and vector ----------------------------------------------------------------------
 
     def gather(self, model: nn.Module, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -281,9 +301,13 @@ class TensorLayout:
         self, model: nn.Module, vector: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each exchanged tensor of a module, detached, and a view of its part of the vector."""
+        for tensor, (_, part) in zip(self._tensors(model), self.parts(vector), strict=True):
+            yield tensor.detach(), part
+
+    def _tensors(self, model: nn.Module) -> list[torch.Tensor]:
+        """The exchanged tensors of a module, in the vector's order."""
         tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-        for name, part in self.parts(vector):
-            yield tensors[name].detach(), part
+        return [tensors[name] for name in self.names]
 
     def parts(self, vector: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Each entry's name and a view of its part of the vector."""

@@ -70,6 +70,22 @@ class _OnAccelerators(ParallelDims):
         return False
 
 
+class _PeakTracker(MemTracker):
+    """Keeps the peak of the whole model, and not that of each module.
+
+    PyTorch's tracker looks at all modules in each operation, which takes most of the time of a
+    model with many layers.
+    """
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        del peak_state
+        for device, kinds in self._curr_mem_snap.items():
+            total = kinds["Total"]
+            if self._peak_mem.get(device, 0) < total:
+                self._peak_mem[device] = total
+                self._peak_mem_snap[device] = dict(kinds)
+
+
 def memory_of(
     task: Task, job: Job, rows: Sequence[Any], ranks: int, *, accelerators: bool
 ) -> RankMemory:
@@ -166,7 +182,7 @@ def _measured(task: Task, job: Job, dims: ParallelDims, batch: Any) -> RankMemor
     # The first pass prepares what `fully_shard` keeps, such as the shards themselves.
     _pass(task, stage, batch)
     _clear(shard)
-    tracker = MemTracker()
+    tracker = _PeakTracker()
     tracker.track_external(stage, *_tensors(batch))
     parts = dims.accumulate
     before = _total(tracker)

@@ -122,7 +122,7 @@ def encode(
             not be secret; None draws one. With noise all randomness is the operating system's.
         spacing: of the numbers that the update is a difference of, which is then hidden, see
             `isthmus_privacy.secagg.spacing`; `dither_key` has to be secret for that. Without
-            effect with a codec, noise or whole numbers.
+            effect with a codec, noise or whole numbers: see `hide_spacing`.
 
     Raises:
         UpdateError: wrong length, an element that is not finite, or a weight or figure out of
@@ -164,6 +164,24 @@ def encode(
             value = torch.tensor([figures[slot.name]], dtype=torch.float64)
             _quantise(value, slot.maximum, config.levels, share, vector[i : i + 1], keys)
     return Encoded(config.hash, ring)
+
+
+def hide_spacing(update: torch.Tensor, spacing: Spacing, dither_key: bytes) -> None:
+    """Hide the spacing of an update (N), float32, in place, as `encode` does.
+
+    For one whose norm is then bounded, or of which a part is kept for later: what is added belongs
+    to it. Of elements of millions of spacings float32 leaves it only a few digits, so `encode` adds
+    it in float64.
+
+    Args:
+        update: changed in place.
+        spacing: of its elements.
+        dither_key: as for `encode`, and secret.
+    """
+    hidden = _Hidden(spacing, _dither_keys(_derived(dither_key)))
+    for part, numbers in zip(_parts(update), hidden.tiles(len(update)), strict=True):
+        exact = part.double()
+        part.copy_(exact.add_(numbers(exact)))
 
 
 def lost_in_clipping(values: torch.Tensor, clip: float) -> float:
@@ -422,6 +440,9 @@ def _quantise(
         torch.add(zero, x, alpha=relative_weight * scale, out=y)
         # The middle is added last: next to it, float64 would round a dither just below 1 up.
         y.add_(x.copy_(dither), alpha=2.0**-_DITHER_BITS).floor_().add_(middle)
+        # With the most levels the lower end of the range can be half a level off in float64, and a
+        # sum of clients that are all there would be one that honest clients cannot have.
+        y.clamp_(min=0)
         target.copy_(y.to(torch.int64) if target.dtype == torch.int16 else y)
     return clipped
 

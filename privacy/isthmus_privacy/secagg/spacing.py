@@ -4,7 +4,8 @@ An update is a difference of float32 numbers, so each element is a whole multipl
 of such numbers at the model's element. A sum of weight x update that is precise enough is a whole
 multiple of it too. If the weights of all clients but one have a common factor g, as those of equal
 shares of a data set, its remainder modulo g is that of the last one's weight x k: a server that
-follows the protocol would know k where it is below g / 2, and else its last digits.
+follows the protocol would know k where it is below g / 2, and else its last digits. Factors of the
+updates of single clients, by their steps or by a bound on their norm, are such weights too.
 
 So a client adds to each element a secret number that is uniform over one spacing, in float64. Any
 one client that does it makes the remainder uniform. The error is that of one more step of float32
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -34,8 +36,9 @@ class Spacing:
 
     exponents: torch.Tensor
     """(N) int8: those of the model's elements."""
-    factor: float = 1.0
-    """What the differences were multiplied by."""
+    factors: Sequence[tuple[int, float]] = ()
+    """What the differences were multiplied by, in parts of neighbours: the number of elements up to
+    the last one of each, and the factor. 1 after the last part."""
 
     def around(self, values: torch.Tensor, start: int) -> torch.Tensor:
         """The spacing at each of a tile of an update's values, float64; 0 at 0.
@@ -44,10 +47,15 @@ class Spacing:
             values: float64, the elements from `start` on.
             start: of the tile.
         """
-        own = self.exponents[start : start + len(values)]
+        own = self.exponents[start : start + len(values)].double()
+        low = 0
+        for end, factor in self.factors:
+            high = max(low, end - start)
+            own[low:high] += math.log2(factor)
+            low = high
         # A difference that is no float32 number was rounded to one.
         rounded = torch.frexp(values).exponent
-        exponents = torch.maximum(own.double() + math.log2(self.factor), rounded)
+        exponents = torch.maximum(own, rounded)
         return torch.exp2(exponents.sub_(_DIGITS)).mul_(values != 0)
 
 

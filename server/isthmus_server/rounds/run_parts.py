@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from typing import Self
 
+from isthmus.errors import TaskError
 from isthmus.job import Job
 from isthmus.task import keep_process, load_task
 from isthmus_server.budgets.populations import Populations
@@ -127,6 +128,10 @@ class RunParts:
         policy = load_policy(job.strategy)  # its module may be next to the task's
         model = GlobalModel.of(job, task, store.base, shared=link.shares_memory)
         check_round_length(job, task, model.module)
+        half = model.layout.explain_half_precision(model.module)
+        # As each device would refuse it, so that no round could end.
+        if half is not None and link.enrolments.certified and _sums_updates(job):
+            raise TaskError(half)
         progress = RunProgress(store.run_state(), clock)
         with contextlib.ExitStack() as opened:
             budgets = RunBudgets.open(store, progress.state, populations)
@@ -279,3 +284,9 @@ class RunParts:
             )
             opened.pop_all()
             return parts
+
+
+def _sums_updates(job: Job) -> bool:
+    """Whether devices' updates may be summed securely."""
+    trains = job.strategy.policy != "datacenter" and not job.statistics.collect
+    return trains and job.federated.secure_aggregation

@@ -1,5 +1,7 @@
 """What a sum that is precise enough says of the one device whose weight has no common factor."""
 
+import dataclasses
+
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -13,14 +15,20 @@ from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.device.secure_sessions import SecureSessions
+from isthmus_privacy.compression.update_codec import UpdateCodec, value_of
 from isthmus_privacy.purpose import TrainingPurpose
 from isthmus_privacy.secagg.config import WIDE_LEVELS, RoundConfig
-from isthmus_privacy.slots import TRAINING_SLOTS
+from isthmus_privacy.slots import COMPRESSED_SLOTS, PRIVATE_SLOTS, TRAINING_SLOTS
 
 COMMON = 40
 VICTIM = "e"
 WEIGHTS = dict.fromkeys("abcd", COMMON) | {VICTIM: COMMON - 1}
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
+WITH_STATISTICS = TensorLayout.from_shapes(
+    {"0.bias": (3,), "0.weight": (3, 4)}
+    | {f"1.{name}": (3,) for name in ("bias", "running_mean", "running_var", "weight")},
+    ["1.running_mean", "1.running_var"],
+)
 SPACING = 2.0**-24
 """Of float32 numbers from 0.5 to 1, as the elements of the model are."""
 SHARES = f"""
@@ -28,55 +36,101 @@ def local_data(self, participant):
     count = {COMMON} - (participant.name == {VICTIM!r})
     return rows(count, seed=sum(participant.name.encode()))
 """
-START = torch.linspace(0.55, 0.95, LAYOUT.size)
+STATISTICS = """
+def model(self):
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=1e-5))
+"""
+ONE_STEP = ["task.settings.lr=2e-6", "federated.local_steps=1", "federated.cohort=20"]
+WEIGHTED = [*ONE_STEP, "federated.clip=4.0", "federated.max_examples=1000"]
+COMPRESSED = [
+    *ONE_STEP,
+    "federated.clip=1e-4",
+    f"federated.max_examples={COMMON}",
+    "federated.compression={one_in=1}",
+]
+NORMALISED_STEPS = [
+    *WEIGHTED[3:],
+    "federated.cohort=20",
+    "federated.batch_size=40",
+    "federated.local_epochs=100",
+    "federated.normalized_steps=1",
+    "task.settings.lr=1e-6",
+]
+BOUNDED = [
+    # Each device makes a step for each of its examples, and its update is divided by their number.
+    "federated.cohort=20",
+    "federated.batch_size=1",
+    f"federated.normalized_steps={COMMON}",
+    "task.settings.lr=5e-8",
+    'privacy={mechanism="gaussian", epsilon=8.0, delta=1e-5, clip=1e-4}',
+]
 
 
-def trained(job, directory, name):
-    """A device that has joined a sum, whose vector is about to be masked; and its update."""
-    key = Ed25519PrivateKey.generate()
-    agent = Agent(Participant(name=name, regime="federated"), None, signing_key=key)
-    enrolment = AUTHORITY.enrol(name, agent.identity, not_after=FAR_FUTURE).to_bytes()
-    agent.welcomed(link_pb2.Welcome(authority=AUTHORITY.public, enrolment=enrolment))
-    opening = link_pb2.OpenRun(
-        run_id="run", job=job.model_dump_json(), base=str(directory), layout=LAYOUT.header
-    )
-    agent._open(opening, None)
-    model = LAYOUT.encode(START)
+def config_of(job, opening, model, layout):
+    """The configuration of a sum of `WEIGHTS`, as a server chooses it."""
     config = RoundConfig(
         run_id="run",
         round=1,
         attempt=1,
         model_hash=describe(model).sha256,
         purpose=TrainingPurpose(ActiveRun.of(opening).secure_purpose).hash,
-        size=LAYOUT.size,
+        size=layout.size,
         slots=TRAINING_SLOTS,
         clients_max=len(WEIGHTS),
         clients_min=4,
         corrupt_permille=0,
-        clip=job.federated.clip,
-        weight_max=job.federated.max_examples,
+        clip=job.federated.clip or job.privacy.clip,
+        weight_max=job.federated.max_examples or 1,
         bits=64,
         levels=WIDE_LEVELS,
     )
+    if job.federated.compression is not None:  # in the first round
+        codec = UpdateCodec(one_in=1, bits=24, seed=job.seed)
+        ring = codec.ring_bits(len(WEIGHTS))
+        slots = COMPRESSED_SLOTS
+        return dataclasses.replace(
+            config, codec=codec, bits=ring, levels=codec.highest, slots=slots
+        )
+    if job.privacy is not None:
+        return dataclasses.replace(config, bits=32, levels=0, slots=PRIVATE_SLOTS)
+    return config
+
+
+def trained(job, directory, name, layout=LAYOUT):
+    """A device that has joined a sum, whose vector is about to be masked; and its update."""
+    key = Ed25519PrivateKey.generate()
+    agent = Agent(Participant(name=name, regime="federated"), None, signing_key=key)
+    enrolment = AUTHORITY.enrol(name, agent.identity, not_after=FAR_FUTURE).to_bytes()
+    agent.welcomed(link_pb2.Welcome(authority=AUTHORITY.public, enrolment=enrolment))
+    opening = link_pb2.OpenRun(
+        run_id="run", job=job.model_dump_json(), base=str(directory), layout=layout.header
+    )
+    agent._open(opening, None)
+    model = layout.encode(torch.linspace(0.55, 0.95, layout.size))
+    config = config_of(job, opening, model, layout)
     work = link_pb2.TrainLocal(run_id="run", round=1, attempt=1, model=describe(model))
     plain = agent.host.buffer(len(model))
     plain[:] = model
     agent.host.run.train(work, plain, lambda _: None, lambda: False)
     work.secure = config.to_bytes()
     agent._train(link_pb2.Request(id="x", train_local=work), model, lambda _: None)
-    return config, agent._secure._current._encoded.vector, LAYOUT.decode(plain).double()
+    return config, agent._secure._current._encoded.vector, layout.decode(plain).double()
 
 
-def summed(job, directory):
+def summed(job, directory, layout=LAYOUT):
     """The sum of weight x update in spacings, float64 (N), and the devices' updates in these."""
     total = 0
     updates = {}
     for name in WEIGHTS:
-        config, vector, update = trained(job, directory, name)
-        total = total + vector[: LAYOUT.size]
+        config, vector, update = trained(job, directory, name, layout)
+        total = total + vector[: layout.size].to(torch.int64)
         updates[name] = update / SPACING
-    centred = (2 * total - len(WEIGHTS) * (config.levels - 1)).double()
-    return centred * (config.clip * config.weight_max / (config.levels - 1) / SPACING), updates
+    if config.codec is not None:
+        values = value_of(total, len(WEIGHTS), config.clip, config.codec.levels)
+    else:
+        centred = (2 * total - len(WEIGHTS) * (config.levels - 1)).double()
+        values = centred * (config.clip / (config.levels - 1))
+    return values * (config.weight_max / SPACING), updates
 
 
 def remainder(total):
@@ -85,12 +139,23 @@ def remainder(total):
     return torch.remainder(-total.round(), COMMON)
 
 
+def remainder_of_means(total):
+    """The same for updates divided by numbers of steps, of which the victim has made one less."""
+    return torch.remainder((total * (COMMON - 1)).round(), COMMON - 1)
+
+
 @pytest.fixture
-def job(write_task):
-    write_task(SHARES)
-    settings = ["task.settings.lr=2e-6", "federated.local_steps=1", "federated.cohort=20"]
-    limits = ["federated.clip=4.0", "federated.max_examples=1000"]
-    return parse_job('name = "t"\n[task]\nsource = "task.py:Learn"', [*settings, *limits])
+def parse(write_task):
+    def parse(*settings, methods=""):
+        write_task(SHARES + methods)
+        return parse_job('name = "t"\n[task]\nsource = "task.py:Learn"', settings)
+
+    return parse
+
+
+@pytest.fixture
+def job(parse):
+    return parse(*WEIGHTED)
 
 
 def test_the_remainder_of_a_sum_says_nothing_of_one_update(job, tmp_path):
@@ -108,6 +173,44 @@ def test_otherwise_it_is_the_update_of_one_device(job, tmp_path, monkeypatch):
     monkeypatch.setattr(SecureSessions, "exponents", lambda *_: None)
     total, updates = summed(job, tmp_path)
     assert torch.equal(remainder(total), torch.remainder(updates[VICTIM], COMMON))
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_nor_does_that_of_compressed_updates(parse, tmp_path, monkeypatch, hidden):
+    """The first sum of a job, before a magnitude is known, has as many levels as its ring."""
+    if not hidden:
+        monkeypatch.setattr(SecureSessions, "exponents", lambda *_: None)
+    total, updates = summed(parse(*COMPRESSED), tmp_path)
+    found = remainder(total) == torch.remainder(updates[VICTIM], COMMON)
+    share = float(found.double().mean())
+    assert share < 0.5 if hidden else share == 1
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_nor_does_that_of_running_statistics(parse, tmp_path, monkeypatch, hidden):
+    """Which are not divided by the number of steps, as parameters are."""
+    if not hidden:
+        monkeypatch.setattr(SecureSessions, "exponents", lambda *_: None)
+    job = parse(*NORMALISED_STEPS, methods=STATISTICS)
+    total, updates = summed(job, tmp_path, WITH_STATISTICS)
+    own = updates[VICTIM][WITH_STATISTICS.trained_size :]
+    assert own.abs().min() > COMMON
+    found = remainder(total)[-len(own) :] == torch.remainder(own, COMMON)
+    share = float(found.double().mean())
+    assert share < 0.5 if hidden else share == 1
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_nor_does_that_of_updates_of_bounded_norms(parse, tmp_path, monkeypatch, hidden):
+    """All weights are 1 with [privacy], and updates still have factors of their own."""
+    if not hidden:
+        monkeypatch.setattr(SecureSessions, "exponents", lambda *_: None)
+    total, updates = summed(parse(*BOUNDED), tmp_path)
+    own = (updates[VICTIM] * (COMMON - 1) / COMMON).round()
+    assert 2 < own.abs().max() < COMMON / 2
+    found = remainder_of_means(total) == torch.remainder(own, COMMON - 1)
+    share = float(found.double().mean())
+    assert share < 0.5 if hidden else share == 1
 
 
 def test_a_repeated_vector_is_hidden_in_the_same_way(job, tmp_path, monkeypatch):

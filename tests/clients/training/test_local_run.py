@@ -524,3 +524,23 @@ def test_a_training_that_fails_reads_no_more_rows_for_a_server_elsewhere(open_ru
             reads.append(run.dataset.reads)
     elsewhere, failed_elsewhere, here, failed_here = reads
     assert failed_elsewhere == elsewhere == here < failed_here
+
+
+HALF = """
+def model(self):
+    return nn.Linear(4, 3).to(torch.bfloat16)
+def forward(self, model, x):
+    return model(x.to(torch.bfloat16)).float()
+"""
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_updates_of_half_precision_are_in_no_sum_of_an_owners_device(open_run, tmp_path, summed):
+    """What hides them would be as large as they are."""
+    settings = [f"federated.secure_aggregation={str(summed).lower()}", "federated.cohort=20"]
+    run = open_run(*settings, methods=HALF, tasks=tmp_path)
+    if not summed:
+        assert train(run)[0].any()
+        return
+    with pytest.raises(TaskError, match="'bias' is of type bfloat16, and devices hide"):
+        train(run)

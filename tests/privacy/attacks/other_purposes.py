@@ -204,6 +204,42 @@ def private_run(mechanism="distributed", **more):
     return ActiveRun("run", job, TensorLayout.from_shapes({"weight": (4,)}))
 
 
+@expect_refusal("encoding-not-of-job")
+def a_range_below_the_bound_of_a_private_update():
+    private_run("gaussian").check_encoding(make_config(clip=0.001, weight_max=1))
+
+
+@expect_refusal("encoding-not-of-job")
+def few_levels_of_a_private_update():
+    private_run("gaussian").check_encoding(make_config(clip=1.0, weight_max=1, levels=3))
+
+
+@expect_refusal("encoding-not-of-job")
+def few_levels_of_a_private_update_whose_bound_follows_a_quantile():
+    run = private_run("gaussian", noise=None, clip_quantile=0.5)
+    run.check_encoding(make_config(clip=0.3, weight_max=1, levels=3))
+
+
+@expect_refusal("encoding-not-of-job")
+def a_range_below_the_scores_of_most_devices():
+    secure_run().check_measuring_noise(make_config(clip=0.01, weight_max=1), 0.0, 0.0)
+
+
+@expect_refusal("encoding-not-of-job")
+def few_levels_of_scores():
+    secure_run().check_measuring_noise(make_config(clip=1.0, weight_max=1, levels=3), 0.0, 0.0)
+
+
+@expect_refusal("encoding-not-of-job")
+def another_range_of_private_scores():
+    private_run("gaussian").check_measuring_noise(make_config(clip=1.0, weight_max=1), 2.0, 0.0)
+
+
+@expect_refusal("encoding-not-of-job")
+def a_weight_of_a_private_update():
+    private_run("correlated").check_encoding(make_config(clip=1.0, weight_max=1000))
+
+
 @expect_refusal("noise-below-the-jobs")
 def half_of_the_noise_that_the_job_promises():
     halved = dataclasses.replace(NOISE, multiplier=0.5)

@@ -117,6 +117,19 @@ def test_a_single_clipped_element_is_counted():
     assert decode(config, total_of(config, (update, 1, {})), clients=1).clipped > 0
 
 
+@pytest.mark.parametrize("weight_max", [1, 100])
+@pytest.mark.parametrize("clip", [0.003, 0.1, 4.0])
+def test_a_sum_in_which_all_are_clipped_is_one_that_honest_clients_can_have(clip, weight_max):
+    """(levels - 1) / 2 of a range of 0.003 is half a level too much in float64."""
+    config = make_config(
+        size=2, clip=clip, weight_max=weight_max, clients_max=20, bits=64, levels=WIDE_LEVELS
+    )
+    update = torch.tensor([1.0, -1.0]) * 2 * clip
+    total = total_of(config, *[(update, weight_max, {})] * 20)
+    mean = decode(config, total, clients=20)
+    assert mean.vector.tolist() == pytest.approx([clip, -clip])
+
+
 @pytest.mark.parametrize("value", [0.3, -0.7, 0.999])
 def test_rounding_is_random_and_unbiased(value):
     """With 5 levels, values round to both neighbouring levels; a bias of 1/3 is detected."""

@@ -13,7 +13,7 @@ from rich.console import Console
 from tests.server.rounds.policies import TRANSFER, WAITS, write_policy
 from tests.server.rounds.results import LAYOUT
 
-from isthmus.errors import UserError
+from isthmus.errors import TaskError, UserError
 from isthmus_server.read.report.progress import ProgressView
 from isthmus_server.read.report.report import Report, read_report, show
 from isthmus_server.regimes.datacenter import DatacenterRegime
@@ -195,3 +195,35 @@ async def test_a_run_whose_elapsed_time_cannot_be_stored_fails(deployment, tmp_p
     with pytest.raises(UserError, match=r"run.sqlite cannot be used \(.* is full\); free space on"):
         await Coordinator(RunParts.of(store, deployment.link)).run()
     assert store.status()[0] == "failed"
+
+
+HALF = """
+def model(self):
+    return nn.Linear(4, 3).to(torch.float16)
+"""
+
+
+SUMMED = "federated.secure_aggregation=true"
+
+
+async def test_half_precision_is_refused_before_devices_are_asked_for_a_sum(deployment):
+    await deployment.start(HALF)
+    deployment.link.enrolments.certified = True
+    store = deployment.create_run("run", SUMMED)
+    with pytest.raises(TaskError, match="'bias' is of type float16, and devices hide"):
+        RunParts.of(store, deployment.link)
+
+
+@pytest.mark.parametrize(
+    ("certified", "settings"),
+    [
+        (False, [SUMMED]),
+        (True, ["federated.secure_aggregation=false"]),
+        (True, [SUMMED, "strategy.policy=datacenter"]),
+    ],
+)
+async def test_half_precision_is_trained_without_such_sums(deployment, certified, settings):
+    await deployment.start(HALF)
+    deployment.link.enrolments.certified = certified
+    store = deployment.create_run("run", *settings)
+    RunParts.of(store, deployment.link).budgets.close()
