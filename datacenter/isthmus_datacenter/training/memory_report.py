@@ -70,7 +70,7 @@ class _OnAccelerators(ParallelDims):
         return False
 
 
-class _PeakTracker(MemTracker):
+class _PeakTracker(MemTracker):  # type: ignore[misc]  # untyped in PyTorch
     """Keeps the peak of the whole model, and not that of each module.
 
     PyTorch's tracker looks at all modules in each operation, which takes most of the time of a

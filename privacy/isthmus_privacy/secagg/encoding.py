@@ -178,10 +178,11 @@ def hide_spacing(update: torch.Tensor, spacing: Spacing, dither_key: bytes) -> N
         spacing: of its elements.
         dither_key: as for `encode`, and secret.
     """
-    hidden = _Hidden(spacing, _dither_keys(_derived(dither_key)))
-    for part, numbers in zip(_parts(update), hidden.tiles(len(update)), strict=True):
+    hidden = _Hidden(spacing, _dither_keys(_derived(dither_key)), len(update))
+    for part in _parts(update):
         exact = part.double()
-        part.copy_(exact.add_(numbers(exact)))
+        hidden.add_to(exact)
+        part.copy_(exact)
 
 
 def lost_in_clipping(values: torch.Tensor, clip: float) -> float:
