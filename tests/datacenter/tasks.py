@@ -208,6 +208,18 @@ class Centred(Table):
         return output - before
 
 
+class Shifted(Table):
+    """Takes away the example that was read before."""
+
+    last: Any = 0.0
+
+    def collate(self, rows: list[Any]) -> Any:
+        inputs, target = super().collate(rows)
+        before = self.last
+        self.last = inputs
+        return inputs - before, target
+
+
 class Diverging(Table):
     """Becomes infinite or NaN on one rank, independently of the processor's rounding.
 

@@ -88,6 +88,11 @@ _PRIVATE_LAYOUT: tuple[tuple[str, object, str], ...] = (
     ("global_batch", None, "here the size of a step is random"),
     ("clip_norm", None, "datacenter.privacy.clip already bounds every example's gradient"),
     ("log_steps", 0, "nobody may know the loss of a step of private examples"),
+    (
+        "profile_steps",
+        None,
+        "a trace has how many examples were drawn, and numbers computed from them",
+    ),
     ("readers", 0, "they read batches of equal size, and here the size of a step is random"),
 )
 """Keys of `[datacenter]`, the one value that is possible, and why others are not with `privacy`."""

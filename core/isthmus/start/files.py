@@ -11,6 +11,7 @@ isthmus.errors.UserError: /.../... has no weights: neither model.safetensors nor
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -109,7 +110,8 @@ class StartFiles:
         path = self.path / name
         if not self.path.is_dir() or not path.is_file():
             return None
-        config = _json(path, MAX_CONFIG_BYTES)
+        data = self._adapter_config if name == ADAPTER_CONFIG else _read(path, MAX_CONFIG_BYTES)
+        config = _json(path, data)
         if not isinstance(config, dict):
             raise UserError(f"{path} is no JSON object")
         return config
@@ -141,7 +143,12 @@ class StartFiles:
 
     def config_digest(self) -> str:
         """SHA-256 of an adapter's configuration, by which its weights are scaled."""
-        return hashlib.sha256(_read(self.path / ADAPTER_CONFIG, MAX_CONFIG_BYTES)).hexdigest()
+        return hashlib.sha256(self._adapter_config).hexdigest()
+
+    @functools.cached_property
+    def _adapter_config(self) -> bytes:
+        """Read once: what is used is what has the digest."""
+        return _read(self.path / ADAPTER_CONFIG, MAX_CONFIG_BYTES)
 
     def _fit(self) -> StartFiles:
         """Refuse a tensor in two files, and files that do not have what the index says."""
@@ -245,19 +252,21 @@ def _instead(folder: Path) -> str:
 def _weight_map(folder: Path) -> dict[str, str]:
     """The file of each tensor, by the index of a folder."""
     path = folder / INDEX
-    table = _json(path, _MAX_INDEX_BYTES)
+    table = _json(path, _read(path, _MAX_INDEX_BYTES))
     found = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(found, dict) or not found:
         raise UserError(f"{path} has no weight_map, which names the file of each tensor")
     for name, file in found.items():
         if not isinstance(file, str) or PurePosixPath(file).name != file:
             raise UserError(f"{path} says that {name!r} is in {file!r}, which is no file's name")
+        if not file.isprintable():  # it is shown, and part of the lines that the digest is of
+            raise UserError(f"{path} says that {name!r} is in {file!r}; rename that file")
     return found
 
 
-def _json(path: Path, largest: int) -> Any:
+def _json(path: Path, data: bytes) -> Any:
     try:
-        return json.loads(_read(path, largest))
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON: {error}") from None
 

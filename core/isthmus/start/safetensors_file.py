@@ -108,8 +108,8 @@ class SafetensorsFile:
     tensors: Mapping[str, StoredTensor]
     """By name, in the order in which the file has them."""
     metadata: Mapping[str, str]
-    state: tuple[int, int, int]
-    """Inode, size and time of change when the header was read."""
+    state: tuple[int, ...]
+    """See `_state`, when the header was read."""
 
     @classmethod
     def open(cls, path: Path) -> SafetensorsFile:
@@ -136,14 +136,13 @@ class SafetensorsFile:
             table = json.loads(text)
             metadata = table.pop("__metadata__", {})
             rows = [_row(name, row, _LENGTH.size + length) for name, row in table.items()]
+            texts = {str(key): str(value) for key, value in metadata.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is no safetensors file: {error}") from None
         rows.sort(key=lambda row: (row.begin, row.end))
         _check_extents(path, rows, _LENGTH.size + length, size)
-        texts = {str(key): str(value) for key, value in dict(metadata).items()}
         values = _LENGTH.size + length
-        state = (found.st_ino, size, found.st_mtime_ns)
-        return cls(path, size, values, {row.name: row for row in rows}, texts, state)
+        return cls(path, size, values, {row.name: row for row in rows}, texts, _state(found))
 
     def check_unchanged(self) -> None:
         """Refuse a file that was replaced or written since its header was read.
@@ -155,7 +154,7 @@ class SafetensorsFile:
             now = self.path.stat()
         except OSError as error:
             raise UserError(f"{self.path} cannot be read: {error.strerror or error}") from None
-        if (now.st_ino, now.st_size, now.st_mtime_ns) != self.state:
+        if _state(now) != self.state:
             raise UserError(
                 f"{self.path} has changed while it was read; try again when it is written"
             )
@@ -244,6 +243,11 @@ def write_file(
         for name in names:
             for piece in pieces(name):
                 file.write(piece)
+
+
+def _state(found: os.stat_result) -> tuple[int, ...]:
+    """What changes with the content of a file: of the two times, only the second cannot be set."""
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _row(name: str, row: Mapping[str, Any], data: int) -> StoredTensor:

@@ -320,7 +320,7 @@ class Engine:
             if isinstance(forward_backward, PrivateForwardBackward):
                 assert isinstance(self.batch_source, SampledExamples)
                 sample = range(min(EXAMPLES, self.examples))
-                forward_backward.check(self.batch_source.read(sample)[0])
+                forward_backward.check(self.batch_source.check(sample)[0])
             optimizer = self._build_optimizer(shard)
         return shard, forward_backward, optimizer
 

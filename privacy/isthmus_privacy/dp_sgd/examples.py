@@ -15,6 +15,12 @@ from isthmus.task import Task, user_code
 from isthmus.task.definition import defines
 from isthmus.task.scoring import map_tensors
 from isthmus.task.scoring.inputs import move, tensors_of
+from isthmus_privacy.dp_sgd.isolation import (
+    GeneratorStates,
+    compares,
+    kept_generators,
+    same_bits,
+)
 from isthmus_privacy.dp_sgd.sampling import poisson_sample
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -49,7 +55,8 @@ class SampledExamples:
 
     Ranks of a datacenter divide the examples among them and each draws among its own, so that
     together they have drawn among all; a device draws among all that it has. An example is collated
-    alone, so that nothing of it depends on others.
+    alone, so that nothing of it depends on others but by what the dataset or collate() keeps, which
+    is compared.
     """
 
     def __init__(
@@ -61,11 +68,39 @@ class SampledExamples:
         self._device = device
         self._own = own
         self._probability = probability
+        self._steps = 0
+        self._repeated: tuple[int, GeneratorStates, Any] | None = None
+        """An example that is read again: its index, random numbers to begin with, and it."""
+
+    def check(self, indices: Sequence[int]) -> list[ExampleGroup]:
+        """Read some examples as `read` does, and refuse data in which they depend on each other.
+
+        The first one is read again, now and later: it must have the same bits. Random numbers that
+        this takes are drawn again afterwards.
+
+        Raises:
+            TaskError: it has not; or see `read`.
+        """
+        generators = GeneratorStates(self._device)
+        with kept_generators(self._device):
+            one = map_tensors(torch.clone, self._one(indices[0]))
+        self._repeated = indices[0], generators, one
+        groups = self.read(indices)
+        self._check_repeats()
+        return groups
 
     def batches(self, first: int, until: int) -> Iterator[list[ExampleGroup]]:
-        """The examples of steps `first` (included) to `until`, on the device; some have none."""
+        """The examples of steps `first` (included) to `until`, on the device; some have none.
+
+        Raises:
+            TaskError: see `check`, in some steps; or see `read`.
+        """
         for _ in range(first, until):
-            yield self.read(poisson_sample(self._own, self._probability))
+            groups = self.read(poisson_sample(self._own, self._probability))
+            if compares(self._steps):
+                self._check_repeats()
+            self._steps += 1
+            yield groups
 
     def read(self, indices: Sequence[int]) -> list[ExampleGroup]:
         """The examples at some indices, in groups of equal shapes.
@@ -82,12 +117,33 @@ class SampledExamples:
             return [ExampleGroup([each[:1] for each in rows], rows)]
         groups: dict[str, list[Any]] = {}
         for index in indices:
-            with user_code("reading the dataset"):
-                row = self._dataset[index]
-            with user_code("collate()"):
-                one = self._task.collate([row])
+            one = self._one(index)
             groups.setdefault(_shapes(one), []).append(one)
         return [self._group(members) for members in groups.values()]
+
+    def _one(self, index: int) -> Any:
+        """An example as a batch of one."""
+        with user_code("reading the dataset"):
+            row = self._dataset[index]
+        with user_code("collate()"):
+            return self._task.collate([row])
+
+    def _check_repeats(self) -> None:
+        """Read the first example again, after whatever was read since."""
+        if self._repeated is None:
+            return
+        index, generators, before = self._repeated
+        with kept_generators(self._device):
+            generators.restore()
+            now = self._one(index)
+        if not _is_same(before, now):
+            raise TaskError(
+                "an example is another one when it is read again after others, with the same "
+                "random numbers: the dataset or collate() keeps something, or has a generator of "
+                "its own, and differential privacy of examples does not bound what an example "
+                "changes in others; make each from what is stored of it alone, and from random "
+                "numbers of PyTorch, NumPy or Python that have no generator of their own"
+            )
 
     def _group(self, members: Sequence[Any]) -> ExampleGroup:
         columns = zip(*map(tensors_of, members), strict=True)
@@ -114,3 +170,17 @@ def _shapes(one: Any) -> str:
 
     map_tensors(note, one, note_other)
     return f"{tree_structure(one)} {tensors} {others}"
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two batches of one example have the same bits; objects that are no data, types."""
+    leaves: list[list[object]] = [[], []]
+    for each, found in zip((one, other), leaves, strict=True):
+        map_tensors(found.append, each, found.append)
+    return len(leaves[0]) == len(leaves[1]) and all(map(_is_same_leaf, *leaves))
+
+
+def _is_same_leaf(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and same_bits(one, other)
+    return type(one) is type(other) and (not isinstance(one, _PLAIN) or repr(one) == repr(other))

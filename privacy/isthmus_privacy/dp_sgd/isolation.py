@@ -32,6 +32,8 @@ _SUMMARY = 1 << 12
 """Elements of a tensor that are kept as they are, see `summarised`."""
 _OUTLIERS = (-1e3, 1e6)
 """Factors of other examples' values: a share of one part in a thousand million is then seen."""
+_NOT_FINITE = (math.nan,)
+"""The same, for what is done with a batch in which a number is missing."""
 
 _PLAIN = (str, int, float)
 
@@ -93,7 +95,8 @@ def replaced(
     if len(others) > 1:  # which leaves their mean as it is
         yield with_others([each[others.roll(1).to(each.device)] for each in rows])
     if made_up:
-        for factor in _OUTLIERS:
+        # An index that follows from a number that is missing would end a process on an accelerator.
+        for factor in _OUTLIERS + (_NOT_FINITE if rows[0].device.type == "cpu" else ()):
             if any(map(_is_measured, rows)):
                 yield with_others(
                     [
@@ -153,16 +156,16 @@ def _difference(expected: Observed, found: Observed, repeated: Observed | None) 
     for what, before in expected.items():
         after = found.get(what)
         if after is not None and after.shape == before.shape:
-            if _same_bits(before, after):
+            if same_bits(before, after):
                 continue
             again = None if repeated is None else repeated.get(what)
-            if again is not None and not _same_bits(before, again) and _is_close(before, after):
+            if again is not None and not same_bits(before, again) and _is_close(before, after):
                 continue
         return what
     return None
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal, any NaN to another."""
     return torch.equal(one, other) or (
         one.is_floating_point() and bool(((one == other) | (one.isnan() & other.isnan())).all())

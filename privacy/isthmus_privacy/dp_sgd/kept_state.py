@@ -251,6 +251,13 @@ class KeptState:
         """What an object can keep: names for the path, and how to read it."""
         if isinstance(found, torch.Tensor):
             yield "", lambda: _entries(vars(found))
+            yield (
+                "",
+                lambda: [
+                    ("hooks", found._backward_hooks),
+                    ("hooks", found._post_accumulate_grad_hooks),
+                ],
+            )
             if id(found) not in self._parameters and found.is_leaf:
                 yield "", lambda: [("grad", found.grad)]
         elif isinstance(found, nn.Module):
@@ -584,7 +591,9 @@ def _facts(tensor: torch.Tensor, operations: bool) -> tuple[object, ...]:
     if is_wrapped(tensor):
         return ("wrapped",)
     version = tensor._version if operations and not tensor.is_inference() else 0
-    return version, _address(tensor), tuple(tensor.shape), tensor.dtype, tensor.device
+    # What is not trained any more gets no noise.
+    trains = tensor.requires_grad
+    return version, trains, _address(tensor), tuple(tensor.shape), tensor.dtype, tensor.device
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -38,7 +38,7 @@ def check_task(task: Task, dataset: Dataset[object], table: str) -> None:
 
 
 def check_layers(model: nn.Module, table: str) -> None:
-    """Refuse layers whose output for an example depends on other examples.
+    """Refuse layers whose output for an example depends on other examples, or that get no noise.
 
     Args:
         model: in training.
@@ -56,3 +56,10 @@ def check_layers(model: nn.Module, table: str) -> None:
                 f"a batch, which differential privacy ({table}) does not bound; use {remedy}, or "
                 "exchange.buffers = 'frozen'"
             )
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and parameter.is_complex():
+                raise TaskError(
+                    f"parameter {attribute!r} of layer {name!r} ({type(module).__name__}) has "
+                    f"complex numbers, to which differential privacy ({table}) adds no noise; use "
+                    "real ones, such as torch.view_as_real() of them"
+                )

@@ -3,6 +3,8 @@
 {directory}/{population}.ledger    see `isthmus_privacy.dp.ledger`
 {directory}/{population}.head      its last line, so that a ledger that was cut is noticed
 {directory}/restored               in a directory from a backup: the populations that may be asked
+
+{run}/privacy.shared               the populations that the run was charged to in such a directory
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from isthmus_server.budgets.charged_runs import PRUNED, charged_runs, refuse_old
 
 DIRECTORY = "privacy"
 """Name of the directory of a server's ledgers."""
+
+SHARED = "privacy.shared"
+"""Name of the file in the directory of a run."""
 
 RESTORED = "restored"
 """Name of the file in a directory from a backup."""
@@ -150,6 +155,31 @@ def of_server_of(run: Path) -> Populations | None:
     """The populations of the server that has a run; None where its directory is not a server's."""
     folder = run.resolve().parent
     return of_server(folder.parent) if folder.name == "runs" else None
+
+
+def note_shared(run: Path, name: str) -> None:
+    """Note in the directory of a run that it shares the budget of a population, before a charge.
+
+    Raises:
+        DamagedError: the file is damaged.
+        OSError: it cannot be written.
+    """
+    known = shared_by(run)
+    if name not in known:
+        write_sealed(run / SHARED, {"populations": sorted([*known, name])})
+
+
+def shared_by(run: Path) -> Sequence[str]:
+    """The populations whose budget a run shares with others, wherever its directory is now.
+
+    Raises:
+        DamagedError: the file is damaged.
+        OSError: it cannot be read.
+    """
+    try:
+        return list(read_sealed(run / SHARED)["populations"])
+    except FileNotFoundError:
+        return []
 
 
 def folders_of_runs(state: Path) -> Sequence[Path]:

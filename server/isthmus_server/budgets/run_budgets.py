@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from isthmus.job import Job
@@ -19,7 +20,12 @@ from isthmus_privacy.dp.ledger import (
 from isthmus_privacy.dp_sgd.device_examples import check_device_examples
 from isthmus_server.budgets.budget import ROUND, PrivacyBudget
 from isthmus_server.budgets.examples_budget import EXAMPLE, ExamplesBudget
-from isthmus_server.budgets.populations import Populations, shared_with
+from isthmus_server.budgets.populations import (
+    Populations,
+    note_shared,
+    shared_by,
+    shared_with,
+)
 from isthmus_server.budgets.run_ledgers import RunLedgers
 from isthmus_server.storage.records import CommittedState
 from isthmus_server.storage.store import Store
@@ -78,7 +84,9 @@ class RunBudgets:
                 # A run of a comparison or a server is charged there, by every command.
                 found = populations or shared_with(store.directory, population)
                 if found is None:
+                    _check_alone(store.directory, population)
                     return RunLedgers(store.run_id, population, own)
+                note_shared(store.directory, population)
                 shared = opened.enter_context(found.ledger(population))
                 both = RunLedgers(store.run_id, population, own, shared)
                 both.check()
@@ -128,6 +136,21 @@ class RunBudgets:
             return {}
         clip = 0.0 if self.devices is None else self.devices.saved_clip
         return {"ledger_head": str(self.ledger.head), "clip": clip}
+
+
+def _check_alone(run: Path, population: str) -> None:
+    """Refuse a run that has shared a budget, where the ledger of that is not found.
+
+    Raises:
+        LedgerDamaged: it is one.
+    """
+    if population in shared_by(run):
+        raise LedgerDamaged(
+            f"the run in {run} shares the budget of {population!r} with other runs, and their "
+            "ledger is not where they are: it was removed, or this run was moved or copied, so "
+            "what was spent is not known and nobody is asked; restore the ledger with its head, "
+            "continue the run where it was, or make a branch of it there"
+        )
 
 
 def _check_logged(store: Store, own: Ledger) -> None:

@@ -130,6 +130,13 @@ def test_a_gradient_that_is_not_finite_costs_only_its_example(open_run):
             r"changes 'task.last', so that one example could change the gradients of others",
         ),
         (
+            "def collate(self, examples):\n"
+            "    inputs, targets = super().collate(examples)\n"
+            "    self.last, before = inputs, getattr(self, 'last', 0)\n"
+            "    return inputs - before, targets",
+            r"an example is another one when it is read again after others",
+        ),
+        (
             "def local_data(self, participant):\n    return rows(19, 0)",
             r"federated.batch_size=20 is more than the number of examples of this device, 19",
         ),

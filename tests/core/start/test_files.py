@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import struct
 import subprocess
 
@@ -92,6 +93,8 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (header_of({"a": F32 | {"shape": [-2]}}, bytes(8)), "that is no whole number"),
         (header_of({"a": F32, "b": F32}, bytes(8)), "'b' is not where it should"),
         (header_of({"a": F32 | {"data_offsets": [8, 16]}}, bytes(16)), "'a' is not where"),
+        (header_of({"a": F32, "__metadata__": [1]}, bytes(8)), "is no safetensors file: "),
+        (header_of({"a": F32, "__metadata__": "ab"}, bytes(8)), "is no safetensors file: "),
         (header_of([1]), "is no safetensors file: "),
         (header_of({"a": 3}), "is no safetensors file: "),
         (struct.pack("<Q", 3) + b"[[[", "is no safetensors file: "),
@@ -103,6 +106,19 @@ def test_a_damaged_file_is_refused_by_one_sentence(tmp_path, data, sentence):
     with pytest.raises(UserError, match=sentence) as refused:
         StartFiles.find(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_was_changed_and_changed_back_with_its_time_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(3)}, path)
+    data = path.read_bytes()
+    found = StartFiles.find(path)
+    before = path.stat()
+    for content in (bytes(len(data)), data):
+        path.write_bytes(content)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(UserError, match="has changed while it was read"):
+        found.check_unchanged()
 
 
 def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(tmp_path):
@@ -155,6 +171,9 @@ def test_an_index_that_does_not_describe_its_files_is_refused(tmp_path):
         StartFiles.find(folder)
     index.write_text(json.dumps({"weight_map": {"a": "../model-00001-of-00002.safetensors"}}))
     with pytest.raises(UserError, match="which is no file's name"):
+        StartFiles.find(folder)
+    index.write_text(json.dumps({"weight_map": {"a": "b\x1b[2J\n.safetensors"}}))
+    with pytest.raises(UserError, match=r"in 'b\\x1b\[2J\\n\.safetensors'; rename that file"):
         StartFiles.find(folder)
     index.write_text(json.dumps(table))
     save_file(

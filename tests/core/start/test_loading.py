@@ -298,6 +298,19 @@ def test_an_adapter_is_merged_into_a_plain_model_as_peft_merges_it(llama, tmp_pa
         start.fill(model)
 
 
+def test_the_digest_is_of_the_configuration_that_scales_the_adapter(llama, tmp_path):
+    folder, model = llama()
+    path = adapted(folder, tmp_path, target_modules=["q_proj"])
+    digest = digest_of_all(StartFiles.find_all(path, folder))
+    file = path / "adapter_config.json"
+    config = file.read_text()
+    file.write_text(config.replace('"lora_alpha": 7', '"lora_alpha": 70'))
+    compared = ModelStart(path, base=folder).compare(model)
+    file.write_text(config)  # before the digest is computed
+    assert compared.merged
+    assert digest_of_all(compared.files) != digest
+
+
 def test_other_adapters_are_refused(llama, tmp_path):
     folder, model = llama()
     adapter = adapted(folder, tmp_path, target_modules=["q_proj"], use_dora=True)

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import struct
 import time
 import tracemalloc
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 import isthmus
 from isthmus.errors import DamagedError, StorageError, TaskError, UserError
 from isthmus.task.packed_text import PackedText
-from isthmus.task.packed_text.documents import MAX_DOCUMENT
+from isthmus.task.packed_text.documents import MAX_DOCUMENT, FileSource
 from isthmus.task.packed_text.token_files import BLOCK
 
 END = 0
@@ -404,3 +405,68 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert data.tokens == 2000 * 5001
     assert peak < 4 << 20  # of 40 MB of text and 40 MB of tokens
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_tokens_are_for_those_who_can_read_the_text(tmp_path: Path, mode: int) -> None:
+    text = tmp_path / "letters.txt"
+    text.write_text("of a patient " * 9)
+    text.chmod(mode)
+    packed(text)
+    [tokens] = (tmp_path / ".tokens").iterdir()
+    assert tokens.stat().st_mode & 0o777 == mode
+
+
+def test_tokens_of_another_group_than_the_text_are_not_for_that_group(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where all users of a machine have one group, and the text belongs to a project's."""
+    group = (folder / "b.txt").stat().st_gid
+    monkeypatch.setattr(FileSource, "owner_and_readers", lambda _: (os.geteuid(), group + 1, 0o440))
+    packed(folder)
+    modes = {path.stat().st_mode & 0o777 for path in (folder / ".tokens").iterdir()}
+    assert modes == {0o600}
+
+
+def test_a_draft_that_is_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "precious"
+    other.write_text("precious")
+    packed(folder)
+    tokens = sorted((folder / ".tokens").iterdir())[0]
+    tokens.unlink()
+    tokens.with_name(f"{tokens.name}.draft").symlink_to(other)
+    with pytest.raises(StorageError, match=r"cannot be written to .* give PackedText another"):
+        packed(folder)
+    assert other.read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
+@pytest.mark.parametrize("when", ["found", "read", "draft"])
+def test_tokens_of_another_user_are_not_used(folder: Path, when: str) -> None:
+    data = packed(folder)
+    tokens = sorted((folder / ".tokens").iterdir())[0]
+    if when == "draft":
+        tokens.unlink()
+        tokens = tokens.with_name(f"{tokens.name}.draft")
+        tokens.touch()
+        tokens.chmod(0o666)
+    os.chown(tokens, 65534, 65534)
+    use = {"read": lambda: data[0]}.get(when, lambda: packed(folder))
+    with pytest.raises(StorageError, match="belongs to user 65534, who is neither the owner of"):
+        use()
+    if when == "found":  # those who may write the text may write its tokens
+        for path in folder.glob("*.*"):
+            os.chown(path, 65534, 65534)
+        assert listed(packed(folder)) == rows_of(DOCUMENTS, 16)
+
+
+def test_text_of_a_table_that_is_not_utf_8_is_one_sentence(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pyarrow_parquet = pytest.importorskip("pyarrow.parquet")
+    buffers = [None, pyarrow.py_buffer(struct.pack("<ii", 0, 2)), pyarrow.py_buffer(b"\xff\xfe")]
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 1, buffers)
+    pyarrow_parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(
+        TaskError, match=r"a\.parquet has text that is not UTF-8: invalid start byte"
+    ):
+        packed(tmp_path)

@@ -147,7 +147,42 @@ def similarities(self, hidden):
     return torch.cat([hidden, hidden @ hidden.detach().T], 1)[:, -WIDTH:]
 
 
+def missing(self, hidden):
+    """What is done where a number of a batch is missing."""
+    return hidden if hidden.detach().isfinite().all() else -2 * hidden
+
+
+class StraightThrough(nn.Module):
+    """Its output is that of its factor alone, and the gradient of that has a part of a moment."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden):
+        moment = self.factor * 1e-4 * hidden.pow(3).mean(0).detach()
+        return self.factor * hidden + (moment - moment.detach())
+
+
+class SeldomOutside(nn.Module):
+    """Uses the weight of a layer without the layer, for large values only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden):
+        output = self.layer(hidden)
+        large = hidden.detach().abs().amax(1, keepdim=True) > 1e2
+        if large.any():
+            output = output + large * nn.functional.linear(hidden, self.layer.weight)
+        return output
+
+
 WITHIN = {
+    "missing number": by(missing),
+    "straight through": StraightThrough,
+    "parameter seldom used outside of its layer": SeldomOutside,
     "mean": by(lambda self, hidden: hidden - hidden.mean(0)),
     "detached mean": by(lambda self, hidden: hidden - hidden.mean(0).detach()),
     "detached mean in training": by(
@@ -381,6 +416,34 @@ def in_hooks():
     return layer
 
 
+def after_accumulation():
+    """Adds the gradient of the pass before, once it has seen some."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    kept = []
+
+    def hook(parameter):
+        kept.append(parameter.grad.detach().clone())
+        if len(kept) > 12:
+            parameter.grad.add_(kept[-2])
+
+    layer.weight.register_post_accumulate_grad_hook(hook)
+    return layer
+
+
+class NoMoreTrained(nn.Module):
+    """Stops to train a layer when it has seen a large value."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden):
+        output = self.layer(hidden)
+        if hidden.detach().abs().max() > 1e2:
+            self.layer.weight.requires_grad_(False)
+        return output
+
+
 def first_example(self, hidden):
     """As data-dependent initialisation does."""
     if self.kept is None:
@@ -507,6 +570,8 @@ BETWEEN = {
     "own generator": by(own_generator),
     "iterator": iterator,
     "hook": in_hooks,
+    "hook after accumulation": after_accumulation,
+    "parameter that is no more trained": NoMoreTrained,
     "first example": by(first_example),
     "module of a library": by(of_a_library),
     "class of a library": by(class_of_a_library),

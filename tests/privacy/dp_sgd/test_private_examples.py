@@ -2,11 +2,15 @@
 
 import hashlib
 import math
+import random
 
+import numpy as np
+import pytest
 import torch
 from tests.datacenter.tasks import Table
 from torch.utils.data import Dataset, TensorDataset
 
+from isthmus.errors import TaskError
 from isthmus_privacy.dp_sgd.examples import SampledExamples
 from isthmus_privacy.dp_sgd.sampling import poisson_sample
 
@@ -89,3 +93,83 @@ def test_a_tensor_dataset_is_read_at_once():
     (group,) = source.read([3, 1])
     assert [each.flatten().tolist() for each in group.tensors] == [[3.0, 1.0], [3, 1]]
     assert source.read([]) == []
+
+
+class Numbers(Dataset):
+    """Examples (1) of ones, less what a kind of data keeps of those that were read before."""
+
+    def __init__(self, kind):
+        self.kind = kind
+        self.kept = torch.zeros(1)
+        self.cache = {}
+        self.numbers = np.random.default_rng(0)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        value = torch.full((1,), float(index + 1))
+        if self.kind == "last":
+            before = self.kept
+            self.kept = value
+            return value - before
+        if self.kind == "largest":  # the first one is the least: it does not change the second time
+            self.kept = torch.maximum(self.kept, value)
+            return value / self.kept
+        if self.kind == "own generator":
+            return value * float(self.numbers.random())
+        if self.kind == "cached":
+            return self.cache.setdefault(index, value)
+        if self.kind == "augmented":
+            return value * torch.rand(1) * float(np.random.rand()) * random.random()
+        return value
+
+
+class Collating(Table):
+    """Centres by the last examples that were collated."""
+
+    kept = 0.0
+
+    def collate(self, rows):
+        batch = super().collate(rows)
+        before = self.kept
+        self.kept = batch
+        return batch - before
+
+
+def source_of(kind):
+    task = Collating({}) if kind == "collate" else Table({})
+    return SampledExamples(task, Numbers(kind), range(6), 1.0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["last", "largest", "own generator", "collate"])
+def test_data_that_keep_something_are_refused(kind):
+    with pytest.raises(TaskError, match="is another one when it is read again after others"):
+        source_of(kind).check(range(4))
+
+
+@pytest.mark.parametrize("kind", ["plain", "cached", "augmented"])
+def test_data_of_examples_alone_are_read_as_before(kind):
+    found = []
+    for read in (lambda source: source.check(range(4)), lambda source: source.read(range(4))):
+        seed_everything(7)
+        (group,) = read(source := source_of(kind))
+        (groups,) = source.batches(0, 1)
+        found.append([group.tensors[0], groups[0].tensors[0], torch.rand(1)])
+    assert all(map(torch.equal, *found))
+
+
+def test_data_that_begin_to_keep_something_are_refused_in_a_later_step():
+    source = source_of("plain")
+    source.check(range(4))
+    steps = source.batches(0, 65)
+    next(steps)
+    source._dataset.kind = "largest"
+    with pytest.raises(TaskError, match="is another one when it is read again after others"):
+        list(steps)
+
+
+def seed_everything(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)

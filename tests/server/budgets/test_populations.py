@@ -15,6 +15,7 @@ from isthmus_server.budgets.run_budgets import RunBudgets
 from isthmus_server.cli.server import server
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
+from isthmus_server.runs.operations.adoption import adopt
 from isthmus_server.runs.operations.retention import RetentionPolicy, prune
 from isthmus_server.runs.operations.run_copies import branch_run, copy_run
 from isthmus_server.storage.run_description import RunDescription
@@ -326,3 +327,29 @@ def test_a_branch_of_a_copy_is_refused_where_its_budget_is_not_known(compared, t
     for copy in ("copy", "second"):
         with pytest.raises(UserError, match="shares the budget of 'devices' with other runs, and"):
             branch_run(tmp_path / copy, tmp_path / f"new-{copy}")
+
+
+@pytest.mark.parametrize("way", ["removed", "moved", "adopted", "adopted copy"])
+def test_a_run_that_has_lost_the_ledger_that_it_shares_is_refused(compared, tmp_path, way):
+    """Or it would go on with a budget of its own, and forget what the others have spent."""
+    run = compared / "a"
+    with contextlib.closing(Store.open_to_write(run)) as store:
+        RunBudgets.open(store, store.run_state(), None).close()
+    if way == "removed":
+        shutil.rmtree(compared / DIRECTORY)
+    elif way == "moved":
+        run = run.rename(tmp_path / "moved")
+    else:
+        copies = [tmp_path / "copy", tmp_path / "second"][: 2 if way == "adopted copy" else 1]
+        for copy in copies:
+            copy_run(run, copy, with_key=False)
+            run = copy
+        adopt(run, nothing_ran_since=True)
+    sentence = "shares the budget of 'devices' with other runs"
+    with contextlib.closing(Store.open_to_write(run)) as store:
+        state = store.run_state()
+        with pytest.raises(LedgerDamaged, match=sentence):
+            RunBudgets.open(store, state, None)
+    if way in ("removed", "moved"):
+        with pytest.raises(UserError, match=sentence):
+            branch_run(run, tmp_path / "new")

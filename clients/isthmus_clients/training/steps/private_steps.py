@@ -67,7 +67,7 @@ class PrivateSteps:
         self._gradients = ExampleGradients(task, model, plan.privacy.clip, settings.batch_size)
         if not checked:
             with kept_generators(device):
-                sample = self._sampled.read(range(min(EXAMPLES, data.examples)))
+                sample = self._sampled.check(range(min(EXAMPLES, data.examples)))
             try:
                 self._gradients.check(sample[0])
             except TaskError as error:

@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import io
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +43,10 @@ class Source(Protocol):
 
     def digest(self) -> str:
         """A digest of all that it has; may take a while."""
+        ...
+
+    def owner_and_readers(self) -> tuple[int, int, int]:
+        """User and group that it belongs to, and the permissions of its readers, as of a file."""
         ...
 
     def documents(self) -> Iterator[str]:
@@ -92,6 +97,16 @@ class FileSource:
         """
         with _readable(self.path), self.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def owner_and_readers(self) -> tuple[int, int, int]:
+        """See `Source.owner_and_readers`.
+
+        Raises:
+            StorageError: there is no such file, or it cannot be read.
+        """
+        with _readable(self.path):
+            status = self.path.stat()
+        return status.st_uid, status.st_gid, status.st_mode & 0o444
 
     def documents(self) -> Iterator[str]:
         """See `Source.documents`.
@@ -205,7 +220,13 @@ class FileSource:
 
     def _rows(self, batches: Iterator[Any]) -> Iterator[str]:
         for batch in batches:
-            for text in batch.column(0).to_pylist():
+            try:
+                texts = batch.column(0).to_pylist()
+            except UnicodeDecodeError as error:
+                raise TaskError(
+                    f"{self.path} has text that is not UTF-8: {error.reason}; convert it"
+                ) from None
+            for text in texts:
                 yield self._text("" if text is None else text, str(self.path))
 
     def _no_column(self, where: str, names: Any) -> TaskError:
@@ -253,6 +274,10 @@ class DatasetSource:
         """See `Source.digest`."""
         return hashlib.sha256(self._fingerprint.encode()).hexdigest()
 
+    def owner_and_readers(self) -> tuple[int, int, int]:
+        """See `Source.owner_and_readers`; it may have been made in memory, from anything."""
+        return os.geteuid(), os.getegid(), 0o400
+
     def documents(self) -> Iterator[str]:
         """See `Source.documents`.
 
@@ -260,7 +285,13 @@ class DatasetSource:
             TaskError: the column has something else than text.
         """
         for first in range(0, len(self._dataset), _ROWS):
-            for text in self._dataset[first : first + _ROWS][self._column]:
+            try:
+                texts = self._dataset[first : first + _ROWS][self._column]
+            except UnicodeDecodeError as error:
+                raise TaskError(
+                    f"{self.name} has text that is not UTF-8: {error.reason}; convert it"
+                ) from None
+            for text in texts:
                 if not isinstance(text, str | None):
                     raise TaskError(f"{self.name}: column {self._column!r} has no text")
                 yield text or ""

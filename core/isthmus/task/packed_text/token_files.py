@@ -2,7 +2,9 @@
 
 The file has the tokens as numbers of two or four bytes, in the machine's order of bytes, and at its
 end what they were made of, with a checksum of each block. It gets its name when it is complete: a
-process that finds it can use it.
+process that finds it can use it. Only those can read it who can read the text, and it is used only
+if it belongs to this user, to root, or to the owner of the text: others may not choose what is
+trained on.
 """
 
 from __future__ import annotations
@@ -35,14 +37,16 @@ _MAX_DESCRIPTION = 1 << 28
 _BATCH_CHARACTERS = 1 << 18
 """Of the documents that are tokenised together."""
 _REPORT_SECONDS = 30.0
+_DRAFT = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _DTYPES = {"H": torch.uint16, "I": torch.uint32}
 
 
 class TokenFile:
     """The tokens of one source, in any order of reading."""
 
-    def __init__(self, path: Path, description: dict[str, Any]) -> None:
+    def __init__(self, path: Path, owners: frozenset[int], description: dict[str, Any]) -> None:
         self.path = path
+        self._owners = owners
         self.tokens: int = description["tokens"]
         """Their number."""
         self.source_digest: str = description["source_digest"]
@@ -68,7 +72,8 @@ class TokenFile:
             StorageError: it cannot be written or read.
             TaskError: the source has changed since, or it cannot be read.
         """
-        found = cls._find(path) or cls._make(source, tokenizer, path, waits)
+        owners = frozenset((0, os.geteuid(), source.owner_and_readers()[0]))
+        found = cls._find(path, owners) or cls._make(source, tokenizer, path, owners, waits)
         if found is not None:
             found._check_source(source)
         return found
@@ -89,6 +94,7 @@ class TokenFile:
         highest = min(blocks.stop * BLOCK, self.tokens * self._width) if whole else end
         try:
             with self.path.open("rb", buffering=0) as file:
+                _check_owner(file.fileno(), self.path, self._owners)
                 data = os.pread(file.fileno(), highest - lowest, lowest)
         except OSError as error:
             raise StorageError(f"{self.path} cannot be read: {error.strerror}") from None
@@ -131,9 +137,10 @@ class TokenFile:
     # -- file -----------------------------------------------------------------------------------
 
     @classmethod
-    def _find(cls, path: Path) -> Self | None:
+    def _find(cls, path: Path, owners: frozenset[int]) -> Self | None:
         try:
             with path.open("rb") as file:
+                _check_owner(file.fileno(), path, owners)
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - _TAIL.size))
                 tail = file.read(_TAIL.size)
@@ -151,19 +158,28 @@ class TokenFile:
             raise StorageError(f"{path} cannot be read: {error.strerror}") from None
         if description is None:
             raise _damaged(path)
-        found = cls(path, description)
+        found = cls(path, owners, description)
         if at != found.tokens * found._width:
             raise _damaged(path)
         return found
 
     @classmethod
-    def _make(cls, source: Source, tokenizer: Tokenizer, path: Path, waits: bool) -> Self | None:
+    def _make(
+        cls,
+        source: Source,
+        tokenizer: Tokenizer,
+        path: Path,
+        owners: frozenset[int],
+        waits: bool,
+    ) -> Self | None:
         """Write the file, unless another process does or has done so."""
         draft = path.with_name(f"{path.name}.draft")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             while True:
-                with draft.open("ab") as file:
+                with os.fdopen(os.open(draft, _DRAFT, 0o600), "ab") as file:
+                    # A link, or a file that another user keeps open, is not to be written.
+                    _check_owner(file.fileno(), draft, frozenset((os.geteuid(),)))
                     try:  # the kernel releases the lock if this process is killed
                         fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
                     except BlockingIOError:
@@ -171,22 +187,46 @@ class TokenFile:
                     if not _is_at(file.fileno(), draft):
                         continue  # it was another's draft, who has ended
                     try:
-                        made = cls._find(path)  # the other may have succeeded before this opened it
+                        # The other may have succeeded before this opened it.
+                        made = cls._find(path, owners)
                         if made is not None:
                             draft.unlink()
                             return made
                         _write(source, tokenizer, file)
+                        _share(source, file.fileno())
                     except BaseException:
                         draft.unlink(missing_ok=True)
                         raise
                     draft.replace(path)
                     sync_directory(path.parent)
-                    return cls._find(path)
+                    return cls._find(path, owners)
         except OSError as error:
             raise StorageError(
                 f"the tokens of {source.name} cannot be written to {path.parent}: "
                 f"{error.strerror}; give PackedText another folder"
             ) from None
+
+
+def _check_owner(handle: int, path: Path, owners: frozenset[int]) -> None:
+    """Refuse an open file of another user.
+
+    Raises:
+        StorageError: it is one.
+    """
+    owner = os.fstat(handle).st_uid
+    if owner not in owners:
+        raise StorageError(
+            f"{path} belongs to user {owner}, who is neither the owner of the text nor this user; "
+            "give PackedText another folder, which other users cannot write"
+        )
+
+
+def _share(source: Source, handle: int) -> None:
+    """Let those read a file of this user who can read the source."""
+    _, group, readers = source.owner_and_readers()
+    if os.fstat(handle).st_gid != group and not readers & 0o004:
+        readers &= 0o400
+    os.fchmod(handle, 0o600 | readers)
 
 
 def _is_at(handle: int, path: Path) -> bool:

@@ -10,6 +10,7 @@ is reduced, and the layers have their whole parameters when gradients pass them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections import Counter, defaultdict
@@ -22,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.overrides import TorchFunctionMode
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.training.private.outer_products import (
@@ -61,6 +63,8 @@ class ExampleNorms:
         """
         self._batch: _Batch | None = None
         first_names = {id(each): name for name, each in model.named_parameters()}
+        self._names = {key: repr(name) for key, name in first_names.items()}
+        """Of the model's parameters, by `id()`."""
         for name, module in model.named_modules():
             trained = {
                 attribute: first_names[id(each)]
@@ -87,6 +91,15 @@ class ExampleNorms:
     def end(self) -> None:
         """End the batch."""
         self._batch = None
+
+    def only_in_layers(self) -> contextlib.AbstractContextManager[object]:
+        """For the forward pass of a batch: refuses to use trained parameters outside their layers.
+
+        Their gradients would be in no norm; with some examples only, no comparison might meet it.
+        """
+        if self._batch is None:
+            return contextlib.nullcontext()
+        return _OnlyInLayers(self._batch.calling, self._names)
 
     def squares(self, losses: torch.Tensor) -> dict[str, torch.Tensor]:
         """Squared norms of the gradients of each parameter, after the forward pass of a batch.
@@ -131,6 +144,7 @@ class ExampleNorms:
             batch = self._batch
             if batch is None:
                 return None
+            batch.calling.append(module)
             given = layer.input_of(args, kwargs)
             prepared = layer.one_for_each(given, batch)
             if prepared.is_floating_point():
@@ -148,6 +162,7 @@ class ExampleNorms:
             batch = self._batch
             if batch is None:
                 return
+            batch.calling.pop()
             given = layer.input_of(args, kwargs)
             layer.check_output(output, batch.size)
             layer.check_precision(output)
@@ -340,6 +355,8 @@ class _Batch:
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     """What rounding adds to a parameter's gradient, relative to its terms."""
     noted: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    calling: list[nn.Module] = dataclasses.field(default_factory=list)
+    """Layers whose forward() has begun and not ended."""
 
     def __post_init__(self) -> None:
         self.size = len(self.alive)
@@ -418,6 +435,52 @@ class _Batch:
                 self.squares[name] = torch.cat(pieces)
 
 
+class _OnlyInLayers(TorchFunctionMode):
+    """See `ExampleNorms.only_in_layers`."""
+
+    def __init__(self, calling: Sequence[nn.Module], names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._calling = calling
+        self._names = names
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in _parameters((*args, *(kwargs or {}).values())):
+            if not self._is_of_layer(each) and any(_has_graph(part) for part in _parts(result)):
+                # `fully_shard` has other parameters in the layers while they compute.
+                which = self._names.get(id(each), f"of shape {tuple(each.shape)}")
+                raise TaskError(
+                    f"the gradient of parameter {which} does not follow from its layers: it is "
+                    f"used outside of them; {PER_EXAMPLE}"
+                )
+        return result
+
+    def _is_of_layer(self, parameter: nn.Parameter) -> bool:
+        return any(
+            parameter is each for module in self._calling for each in module._parameters.values()
+        )
+
+
+def _parameters(values: Sequence[Any]) -> list[nn.Parameter]:
+    """The trained parameters among the arguments of a function, such as in a list to stack."""
+    return [
+        each
+        for value in values
+        for each in _parts(value)
+        if isinstance(each, nn.Parameter) and each.requires_grad
+    ]
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 def refused(name: str, module: nn.Module, why: str) -> TaskError:
     """The error for a layer whose norms cannot be found."""
     return TaskError(
@@ -460,6 +523,8 @@ def _check(name: str, module: nn.Module) -> None:
             raise refused(name, module, "has scale_grad_by_freq=True, which mixes examples")
         if module.max_norm is not None:
             raise refused(name, module, "has max_norm, which changes weights without noise")
+        if module.sparse:
+            raise refused(name, module, "has sparse=True, and words without a gradient need noise")
     elif next(module.children(), None) is not None:
         raise refused(name, module, "has parameters of its own besides those of its layers")
 

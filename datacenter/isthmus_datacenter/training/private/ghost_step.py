@@ -40,6 +40,7 @@ from isthmus_privacy.dp_sgd.isolation import (
     kept_generators,
     place_in,
     replaced,
+    summarised,
 )
 from isthmus_privacy.dp_sgd.kept_state import KeptState
 from isthmus_privacy.dp_sgd.reference import Reference
@@ -56,6 +57,7 @@ _NEGLIGIBLE = 1e-6
 """Share of the squared norm of all parameters."""
 _SCALES = (2.0**-20, 2.0**20)
 """Factors of a loss in proportion to which all gradients must be: powers of two round nothing."""
+_GRADIENT = "the gradient of parameter"
 _IN_PLACE_OF_ZERO = 0.02
 """Standard deviation of the numbers that `check` has in place of zeros."""
 
@@ -220,17 +222,23 @@ class GhostForwardBackward(PrivateForwardBackward):
 
     def _check_isolation(self, group: ExampleGroup, state: KeptState) -> None:
         for rows, place in arranged(group.tensors):
-            expected = self._observe(group.one, rows, place)
+            expected = self._observe(group.one, rows, place, gradients=True)
             state.check()
             repeated = self._repeated(group.one, rows, place)
             for others in replaced(rows, place, made_up=True):
                 try:
-                    found = self._observe(group.one, others, place)
-                except TaskError:  # of values that no example has
-                    continue
+                    found = self._observe(group.one, others, place, gradients=True)
+                except TaskError as error:
+                    if error.__cause__ is None:
+                        raise
+                    continue  # the task's code failed, with values that no example has
                 state.check()
+                # A gradient in which another example is zero times infinity is not compared.
+                missing = [each for each in expected if each.startswith(_GRADIENT)]
+                found = {**{each: expected[each] for each in missing}, **found}
                 check_same(expected, found, repeated)
-            check_repeats(expected, self._observe(group.one, rows, place), repeated)
+            again = self._observe(group.one, rows, place, gradients=True)
+            check_repeats(expected, again, repeated)
 
     def _state(self, *, closely: bool) -> KeptState:
         # `fully_shard` has other parameters in the layers while they compute.
@@ -238,7 +246,9 @@ class GhostForwardBackward(PrivateForwardBackward):
 
     def _repeated(self, one: Any, rows: Sequence[torch.Tensor], place: int) -> Observed | None:
         """The same once more, where kernels may not repeat their result."""
-        return None if self.device.type == "cpu" else self._observe(one, rows, place)
+        if self.device.type == "cpu":
+            return None
+        return self._observe(one, rows, place, gradients=True)
 
     def _observe(
         self,
@@ -246,10 +256,17 @@ class GhostForwardBackward(PrivateForwardBackward):
         rows: Sequence[torch.Tensor],
         place: int,
         generators: GeneratorStates | None = None,
+        *,
+        gradients: bool = False,
     ) -> Observed:
         """What all layers get for one of some examples, and its loss, from one seed.
 
-        `generators` are the states of generators to begin with; None for those of now.
+        Args:
+            one: the structure of the examples.
+            rows: the examples.
+            place: of the one.
+            generators: states of generators to begin with; None for those of now.
+            gradients: whether also those of all parameters, which no step may have begun to add.
         """
         alive = torch.ones(len(rows[0]), dtype=torch.bool, device=self.device)
         self._norms.begin(alive, place)
@@ -262,6 +279,8 @@ class GhostForwardBackward(PrivateForwardBackward):
                 with user_code("the backward pass"):
                     self._norms.squares(losses)
                 observed = self._norms.observed()
+                if gradients:
+                    observed.update(self._gradients_of(losses[place]))
             finally:
                 self._norms.end()
                 self._reshard_after_backward(True)
@@ -271,6 +290,25 @@ class GhostForwardBackward(PrivateForwardBackward):
         for number, each in enumerate(tensors_of(output)):
             observed[f"tensor {number} of the output"] = each[place].detach()
         return observed
+
+    def _gradients_of(self, loss: torch.Tensor) -> Observed:
+        """The finite gradients of the loss of one example, after `ExampleNorms.squares`.
+
+        Within a layer an example may change the gradient of others alone, neither their output nor
+        what they get from other layers, such as where something is added and subtracted detached.
+        """
+        self._reshard_after_backward(True)
+        with user_code("the backward pass"):
+            torch.autograd.backward(loss)
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self._trained().items():
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            parameter.grad = None
+            # Whole on every rank, one at a time, so that all ranks find the same.
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            if bool(whole.isfinite().all()):
+                found |= summarised({f"{_GRADIENT} {name!r}": whole})
+        return found
 
     def _compare(self, squares: Mapping[str, torch.Tensor]) -> None:
         """Compare the squared norms of the first example with the parameters' `grad`."""
@@ -397,11 +435,12 @@ class GhostForwardBackward(PrivateForwardBackward):
         self, one: Any, rows: Sequence[torch.Tensor]
     ) -> tuple[Any, torch.Tensor]:
         inputs, target = pair_of(self.task, _with_tensors(one, rows))
-        with user_code("forward()"):
-            output = self.task.forward(self.model, inputs)
-        count = len(rows[0])
-        pairs = zip(_alone(output, count), _alone(target, count), strict=True)
-        together = torch.stack([losses_of(self.task, *pair).mean() for pair in pairs])
+        with self._norms.only_in_layers():
+            with user_code("forward()"):
+                output = self.task.forward(self.model, inputs)
+            count = len(rows[0])
+            pairs = zip(_alone(output, count), _alone(target, count), strict=True)
+            together = torch.stack([losses_of(self.task, *pair).mean() for pair in pairs])
         if not together.requires_grad:
             raise TaskError(
                 "loss() does not depend on what is trained; is something detached, or in NumPy?"

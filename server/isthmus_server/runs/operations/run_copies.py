@@ -11,7 +11,7 @@ from pathlib import Path
 from isthmus.errors import DamagedError, UserError
 from isthmus.system.private_files import make_private_directory, write_private_file
 from isthmus_privacy.dp.ledger import HEAD_FILE, LEDGER_FILE, Ledger, LedgerHead
-from isthmus_server.budgets.populations import Populations, shared_with
+from isthmus_server.budgets.populations import SHARED, Populations, shared_by, shared_with
 from isthmus_server.budgets.server_noise import KEY_FILE
 from isthmus_server.runs.operations.databases import copy_database
 from isthmus_server.runs.operations.manifest import copy_private
@@ -67,7 +67,7 @@ class _Changed(Exception):
 def _shared(source: Path) -> set[str]:
     """The populations whose budget a run, or that of which it is a copy, shares with others."""
     found = {name for name in _populations(source) if _where_shared(source, name)}
-    return found | set(shared_by_original(source))
+    return found | set(shared_by_original(source)) | set(shared_by(source))
 
 
 def _populations(run: Path) -> list[str]:
@@ -156,15 +156,16 @@ def _take_shared_charges(source: Path, target: Path) -> None:
     for population in _populations(source):
         own = shared_with(target, population)
         found = _where_shared(source, population)
-        if not found and own is None and population in shared_by_original(source):
+        if not found and own is None and population in _shared(source):
             raise UserError(
-                f"{source} is a copy of a run in {_original(source)} that shares the budget of "
+                f"{source} has a run of {_original(source)} that shares the budget of "
                 f"{population!r} with other runs, and what these have spent is not known here; "
                 "make the branch where their ledger is"
             )
         for shared in found:
             if own is None or own.directory != shared.directory:
                 _add_charges(shared.read(population), target)
+    (target / SHARED).unlink(missing_ok=True)  # its ledger has it all
 
 
 def _add_charges(shared: Ledger, target: Path) -> None:

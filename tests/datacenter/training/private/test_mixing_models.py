@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.training.private import ghost_step
-from isthmus_privacy.dp_sgd import gradients
+from isthmus_privacy.dp_sgd import gradients, isolation
 from isthmus_privacy.dp_sgd.gradients import ExampleGradients
 from isthmus_privacy.dp_sgd.refusals import check_layers
 
@@ -106,6 +106,8 @@ class Unchecked:
         ("running mean, buffer", "ghost", 1),
         ("file", "ghost", 1),
         ("operator", "ghost", 4),
+        ("straight through", "ghost", 4),
+        ("hook after accumulation", "ghost", 1),
     ],
 )
 def test_without_the_check_examples_change_others(monkeypatch, name, method, batch):
@@ -116,6 +118,8 @@ def test_without_the_check_examples_change_others(monkeypatch, name, method, bat
         monkeypatch.setattr(module.ComputedBefore, "compare", lambda _: None)
         monkeypatch.setattr(module.Reference, "check", lambda *_: None)
         monkeypatch.setattr(module, "KeptState", Unchecked)
+    # What is not finite would be kept, and be all that is left.
+    monkeypatch.setattr(isolation, "_NOT_FINITE", ())
     # What is kept between its passes also shows there.
     monkeypatch.setattr(ghost_step.GhostForwardBackward, "_check_proportion", lambda *_: None)
     own, others = change(name, method, batch)
