@@ -35,10 +35,10 @@ ROLES = {"client": link_pb2.CLIENT, "datacenter": link_pb2.DATACENTER}
 class Fleet:
     """A listening server, with helpers to join it and to connect to it."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, names=("localhost", "127.0.0.1")):
         self.folder = folder
         self.state = folder / "server"
-        initialise(self.state, ["localhost", "127.0.0.1"])
+        initialise(self.state, names)
         self.connections = []
         self.stack = contextlib.AsyncExitStack()
 
