@@ -26,7 +26,7 @@ version of Python and OpenSSL."""
 _SECONDS = 10.0
 """Time for all stations of a road together."""
 _NEXT_ADDRESS_SECONDS = 0.25
-"""A name's next address is tried after this time, so that a dead one does not hold up."""
+"""A name's next address is tried after this time, so that a dead one costs no more."""
 _REFUSED = (401, 403, 405, 451)
 """Statuses by which a proxy says that it does not want to connect to a server."""
 
