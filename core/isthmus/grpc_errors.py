@@ -28,6 +28,7 @@ _KNOWN = (
     (r"(?:VERIFY_FAILED|BAD_SIGNATURE): ([\w ]+)", rf"{NOT_PASSED}: \1"),
     (r"Hostname Verification Check", "its certificate is for another name than the one dialled"),
     (r"WRONG_VERSION_NUMBER", "what answers there does not speak TLS"),
+    (r"HTTP proxy returned response code (\d+)", r"the proxy answered \1"),
     (r"HTTP/2|http1", "what answers there does not speak gRPC"),
     (r"Connection refused", "nothing listens there (connection refused)"),
     (r"resolv|hostname lookup|DNS", "the name has no known address"),

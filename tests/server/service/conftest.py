@@ -42,7 +42,9 @@ class Fleet:
         self.connections = []
         self.stack = contextlib.AsyncExitStack()
 
-    async def listen(self, lease_seconds=10.0, authority=None, queue=False, at_once=1):
+    async def listen(
+        self, lease_seconds=10.0, authority=None, queue=False, at_once=1, host="127.0.0.1"
+    ):
         self.server = ControlPlaneServer(
             self.state, lease_seconds=lease_seconds, authority=authority
         )
@@ -54,7 +56,7 @@ class Fleet:
             self.control = OperatorService(self.server.members, self.runner)
             services[SERVICE] = self.control.methods()
             self.connections.append(asyncio.create_task(self.runner.run()))
-        await self.stack.enter_async_context(self.server.listening("127.0.0.1", 0, services))
+        await self.stack.enter_async_context(self.server.listening(host, 0, services))
         self.link = self.server.link
         self.url = f"localhost:{self.server.join_port}"
         self.address = f"localhost:{self.server.link_port}"

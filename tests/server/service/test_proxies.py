@@ -25,6 +25,7 @@ from isthmus.transport.blobs import describe, into
 from isthmus.wire import link_pb2
 from isthmus.wire import operator_pb2 as pb
 from isthmus_clients.commands import client
+from isthmus_datacenter.commands import datacenter
 from isthmus_server.cli.operators import OperatorClient
 
 HUB = "hub.invalid"
@@ -312,6 +313,24 @@ async def test_the_commands_of_a_device_have_the_options(hub, tmp_path, monkeypa
     code, found = await asyncio.to_thread(examined, "device", state, "--proxy", "none")
     assert (code, found["server"]["level"]) == (1, "FAIL")
     assert found["server"]["found"] == f"the name {HUB} has no known address"
+
+
+async def test_the_nodes_of_a_cluster_get_the_options_of_launch(hub, tmp_path):
+    file = login_file(tmp_path)
+    state = tmp_path / "cluster"
+    member = await joining.join(
+        hub.url, hub.token("cluster", "datacenter"), state / "membership", "datacenter"
+    )
+    words = ["launch", "--ranks", "1", "--state", str(state), "--dry-run", "--proxy", hub.proxy.url]
+    words += ["--proxy-login", str(file)]
+    result = await asyncio.to_thread(CliRunner().invoke, datacenter, words, catch_exceptions=False)
+    assert f" --server {member.server} " in result.output
+    assert f" --proxy {hub.proxy.url} --proxy-login {file} --control " in result.output
+    words[4] = str(tmp_path / "new")
+    refused = await asyncio.to_thread(CliRunner().invoke, datacenter, [*words, "--server", "a:1"])
+    assert str(refused.exception) == (
+        "--proxy and --proxy-login need a datacenter that has joined a server"
+    )
 
 
 async def test_a_unit_has_the_proxy_of_the_variable_and_never_its_password(hub, monkeypatch):
