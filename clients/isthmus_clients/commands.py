@@ -274,7 +274,7 @@ def start(
     if print_systemd:
         command = [sys.executable, "-m", "isthmus.cli", *sys.argv[1:]]
         command = [word for word in command if word != "--print-systemd"]
-        command += _of_variables(member.road(choice, server or ""))
+        command += _of_variables(member.road(choice, server or ""), choice)
         writable = [str(path.resolve()) for path in (state, tasks) if path is not None]
         click.echo(unit(command, str(Path.cwd()), limits, writable))
         return
@@ -307,8 +307,10 @@ def start(
         asyncio.run(_serve_until_stopped(server or member.server, agent, member, sources, choice))
 
 
-def _of_variables(road: Road) -> list[str]:
+def _of_variables(road: Road, choice: ProxyChoice) -> list[str]:
     """The options for the proxy of a variable, which a systemd service does not have.
+
+    `choice` is what the command line has already.
 
     Raises:
         UserError: the variable has a password, which has no place in a unit.
@@ -320,7 +322,10 @@ def _of_variables(road: Road) -> list[str]:
             f"a systemd unit has no place for the proxy's password in {road.reason}: write "
             "USER:PASSWORD into a file of mode 0600 and give it with --proxy-login"
         )
-    return ["--proxy", str(road.proxy)]
+    options = ["--proxy", str(road.proxy)]
+    if road.proxy.login_file is not None and not choice.login:
+        options += ["--proxy-login", str(road.proxy.login_file)]
+    return options
 
 
 async def _serve_until_stopped(

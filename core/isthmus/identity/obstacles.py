@@ -1,7 +1,7 @@
 """What is in the way between this machine and a server: a name, a port, a proxy, an inspection.
 
-gRPC's own texts say little about it. A connection of one's own asks each station in turn, and
-trusts nothing that it is shown.
+gRPC's own texts say little about it, and change. A connection that is opened for this asks each
+station in turn, and trusts nothing that it is shown.
 """
 
 from __future__ import annotations
@@ -129,33 +129,28 @@ async def _connected(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to the first station of a road, at whichever of its addresses answers."""
     proxy = road.proxy
-    if proxy is not None:
+    if proxy is None:
+        what = road.address
+        named = f"the name {host}"
+        know = "check it, and the name servers of this machine"
+        know += "; where only a proxy knows names, give it with --proxy"
+        reach = "check that the server runs, and the firewalls between"
+    else:
         host, port = proxy.host, proxy.port
-    what = f"{host}:{port}" if proxy is None else f"the proxy {proxy}"
+        what = f"the proxy {proxy}"
+        named = f"the name {host} of {road.reason}"
+        know = "check it, and the name servers of this machine"
+        reach = f"check {road.reason}"
     try:
         return await asyncio.open_connection(
             host.strip("[]"), port, happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS
         )
     except TimeoutError:
         raise
-    except socket.gaierror:
-        whose = "" if proxy is None else f" of {road.reason}"
-        raise RoadBlocked(
-            f"the name {host}{whose} has no known address",
-            "check it, and the name servers of this machine"
-            + (
-                ""
-                if proxy is not None
-                else "; where only a proxy knows names, give it with --proxy"
-            ),
-        ) from None
+    except (socket.gaierror, UnicodeError):  # the latter for what can be no name
+        raise RoadBlocked(f"{named} has no known address", know) from None
     except OSError as error:
-        raise RoadBlocked(
-            f"{what} cannot be reached: {_reason(error)}",
-            "check that the server runs, and the firewalls between"
-            if proxy is None
-            else f"check {road.reason}",
-        ) from None
+        raise RoadBlocked(f"{what} cannot be reached: {_reason(error)}", reach) from None
 
 
 def _reason(error: OSError) -> str:

@@ -342,6 +342,11 @@ async def test_a_unit_has_the_proxy_of_the_variable_and_never_its_password(hub, 
     assert f" --proxy {hub.proxy.url}\n" in printed.output
     monkeypatch.setenv("HTTPS_PROXY", hub.proxy.url.replace("//", "//device:s3cret@"))
     refused = await asyncio.to_thread(invoke, client, words)
+    file = login_file(hub.folder)
+    await joined(hub, "other", choice=ProxyChoice.given(None, file))
+    words[2] = str(hub.folder / "other")
+    printed = await asyncio.to_thread(invoke, client, words, catch_exceptions=False)
+    assert f" --proxy {hub.proxy.url} --proxy-login {file}\n" in printed.output
     assert isinstance(refused.exception, UserError)
     assert str(refused.exception).startswith("a systemd unit has no place for the proxy's password")
     assert "s3cret" not in f"{refused.output}{refused.exception}"
