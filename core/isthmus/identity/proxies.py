@@ -291,7 +291,7 @@ def _proxy_of(url: str, source: str, login: str) -> Proxy:
     is_host = _HOST.fullmatch(host) is not None
     if host.startswith("[") and host.endswith("]"):
         is_host = isinstance(_address(host[1:-1]), ipaddress.IPv6Address)
-    is_port = digits.isascii() and digits.isdigit() and 0 < int(digits) <= 65535
+    is_port = re.fullmatch("[0-9]{1,5}", digits) is not None and 0 < int(digits) <= 65535
     if not is_host or not is_port:
         raise UserError(f"{source} is {place!r}, which is not of the form http://HOST:PORT")
     if in_url:
