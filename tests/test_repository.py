@@ -47,50 +47,51 @@ COMMANDS = [
     "isthmus authority start --address STATE",
     "isthmus authority token create --expires --kind --name --uses STATE",
     "isthmus authority verify STATE",
-    "isthmus cancel --state JOB",
+    "isthmus cancel --proxy --proxy-login --state JOB",
     (
         "isthmus chaos --clients --crash-sweep --datacenters --json --minutes --plan --sample "
         "--seed --set --state JOB"
     ),
-    "isthmus client join --state --token-file TOKEN URL",
+    "isthmus client join --proxy --proxy-login --state --token-file TOKEN URL",
     "isthmus client new-history --state",
     "isthmus client spent --delta --state",
     (
         "isthmus client start --blobs --data --device --die-with-parent --hours --log-file --name "
-        "--policy --print-systemd --server --shard --state --tasks --threads"
+        "--policy --print-systemd --proxy --proxy-login --server --shard --state --tasks --threads"
     ),
     "isthmus client status --state",
     "isthmus compare --json --policies --public-data --run-dir --seeds --set --vary JOB",
     "isthmus console --address PATH",
     "isthmus datacenter agent --control --state",
-    "isthmus datacenter join --state --token-file TOKEN URL",
+    "isthmus datacenter join --proxy --proxy-login --state --token-file TOKEN URL",
     (
         "isthmus datacenter launch --blobs --data --die-with-parent --dry-run --env-file --grace "
-        "--name --nodes --option --prologue --ranks --scheduler --server --state --tasks"
-    ),
-    (
-        "isthmus datacenter serve --blobs --control --data --grace --name --nodes --ranks --server "
+        "--name --nodes --option --prologue --proxy --proxy-login --ranks --scheduler --server "
         "--state --tasks"
     ),
-    "isthmus doctor datacenter --json --state",
-    "isthmus doctor device --json STATE",
+    (
+        "isthmus datacenter serve --blobs --control --data --grace --name --nodes --proxy "
+        "--proxy-login --ranks --server --state --tasks"
+    ),
+    "isthmus doctor datacenter --json --proxy --proxy-login --state",
+    "isthmus doctor device --json --proxy --proxy-login STATE",
     "isthmus doctor server --address --json STATE",
     "isthmus export --format --output RUN_DIR",
-    "isthmus fetch --max-mb --output --state JOB",
+    "isthmus fetch --max-mb --output --proxy --proxy-login --state JOB",
     "isthmus job check --device --memory --ranks --set PATH",
     "isthmus job schema",
-    "isthmus jobs --ended --json --state",
-    "isthmus logs --follow --state JOB",
+    "isthmus jobs --ended --json --proxy --proxy-login --state",
+    "isthmus logs --follow --proxy --proxy-login --state JOB",
     "isthmus model convert FOLDER OUTPUT",
     "isthmus model import --base --set JOB PATH",
     "isthmus model inspect --base PATH",
     "isthmus new --kind FOLDER",
-    "isthmus operator join --state --token-file TOKEN URL",
-    "isthmus pause --state JOB",
+    "isthmus operator join --proxy --proxy-login --state --token-file TOKEN URL",
+    "isthmus pause --proxy --proxy-login --state JOB",
     "isthmus privacy ledger --json RUN_DIR",
     "isthmus privacy plan --find --json --noise --set --signal-to-noise --unit JOB",
     "isthmus report --html --json --schema RUN_DIR",
-    "isthmus resume --state JOB",
+    "isthmus resume --proxy --proxy-login --state JOB",
     ("isthmus run --address --log-format --metrics --quiet --resume --run-dir --set --track JOB"),
     "isthmus runs adopt --nothing-ran-since --original-is-gone RUN_DIR",
     "isthmus runs branch SOURCE TARGET",
@@ -102,7 +103,7 @@ COMMANDS = [
     "isthmus runs verify RUN_DIR",
     "isthmus server audit STATE",
     "isthmus server backup STATE TARGET",
-    "isthmus server init --authority --host --token-file STATE",
+    "isthmus server init --authority --host --proxy --proxy-login --token-file STATE",
     "isthmus server participants --json STATE",
     "isthmus server population NAME STATE",
     "isthmus server restore --lost --nothing-ran-since SOURCE STATE",
@@ -119,7 +120,7 @@ COMMANDS = [
         " --scheduler --seeds --set --track --vary JOB"
     ),
     "isthmus statistics --address --output --run-dir --set JOB",
-    "isthmus submit --project --set --share --state JOB",
+    "isthmus submit --project --proxy --proxy-login --set --share --state JOB",
     "isthmus task install --author --tasks PACKAGE",
     "isthmus task key FILE",
     "isthmus task pack --key --name --output --version FOLDER",

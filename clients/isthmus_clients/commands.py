@@ -16,6 +16,8 @@ import click
 from isthmus.errors import UserError
 from isthmus.identity import joining
 from isthmus.identity.membership import Membership, default_state
+from isthmus.identity.proxies import ProxyChoice, Road
+from isthmus.identity.proxy_options import proxy_options
 from isthmus.system import process
 from isthmus.task import Participant
 from isthmus.transport.blob_sources import NamedSource
@@ -54,9 +56,19 @@ _STATE = click.option(
     "--token-file", metavar="PATH", help="File with the token instead; - for standard input."
 )
 @_STATE
-def join(url: str, token: str | None, token_file: str | None, state: Path) -> None:
+@proxy_options
+def join(
+    url: str,
+    token: str | None,
+    token_file: str | None,
+    state: Path,
+    proxy: str | None,
+    proxy_login: Path | None,
+) -> None:
     """Join the server at HOST:PORT with a TOKEN from its operator."""
-    member = asyncio.run(joining.join(url, joining.Token.given(token, token_file), state, "client"))
+    given = joining.Token.given(token, token_file)
+    choice = ProxyChoice.given(proxy, proxy_login)
+    member = asyncio.run(joining.join(url, given, state, "client", choice))
     begin = "isthmus client start"
     if state != default_state("client"):
         begin += f" --state {shlex.quote(str(state))}"
@@ -186,6 +198,7 @@ def status(state: Path) -> None:
     help="Where models and packages may be besides the server, such as file:/srv/blobs; may be "
     "repeated.",
 )
+@proxy_options
 @click.option("--print-systemd", is_flag=True, help="Print a systemd unit and exit.")
 @click.option("--die-with-parent", is_flag=True, help="Exit when the parent process exits.")
 @click.option(
@@ -205,6 +218,8 @@ def start(
     hours: tuple[str, ...],
     policy_file: Path | None,
     blobs: tuple[str, ...],
+    proxy: str | None,
+    proxy_login: Path | None,
     print_systemd: bool,
     die_with_parent: bool,
     log_file: Path | None,
@@ -223,7 +238,12 @@ def start(
     check_choice(device)
     split = _parse_shard(shard)
     sources = [NamedSource(named) for named in blobs]
+    choice = ProxyChoice.given(proxy, proxy_login)
     if name is not None:
+        if choice:
+            raise UserError(
+                "--proxy and --proxy-login need a device that has joined; remove --name"
+            )
         if policy_file is not None or tasks is not None or print_systemd:
             raise UserError(
                 "--policy, --tasks and --print-systemd need a device that has joined; remove --name"
@@ -254,6 +274,7 @@ def start(
     if print_systemd:
         command = [sys.executable, "-m", "isthmus.cli", *sys.argv[1:]]
         command = [word for word in command if word != "--print-systemd"]
+        command += _of_variables(member.road(choice, server or ""), choice)
         writable = [str(path.resolve()) for path in (state, tasks) if path is not None]
         click.echo(unit(command, str(Path.cwd()), limits, writable))
         return
@@ -283,14 +304,39 @@ def start(
             host=host,
             group=limits.privacy.group or "",
         )
-        asyncio.run(_serve_until_stopped(server or member.server, agent, member, sources))
+        asyncio.run(_serve_until_stopped(server or member.server, agent, member, sources, choice))
+
+
+def _of_variables(road: Road, choice: ProxyChoice) -> list[str]:
+    """The options for the proxy of a variable, which a systemd service does not have.
+
+    `choice` is what the command line has already.
+
+    Raises:
+        UserError: the variable has a password, which has no place in a unit.
+    """
+    if road.proxy is None or not road.by_variable:
+        return []
+    if road.proxy.in_url:
+        raise UserError(
+            f"a systemd unit has no place for the proxy's password in {road.reason}: write "
+            "USER:PASSWORD into a file of mode 0600 and give it with --proxy-login"
+        )
+    options = ["--proxy", str(road.proxy)]
+    if road.proxy.login_file is not None and not choice.login:
+        options += ["--proxy-login", str(road.proxy.login_file)]
+    return options
 
 
 async def _serve_until_stopped(
-    address: str, agent: Agent, member: Membership | None, sources: Sequence[NamedSource]
+    address: str,
+    agent: Agent,
+    member: Membership | None,
+    sources: Sequence[NamedSource],
+    proxy: ProxyChoice | None = None,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM: the first lets the running request end, a second does not."""
-    uplink = agent.uplink(address, member, sources)
+    uplink = agent.uplink(address, member, sources, proxy)
     serving = asyncio.create_task(serve(uplink, agent))
     leaving: asyncio.Task[None] | None = None
 

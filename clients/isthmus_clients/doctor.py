@@ -12,21 +12,24 @@ from isthmus.doctor import checks
 from isthmus.doctor.checks import Diagnosis, diagnose
 from isthmus.doctor.commands import tell
 from isthmus.identity.membership import Membership
+from isthmus.identity.proxies import ProxyChoice
+from isthmus.identity.proxy_options import proxy_options
 from isthmus_clients.device.sandbox.landlock import abi_version
 
 
 @click.command("device")
 @click.argument("state", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def doctor_device(state: Path, as_json: bool) -> None:
+@proxy_options
+def doctor_device(state: Path, as_json: bool, proxy: str | None, proxy_login: Path | None) -> None:
     """Check the device whose keys and history are in the directory DIR."""
-    tell(_results(state), as_json=as_json)
+    tell(_results(state, ProxyChoice.given(proxy, proxy_login)), as_json=as_json)
 
 
-def _results(state: Path) -> Iterator[Diagnosis]:
+def _results(state: Path, proxy: ProxyChoice) -> Iterator[Diagnosis]:
     yield from diagnose("versions", checks.versions)
     yield checks.tls_version()
-    yield from diagnose("membership", lambda: checks.membership(state, ("client",)))
+    yield from diagnose("membership", lambda: checks.membership(state, ("client",), proxy))
     if not state.is_dir():
         return
     yield from diagnose("disk", lambda: checks.disk(state))

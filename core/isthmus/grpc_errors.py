@@ -17,16 +17,18 @@ from isthmus.printable import in_a_line
 
 _LONGEST = 200
 
-_NOT_PASSED = "its certificate does not pass"
+NOT_PASSED = "its certificate does not pass"
+"""In the message for a server's certificate that was not accepted."""
 _CLOSED = "it closed the connection"
-HANDSHAKE_FAILURES = (_NOT_PASSED, _CLOSED)
+HANDSHAKE_FAILURES = (NOT_PASSED, _CLOSED)
 """In the messages for TLS handshakes that failed: the server's certificate was not accepted, or
 the server did not accept this participant's."""
 
 _KNOWN = (
-    (r"(?:VERIFY_FAILED|BAD_SIGNATURE): ([\w ]+)", rf"{_NOT_PASSED}: \1"),
+    (r"(?:VERIFY_FAILED|BAD_SIGNATURE): ([\w ]+)", rf"{NOT_PASSED}: \1"),
     (r"Hostname Verification Check", "its certificate is for another name than the one dialled"),
     (r"WRONG_VERSION_NUMBER", "what answers there does not speak TLS"),
+    (r"HTTP proxy returned response code (\d+)", r"the proxy answered \1"),
     (r"HTTP/2|http1", "what answers there does not speak gRPC"),
     (r"Connection refused", "nothing listens there (connection refused)"),
     (r"resolv|hostname lookup|DNS", "the name has no known address"),

@@ -16,6 +16,8 @@ import click
 
 from isthmus.errors import UserError
 from isthmus.identity.membership import Membership
+from isthmus.identity.proxies import ProxyChoice
+from isthmus.identity.proxy_options import proxy_options
 from isthmus.identity.tls import split_address
 from isthmus_datacenter.launch import NodeShell, check_private, parse_options
 from isthmus_datacenter.launch.datacenter import DatacenterLaunch
@@ -83,7 +85,7 @@ def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
     ):
         command = option(command)
-    return command
+    return proxy_options(command)
 
 
 @datacenter.command()
@@ -93,12 +95,21 @@ def _service_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--token-file", metavar="PATH", help="File with the token instead; - for standard input."
 )
 @click.option("--state", required=True, type=_DIRECTORY, help="The directory to pass to `launch`.")
-def join(url: str, token: str | None, token_file: str | None, state: Path) -> None:
+@proxy_options
+def join(
+    url: str,
+    token: str | None,
+    token_file: str | None,
+    state: Path,
+    proxy: str | None,
+    proxy_login: Path | None,
+) -> None:
     """Join the server at HOST:PORT with a TOKEN from its operator."""
     from isthmus.identity import joining
 
     parsed = joining.Token.given(token, token_file)
-    member = asyncio.run(joining.join(url, parsed, state / "membership", "datacenter"))
+    choice = ProxyChoice.given(proxy, proxy_login)
+    member = asyncio.run(joining.join(url, parsed, state / "membership", "datacenter", choice))
     begin = f"isthmus datacenter launch --ranks N --state {shlex.quote(str(state))}"
     click.echo(
         f"this datacenter is {member.name!r} at {member.server}; begin, with N ranks on this "
@@ -126,6 +137,8 @@ def launch(
     data: Path | None,
     tasks: Path | None,
     blobs: tuple[str, ...],
+    proxy: str | None,
+    proxy_login: Path | None,
     grace: float,
     scheduler: str,
     env_file: Path | None,
@@ -137,7 +150,8 @@ def launch(
     """Start ranks and connect them to a server."""
     if env_file is not None:
         check_private(env_file)
-    server, name, member = _membership(server, name, state)
+    choice = ProxyChoice.given(proxy, proxy_login)
+    server, name, member = _membership(server, name, state, choice)
     request = DatacenterLaunch(
         server=server,
         name=name,
@@ -149,6 +163,7 @@ def launch(
         environment=None if env_file is None else env_file.resolve(),
         prologue=None if prologue is None else prologue.resolve(),
         blobs=blobs,
+        proxy=choice,
         options=parse_options(options),
         grace_seconds=grace,
     )
@@ -166,7 +181,7 @@ def launch(
             process.die_with_parent()
         # The process that starts this one ends it only when the round is not needed any more.
         grace = 0.0 if die_with_parent else grace
-        _serve(server, name, ranks, state, data, tasks, None, grace, member, blobs)
+        _serve(server, name, ranks, state, data, tasks, None, grace, member, blobs, choice)
         return
     start(request, find_launcher(scheduler), dry_run)
 
@@ -185,6 +200,8 @@ def serve(
     data: Path | None,
     tasks: Path | None,
     blobs: tuple[str, ...],
+    proxy: str | None,
+    proxy_login: Path | None,
     grace: float,
     control: str,
 ) -> None:
@@ -194,8 +211,9 @@ def serve(
     from isthmus_datacenter.service.rank_group import Nodes
 
     cluster = None if port == 0 else Nodes(count=nodes, host=host, port=port)
-    server, name, member = _membership(server, name, state)
-    _serve(server, name, ranks, state, data, tasks, cluster, grace, member, blobs)
+    choice = ProxyChoice.given(proxy, proxy_login)
+    server, name, member = _membership(server, name, state, choice)
+    _serve(server, name, ranks, state, data, tasks, cluster, grace, member, blobs, choice)
 
 
 @datacenter.command()
@@ -228,10 +246,12 @@ def _quiet_store() -> None:
 
 
 def _membership(
-    server: str | None, name: str | None, state: Path
+    server: str | None, name: str | None, state: Path, proxy: ProxyChoice
 ) -> tuple[str, str, Membership | None]:
     """The server and name from the membership; options take precedence over it."""
     member = None
+    if proxy and not (state / "membership").exists():
+        raise UserError("--proxy and --proxy-login need a datacenter that has joined a server")
     if (state / "membership").exists():
         member = Membership(state / "membership")
         server = server or member.server
@@ -255,6 +275,7 @@ def _serve(
     grace: float,
     member: Membership | None,
     blobs: tuple[str, ...],
+    proxy: ProxyChoice,
 ) -> None:
     from isthmus.transport.blob_sources import NamedSource
 
@@ -275,7 +296,8 @@ def _serve(
         service = DatacenterService(
             name, ranks, state, data, tasks=tasks, nodes=nodes, fork_server=fork_server
         )
-        asyncio.run(_serve_until_signal(service, service.serve(server, member, sources), grace))
+        serving = service.serve(server, member, sources, proxy)
+        asyncio.run(_serve_until_signal(service, serving, grace))
 
 
 async def _serve_until_signal(

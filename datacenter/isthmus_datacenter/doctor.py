@@ -11,6 +11,8 @@ import click
 from isthmus.doctor import checks
 from isthmus.doctor.checks import Diagnosis, diagnose
 from isthmus.doctor.commands import tell
+from isthmus.identity.proxies import ProxyChoice
+from isthmus.identity.proxy_options import proxy_options
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's, where ranks of a host exchange data
 
@@ -22,17 +24,20 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's, where ranks of a
     help="The datacenter's directory, as for `launch`, if its service runs on this machine.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def doctor_datacenter(state: Path | None, as_json: bool) -> None:
+@proxy_options
+def doctor_datacenter(
+    state: Path | None, as_json: bool, proxy: str | None, proxy_login: Path | None
+) -> None:
     """Check this machine as a host of ranks: GPUs, NCCL, memory, and its membership."""
-    tell(_results(state), as_json=as_json)
+    tell(_results(state, ProxyChoice.given(proxy, proxy_login)), as_json=as_json)
 
 
-def _results(state: Path | None) -> Iterator[Diagnosis]:
+def _results(state: Path | None, proxy: ProxyChoice) -> Iterator[Diagnosis]:
     yield from diagnose("versions", checks.versions)
     yield checks.tls_version()
     if state is not None:
         keys = state / "membership"
-        yield from diagnose("membership", lambda: checks.membership(keys, ("datacenter",)))
+        yield from diagnose("membership", lambda: checks.membership(keys, ("datacenter",), proxy))
         yield from diagnose("disk", lambda: checks.disk(state))
     yield from diagnose("GPU", _gpus)
     yield from diagnose("shared memory", _shared_memory)

@@ -38,6 +38,10 @@ TLS = "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007
             "the connection was cut",
         ),
         (f"{TO_ALL}UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed", "it closed the connection"),
+        (
+            f"{TO_ALL}UNKNOWN: ipv4:127.0.0.1:1: HTTP proxy returned response code 503",
+            "the proxy answered 503",
+        ),
         (f"{TO_ALL}UNKNOWN: something new", "UNKNOWN: something new"),
         ("", "no reason was given"),
     ],

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_model
 from tests.warm_ranks import Ranks
 
 from isthmus.errors import UserError
 from isthmus.job import Job, with_changes
+from isthmus.start.files import StartFiles
 from isthmus.task import Task, load_task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
@@ -226,3 +228,22 @@ def wait_until(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.fixture
+def start_setup(make_setup: Any, tmp_path: Path) -> Any:
+    """A job that starts from a file with the values of another seed, and these values."""
+
+    def start_setup(
+        name: str = "Gpt", more: dict[str, Any] | None = None, **section: Any
+    ) -> tuple[Any, torch.Tensor]:
+        prepared = make_setup(name, **section)
+        model = build_model(prepared.task, 99)
+        path = tmp_path / "start.safetensors"
+        save_model(model, str(path))  # of tied weights one
+        digest = StartFiles.find(path).digest()
+        changes = {"model.start": str(path), "model.sha256": digest, **(more or {})}
+        setup = type(prepared)(with_changes(prepared.job, changes))
+        return setup, setup.layout.gather(model)
+
+    return start_setup

@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_model
 
 from isthmus.job import with_changes
-from isthmus.start.files import StartFiles
 from isthmus.task.scoring import build_model
 
 IN_PARTS = [
@@ -22,25 +20,6 @@ WHOLE = [
     {"tensor_parallel": 2},
     {"pipeline_parallel": 2},
 ]
-
-
-@pytest.fixture
-def start_setup(make_setup: Any, tmp_path: Path) -> Any:
-    """A job that starts from a file with the values of another seed, and these values."""
-
-    def start_setup(
-        name: str = "Gpt", more: dict[str, Any] | None = None, **section: Any
-    ) -> tuple[Any, torch.Tensor]:
-        prepared = make_setup(name, **section)
-        model = build_model(prepared.task, 99)
-        path = tmp_path / "start.safetensors"
-        save_model(model, str(path))  # of tied weights one
-        digest = StartFiles.find(path).digest()
-        changes = {"model.start": str(path), "model.sha256": digest, **(more or {})}
-        setup = type(prepared)(with_changes(prepared.job, changes))
-        return setup, setup.layout.gather(model)
-
-    return start_setup
 
 
 @pytest.fixture

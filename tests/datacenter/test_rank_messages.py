@@ -35,6 +35,7 @@ SENDERS = {
     "the files of a checkpoint": 1,
     "the end of a checkpoint": 0,
     "the outputs of a stage": 0,
+    "models without memory": 1,
 }
 """For each kind of message a rank that sends it, and whose place the intruder has."""
 
@@ -55,14 +56,18 @@ def test_the_attack_is_real(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("about", SENDERS)
 def test_a_pickle_in_place_of_a_message_ends_the_rank_and_executes_nothing(
-    about: str, make_setup: Any, tmp_path: Path
+    about: str, make_setup: Any, start_setup: Any, tmp_path: Path
 ) -> None:
     mark = tmp_path / "executed"
     layouts = {
         "gradients": {"tensor_parallel": 2},
         "the outputs of a stage": {"pipeline_parallel": 2, "zero_stage": 0},
     }
-    command = make_setup("Gpt", **layouts.get(about, {"zero_stage": 3})).open_command()
+    if about == "models without memory":
+        setup, _ = start_setup("Gpt", zero_stage=3)
+    else:
+        setup = make_setup("Gpt", **layouts.get(about, {"zero_stage": 3}))
+    command = setup.open_command()
     intruder = SENDERS[about]
     with Ranks(2, seconds=60.0) as ranks:
         said = ranks.run_until(

@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.errors import AdmissionRefused, JobError, UpdateError
 from isthmus.identity.membership import Membership
+from isthmus.identity.proxies import ProxyChoice
 from isthmus.job import Job, read_job
 from isthmus.task import Participant
 from isthmus.transport.blob_sources import NamedSource
@@ -150,11 +151,15 @@ class Agent:
         address: str,
         membership: Membership | None = None,
         sources: Sequence[NamedSource] = (),
+        proxy: ProxyChoice | None = None,
     ) -> Uplink:
         """Create this device's connection to the server; `sources` may have what it sends.
 
+        `proxy` is what the owner says about proxies, see `Uplink`.
+
         Raises:
-            UserError: the server is on another machine, and this device has not joined it.
+            UserError: the server is on another machine, and this device has not joined it, or a
+                proxy cannot be used.
         """
         return Uplink(
             address,
@@ -168,6 +173,7 @@ class Agent:
             wanted=self.models.wanted,
             held=self.models.held,
             sources=sources,
+            proxy=proxy,
         )
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import shutil
@@ -21,6 +22,8 @@ from isthmus import __version__
 from isthmus.errors import IsthmusError
 from isthmus.grpc_errors import short_message
 from isthmus.identity.membership import Membership
+from isthmus.identity.obstacles import obstacle
+from isthmus.identity.proxies import ProxyChoice, Road
 from isthmus.system.clocks import CLOCK_METADATA, utc
 from isthmus.transport.uplink import CHANNEL_OPTIONS, METHOD
 
@@ -104,27 +107,19 @@ def certificate(what: str, found: x509.Certificate, remedy: str) -> Diagnosis:
     return Diagnosis("OK", what, f"it is valid until {utc(end)}")
 
 
-def server_reached(member: Membership) -> Diagnosis:
-    """Whether the server's port accepts connections from here."""
-    host, _, port = member.server.rpartition(":")
-    host = host.strip("[]")
-    try:
-        with socket.create_connection((host, int(port)), _DIAL_SECONDS):
-            pass
-    except (OSError, ValueError) as error:
-        return Diagnosis(
-            "FAIL",
-            "server",
-            f"{member.server} cannot be reached: {error}",
-            "check that the server runs, and the firewalls between",
-        )
+def server_reached(member: Membership, road: Road) -> Diagnosis:
+    """Whether a server of the fleet's authority answers at the end of the road."""
+    blocked = asyncio.run(obstacle(road, member.authority))
+    if blocked is not None:
+        return Diagnosis("FAIL", "server", blocked.found, blocked.remedy)
     return Diagnosis("OK", "server", f"{member.server} accepts connections")
 
 
-def clock(member: Membership) -> Diagnosis:
+def clock(member: Membership, road: Road) -> Diagnosis:
     """How far this machine's clock is from the server's, which authenticates itself."""
     credentials = member.channel_credentials()
-    with grpc.secure_channel(member.server, credentials, CHANNEL_OPTIONS) as channel:
+    options = (*CHANNEL_OPTIONS, *road.options())
+    with grpc.secure_channel(road.target, credentials, options) as channel:
         call = channel.stream_stream(METHOD)(iter(()), timeout=_DIAL_SECONDS)
         try:
             told = dict(call.initial_metadata()).get(CLOCK_METADATA)
@@ -145,8 +140,11 @@ def clock(member: Membership) -> Diagnosis:
     return Diagnosis("WARN", "clock", f"it is {abs(ahead):.0f} s {way} the server's", remedy)
 
 
-def membership(state: Path, kinds: Iterable[str]) -> Iterator[Diagnosis]:
-    """The membership of a participant: its keys, its certificate, and its server."""
+def membership(state: Path, kinds: Iterable[str], proxy: ProxyChoice) -> Iterator[Diagnosis]:
+    """The membership of a participant: its keys, its certificate, and the road to its server.
+
+    `proxy` is what the owner says about proxies now.
+    """
     yield modes(state, ("identity.key", "credentials.pem", "member.json"))
     member = Membership(state)
     if member.kind not in kinds:
@@ -155,10 +153,16 @@ def membership(state: Path, kinds: Iterable[str]) -> Iterator[Diagnosis]:
         return
     yield Diagnosis("OK", "membership", f"{member.name} at {member.server}")
     yield certificate("certificate", member.certificate, "start it, or join again with a new token")
-    reached = server_reached(member)
+    yield from diagnose("road", lambda: _on_the_road(member, proxy))
+
+
+def _on_the_road(member: Membership, proxy: ProxyChoice) -> Iterator[Diagnosis]:
+    road = member.road(proxy)
+    yield Diagnosis("OK", "road", f"connections to {member.server} go {road}")
+    reached = server_reached(member, road)
     yield reached
     if reached.level == "OK":
-        yield from diagnose("clock", lambda: clock(member))
+        yield from diagnose("clock", lambda: clock(member, road))
 
 
 def port(address: str, number: int) -> Diagnosis:

@@ -18,9 +18,8 @@ import binascii
 import dataclasses
 import hashlib
 import ipaddress
+import logging
 import random
-import socket
-import ssl
 import sys
 from pathlib import Path
 
@@ -33,6 +32,8 @@ from isthmus.errors import AdmissionRefused, UserError
 from isthmus.grpc_errors import details_of, short_message
 from isthmus.identity import tls
 from isthmus.identity.membership import Membership, check_issued, prepare
+from isthmus.identity.obstacles import ENDED, check_no_inspection, presented
+from isthmus.identity.proxies import ProxyChoice, Road, road_to
 from isthmus.wire import join_pb2
 
 VERSION = 1
@@ -47,9 +48,6 @@ SECRET_BYTES = 16
 _PREFIX = "isthmus-"
 _MAX_TOKEN_FILE = 4096
 """Characters that are read of a file with a token."""
-_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionResetError)
-"""Errors of a connection that the server has ended in the handshake; which of them depends on the
-version of Python and OpenSSL."""
 _TRIES = 6
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 8.0
@@ -60,6 +58,8 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,16 +127,21 @@ def statement(fingerprint: bytes, kind: str, secret: bytes, request: bytes) -> b
     return b"isthmus/join/1" + b"".join(len(part).to_bytes(4, "big") + part for part in parts)
 
 
-async def join(url: str, token: Token, directory: Path, kind: str) -> Membership:
-    """Get a certificate for this machine and save it in `directory`.
+async def join(
+    url: str, token: Token, directory: Path, kind: str, proxy: ProxyChoice | None = None
+) -> Membership:
+    """Get a certificate for this machine and save it in `directory`, with the owner's proxy.
 
     Raises:
-        UserError: the address or the directory cannot be used.
+        UserError: the address, the proxy or the directory cannot be used.
         AdmissionRefused: the server refused, or is not the server of the token.
     """
     host, port = _parse_url(url)
+    road = road_to(f"{host}:{port}", proxy)
+    if road.announcement:
+        log.info("%s", road.announcement)
     key, identity = await asyncio.to_thread(prepare, directory)
-    authority = await _fetch_authority(host, port, token)
+    authority = await _fetch_authority(road, host, token)
     request = tls.signing_request(key)
     public = identity.public_key().public_bytes_raw()
     message = join_pb2.JoinRequest(
@@ -148,7 +153,7 @@ async def join(url: str, token: Token, directory: Path, kind: str) -> Membership
         proof=identity.sign(statement(token.fingerprint, kind, token.secret, request)),
     )
     credentials = grpc.ssl_channel_credentials(tls.pem(authority))
-    answer = await _call(f"{host}:{port}", credentials, JOIN, message.SerializeToString())
+    answer = await _call(road, credentials, JOIN, message.SerializeToString())
     try:
         reply = join_pb2.JoinReply.FromString(answer)
     except DecodeError:
@@ -165,48 +170,51 @@ async def join(url: str, token: Token, directory: Path, kind: str) -> Membership
             enroller=tls.enroller_of(authority),
             key=key,
             certificate=certificate,
+            proxy=proxy or ProxyChoice(),
         )
     )
 
 
-async def _fetch_authority(host: str, port: int, token: Token) -> x509.Certificate:
+async def _fetch_authority(road: Road, host: str, token: Token) -> x509.Certificate:
     """Fetch the server's authority and accept it only if its fingerprint is the token's."""
-    leaf = await _presented_by(host, port)
+    leaf = await _presented_by(road)
+    check_no_inspection(road, leaf)
     # This call trusts exactly the certificate that the server has just presented.
     pinned = grpc.ssl_channel_credentials(tls.pem(leaf))
-    answer = await _call(f"{host}:{port}", pinned, AUTHORITY, b"", override=_names_of(leaf)[0])
+    answer = await _call(road, pinned, AUTHORITY, b"", override=_names_of(leaf)[0])
     try:
         authority = tls.read_certificate(join_pb2.AuthorityReply.FromString(answer).certificate)
     except DecodeError:
         raise AdmissionRefused("the program at that address is not an Isthmus server") from None
     if tls.fingerprint(authority) != token.fingerprint or not tls.issued_by(leaf, authority):
         raise AdmissionRefused(
-            f"the server at {host}:{port} is not the one this token is for; nothing was sent to it"
+            f"the server at {road.address} is not the one this token is for; nothing was sent to it"
         )
     names = _names_of(leaf)
     if _canonical(host.strip("[]")) not in map(_canonical, names):
         raise UserError(
-            f"the server at {host}:{port} has no certificate for {host!r}; it is known as "
+            f"the server at {road.address} has no certificate for {host!r}; it is known as "
             f"{', '.join(names)}; connect to one of these"
         )
     return authority
 
 
-async def _presented_by(host: str, port: int) -> x509.Certificate:
-    """The certificate that a server presents, with retries while it is busy.
+async def _presented_by(road: Road) -> x509.Certificate:
+    """The certificate that a server presents, unverified, with retries while it is busy.
 
     Raises:
         UserError: no server can be reached, or it stays busy.
     """
     for attempt in range(_TRIES):
         try:
-            return await asyncio.to_thread(_presented, host, port)
+            return await presented(road, _TIMEOUT)
         except OSError as error:
             # A server without a place for a further connection ends it.
-            busy = isinstance(error, _ENDED)
+            busy = isinstance(error, ENDED)
             if not busy or attempt == _TRIES - 1:
                 raise UserError(
-                    f"no server can be joined at {host}:{port}: {error.strerror or error}"
+                    f"no server can be joined at {road.address}{road.detour}: "
+                    f"{error.strerror or error}"
                 ) from None
         await _pause(attempt)
     raise AssertionError("the last try returns or raises")
@@ -216,25 +224,6 @@ async def _pause(attempt: int) -> None:
     """Wait before the try after `attempt`, counted from 0."""
     seconds = min(_FIRST_PAUSE * 2.0**attempt, _LONGEST_PAUSE)
     await asyncio.sleep(seconds * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
-
-
-def _presented(host: str, port: int) -> x509.Certificate:
-    """The certificate that a server presents, unverified.
-
-    Raises:
-        OSError: it cannot be reached, or ends the connection.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    with (
-        socket.create_connection((host.strip("[]"), port), timeout=_TIMEOUT) as plain,
-        context.wrap_socket(plain, server_hostname=host.strip("[]")) as secured,
-    ):
-        data = secured.getpeercert(binary_form=True)
-    assert data is not None  # a TLS server always shows one
-    return x509.load_der_x509_certificate(data)
 
 
 def _names_of(certificate: x509.Certificate) -> list[str]:
@@ -259,7 +248,7 @@ def _canonical(host: str) -> str:
 
 
 async def _call(
-    address: str,
+    road: Road,
     credentials: grpc.ChannelCredentials,
     method: str,
     message: bytes,
@@ -268,14 +257,15 @@ async def _call(
 ) -> bytes:
     """Call a method, with retries while the server is busy."""
     more = () if override is None else (("grpc.ssl_target_name_override", override),)
+    options = (*_OPTIONS, *road.options(), *more)
     for attempt in range(_TRIES):
-        async with grpc.aio.secure_channel(address, credentials, (*_OPTIONS, *more)) as channel:
+        async with grpc.aio.secure_channel(road.target, credentials, options) as channel:
             try:
                 answer = await channel.unary_unary(method)(message, timeout=_TIMEOUT)
             except grpc.aio.AioRpcError as error:
                 busy = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
                 if error.code() not in busy or attempt == _TRIES - 1:
-                    raise AdmissionRefused(_failure_message(address, error)) from None
+                    raise AdmissionRefused(_failure_message(road, error)) from None
             else:
                 assert isinstance(answer, bytes)
                 return answer
@@ -283,13 +273,13 @@ async def _call(
     raise AssertionError("the last try returns or raises")
 
 
-def _failure_message(address: str, error: grpc.aio.AioRpcError) -> str:
+def _failure_message(road: Road, error: grpc.aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return (
-            f"no server accepts joins at {address}: joining has a port of its own, the one "
-            f"after that of the link; {short_message(details_of(error))}"
+            f"no server accepts joins at {road.address}{road.detour}: joining has a port of its "
+            f"own, the one after that of the link; {short_message(details_of(error))}"
         )
-    return f"the server at {address} refused to join this machine: {details_of(error)}"
+    return f"the server at {road.address} refused to join this machine: {details_of(error)}"
 
 
 def _parse_url(url: str) -> tuple[str, int]:

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.errors import AdmissionRefused, CertificateExpired, DamagedError, UserError
 from isthmus.identity import tls
+from isthmus.identity.proxies import ProxyChoice, Road, road_to
 from isthmus.system.clocks import utc
 from isthmus.system.file_lock import file_lock
 from isthmus.system.private_files import check_private, make_private_directory, write_private_file
@@ -45,6 +46,8 @@ class Membership:
     certificate: x509.Certificate
     has_history: bool
     """Whether an edge device has begun its history, so that a missing one is lost."""
+    proxy: ProxyChoice
+    """What its owner said about proxies when it joined."""
 
     def __init__(self, directory: Path) -> None:
         """Read the membership that `join` saved in the directory.
@@ -61,6 +64,9 @@ class Membership:
             self.server = str(about["server"])
             self.enroller = bytes.fromhex(about["enroller"])
             self.has_history = bool(about["history"])
+            # Only there if the owner has named a proxy.
+            saved = about.get("proxy")
+            self.proxy = ProxyChoice() if saved is None else ProxyChoice.remembered(saved)
             check_private(directory / _IDENTITY)
             self.identity = _read_identity(directory)
             self.authority = tls.read_certificate((directory / _AUTHORITY).read_bytes())
@@ -93,6 +99,7 @@ class Membership:
         enroller: bytes,
         key: tls.Key,
         certificate: x509.Certificate,
+        proxy: ProxyChoice,
     ) -> Membership:
         """Save the result of a join; `prepare` has already saved the identity.
 
@@ -107,6 +114,7 @@ class Membership:
             "server": server,
             "enroller": enroller.hex(),
             "history": False,
+            **({"proxy": proxy.saved()} if proxy else {}),
         }
         with _writing(directory):
             write_private_file(directory / _AUTHORITY, tls.pem(authority))
@@ -124,6 +132,16 @@ class Membership:
     def history(self) -> Path:
         """File of an edge device's past sums, kept as long as its identity."""
         return self.directory / "history.log"
+
+    def road(self, proxy: ProxyChoice | None = None, address: str = "") -> Road:
+        """The road to the server, or to another address of it.
+
+        `proxy` is what the owner says now; what it leaves open is as it was with the join.
+
+        Raises:
+            UserError: the proxy or the file with its login cannot be used.
+        """
+        return road_to(address or self.server, (proxy or ProxyChoice()).over(self.proxy))
 
     def note_history(self) -> None:
         """Note durably that the history was begun.

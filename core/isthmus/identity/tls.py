@@ -34,6 +34,9 @@ KINDS = ("client", "datacenter", "operator")
 SERVER = "server"
 """The role of a server whose authority is another process."""
 
+AUTHORITY_NAME = "Isthmus authority"
+"""The common name of every authority; what identifies one is its key."""
+
 _ROLE_URI = "isthmus:"
 _ENROLLER_URI = "isthmus-enroller:"
 _IDENTITY_URI = "isthmus-identity:"

@@ -195,6 +195,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format  # by which Python 3.11.2 stores a member of an enumeration
         if name not in _NAMES.get(module, ()):
             raise UserError(
                 f"it names {module}.{name}, which PyTorch does not write there, and which could "
@@ -203,6 +205,13 @@ class _Unpickler(pickle.Unpickler):
         if module == "pathlib._local":  # Python 3.13's name
             module = "pathlib"
         return super().find_class(module, name)
+
+
+def _memory_format(kind: object, name: str) -> Any:
+    """What `getattr` is in a description."""
+    if kind is not dcp._MEM_FORMAT_ENCODING:
+        raise UserError("it reads an attribute, which could execute code; nothing was read")
+    return dcp._MEM_FORMAT_ENCODING[name]
 
 
 def _read_description(described: Any) -> tuple[dict[str, _Tensor], tuple[str, ...]]:

@@ -21,8 +21,10 @@ import grpc.aio
 
 from isthmus import __version__
 from isthmus.errors import AdmissionRefused, IsthmusError, UpdateError
-from isthmus.grpc_errors import details_of, short_message
+from isthmus.grpc_errors import NOT_PASSED, details_of, short_message
 from isthmus.identity.membership import Membership, check_dialling
+from isthmus.identity.obstacles import obstacle
+from isthmus.identity.proxies import ProxyChoice, Road, RoadBlocked
 from isthmus.printable import in_a_line
 from isthmus.transport.backoff import Backoff
 from isthmus.transport.blob_sources import Filling, NamedSource
@@ -51,6 +53,7 @@ METHOD = "/isthmus.link.v1.Link/Connect"
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # `isthmus.identity.proxies` reads the variables, and adds what a channel needs.
     ("grpc.enable_http_proxy", 0),
     # Several participants in one process have a connection each, as they would elsewhere.
     ("grpc.use_local_subchannel_pool", 1),
@@ -107,6 +110,7 @@ class Uplink:
         wanted: Callable[[link_pb2.Request], link_pb2.Blob | None] = model_of,
         held: Callable[[link_pb2.Request], Buffer | None] = lambda request: None,
         sources: Sequence[NamedSource] = (),
+        proxy: ProxyChoice | None = None,
     ) -> None:
         """Set up the connection; `run` opens it.
 
@@ -125,13 +129,16 @@ class Uplink:
             wanted: returns the blob that the worker needs for a request.
             held: returns the beginning of that blob, as far as the worker has it already.
             sources: where a blob may be, in the order in which they are asked before the link.
+            proxy: what the owner says about proxies; by default what was said with the join, and
+                else the variables decide. Without a membership there is none.
 
         Raises:
-            UserError: the server is on another machine and there is no membership, or the
-                membership belongs to another participant.
+            UserError: the server is on another machine and there is no membership, the membership
+                belongs to another participant, or a proxy cannot be used.
         """
         check_dialling(address, link_pb2.Role.Name(role).lower(), name, membership)
         self.address = address
+        self._road = Road(address) if membership is None else membership.road(proxy, address)
         self.membership = membership
         self._renewal = None if membership is None else CertificateRenewal(membership, now)
         self.name = name
@@ -167,6 +174,8 @@ class Uplink:
         self._loop = asyncio.get_running_loop()
         self._running = asyncio.current_task()
         backoff = Backoff(self.longest_pause)
+        if self._road.announcement:
+            log.info("%s", self._road.announcement)
         try:
             while True:
                 self._linked_at = math.inf
@@ -183,7 +192,7 @@ class Uplink:
                         why = short_message(why)
                     if self._renewal is not None and self._linked_at == math.inf:
                         why += self._renewal.doubt(why)
-                except (TimeoutError, UpdateError, *GONE) as error:
+                except (TimeoutError, UpdateError, RoadBlocked, *GONE) as error:
                     why = str(error) or "silence"
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
@@ -191,8 +200,9 @@ class Uplink:
                 if self._leaving and not self._jobs:
                     return
                 if backoff.broke(open_seconds=time.monotonic() - self._linked_at):
+                    why = await self._explained(why)
                     more = f" ({backoff.tries} tries so far)" if backoff.tries > 1 else ""
-                    log.info("no link to %s: %s%s", self.address, why, more)
+                    log.info("no link to %s%s: %s%s", self.address, self._road.detour, why, more)
                 await asyncio.sleep(backoff.pause())
         finally:
             for job in self._jobs.values():
@@ -230,7 +240,17 @@ class Uplink:
         if self.membership is None:
             return grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
         credentials = self.membership.channel_credentials()
-        return grpc.aio.secure_channel(self.address, credentials, CHANNEL_OPTIONS)
+        options = (*CHANNEL_OPTIONS, *self._road.options())
+        return grpc.aio.secure_channel(self._road.target, credentials, options)
+
+    async def _explained(self, why: str) -> str:
+        """The reason why no stream was opened, by what is in the way if that is found."""
+        if self.membership is None or self._linked_at < math.inf:
+            return why
+        if self._road.proxy is None and NOT_PASSED not in why:
+            return why
+        blocked = await obstacle(self._road, self.membership.authority)
+        return why if blocked is None else str(blocked)
 
     async def _serve_one_stream(self) -> None:
         async with self._channel() as channel:

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import ClassVar
 
+from isthmus.identity.proxies import ProxyChoice
 from isthmus_datacenter.launch import Launch, NodeShell
 
 
@@ -20,6 +21,8 @@ class DatacenterLaunch(Launch):
     tasks: Path | None = None
     blobs: tuple[str, ...] = ()
     """Sources of blobs, see `isthmus.transport.blob_sources`."""
+    proxy: ProxyChoice = dataclasses.field(default_factory=ProxyChoice)
+    """What the owner says about proxies, with the path of a file that all nodes have."""
     title: ClassVar[str] = "isthmus-"
     named_by: ClassVar[str] = "--name"
     kept_by: ClassVar[str] = "--state"
@@ -40,5 +43,7 @@ class DatacenterLaunch(Launch):
             *(() if self.data is None else ("--data", str(self.data))),
             *(() if self.tasks is None else ("--tasks", str(self.tasks))),
             *(word for named in self.blobs for word in ("--blobs", named)),
+            *(("--proxy", self.proxy.url) if self.proxy.url else ()),
+            *(("--proxy-login", self.proxy.login) if self.proxy.login else ()),
         ]
         return f"{shlex.join(words)} --control {shell.control}"

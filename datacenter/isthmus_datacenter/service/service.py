@@ -14,6 +14,7 @@ from typing import TextIO
 
 from isthmus.errors import IsthmusError, StorageError, UserError
 from isthmus.identity.membership import Membership
+from isthmus.identity.proxies import ProxyChoice
 from isthmus.transport.blob_sources import NamedSource
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.uplink import Uplink
@@ -107,14 +108,17 @@ class DatacenterService:
         address: str,
         membership: Membership | None = None,
         sources: Sequence[NamedSource] = (),
+        proxy: ProxyChoice | None = None,
     ) -> None:
         """Connect to the server and serve its requests until cancelled.
 
-        `sources` may have the models and packages that it sends.
+        `sources` may have the models and packages that it sends; `proxy` is what the owner says
+        about proxies, see `Uplink`.
 
         Raises:
             AdmissionRefused: the server does not admit this participant.
-            UserError: the server is on another machine, and this one has not joined it.
+            UserError: the server is on another machine, and this one has not joined it, or a proxy
+                cannot be used.
         """
         uplink = Uplink(
             address,
@@ -124,6 +128,7 @@ class DatacenterService:
             membership=membership,
             held=self._handler.held_model,
             sources=sources,
+            proxy=proxy,
         )
         # Before the connection, so that the ranks are warm when the first request comes.
         self.start()

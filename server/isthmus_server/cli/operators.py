@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import hashlib
 import json
+import logging
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
 import grpc
@@ -18,8 +21,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from isthmus.errors import AdmissionRefused, UserError
-from isthmus.grpc_errors import details_of, short_message
+from isthmus.grpc_errors import NOT_PASSED, details_of, short_message
 from isthmus.identity.membership import Membership, default_state
+from isthmus.identity.obstacles import obstacle
+from isthmus.identity.proxies import ProxyChoice
+from isthmus.identity.proxy_options import proxy_options
 from isthmus.job import Job, load_job, write_job
 from isthmus.printable import in_a_line
 from isthmus.transport.uplink import CHANNEL_OPTIONS
@@ -34,6 +40,8 @@ _NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 """Status codes after which it is unknown whether the server has executed the call."""
 _Reply = TypeVar("_Reply", bound=Message)
 
+log = logging.getLogger(__name__)
+
 _STATE = click.option(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),
@@ -46,17 +54,23 @@ _STATE = click.option(
 class OperatorClient:
     """One operator's connection to the server that was joined."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, proxy: ProxyChoice | None = None) -> None:
         """Connect; a certificate that expires soon is renewed first.
 
+        `proxy` is what the operator says about proxies; by default what was said with the join, and
+        else the variables decide.
+
         Raises:
-            UserError: this machine has not joined as an operator.
+            UserError: this machine has not joined as an operator, or a proxy cannot be used.
             AdmissionRefused: the server refuses, or cannot be reached.
         """
         self.member = Membership(state)
         if self.member.kind != "operator":
             raise UserError(f"{state} is the membership of a {self.member.kind}, not an operator's")
         self.member.check_valid()
+        self._road = self.member.road(proxy)
+        if self._road.announcement:
+            log.info("%s", self._road.announcement)
         self._channel = self._dial()
         if time.time() > self.member.renew_at:
             request = pb.RenewRequest(signing_request=self.member.next_request())
@@ -66,7 +80,8 @@ class OperatorClient:
 
     def _dial(self) -> grpc.Channel:
         credentials = self.member.channel_credentials()
-        return grpc.secure_channel(self.member.server, credentials, CHANNEL_OPTIONS)
+        options = (*CHANNEL_OPTIONS, *self._road.options())
+        return grpc.secure_channel(self._road.target, credentials, options)
 
     def call(self, method: str, request: Message, reply: type[_Reply]) -> _Reply:
         """Call a method and return its reply."""
@@ -155,12 +170,23 @@ class OperatorClient:
         doubt = unsure if error.code() in _NO_ANSWER else ""
         details = details_of(error)
         if error.code() is grpc.StatusCode.UNAVAILABLE:
-            problem = f" cannot be reached: {short_message(details)}"
+            problem = f" cannot be reached{self._road.detour}: {self._reason(details)}"
         elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             problem = " did not answer in time"
         else:
             problem = f": {details}"
         return AdmissionRefused(f"the server at {self.member.server}{problem}{doubt}")
+
+    def _reason(self, details: str) -> str:
+        """Why the server cannot be reached, by what is in the way if that is found."""
+        reason = short_message(details)
+        if self._road.proxy is None and NOT_PASSED not in reason:
+            return reason
+        blocked = asyncio.run(obstacle(self._road, self.member.authority))
+        return reason if blocked is None else str(blocked)
+
+
+Dial = Callable[[], OperatorClient]
 
 
 @click.group()
@@ -175,16 +201,37 @@ def operator() -> None:
     "--token-file", metavar="PATH", help="File with the token instead; - for standard input."
 )
 @_STATE
-def join(url: str, token: str | None, token_file: str | None, state: Path) -> None:
+@proxy_options
+def join(
+    url: str,
+    token: str | None,
+    token_file: str | None,
+    state: Path,
+    proxy: str | None,
+    proxy_login: Path | None,
+) -> None:
     """Join the server at HOST:PORT with an operator's TOKEN."""
-    import asyncio
-
     from isthmus.identity import joining
 
-    member = asyncio.run(
-        joining.join(url, joining.Token.given(token, token_file), state, "operator")
-    )
+    given = joining.Token.given(token, token_file)
+    choice = ProxyChoice.given(proxy, proxy_login)
+    member = asyncio.run(joining.join(url, given, state, "operator", choice))
     click.echo(f"joined {member.server} as {member.name!r}")
+
+
+def _dialling(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of a connection, and `dial`, which opens it."""
+
+    @_STATE
+    @proxy_options
+    @functools.wraps(command)
+    def with_options(
+        state: Path, proxy: str | None, proxy_login: Path | None, **others: Any
+    ) -> None:
+        choice = ProxyChoice.given(proxy, proxy_login)
+        command(dial=lambda: OperatorClient(state, choice), **others)
+
+    return with_options
 
 
 @click.command()
@@ -203,14 +250,14 @@ def join(url: str, token: str | None, token_file: str | None, state: Path) -> No
     metavar="NAME",
     help="Project of the server whose participants train it. Default: the operator's own, if any.",
 )
-@_STATE
-def submit(job: Path, overrides: tuple[str, ...], share: float, project: str, state: Path) -> None:
+@_dialling
+def submit(job: Path, overrides: tuple[str, ...], share: float, project: str, dial: Dial) -> None:
     """Append JOB to the server's queue and print the job's id.
 
     The server uses its own copy of the task: a file in `tasks/` of the server's state directory.
     """
     loaded = load_job(job, overrides)
-    click.echo(in_a_line(OperatorClient(state).submit(loaded, share, project)))
+    click.echo(in_a_line(dial().submit(loaded, share, project)))
 
 
 @click.command()
@@ -223,10 +270,10 @@ def submit(job: Path, overrides: tuple[str, ...], share: float, project: str, st
     metavar="N",
     help="List the latest N ended jobs.",
 )
-@_STATE
-def jobs(as_json: bool, ended: int, state: Path) -> None:
+@_dialling
+def jobs(as_json: bool, ended: int, dial: Dial) -> None:
     """List the server's running, paused and queued jobs, and the latest ended ones."""
-    reply = OperatorClient(state).call("Jobs", pb.JobsRequest(ended=ended), pb.JobsReply)
+    reply = dial().call("Jobs", pb.JobsRequest(ended=ended), pb.JobsReply)
     keys = (
         "id",
         "state",
@@ -270,8 +317,8 @@ def jobs(as_json: bool, ended: int, state: Path) -> None:
 @click.command()
 @click.argument("job")
 @click.option("-f", "--follow", is_flag=True, help="Continue until the job has ended.")
-@_STATE
-def logs(job: str, follow: bool, state: Path) -> None:
+@_dialling
+def logs(job: str, follow: bool, dial: Dial) -> None:
     """Print the result of each round of JOB."""
     from isthmus_server.read.report.progress import ProgressView, waiting_for
     from isthmus_server.storage.events import (
@@ -282,7 +329,7 @@ def logs(job: str, follow: bool, state: Path) -> None:
     )
 
     view = ProgressView(Console())
-    for message in OperatorClient(state).events(pb.LogsRequest(id=job, follow=follow)):
+    for message in dial().events(pb.LogsRequest(id=job, follow=follow)):
         event = event_from_json(json.loads(message.data))
         if isinstance(event, JobEnded):
             reason = in_a_line(event.reason)
@@ -298,31 +345,31 @@ def logs(job: str, follow: bool, state: Path) -> None:
 
 @click.command()
 @click.argument("job")
-@_STATE
-def cancel(job: str, state: Path) -> None:
+@_dialling
+def cancel(job: str, dial: Dial) -> None:
     """Remove JOB from the queue, or stop it; committed rounds are kept."""
-    reply = OperatorClient(state).call("Cancel", pb.CancelRequest(id=job), pb.CancelReply)
+    reply = dial().call("Cancel", pb.CancelRequest(id=job), pb.CancelReply)
     click.echo(f"{job} is {in_a_line(reply.state)}")
 
 
 @click.command()
 @click.argument("job")
-@_STATE
-def pause(job: str, state: Path) -> None:
+@_dialling
+def pause(job: str, dial: Dial) -> None:
     """Let JOB rest after its running round, until `isthmus resume`."""
-    reply = OperatorClient(state).call("Pause", pb.PauseRequest(id=job), pb.PauseReply)
+    reply = dial().call("Pause", pb.PauseRequest(id=job), pb.PauseReply)
     click.echo(f"{job} is {in_a_line(reply.state)}; continue it with  isthmus resume {job}")
 
 
 @click.command()
 @click.argument("job")
-@_STATE
-def resume(job: str, state: Path) -> None:
+@_dialling
+def resume(job: str, dial: Dial) -> None:
     """Try the paused or failed JOB again at once, or as soon as the running one ends or is paused.
 
     A failed one goes on from its last committed round, once what made it fail is repaired.
     """
-    OperatorClient(state).call("Resume", pb.ResumeRequest(id=job), pb.ResumeReply)
+    dial().call("Resume", pb.ResumeRequest(id=job), pb.ResumeReply)
     click.echo(f"{job} is tried again as soon as it is its turn")
 
 
@@ -340,10 +387,10 @@ def resume(job: str, state: Path) -> None:
     show_default=True,
     help="Refuse larger files, in MB.",
 )
-@_STATE
-def fetch(job: str, output: Path | None, max_mb: int, state: Path) -> None:
+@_dialling
+def fetch(job: str, output: Path | None, max_mb: int, dial: Dial) -> None:
     """Fetch the report of JOB, and its final model, model.safetensors, when it has finished."""
-    client = OperatorClient(state)
+    client = dial()
     folder = output or Path(job)
     if Path(job).name != job:
         raise UserError(f"{job!r} is not the id of a job; see `isthmus jobs`")

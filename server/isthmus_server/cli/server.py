@@ -16,6 +16,8 @@ import click
 
 from isthmus.errors import IsthmusError, UserError
 from isthmus.identity import tls
+from isthmus.identity.proxies import ProxyChoice
+from isthmus.identity.proxy_options import proxy_options
 from isthmus.system.clocks import utc
 from isthmus_server.fleet.durations import seconds_of
 from isthmus_server.fleet.rollouts import MAX_USES
@@ -54,8 +56,14 @@ def server() -> None:
 @click.option(
     "--token-file", metavar="PATH", help="File with the authority's token; - for standard input."
 )
+@proxy_options
 def init(
-    state: Path, hosts: tuple[str, ...], authority: str | None, token_file: str | None
+    state: Path,
+    hosts: tuple[str, ...],
+    authority: str | None,
+    token_file: str | None,
+    proxy: str | None,
+    proxy_login: Path | None,
 ) -> None:
     """Create a new server in DIR: its authority, certificate and registry of participants.
 
@@ -64,17 +72,20 @@ def init(
     from isthmus_server.fleet.authority import default_hosts, initialise
     from isthmus_server.fleet.registry import Registry
 
+    choice = ProxyChoice.given(proxy, proxy_login)
     if authority is not None:
         from isthmus.identity import joining
 
         if hosts:
             raise UserError("--host is decided at the authority; remove it, or --authority")
         given = joining.Token.given(None, token_file)
-        member = asyncio.run(joining.join(authority, given, state, tls.SERVER))
+        member = asyncio.run(joining.join(authority, given, state, tls.SERVER, choice))
         click.echo(f"the server {member.name!r} is ready in {state}; keep that directory private")
         return
     if token_file is not None:
         raise UserError("--token-file is the token of an authority; also give --authority")
+    if choice:
+        raise UserError("--proxy and --proxy-login lead to an authority; also give --authority")
     names = list(hosts) or default_hosts()
     initialise(state, names)
     Registry(state).close()

@@ -86,7 +86,7 @@ def _make(directory: Path, names: Iterable[x509.GeneralName], serves: str | None
     seed_file = tls.new_seed_file()
     enroller = Ed25519PrivateKey.from_private_bytes(tls.read_seed_file(seed_file)).public_key()
     stated = tls.enroller_name(enroller.public_bytes_raw())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Isthmus authority")])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, tls.AUTHORITY_NAME)])
     certificate = (
         _builder(AUTHORITY_LIFE, time.time())
         .subject_name(name)

@@ -21,9 +21,11 @@ from cryptography import x509
 from google.protobuf.message import Message
 
 from isthmus.errors import AdmissionRefused, CertificateExpired, DamagedError, UserError
-from isthmus.grpc_errors import short_message
+from isthmus.grpc_errors import NOT_PASSED, short_message
 from isthmus.identity import tls
 from isthmus.identity.membership import Membership
+from isthmus.identity.obstacles import obstacle
+from isthmus.identity.proxies import Road
 from isthmus.job.promises import Deployment
 from isthmus.system.clocks import BY_SERVERS_CLOCK, utc
 from isthmus.system.sealed_files import (
@@ -235,6 +237,8 @@ class RemoteMembers(Members):
         self._syncing = asyncio.Lock()
         self._synced_at = 0.0
         self._channel: grpc.aio.Channel | None = None
+        self._road: Road | None = None
+        """How the channel gets to the authority."""
 
     @property
     def authority(self) -> bytes:
@@ -377,8 +381,7 @@ class RemoteMembers(Members):
         """
         where = f"the authority at {self.membership.server}"
         if self._channel is None:
-            credentials = self.membership.channel_credentials()
-            self._channel = grpc.aio.secure_channel(self.membership.server, credentials, _OPTIONS)
+            self._channel = self._dial()
         call = self._channel.unary_stream(_SERVICE + method)
         try:
             async for data in call(request.SerializeToString(), timeout=_TIMEOUT):
@@ -387,7 +390,33 @@ class RemoteMembers(Members):
             details = error.details() or ""
             if error.code() is grpc.StatusCode.PERMISSION_DENIED:
                 raise AdmissionRefused(details) from None
-            raise AdmissionRefused(f"{where} cannot be reached: {short_message(details)}") from None
+            reason = await self._reason(details)
+            raise AdmissionRefused(f"{where} cannot be reached: {reason}") from None
+
+    def _dial(self) -> grpc.aio.Channel:
+        """A channel on the road that was chosen with the join, or by the variables.
+
+        Raises:
+            AdmissionRefused: its proxy cannot be used.
+        """
+        try:
+            self._road = road = self.membership.road()
+            options = (*_OPTIONS, *road.options())
+        except UserError as error:
+            raise AdmissionRefused(str(error)) from None
+        if road.announcement:
+            log.info("%s", road.announcement)
+        credentials = self.membership.channel_credentials()
+        return grpc.aio.secure_channel(road.target, credentials, options)
+
+    async def _reason(self, details: str) -> str:
+        """Why the authority cannot be reached, by what is in the way if that is found."""
+        reason = short_message(details)
+        road = self._road
+        if road is None or (road.proxy is None and NOT_PASSED not in reason):
+            return reason
+        blocked = await obstacle(road, self.membership.authority)
+        return reason if blocked is None else str(blocked)
 
     async def _hang_up(self) -> None:
         channel = self._channel

@@ -1,5 +1,6 @@
 """Distributed checkpoints of PyTorch become safetensors files, and execute nothing."""
 
+import enum
 import pickle
 import re
 from pathlib import Path
@@ -92,6 +93,32 @@ def test_code_in_a_description_is_not_executed(tmp_path, monkeypatch, where):
     with pytest.raises(UserError, match=r"it names posix\.system, which PyTorch does not write"):
         DistributedCheckpoint.open(folder)
     assert not (tmp_path / "executed").exists()
+
+
+class OfOldPython(pickle.Pickler):
+    """Stores members of enumerations as Python 3.11.2 does."""
+
+    def reducer_override(self, each):
+        if isinstance(each, enum.Enum):
+            return getattr, (type(each), each.name)
+        return NotImplemented
+
+
+class Attribute:
+    def __reduce__(self):
+        return getattr, (Metadata, "__init__")
+
+
+def test_a_description_of_python_3_11_2_is_read_and_no_other_attribute(tmp_path):
+    folder = write(tmp_path / "a", {"w": torch.ones(2)})
+    path = folder / ".metadata"
+    described = pickle.loads(path.read_bytes())  # noqa: S301 - written by this test
+    with path.open("wb") as file:
+        OfOldPython(file).dump(described)
+    assert DistributedCheckpoint.open(folder).read("w").tolist() == [1.0, 1.0]
+    change(folder, lambda described: setattr(described, "version", Attribute()))
+    with pytest.raises(UserError, match="it reads an attribute, which could execute code"):
+        DistributedCheckpoint.open(folder)
 
 
 def test_code_in_a_piece_is_not_executed(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import time
 
 import pytest
 from click.testing import CliRunner
+from tests.connect_proxy import ConnectProxy
 from tests.server.idle_callers import idle_callers
 from tests.server.scripted_participant import ScriptedParticipant, replying, training_request
 from tests.server.waiting import wait_until
@@ -17,6 +18,7 @@ from tests.server.waiting import wait_until
 from isthmus.errors import AdmissionRefused, DamagedError, UserError
 from isthmus.identity import joining, tls
 from isthmus.identity.membership import Membership, prepare
+from isthmus.identity.proxies import ProxyChoice
 from isthmus.transport.uplink import Uplink
 from isthmus.wire import authority_pb2 as pb
 from isthmus.wire import link_pb2
@@ -125,6 +127,31 @@ async def test_idle_connections_keep_no_server_out_of_its_authority(separate):
     async with idle_callers(separate.authority.port, "half a handshake"), asyncio.timeout(15):
         server = await separate.listen()
         assert server.members.copy.copied
+
+
+async def test_a_server_behind_a_proxy_reaches_its_authority(separate, caplog):
+    """The registry comes through the proxy that the server was given when it joined."""
+    async with ConnectProxy({"localhost": "127.0.0.1"}) as proxy:
+        token = separate.token("hub", tls.SERVER)
+        choice = ProxyChoice(url=proxy.url)
+        await joining.join(separate.url, token, separate.folder / "hub", tls.SERVER, choice)
+        await separate.member("phone")
+        server = await separate.listen()
+        authority = f"localhost:{separate.authority.port}"
+        assert {head.split()[1] for head in proxy.requests} == {separate.url, authority}
+        proxy.status = "403 Forbidden"
+        proxy.break_tunnels()
+        refused = f"the proxy {proxy.url} refuses connections to {authority} (403 Forbidden)"
+        await wait_until(lambda: refused in caplog.text)
+        member = Membership(separate.folder / "phone")
+        separate.dial(member)  # by the copy of the registry
+        await wait_until(lambda: "phone" in server.link.peers)
+    (separate.folder / "hub/registry.copy").unlink()
+    (separate.folder / "hub/registry.head").unlink()
+    with pytest.raises(
+        UserError, match=f"^the authority at {authority} cannot be reached: the pro"
+    ):
+        await remote_authority.RemoteMembers(separate.folder / "hub").first_copy()
 
 
 async def test_the_server_has_no_key_that_could_enrol_or_certify(separate):

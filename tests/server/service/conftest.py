@@ -35,14 +35,16 @@ ROLES = {"client": link_pb2.CLIENT, "datacenter": link_pb2.DATACENTER}
 class Fleet:
     """A listening server, with helpers to join it and to connect to it."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, names=("localhost", "127.0.0.1")):
         self.folder = folder
         self.state = folder / "server"
-        initialise(self.state, ["localhost", "127.0.0.1"])
+        initialise(self.state, names)
         self.connections = []
         self.stack = contextlib.AsyncExitStack()
 
-    async def listen(self, lease_seconds=10.0, authority=None, queue=False, at_once=1):
+    async def listen(
+        self, lease_seconds=10.0, authority=None, queue=False, at_once=1, host="127.0.0.1"
+    ):
         self.server = ControlPlaneServer(
             self.state, lease_seconds=lease_seconds, authority=authority
         )
@@ -54,7 +56,7 @@ class Fleet:
             self.control = OperatorService(self.server.members, self.runner)
             services[SERVICE] = self.control.methods()
             self.connections.append(asyncio.create_task(self.runner.run()))
-        await self.stack.enter_async_context(self.server.listening("127.0.0.1", 0, services))
+        await self.stack.enter_async_context(self.server.listening(host, 0, services))
         self.link = self.server.link
         self.url = f"localhost:{self.server.join_port}"
         self.address = f"localhost:{self.server.link_port}"

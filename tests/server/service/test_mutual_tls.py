@@ -12,8 +12,10 @@ from tests.server.scripted_participant import delayed, payload_of, replying, tra
 from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, ParticipantLost, UserError
-from isthmus.identity import joining, tls
+from isthmus.identity import tls
 from isthmus.identity.membership import Membership
+from isthmus.identity.obstacles import presented
+from isthmus.identity.proxies import Road
 from isthmus.transport.blobs import describe, into
 from isthmus.transport.uplink import CHANNEL_OPTIONS, Uplink
 from isthmus.wire import link_pb2
@@ -192,7 +194,7 @@ async def test_the_server_s_own_certificate_is_renewed_without_a_restart(fleet, 
     """New connections on both ports get the new certificate; open ones continue."""
 
     def shown(port):
-        return asyncio.to_thread(joining._presented, "localhost", port)
+        return presented(Road(f"localhost:{port}"))
 
     monkeypatch.setattr("isthmus_server.service.server._RENEWAL_SECONDS", 0.05)
     authority = CertificateAuthority(fleet.state, server_life=datetime.timedelta(hours=1))

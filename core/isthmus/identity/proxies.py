@@ -1,0 +1,323 @@
+"""Which HTTP proxy leads to a server, if any.
+
+The owner of a machine names one with `--proxy`. Otherwise the variables `HTTPS_PROXY` and
+`NO_PROXY` decide, as curl and Python's requests read them. gRPC has rules of its own for these
+variables, which differ (any end of a name counts as a domain, and `no_proxy` also exempts servers
+from a proxy that a program gives it), so it is told not to read them.
+
+>>> road = road_to("fleet.example.org:9400", environment={"HTTPS_PROXY": "http://me:pw@proxy:3128"})
+>>> str(road)
+'through the proxy http://proxy:3128 (HTTPS_PROXY)'
+>>> str(road_to("127.0.0.1:9400", environment={"HTTPS_PROXY": "http://proxy:3128"}))
+'directly (HTTPS_PROXY is not for this machine itself)'
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import ipaddress
+import os
+import re
+import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+
+from isthmus.errors import UserError
+from isthmus.identity import tls
+from isthmus.system.private_files import check_private
+
+DIRECTLY = "none"
+"""The value of `--proxy` for no proxy, whatever the variables say."""
+
+_LONGEST_LOGIN = 4096
+"""Characters that are read of a file with a user name and a password."""
+_HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_.])?")
+_GIVEN_NOW = "--proxy"
+_GIVEN_THEN = "--proxy when it joined"
+
+
+class RoadBlocked(UserError):
+    """A road on which no server is reached; the message is a whole sentence."""
+
+    def __init__(self, found: str, remedy: str = "") -> None:
+        """`found` says what is in the way, `remedy` what to do about it."""
+        super().__init__(f"{found}; {remedy}" if remedy else found)
+        self.found = found
+        self.remedy = remedy
+
+
+@dataclasses.dataclass(frozen=True)
+class ProxyChoice:
+    """What the owner of a machine has said about proxies; empty if the variables decide."""
+
+    url: str = ""
+    """`http://HOST:PORT`, or `none` to connect directly."""
+    login: str = ""
+    """Path of a file with `USER:PASSWORD`."""
+    source: str = _GIVEN_NOW
+    """Where the choice is from, for messages."""
+
+    @classmethod
+    def given(cls, url: str | None, login: Path | None) -> ProxyChoice:
+        """The choice of the options `--proxy` and `--proxy-login`."""
+        return cls(url or "", "" if login is None else str(login.resolve()))
+
+    @classmethod
+    def remembered(cls, saved: Mapping[str, str]) -> ProxyChoice:
+        """The choice that was made when this machine joined.
+
+        Raises:
+            KeyError: something is missing in what was saved.
+        """
+        return cls(str(saved["url"]), str(saved["login"]), _GIVEN_THEN)
+
+    def saved(self) -> dict[str, str]:
+        """What `remembered` reads."""
+        return {"url": self.url, "login": self.login}
+
+    def over(self, remembered: ProxyChoice) -> ProxyChoice:
+        """This choice, and what it leaves open as it was when the machine joined.
+
+        A login is never used for another proxy than the one that it was given with.
+        """
+        if self.url:
+            return self
+        return dataclasses.replace(remembered, login=self.login or remembered.login)
+
+    def __bool__(self) -> bool:
+        return bool(self.url or self.login)
+
+
+@dataclasses.dataclass(frozen=True)
+class Proxy:
+    """An HTTP proxy that tunnels connections (CONNECT)."""
+
+    host: str
+    """A name or an address; an IPv6 address in brackets."""
+    port: int
+    login_file: Path | None = None
+    in_url: str = dataclasses.field(default="", repr=False)
+    """User name and password of the variable's URL, which no message has."""
+
+    def __str__(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def has_login(self) -> bool:
+        """Whether a user name and a password were given."""
+        return self.login_file is not None or bool(self.in_url)
+
+    def authorization(self) -> str:
+        """The value of the header `Proxy-Authorization`; empty without a login.
+
+        The file is read each time, so that a password can be changed while a device runs.
+
+        Raises:
+            RoadBlocked: the file with the login cannot be used.
+        """
+        login = self.in_url if self.login_file is None else _read_login(self.login_file)
+        return f"Basic {base64.b64encode(login.encode()).decode()}" if login else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Road:
+    """How connections from this machine get to an address: directly, or through a proxy."""
+
+    address: str
+    """host:port of the server, or `unix:PATH`."""
+    proxy: Proxy | None = None
+    reason: str = ""
+    """Why it is this road; empty if neither an option nor a variable is about it."""
+    by_variable: bool = False
+    """Whether the proxy is that of a variable."""
+
+    def __str__(self) -> str:
+        way = "directly" if self.proxy is None else f"through the proxy {self.proxy}"
+        return f"{way} ({self.reason})" if self.reason else way
+
+    @property
+    def announcement(self) -> str:
+        """A sentence for the beginning of a log; empty if there is nothing to say."""
+        return f"connections to {self.address} go {self}" if self.reason else ""
+
+    @property
+    def detour(self) -> str:
+        """` through the proxy ...` for the end of a message; empty for a direct road."""
+        return "" if self.proxy is None else f" {self}"
+
+    @property
+    def target(self) -> str:
+        """What a gRPC channel has to dial."""
+        if self.proxy is None:
+            return self.address
+        return f"dns:///{self.proxy.host}:{self.proxy.port}"
+
+    def options(self) -> tuple[tuple[str, str], ...]:
+        """The options of a gRPC channel to `target`, which leave TLS between here and the server.
+
+        Raises:
+            RoadBlocked: the file with the login cannot be used.
+        """
+        if self.proxy is None:
+            return ()
+        authorization = self.proxy.authorization()
+        login = (("grpc.http_connect_headers", f"Proxy-Authorization:{authorization}"),)
+        return (
+            ("grpc.http_connect_server", self.address),
+            # The certificate has to be for the server's name, and not for that of the proxy.
+            ("grpc.default_authority", self.address),
+            *(login if authorization else ()),
+        )
+
+
+def road_to(
+    address: str,
+    choice: ProxyChoice | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Road:
+    """The road to an address, by the owner's choice or by the variables.
+
+    Raises:
+        UserError: the proxy or the file with its login cannot be used.
+    """
+    choice = choice or ProxyChoice()
+    if tls.is_socket(address):
+        return Road(address)
+    host, port = tls.split_address(address, "the server's address")
+    if choice.url.lower() == DIRECTLY:
+        return Road(address, None, f"{choice.source} {DIRECTLY}")
+    url = choice.url
+    source = choice.source
+    if not url:
+        source, url = _variable("https_proxy", environment)
+        if not url:
+            return Road(address)
+        if tls.is_loopback(host):
+            return Road(address, None, f"{source} is not for this machine itself")
+        exempting, exempt = _variable("no_proxy", environment)
+        if is_exempt(host, port, exempt):
+            return Road(address, None, f"{exempting} exempts it from {source}")
+    if not address.isascii() or not address.isprintable() or " " in address:
+        raise UserError(f"the server's address {address!r} cannot be given to a proxy")
+    proxy = _proxy_of(url, source, choice.login)
+    proxy.authorization()  # a file that cannot be used is an error of the command
+    return Road(address, proxy, source, by_variable=not choice.url)
+
+
+def is_exempt(host: str, port: int, exempt: str) -> bool:
+    """Whether `NO_PROXY` names a host: by its name, a domain, its address or a range of addresses.
+
+    A host that is given by its name is not looked up.
+
+    >>> is_exempt("hub.example.org", 9400, "localhost, .example.org")
+    True
+    >>> is_exempt("10.1.2.3", 9400, "10.0.0.0/8")
+    True
+    >>> is_exempt("notexample.org", 9400, "example.org")
+    False
+    """
+    name = host.strip("[]").lower().rstrip(".")
+    address = _address(name)
+    for entry in re.split(r"[\s,]+", exempt.lower()):
+        if entry == "*":
+            return True
+        if address is not None and (network := _network(entry)) is not None:
+            if address in network:
+                return True
+            continue
+        # What is no address and has one colon is a host with a port.
+        only, colon, digits = entry.rpartition(":")
+        if colon and (":" not in only or only.endswith("]")):
+            if digits != str(port):
+                continue
+            entry = only
+        entry = entry.strip("[]").removeprefix("*").lstrip(".").rstrip(".")
+        if not entry:
+            continue
+        if address is not None:
+            if _address(entry) == address:
+                return True
+        elif name == entry or name.endswith(f".{entry}"):
+            return True
+    return False
+
+
+def _variable(name: str, environment: Mapping[str, str]) -> tuple[str, str]:
+    """A variable's name and value, as given in small letters or else in capitals."""
+    for spelled in (name, name.upper()):
+        if spelled in environment:
+            return spelled, environment[spelled].strip()
+    return name.upper(), ""
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """An address or range of addresses; None for a name."""
+    try:
+        return ipaddress.ip_network(text.strip("[]"), strict=False)
+    except ValueError:
+        return None
+
+
+def _proxy_of(url: str, source: str, login: str) -> Proxy:
+    """Read the URL of a proxy; a scheme is not needed.
+
+    Raises:
+        UserError: it is not of that form. No message has what is before its `@`.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        scheme, rest = "http", url
+    in_url, _, place = rest.rpartition("@")
+    place = place.removesuffix("/")
+    if scheme.lower() != "http":
+        raise UserError(
+            f"{source} names a proxy with {scheme}://, and only http:// is supported: give "
+            f"--proxy http://HOST:PORT, or --proxy {DIRECTLY} to connect directly"
+        )
+    if in_url and source == _GIVEN_NOW:
+        raise UserError(
+            "--proxy must not have a user name and a password, which others on this machine would "
+            "see: write USER:PASSWORD into a file of mode 0600 and give it with --proxy-login"
+        )
+    host, _, digits = place.rpartition(":")
+    is_host = _HOST.fullmatch(host) is not None
+    if host.startswith("[") and host.endswith("]"):
+        is_host = isinstance(_address(host[1:-1]), ipaddress.IPv6Address)
+    is_port = re.fullmatch("[0-9]{1,5}", digits) is not None and 0 < int(digits) <= 65535
+    if not is_host or not is_port:
+        raise UserError(f"{source} is {place!r}, which is not of the form http://HOST:PORT")
+    if in_url:
+        user, _, password = in_url.partition(":")
+        in_url = f"{urllib.parse.unquote(user)}:{urllib.parse.unquote(password)}"
+    return Proxy(host, int(digits), Path(login) if login else None, "" if login else in_url)
+
+
+def _read_login(path: Path) -> str:
+    """The user name and the password in a file.
+
+    Raises:
+        RoadBlocked: it cannot be read, others can read it, or it is not of that form.
+    """
+    try:
+        check_private(path)
+        with path.open(encoding="utf-8") as stream:
+            text = stream.read(_LONGEST_LOGIN + 1)
+    except UserError as error:
+        raise RoadBlocked(f"the proxy's login {error}") from None
+    except OSError as error:
+        raise RoadBlocked(f"the proxy's login {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RoadBlocked(f"the proxy's login {path} is not UTF-8") from None
+    login = text.removesuffix("\n").removesuffix("\r")
+    user, separator, _ = login.partition(":")
+    if not user or not separator or not login.isprintable() or len(text) > _LONGEST_LOGIN:
+        raise RoadBlocked(f"the proxy's login {path} is not one line of the form USER:PASSWORD")
+    return login
