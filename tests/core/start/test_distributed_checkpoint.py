@@ -112,7 +112,7 @@ class Attribute:
 def test_a_description_of_python_3_11_2_is_read_and_no_other_attribute(tmp_path):
     folder = write(tmp_path / "a", {"w": torch.ones(2)})
     path = folder / ".metadata"
-    described = pickle.loads(path.read_bytes())  # noqa: S301 - written by this test
+    described = pickle.loads(path.read_bytes())
     with path.open("wb") as file:
         OfOldPython(file).dump(described)
     assert DistributedCheckpoint.open(folder).read("w").tolist() == [1.0, 1.0]
