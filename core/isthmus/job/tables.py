@@ -43,9 +43,11 @@ class TimeSection(Section):
 
     join_seconds: PositiveSeconds = 120.0
     """Wait for participants to connect and be ready: at the start, and when too few are left."""
-    cohort_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
-    """Wait before a round for the rest of its cohort, when the quorum is ready and more devices are
-    expected; 0 starts at the quorum. Devices that `isthmus run` starts are not awaited."""
+    cohort_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Longest wait before a round for the rest of its cohort, when the quorum is ready and more
+    devices are expected; 0 starts at the quorum. A device is awaited a little longer than it was
+    late before. Default: 60 s, and 10 s for devices that are not connected and were never late.
+    Devices that `isthmus run` starts are not awaited."""
     round_seconds: PositiveSeconds = 600.0
     """One attempt at a round, from the plan to the last result. With secure aggregation: three
     quarters of it are for training; the later steps have the limits below."""

@@ -169,6 +169,8 @@ class RunParts:
                 availability=availability,
                 publish=journal.publish,
                 ranks_job=store.ranks_job,
+                now=clock.now,
+                earlier=store.events(),
             )
             cohorts = CohortSelector(
                 job=job,
