@@ -12,7 +12,7 @@ it is. What it took the last times says how long the next wait for it is:
 >>> late.seconds, late.rounds_missed
 (7.0, 0)
 >>> wait.seconds("hospital-3", connected=False)
-9.75
+10.0
 
 A device that was away for longer than any round may wait, as at night, is not awaited until it has
 come in time more often than not.
@@ -31,8 +31,9 @@ from isthmus_server.storage.events import Event, ParticipantLate
 
 LONGEST_SECONDS = 60.0
 """Longest wait for one device, in a job that does not say."""
-_UNKNOWN_SECONDS = 10.0
-"""Wait for a device that is not connected and of which nothing is known: it may never come."""
+SHORTEST_SECONDS = 10.0
+"""Wait for a device that is not connected and of which nothing is known: it may never come. No less
+for one that comes: how long it takes varies, and it costs the round no more than it takes."""
 _KEPT = 10
 """Latest absences of a device that count."""
 _QUANTILE = 0.9
@@ -50,11 +51,12 @@ def longest_wait(cohort_seconds: float | None) -> float:
 def seconds_for(late: Iterable[float]) -> float:
     """The wait in which a device that was late by these seconds is most likely ready.
 
-    >>> seconds_for([7.0, 7.0, 8.0])
-    11.0
+    >>> seconds_for([7.0, 7.0, 12.0])
+    16.0
     """
     ordered = sorted(late)
-    return ordered[math.ceil(_QUANTILE * len(ordered)) - 1] * _MARGIN + _SLACK_SECONDS
+    mostly = ordered[math.ceil(_QUANTILE * len(ordered)) - 1]
+    return max(SHORTEST_SECONDS, mostly * _MARGIN + _SLACK_SECONDS)
 
 
 def left_out(name: str, late: float, rounds: str, *, full: bool = False) -> str:
@@ -102,7 +104,7 @@ class CohortWait:
         """Nobody is absent; `warn` is told once of each device whose exclusion lasts."""
         self.longest = longest_wait(time.cohort_seconds)
         """Longest wait for one device, in seconds."""
-        self._unknown = min(self.longest, _UNKNOWN_SECONDS)
+        self._unknown = min(self.longest, SHORTEST_SECONDS)
         if time.cohort_seconds is not None:
             self._unknown = time.cohort_seconds
         self._warn = warn

@@ -390,10 +390,10 @@ class ParticipantRoster(ParticipantListener):
             self._waits.warn_of_lasting(name, self._now())
 
     def _publish_still_late(self) -> None:
-        """Tell of the devices that are connected and have not been ready in time for any round."""
+        """Tell of the devices that are connected and still open the run, as rounds have begun."""
         for name in sorted(self._connected() - self.clients.keys()):
             late = self._waits.absence(name, self._now())
-            if late is not None:
+            if late is not None and late.rounds_missed:
                 self._publish(
                     ParticipantLate(participant=name, was_ready=False, **dataclasses.asdict(late))
                 )

@@ -170,7 +170,7 @@ class RunParts:
                 publish=journal.publish,
                 ranks_job=store.ranks_job,
                 now=clock.now,
-                earlier=store.events(),
+                earlier=store.events("late"),
             )
             cohorts = CohortSelector(
                 job=job,

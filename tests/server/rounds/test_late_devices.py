@@ -156,12 +156,13 @@ async def test_a_device_that_the_job_does_not_wait_for_is_named_with_what_to_set
 
 
 async def test_a_run_that_is_resumed_waits_as_long_as_before(deployment, network, timeouts):
-    store, _ = await run_with_late_device(deployment, network, timeouts, 7.0, "rounds=4")
+    settings = "rounds=4", "time.cohort_seconds=20"
+    store, _ = await run_with_late_device(deployment, network, timeouts, 12.0, *settings)
     wait = CohortWait(store.job.time, pytest.fail)
     wait.restore(store.events())
-    assert wait.seconds("d", connected=False) == pytest.approx(7.0 * 1.25 + 1.0)
+    assert wait.seconds("d", connected=False) == pytest.approx(12.0 * 1.25 + 1.0)
     resumed = RunParts.of(deployment.reopen(store), deployment.link)
-    assert resumed.roster._waits.seconds("d", connected=False) == pytest.approx(9.75)
+    assert resumed.roster._waits.seconds("d", connected=False) == pytest.approx(16.0)
 
 
 async def test_a_device_that_is_opening_the_run_is_awaited_for_longer(
@@ -195,10 +196,10 @@ async def test_a_device_that_is_opening_the_run_is_awaited_for_longer(
     def on_event(event):
         if isinstance(event, WaitingForParticipants) and event.missing == ["d"]:
             tasks.append(asyncio.create_task(pass_time()))
-            coordinator.events._subscribers.remove(on_event)
+            unsubscribe()
 
     tasks = []
-    coordinator.events.subscribe(on_event)
+    unsubscribe = coordinator.events.subscribe(on_event)
     await coordinator.run()
     assert invited_devices(read_report(store).to_json()) == [["a", "b", "c", "d"]] * 2
     (wait,) = (event for event in store.events() if isinstance(event, CohortAwaited))
@@ -235,15 +236,17 @@ def waits_of(*late, cohort_seconds=None):
         ((), None, 10.0),
         ((), 30.0, 30.0),
         ((), 0.0, 0.0),
-        ((2.0,), None, 3.5),
+        ((2.0,), None, 10.0),
+        ((2.0,), 5.0, 5.0),
         ((2.0,), 0.0, 0.0),
-        ((2.0,) * 9 + (20.0,), None, 3.5),
+        ((12.0,), None, 16.0),
+        ((12.0,) * 9 + (20.0,), None, 16.0),
         ((50.0,), None, 60.0),
         ((90.0,), None, 0.0),
         ((90.0,), 120.0, 113.5),
-        ((7.0, 30000.0), None, 9.75),
+        ((12.0, 30000.0), None, 16.0),
         ((30000.0, 30000.0, 7.0), None, 0.0),
-        ((30000.0,) * 10 + (7.0,) * 5, None, 9.75),
+        ((30000.0,) * 10 + (12.0,) * 5, None, 16.0),
     ],
 )
 def test_the_wait_for_a_device_follows_its_own_times(late, cohort_seconds, seconds):
@@ -300,6 +303,13 @@ def test_where_others_fill_the_cohort_a_longer_wait_is_not_proposed():
 def test_a_device_that_was_away_for_hours_was_not_late():
     away = ParticipantLate(participant="d", seconds=30000.0, rounds_missed=9)
     assert LateDevices([away]).sentences(10) == []
+
+
+def test_a_device_that_was_still_opening_the_run_at_its_end_is_named():
+    late = ParticipantLate(participant="d", seconds=95.0, rounds_missed=10, was_ready=False)
+    assert LateDevices([late]).sentences(10) == [
+        "d was left out of 10 of 10 rounds because it was still opening the run after 95 s"
+    ]
 
 
 def test_waits_in_vain_are_part_of_the_cost():

@@ -100,7 +100,7 @@ def run_page(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
         "needs": needs_of(job),
         "warnings": [
             *unused_updates(list(last_rounds)),
-            *LateDevices(run.store.events()).sentences(
+            *LateDevices(run.store.events("late", "awaited")).sentences(
                 sum(each.regime != "datacenter" for each in index.rounds)
             ),
         ],

@@ -13,6 +13,8 @@ from isthmus_server.storage.events import CohortAwaited, Event, ParticipantLate
 _SHARE = 0.1
 """Share of the rounds without a device up to which nothing is said."""
 _NAMED = 8
+_TOLD_SECONDS = 1.0
+"""Seconds of all waits from which on they are told."""
 _AWAY_SECONDS = 3600.0
 """After which a device was away, and not late for a round."""
 
@@ -54,15 +56,21 @@ class LateDevices:
         for name, count in sorted(missed.items(), key=lambda item: (-item[1], item[0]))[:_NAMED]:
             if 0 < min(LASTING_ROUNDS, rounds) <= count and count > _SHARE * rounds:
                 lines.append(self._left_out(name, count, rounds))
-        if self._waits:
+        if self._seconds >= _TOLD_SECONDS:
             lines.append(self._cost())
         return lines
 
     def _left_out(self, name: str, count: int, rounds: int) -> str:
         absences = self._missed[name]
+        rounds_without = f"{min(count, rounds)} of {rounds} rounds"
+        if not absences[-1].was_ready:
+            return (
+                f"{in_a_line(name)} was left out of {rounds_without} because it was still opening "
+                f"the run after {absences[-1].seconds:.3g} s"
+            )
         late = statistics.median(each.seconds for each in absences)
         full = 2 * sum(each.rounds_full for each in absences) > count
-        return left_out(name, late, f"{min(count, rounds)} of {rounds} rounds", full=full)
+        return left_out(name, late, rounds_without, full=full)
 
     def _cost(self) -> str:
         """How long rounds have waited for devices, and for whom."""
