@@ -31,6 +31,8 @@ class BreakableProxy:
         self.stalled = asyncio.Event()
         """A limit was reached."""
         self.refusing = False
+        self.rate = None
+        """Bytes per second in each direction; None for as many as there are."""
         self.writers = set()
         self.pipes = set()
 
@@ -60,6 +62,8 @@ class BreakableProxy:
             while data := await source.read(1 << 16):
                 limit = limits.get(direction)
                 room = len(data) if limit is None else max(limit - carried[direction], 0)
+                if self.rate is not None:
+                    await asyncio.sleep(len(data) / self.rate)
                 sink.write(data[:room])
                 if direction == "up":
                     self.received += data[:room]

@@ -2,6 +2,8 @@
 
 import asyncio
 
+from isthmus_server.rounds.clock import Clock
+
 
 async def wait_until(condition):
     """Wait until a condition is true; the limit is so long that only a hang reaches it."""
@@ -21,6 +23,10 @@ class Timeouts:
         self._loop = asyncio.get_running_loop()
         self._waits = []
         """Pairs of a length in seconds and a function that ends the wait, if it is running."""
+        self._limits = []
+        """Pairs of the time at which an `asyncio.timeout` ends, by `passed`, and the function."""
+        self.passed = 0.0
+        """Seconds that `advance` has let pass."""
         self._timeout, self._call_later = asyncio.timeout, self._loop.call_later
         monkeypatch.setattr(asyncio, "timeout", self._recorded_timeout)
         monkeypatch.setattr(self._loop, "call_later", self._recorded_call_later)
@@ -28,6 +34,8 @@ class Timeouts:
     def _recorded_timeout(self, delay):
         timeout = self._timeout(delay)
         self._waits.append((delay, lambda: self._end_timeout(timeout)))
+        if delay is not None:
+            self._limits.append((self.passed + delay, lambda: self._end_timeout(timeout)))
         return timeout
 
     def _recorded_call_later(self, delay, callback, *arguments, **options):
@@ -58,3 +66,22 @@ class Timeouts:
             return expired
 
         await wait_until(ended)
+
+    def advance(self, seconds):
+        """Let time pass: every running `asyncio.timeout` that is over by then ends."""
+        self.passed += seconds
+        over = [limit for limit in self._limits if limit[0] <= self.passed]
+        self._limits = [limit for limit in self._limits if limit[0] > self.passed]
+        for _, end in over:
+            end()
+
+
+class SteppedClock(Clock):
+    """The clock of a run whose time passes with that of `Timeouts.advance`."""
+
+    def __init__(self, timeouts):
+        super().__init__()
+        self._timeouts = timeouts
+
+    def now(self):
+        return self._start + self._timeouts.passed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -18,10 +19,12 @@ from isthmus.task import Participant
 from isthmus.transport.blob_sources import NamedSource
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.requests import model_of
+from isthmus.transport.transfer_time import TransferTime
 from isthmus.transport.uplink import Uplink
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
 from isthmus_clients.device.active_run import ActiveRun
+from isthmus_clients.device.link_rate import too_slow
 from isthmus_clients.device.own_figures import OwnFigures
 from isthmus_clients.device.received_models import ReceivedModels
 from isthmus_clients.device.resource_limits import CpuThrottle
@@ -41,6 +44,8 @@ from isthmus_privacy.purpose import check_gradient_scale
 
 if TYPE_CHECKING:
     from isthmus_clients.device.owner_limits import LimitsGuard
+
+log = logging.getLogger(__name__)
 
 OWNER_REFUSES = "owner-refuses"
 """Code of a refusal by the owner's limits: the server learns from it that no work was begun."""
@@ -131,6 +136,10 @@ class Agent:
             participant, data, tasks, threads, pause, device, states, shares=shares
         )
         self.models = ReceivedModels(shares=shares)
+        self._link_received = TransferTime()
+        self._link_sent = TransferTime()
+        self._said_too_slow = ""
+        """The run for which it was said that the link is too slow."""
         self._working = asyncio.Lock()
         self._expiry: asyncio.TimerHandle | None = None
         self._expiring: asyncio.Task[None] | None = None
@@ -161,7 +170,7 @@ class Agent:
             UserError: the server is on another machine, and this device has not joined it, or a
                 proxy cannot be used.
         """
-        return Uplink(
+        uplink = Uplink(
             address,
             self.participant.name,
             link_pb2.CLIENT,
@@ -175,6 +184,9 @@ class Agent:
             sources=sources,
             proxy=proxy,
         )
+        self._link_received = uplink.received
+        self._link_sent = uplink.sent
+        return uplink
 
     def buffer(self, request: link_pb2.Request, size: int) -> Buffer | None:
         """Allocate memory for the payload of a request.
@@ -208,7 +220,18 @@ class Agent:
         run = self._run(getattr(request, kind).run_id, app=kind == "app")
         model_size = self.models.change_size(run, request, size)
         run.check_size(request, model_size)
+        if kind == "train_local":
+            self._say_if_too_slow(run, size)
         return bytearray(size) if model_size != size else self.host.buffer(size, room)
+
+    def _say_if_too_slow(self, run: ActiveRun, size: int) -> None:
+        """Tell the owner once in a run, before a round begins, that the link is too slow for it."""
+        why = too_slow(
+            run.job, self._link_received, self._link_sent, size, result_bytes=run.layout.nbytes
+        )
+        if why and self._said_too_slow != run.run_id:
+            self._said_too_slow = run.run_id
+            log.warning("%s: %s", self.participant.name, why)
 
     def _check(self, request: link_pb2.Request, size: int, room: int = 0) -> None:
         """Check the owner's limits before memory is allocated."""

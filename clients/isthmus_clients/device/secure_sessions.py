@@ -192,7 +192,8 @@ class SecureSessions:
         pairs = self.read_config(request.train_local.ranges).clients_max ** 2
         step = time.secure_step_seconds or _STEP_SECONDS + _PAIR_SECONDS * pairs
         upload = time.secure_upload_seconds or step
-        return 2 * time.round_seconds + _STEPS * step + upload
+        moving = 2 * kept.run.layout.nbytes / time.least_rate
+        return 2 * time.round_seconds + _STEPS * step + upload + moving
 
     def forget_ranged(self, request: link_pb2.Request) -> None:
         """Forget the update of a request, if it waits for the range of a round's sum."""

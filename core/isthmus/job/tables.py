@@ -38,17 +38,26 @@ class TaskSection(Section):
         return base / self.data if self.data else None
 
 
+LEAST_RATE = 20_000.0
+"""Default of `time.least_rate`, in bytes per second."""
+
+
 class TimeSection(Section):
     """Time limits."""
 
     join_seconds: PositiveSeconds = 120.0
     """Wait for participants to connect and be ready: at the start, and when too few are left."""
-    cohort_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
-    """Wait before a round for the rest of its cohort, when the quorum is ready and more devices are
-    expected; 0 starts at the quorum. Devices that `isthmus run` starts are not awaited."""
+    cohort_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Longest wait before a round for the rest of its cohort, when the quorum is ready and more
+    devices are expected; 0 starts at the quorum. A device is awaited a little longer than it was
+    late before. Default: 60 s, and 10 s for devices that are not connected and were never late.
+    Devices that `isthmus run` starts are not awaited."""
     round_seconds: PositiveSeconds = 600.0
     """One attempt at a round, from the plan to the last result. With secure aggregation: three
-    quarters of it are for training; the later steps have the limits below."""
+    quarters of it are for training; the later steps have the limits below. Time in which a device's
+    model or result is on its way does not count, at `least_rate` or more."""
+    least_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = LEAST_RATE
+    """Bytes per second of a transfer to or from a participant that no limit in seconds ends."""
     secure_step_seconds: PositiveSeconds | None = None
     """One short step of secure aggregation: sharing keys, signing or unmasking. Default: a minute,
     and more for large cohorts."""

@@ -136,23 +136,27 @@ class Broadcast:
         self.payload = payload if isinstance(payload, InFile) else memoryview(payload)
         """The bytes."""
         least = BROADCAST_BYTES if len(payload) <= SMALL_BYTES else 0
-        self._chunk_bytes = max(least, chunk_size(len(payload)))
-        self._made: dict[int, bytes] = {}
+        self.chunk_bytes = max(least, chunk_size(len(payload)))
+        """Usual size of a chunk."""
+        self._made: dict[tuple[int, int], bytes] = {}
 
-    def messages(self, offset: int) -> Iterator[tuple[bytes, int]]:
+    def messages(self, offset: int, chunk_bytes: int | None = None) -> Iterator[tuple[bytes, int]]:
         """The blob from `offset` on as serialised envelopes, each with the bytes of the blob in it.
+
+        `chunk_bytes` is the size of a chunk; None for the usual one.
 
         Raises:
             OSError: its file cannot be read.
         """
+        step = chunk_bytes or self.chunk_bytes
         while offset < len(self.payload):
-            message = self._made.get(offset)
-            end = min(len(self.payload), offset - offset % self._chunk_bytes + self._chunk_bytes)
+            end = min(len(self.payload), offset - offset % step + step)
+            message = self._made.get((offset, end))
             if message is None:
                 message = _message(self._sha256, offset, self._piece(offset, end))
                 if len(self._made) >= self._KEPT:
                     del self._made[next(iter(self._made))]
-                self._made[offset] = message
+                self._made[offset, end] = message
             yield message, end - offset
             offset = end
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -11,9 +12,10 @@ from concurrent.futures import Future
 from isthmus.errors import IsthmusError, UpdateError
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.transport.blob_sources import Filling, NamedSource
-from isthmus.transport.blobs import Assembly, Buffer, Piece, chunks, into
+from isthmus.transport.blobs import Assembly, Buffer, Piece, chunk_size, chunks, into
 from isthmus.transport.shared_memory import answer, opened, read_into
 from isthmus.transport.stream import Stream, to_the_end
+from isthmus.transport.transfer_time import TransferTime
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
 
@@ -44,6 +46,8 @@ class OpenRequest:
     task: asyncio.Task[None] | None = None
     reply: link_pb2.Reply | None = None
     payload: Buffer | None = None
+    sent_on: Stream | None = None
+    """The stream on which its result was sent last, perhaps in part."""
     reported_at: float = 0.0
     note: Future[None] | None = None
     """The sending of the last note."""
@@ -182,19 +186,31 @@ class RequestLimits:
 
 
 async def send_result(
-    stream: Stream, open_jobs: Mapping[str, OpenRequest], pull: link_pb2.Pull, machine: str
+    stream: Stream,
+    open_jobs: Mapping[str, OpenRequest],
+    pull: link_pb2.Pull,
+    machine: str,
+    moved: TransferTime,
 ) -> None:
-    """Send the result of a finished request from the wanted offset, or the file that has it."""
+    """Send the result of a finished request from the wanted offset, or the file that has it.
+
+    `moved` measures it.
+    """
     for job in open_jobs.values():
         if job.payload is None or job.reply is None or blob_of(job.reply).sha256 != pull.sha256:
             continue
         if (file := answer(pull, job.payload, machine)) is not None:
             await stream.send(file)
             return
-        for message in chunks(pull.sha256, job.payload, offset=pull.offset):
+        moved.begin(time.monotonic())
+        again = job.sent_on not in (None, stream)
+        job.sent_on = stream
+        size = moved.chunk_bytes(chunk_size(len(job.payload)), again=again)
+        for message in chunks(pull.sha256, job.payload, offset=pull.offset, chunk_bytes=size):
             if open_jobs.get(job.id) is not job:
                 return  # acknowledged: its memory may be reused
             await stream.send(message)
+            moved.add(len(message), time.monotonic())
         return
     absent = link_pb2.Chunk(sha256=pull.sha256, offset=pull.offset, absent=True)
     await stream.send(link_pb2.Envelope(chunk=absent))

@@ -41,6 +41,7 @@ from isthmus.transport.requests import (
 )
 from isthmus.transport.shared_memory import machine
 from isthmus.transport.stream import GONE, Stream, to_the_end
+from isthmus.transport.transfer_time import TransferTime
 from isthmus.transport.worker import Worker
 from isthmus.wire import link_pb2
 
@@ -150,6 +151,10 @@ class Uplink:
         self._wanted = wanted
         self._held = held
         self._sources = sources
+        self.received = TransferTime()
+        """What the server has sent of blobs."""
+        self.sent = TransferTime()
+        """What this participant has sent of its results."""
         self._instance = uuid.uuid4().hex
         self._machine = machine() if shares else ""
         self._jobs: dict[str, OpenRequest] = {}
@@ -325,7 +330,7 @@ class Uplink:
         elif kind == "chunk":
             self._chunk(stream, message.chunk)
         elif kind == "pull":
-            stream.spawn(send_result(stream, self._jobs, message.pull, self._machine))
+            stream.spawn(send_result(stream, self._jobs, message.pull, self._machine, self.sent))
         elif kind == "receipt":
             job = self._jobs.pop(message.receipt.id, None)
             receipt = message.receipt
@@ -389,6 +394,7 @@ class Uplink:
         if job.task is not None or job.assembly is None:
             return
         job.wanted_on = stream
+        self.received.begin(time.monotonic())
         await stream.send(job.pull(self._machine))
         # Without anything left to pull, this has told the server that the blob is here.
         if job.task is None and job.assembly.complete and self._jobs.get(job.id) is job:
@@ -425,6 +431,7 @@ class Uplink:
                     self._answer(job, failure("the server no longer has the model"), None)
                 )
                 continue
+            self.received.add(len(chunk.data), time.monotonic())
             try:
                 assembly.add(chunk)
             except UpdateError as error:

@@ -128,6 +128,7 @@ class FleetPresence(ParticipantListener):
             last_seen=time.time(),
             version=in_a_line(peer.software[:_MAX_VERSION]),
             busy=busy,
+            rate=peer.transfer_time.rate or 0.0,
         )
 
     # -- the file ----------------------------------------------------------------------------------

@@ -28,6 +28,9 @@ class Seen:
     declined: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The `job` that it declined last, the `reason`, and when (`at`, Unix seconds)."""
 
+    rate: float = 0.0
+    """Bytes per second of its transfers; 0 if it is not known."""
+
     def changed(self, **changes: Any) -> Seen:
         """A copy with other values."""
         return dataclasses.replace(self, **changes)
@@ -70,7 +73,10 @@ class FleetSnapshot:
         if other is None or self.waiting != other.waiting:
             return False
         timeless = [
-            {name: seen.changed(last_seen=0.0) for name, seen in each.participants.items()}
+            {
+                name: seen.changed(last_seen=0.0, rate=0.0)
+                for name, seen in each.participants.items()
+            }
             for each in (self, other)
         ]
         return timeless[0] == timeless[1]

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from isthmus.job.tables import LEAST_RATE
 from isthmus.printable import in_a_line
 from isthmus_server.fleet.snapshot import FleetSnapshot, Seen
 
@@ -68,6 +69,19 @@ class FleetRow:
     declined: dict[str, Any]
     joined: float
     certificate_until: float | None
+    bytes_per_second: float | None
+    """Of its transfers since it connected; None if too few were made to tell."""
+
+    @property
+    def slowness(self) -> str:
+        """Why rounds may end without it, if its link is too slow; else empty."""
+        rate = self.bytes_per_second
+        if self.state != "online" or rate is None or rate >= LEAST_RATE:
+            return ""
+        return (
+            f"{self.name} moves {rate / 1000:.3g} kB/s: rounds of jobs with a larger "
+            f"time.least_rate ({LEAST_RATE / 1000:g} kB/s by default) may end without it"
+        )
 
 
 def fleet_rows(entries: Sequence[Registered], found: FleetSnapshot | None) -> list[FleetRow]:
@@ -89,6 +103,7 @@ def fleet_rows(entries: Sequence[Registered], found: FleetSnapshot | None) -> li
                 declined=dict(seen.declined),
                 joined=entry.joined,
                 certificate_until=None if entry.revoked is not None else entry.not_after,
+                bytes_per_second=seen.rate or None,
             )
         )
     return rows
@@ -139,6 +154,8 @@ def print_fleet(
     for row in rows:
         if row.declined:
             _say(console, f"{row.name} declined {row.declined['job']}: {row.declined['reason']}")
+        if row.slowness:
+            _say(console, row.slowness)
     for job, reason in waiting.items():
         _say(console, f"{job} is {reason}")
     if not running:

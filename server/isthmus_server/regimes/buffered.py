@@ -40,6 +40,7 @@ from isthmus_server.regimes.secure_sums.attempt import (
 from isthmus_server.regimes.secure_sums.ranged import RangedAttempt, RangedSum
 from isthmus_server.regimes.secure_sums.round_configs import range_config, training_config
 from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
+from isthmus_server.regimes.transfer_allowance import TransferAllowance
 from isthmus_server.storage.records import Moved, Receipt
 from isthmus_server.transport.sanitize import check_figures
 
@@ -198,13 +199,16 @@ class BufferAttempt:
             if self._is_bound(training):
                 del self._devices.trained[name]
                 self._receipts.record(name, "dropped", _BOUND)
+        link = self._context.link
+        allowance = TransferAllowance(link, link.peers, self._context.job.time.least_rate)
         try:
             async with asyncio.timeout(seconds * share) as limit:
-                while self._filled < settings.cohort:
-                    self._start_devices()
-                    if not self._devices.training:
-                        break  # every device has delivered or failed
-                    await self._take(await self._devices.next_finished())
+                with allowance.extending(limit, lambda: link.peers):
+                    while self._filled < settings.cohort:
+                        self._start_devices()
+                        if not self._devices.training:
+                            break  # every device has delivered or failed
+                        await self._take(await self._devices.next_finished())
         except TimeoutError:
             if not limit.expired():
                 raise  # of another origin, such as a network file system

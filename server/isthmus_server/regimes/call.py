@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from isthmus.printable import in_a_line
 from isthmus.transport.requests import blob_of, blobs_of
 from isthmus.wire import link_pb2
 from isthmus_server.regimes.reasons import anonymous
+from isthmus_server.regimes.transfer_allowance import TransferAllowance
 from isthmus_server.storage.records import Moved, Receipt, Status
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import MovedBytes, Peer
@@ -217,6 +219,7 @@ async def call(
     receipts: ReceiptBook | None = None,
     *,
     seconds: float | None = None,
+    least_rate: float = math.inf,
     reply: link_pb2.Reply | None = None,
     late: str = TOO_LATE,
 ) -> AsyncIterator[link_pb2.Reply]:
@@ -229,6 +232,7 @@ async def call(
         outcome: name of the expected outcome in `link_pb2.Reply`.
         receipts: where a failure is recorded; an accepted receipt is for the block to record.
         seconds: limit for the reply and the block together; None for no limit.
+        least_rate: bytes per second of transfers whose time is added to that limit.
         reply: the reply, if the request was sent earlier.
         late: why the reply is refused if the call is cancelled.
 
@@ -242,17 +246,19 @@ async def call(
     reason = late
     failure: CallFailed | None = None
     peer = link.peers.get(name)  # another process of the name may follow it before the call ends
+    allowance = TransferAllowance(link, [name], least_rate)
     try:
         async with asyncio.timeout(seconds) as limit:
-            if reply is None:
-                reply = await link.ask(name, request)
-            # A refusal, or a reply to something else: both are handled like an update that cannot
-            # be used.
-            if reply.WhichOneof("outcome") != outcome:
-                refused = UpdateError(reason_of(reply))
-                refused.code = in_a_line(reply.failure.code)
-                raise refused
-            yield reply
+            with allowance.extending(limit, lambda: [name]):
+                if reply is None:
+                    reply = await link.ask(name, request)
+                # A refusal, or a reply to something else: both are handled like an update that
+                # cannot be used.
+                if reply.WhichOneof("outcome") != outcome:
+                    refused = UpdateError(reason_of(reply))
+                    refused.code = in_a_line(reply.failure.code)
+                    raise refused
+                yield reply
         accepted = True
         reason = ""
     # The failure is raised at the very end: the book and the participant learn of it first.

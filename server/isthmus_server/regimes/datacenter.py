@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import torch
 
@@ -117,17 +118,25 @@ class DatacenterRegime:
         request = link_pb2.Request(export=link_pb2.Export(run_id=self._run_id, step=step))
         receipts = ReceiptBook([name], "datacenter")
         try:
-            async with call(
-                self._link, name, request, "exported", receipts, seconds=self._seconds
-            ) as reply:
+            async with self._call(name, request, "exported", receipts) as reply:
                 vector = await self._fetch(name, reply.exported.model, "model")
         except CallFailed as failed:
             raise _attempt_failed(name, failed, receipts) from failed
         return vector
 
-    @property
-    def _seconds(self) -> float:
-        return self._job.time.round_seconds
+    def _call(
+        self, name: str, request: link_pb2.Request, outcome: str, receipts: ReceiptBook
+    ) -> contextlib.AbstractAsyncContextManager[link_pb2.Reply]:
+        time = self._job.time
+        return call(
+            self._link,
+            name,
+            request,
+            outcome,
+            receipts,
+            seconds=time.round_seconds,
+            least_rate=time.least_rate,
+        )
 
     async def _result(
         self,
@@ -140,9 +149,7 @@ class DatacenterRegime:
         vector = None
         compressed = request.train_steps.compressed
         try:
-            async with call(
-                self._link, name, request, "trained", receipts, seconds=self._seconds
-            ) as reply:
+            async with self._call(name, request, "trained", receipts) as reply:
                 trained = reply.trained
                 # Before anything is fetched: figures that are not finite are in no receipt and no
                 # record.

@@ -24,6 +24,7 @@ from isthmus_server.regimes.base import Aggregator, AttemptFailed, AttemptSpec, 
 from isthmus_server.regimes.call import ANSWER_SECONDS, CallFailed, ReceiptBook, call
 from isthmus_server.regimes.reasons import UNREACHABLE, summarize_failures
 from isthmus_server.regimes.received_update import decoded_update
+from isthmus_server.regimes.transfer_allowance import TransferAllowance
 from isthmus_server.storage.records import Receipt
 from isthmus_server.transport.sanitize import check_figures
 
@@ -83,26 +84,29 @@ class PlaintextAttempt:
     async def _collect(self) -> str:
         """Wait for the updates; returns why the wait ended."""
         settings = self._spec.settings
-        seconds = self._context.job.time.round_seconds
+        limits = self._context.job.time
+        seconds = limits.round_seconds
+        allowance = TransferAllowance(self._context.link, self._spec.cohort, limits.least_rate)
         tasks = [asyncio.create_task(self._train(name)) for name in self._spec.cohort]
         unreachable = False
         try:
             async with asyncio.timeout(seconds) as limit:
-                # It ends early in both ways: with all that are wanted, and without hope for the
-                # quorum.
-                for task in asyncio.as_completed(tasks):
-                    await task
-                    if self._receipts.accepted >= settings.cohort:
-                        return ENOUGH
-                    outstanding = len(self._spec.cohort) - len(self._receipts)
-                    if self._receipts.accepted + outstanding >= settings.needed:
-                        continue
-                    if not self._receipts.is_refused:
-                        return UNREACHABLE
-                    if not unreachable:
-                        unreachable = True
-                        now = asyncio.get_running_loop().time()
-                        limit.reschedule(min(limit.when() or now, now + ANSWER_SECONDS))
+                with allowance.extending(limit, self._outstanding):
+                    # It ends early in both ways: with all that are wanted, and without hope for the
+                    # quorum.
+                    for task in asyncio.as_completed(tasks):
+                        await task
+                        if self._receipts.accepted >= settings.cohort:
+                            return ENOUGH
+                        outstanding = len(self._spec.cohort) - len(self._receipts)
+                        if self._receipts.accepted + outstanding >= settings.needed:
+                            continue
+                        if not self._receipts.is_refused:
+                            return UNREACHABLE
+                        if not unreachable:
+                            unreachable = True
+                            now = asyncio.get_running_loop().time()
+                            limit.reschedule(min(limit.when() or now, now + ANSWER_SECONDS))
         except TimeoutError:
             if not limit.expired():
                 raise  # of another origin, such as a network file system
@@ -117,6 +121,10 @@ class PlaintextAttempt:
             if name not in self._receipts:
                 self._receipts.blame(name)
         return f"the round's {seconds:g} s were over"
+
+    def _outstanding(self) -> list[str]:
+        """Devices that have neither delivered nor failed."""
+        return [name for name in self._spec.cohort if name not in self._receipts]
 
     def cancelled(self, reason: str) -> list[Receipt]:
         """Receipts of the whole cohort; devices without one were dropped for `reason`."""

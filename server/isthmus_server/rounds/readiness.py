@@ -46,6 +46,14 @@ class RoundReadiness:
         Raises:
             ParticipantsMissing: too few are ready in time, or those that are may not be summed.
         """
+        ready = await self._ready(round_, plan, model_hash)
+        if isinstance(ready, Plan) and ready.regime != "datacenter":
+            self._roster.begin(round_)
+        return ready
+
+    async def _ready(
+        self, round_: int, plan: Plan, model_hash: Callable[[Plan], bytes | None]
+    ) -> Plan | Stop:
         while True:
             # All of it anew after each wait: meanwhile a window can close, a device can leave, and
             # a privacy budget can be used up by another run.
@@ -57,7 +65,7 @@ class RoundReadiness:
             if plan.regime == "datacenter":
                 return plan
             settings = cohort_settings(self._job, plan)
-            await self._roster.gather_cohort(settings.invited)
+            await self._roster.gather_cohort(round_, settings.invited)
             selected = self._select(round_, plan, model_hash)
             if isinstance(selected, NoAllowedCohort):
                 why = str(selected)

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from isthmus.errors import ParticipantsMissing
@@ -25,10 +26,13 @@ from isthmus_server.regimes.opening import (
 )
 from isthmus_server.regimes.reasons import group_reasons
 from isthmus_server.rounds.availability import DeviceAvailability
+from isthmus_server.rounds.cohort_wait import CohortWait
 from isthmus_server.storage.events import (
+    CohortAwaited,
     Event,
     ParticipantDeclined,
     ParticipantJoined,
+    ParticipantLate,
     ParticipantLeft,
     ParticipantProgress,
     ParticipantReady,
@@ -74,6 +78,9 @@ class ParticipantRoster(ParticipantListener):
         availability: DeviceAvailability,
         publish: Callable[[Event], None],
         ranks_job: Job | None = None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        earlier: Iterable[Event] = (),
     ) -> None:
         """Prepare; `start` begins to open the run.
 
@@ -85,6 +92,8 @@ class ParticipantRoster(ParticipantListener):
             availability: when each device may be invited.
             publish: receives an event for each participant that joins, leaves or declines.
             ranks_job: the job with the layout of the ranks, if that has changed in the run.
+            now: seconds of a clock that never jumps, for how late devices are.
+            earlier: events of the run before it was stopped.
         """
         self.clients: dict[str, ReadyParticipant] = {}
         self.datacenters: dict[str, ReadyParticipant] = {}
@@ -103,8 +112,15 @@ class ParticipantRoster(ParticipantListener):
         """Whether a round waits for all devices that are connected, not only for enough of them."""
         self.started_here: Mapping[str, link_pb2.Role] = {}
         """Names and roles of the participants that this machine starts, if they are known."""
-        self._not_awaited: set[str] = set()
-        """Expected devices that did not come in time; they are awaited again when they return."""
+        self._now = now
+        self._waits = CohortWait(job.time, log.warning)
+        self._waits.restore(earlier)
+        self._awaited: dict[str, float] = {}
+        """Devices that the present wait is for, and how many seconds of it each of them has."""
+        self._has_less_time = False
+        """Whether one of them has less time than when the wait for it began."""
+        self._cohort_is_full = False
+        """Whether as many devices were ready for the round as it invites."""
         self._package = installed_package(job, Path(run.base))
         if self._package is not None:
             package = self._package
@@ -136,6 +152,7 @@ class ParticipantRoster(ParticipantListener):
         `finished`: the run will not be resumed, so datacenters may delete its checkpoints.
         """
         self._link.listeners.detach(self)
+        self._publish_still_late()
         # First, so that none becomes ready after the list of those to close was made.
         for task in self._opening:
             task.cancel()
@@ -158,6 +175,8 @@ class ParticipantRoster(ParticipantListener):
             self._will_not_return[name] = (role, reason)
         else:
             self._declined[name] = (role, reason)
+            self._awaited.pop(name, None)
+            self._waits.declined(name)
             self._publish(ParticipantDeclined(participant=name, reason=reason))
             self._changed.set()
 
@@ -218,7 +237,7 @@ class ParticipantRoster(ParticipantListener):
             lambda: not opening() & expected,
             datacenters=len(expected),
             missing=expected,
-            seconds=self._job.time.cohort_seconds,
+            seconds=self._waits.longest,
         )
 
     async def require(self, regime: RegimeName) -> None:
@@ -293,8 +312,8 @@ class ParticipantRoster(ParticipantListener):
 
         return await self.until(done, clients=clients, datacenters=datacenters, missing=missing)
 
-    async def gather_cohort(self, wanted: int) -> None:
-        """Wait for `wanted` devices while more are expected, for at most `time.cohort_seconds`.
+    async def gather_cohort(self, round_: int, wanted: int) -> None:
+        """Wait for `wanted` devices while more are expected, for each as long as `CohortWait` says.
 
         Expected are the devices that are opening the run, those that have joined this server, and
         those that have taken part before; not one that did not come in time, until it returns. The
@@ -303,27 +322,92 @@ class ParticipantRoster(ParticipantListener):
         if self.waits_for_connected:
             await self.until(lambda: not self._connected() - self.clients.keys(), clients=wanted)
             return
-        if self.started_clients or len(self.available()) >= wanted:
+        if self.started_clients:
             return
+        started = self._now()
+        is_full = len(self.available()) >= wanted
         # As of now: a device that connects meanwhile is welcome, and the round does not wait for
-        # it.
-        expected = self._expected()
+        # it. Without a wait it does not matter who has joined the server and never came, for which
+        # its registry would be read in each round.
+        expected = self._expected() if not is_full else self._absent(set())
+        self._waits.quorum(expected, started)
+        if not is_full:
+            await self._await_devices(round_, wanted, expected, started)
+        self._cohort_is_full = len(self.available()) >= wanted
+
+    async def _await_devices(
+        self, round_: int, wanted: int, expected: Collection[str], started: float
+    ) -> None:
+        """Wait for `wanted` devices, or until each of those expected is ready or has had its time.
+
+        `started` is the time of the quorum.
+        """
+        connected = self._connected()
+        limits = {
+            name: self._waits.seconds(name, connected=name in connected)
+            for name in expected
+            if self._waits.is_awaited(name)
+        }
+        self._awaited = {name: seconds for name, seconds in limits.items() if seconds > 0}
+        if not self._awaited:
+            return
+        began = started
+        given_up: list[str] = []
 
         def done() -> bool:
-            return len(self.available()) >= wanted or not self._expected() & expected
+            nonlocal began
+            if self._link.waits_for:  # their rounds are not these devices' delay
+                began = self._now()
+                self._waits.postpone(self._awaited, began)
+            return len(self.available()) >= wanted or not self._awaited
 
-        if expected and not await self.until(
-            done, clients=wanted, missing=expected, seconds=self._job.time.cohort_seconds
-        ):
-            self._not_awaited |= self._expected()
+        def done_or_changed() -> bool:
+            return done() or self._has_less_time
+
+        while not done():
+            self._has_less_time = False
+            elapsed = self._now() - began
+            over = [name for name, seconds in self._awaited.items() if seconds <= elapsed]
+            for name in over:
+                del self._awaited[name]
+                self._waits.give_up(name)
+            given_up += over
+            if self._awaited:
+                # One after the other, so that nobody has the time of another.
+                left = min(self._awaited.values()) - elapsed
+                missing = list(self._awaited)
+                await self.until(done_or_changed, clients=wanted, missing=missing, seconds=left)
+        self._awaited = {}
+        seconds = self._now() - started
+        self._publish(CohortAwaited(round=round_, seconds=seconds, given_up=sorted(given_up)))
+
+    def begin(self, round_: int) -> None:
+        """Note that a round with devices begins with those who are ready now."""
+        self._waits.begin(round_, full=self._cohort_is_full)
+        if not self._waits.has_absent:
+            return
+        for name in self._connected() - self.clients.keys():
+            self._waits.warn_of_lasting(name, self._now())
+
+    def _publish_still_late(self) -> None:
+        """Tell of the devices that are connected and still open the run, as rounds have begun."""
+        for name in sorted(self._connected() - self.clients.keys()):
+            late = self._waits.absence(name, self._now())
+            if late is not None and late.rounds_missed:
+                self._publish(
+                    ParticipantLate(participant=name, was_ready=False, **dataclasses.asdict(late))
+                )
 
     def _expected(self) -> set[str]:
         """Devices that are not ready, and may be soon."""
+        return self._absent(self._link.enrolments.clients())
+
+    def _absent(self, names: set[str]) -> set[str]:
+        """Of these, and of those that are connected or have taken part, who is not ready."""
         # A device that has taken part is expected again: it may only be restarting.
-        names = self._link.enrolments.clients() | self._availability.attendance.records.keys()
-        names |= self._connected()
-        names = {name for name in names if self._link.admits(name)}
-        return names - self.clients.keys() - self._declined.keys() - self._not_awaited
+        names = names | self._availability.attendance.records.keys() | self._connected()
+        names = names - self.clients.keys() - self._declined.keys()
+        return {name for name in names if self._link.admits(name)}
 
     def _connected(self) -> set[str]:
         """Connected devices that have not declined."""
@@ -411,7 +495,9 @@ class ParticipantRoster(ParticipantListener):
         """Open the run on a new participant."""
         self._declined.pop(peer.name, None)
         self._will_not_return.pop(peer.name, None)
-        self._not_awaited.discard(peer.name)
+        self._waits.joined(peer.name)
+        if peer.name in self._awaited:
+            self._awaited[peer.name] = self._waits.seconds(peer.name, connected=True)
         # A new process may have what the last one lacked, such as data or a task.
         self._publish(ParticipantJoined(participant=peer.name))
         task = asyncio.create_task(self._open(peer))
@@ -426,6 +512,10 @@ class ParticipantRoster(ParticipantListener):
             self._changed.set()
         if gone := self._will_not_return.pop(peer.name, None):
             self.decline(peer.name, *gone)
+        if peer.name in self._awaited:
+            self._awaited[peer.name] = self._waits.seconds(peer.name, connected=False)
+            self._has_less_time = True
+            self._changed.set()
 
     def progressed(self, name: str, progress: link_pb2.Progress) -> None:
         """Publish the progress that a participant reports."""
@@ -449,6 +539,9 @@ class ParticipantRoster(ParticipantListener):
         side = self.clients if peer.role == link_pb2.CLIENT else self.datacenters
         side[peer.name] = ready
         self._publish(ParticipantReady(participant=peer.name, examples=ready.examples))
+        self._awaited.pop(peer.name, None)
+        if (late := self._waits.ready(peer.name, self._now())) is not None:
+            self._publish(ParticipantLate(participant=peer.name, **dataclasses.asdict(late)))
         self._changed.set()
 
     async def _close(self, name: str, finished: bool) -> None:

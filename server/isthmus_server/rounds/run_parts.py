@@ -174,6 +174,8 @@ class RunParts:
                 availability=availability,
                 publish=journal.publish,
                 ranks_job=store.ranks_job,
+                now=clock.now,
+                earlier=store.events("late"),
             )
             cohorts = CohortSelector(
                 job=job,

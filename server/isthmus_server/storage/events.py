@@ -90,6 +90,33 @@ class ParticipantReady(ReportedEvent):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ParticipantLate(ReportedEvent):
+    """A device was ready after the quorum of a round, or at the end of the run is not ready yet."""
+
+    kind: Literal["late"] = "late"
+    participant: str
+    seconds: float
+    """From the first quorum without it until it was ready."""
+    rounds_missed: int
+    """Rounds that began meanwhile; 0 if the first one waited for it."""
+    rounds_full: int = 0
+    """Those of them for which as many others were ready as they invite."""
+    was_ready: bool = True
+    """False for a device that was still opening the run when it ended."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CohortAwaited(ReportedEvent):
+    """A round has waited for the rest of its cohort when its quorum was ready."""
+
+    kind: Literal["awaited"] = "awaited"
+    round: int
+    seconds: float
+    given_up: Sequence[str] = ()
+    """Devices that did not come in the time that they had."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ParticipantDeclined(ReportedEvent):
     """A participant cannot take part in the run."""
 
@@ -273,6 +300,8 @@ class JobPaused(Event):
 LoggedEvent = Annotated[
     ParticipantJoined
     | ParticipantReady
+    | ParticipantLate
+    | CohortAwaited
     | ParticipantDeclined
     | ParticipantLeft
     | RunAdopted

@@ -430,9 +430,11 @@ class Store:
         query = "SELECT COALESCE(MAX(round), 0) FROM attempts WHERE state='committed'"
         return int(self._db.execute(query).fetchone()[0])
 
-    def events(self) -> list[LoggedEvent]:
-        """All logged events, oldest first."""
-        rows = self._db.execute("SELECT event FROM events ORDER BY rowid")
+    def events(self, *kinds: str) -> list[LoggedEvent]:
+        """The logged events of these kinds, or all, oldest first."""
+        places = ", ".join("?" * len(kinds))
+        where = f"WHERE json_extract(event, '$.kind') IN ({places}) " if kinds else ""
+        rows = self._db.execute(f"SELECT event FROM events {where}ORDER BY rowid", kinds)
         return [logged_event_from_json(parsed(text)) for (text,) in rows]
 
     def run_state(self) -> RunState:

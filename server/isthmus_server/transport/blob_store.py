@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Iterable
 
 from isthmus.errors import UpdateError
 from isthmus.transport.blobs import Broadcast, Buffer, InFile
@@ -96,9 +98,18 @@ class BlobStore:
             peer.messages_sent.add(pull.sha256, file.ByteSize())
             await stream.send(file)
             return
+        moved = peer.transfer_time
+        moved.begin(time.monotonic())
+        messages: Iterable[tuple[bytes, int]] = ()
+        if broadcast is not None:
+            blob, on = peer.last_sent
+            peer.last_sent = pull.sha256, stream
+            again = blob == pull.sha256 and on is not stream
+            chunk_bytes = moved.chunk_bytes(broadcast.chunk_bytes, again=again)
+            messages = broadcast.messages(pull.offset, chunk_bytes)
         try:
             # None for a participant that has the whole blob already, and only says so.
-            for message, size in () if broadcast is None else broadcast.messages(pull.offset):
+            for message, size in messages:
                 if broadcast not in self._broadcasts.get(pull.sha256, ()):
                     broadcast = None  # retracted: the memory may already hold another model
                     break
@@ -106,6 +117,7 @@ class BlobStore:
                 peer.sent.add(pull.sha256, size)
                 peer.messages_sent.add(pull.sha256, len(message) - size)
                 await stream.send(message)
+                moved.add(size, time.monotonic())
         except OSError:
             log.exception("a blob cannot be sent to %s", peer.name)
             broadcast = None

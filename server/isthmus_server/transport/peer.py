@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any, BinaryIO
@@ -13,6 +14,7 @@ from isthmus.identity.tls import Subject
 from isthmus.transport.blobs import Assembly, Piece, Write
 from isthmus.transport.shared_memory import Take, opened
 from isthmus.transport.stream import Stream, to_the_end
+from isthmus.transport.transfer_time import TransferTime
 from isthmus.wire import link_pb2
 from isthmus_server.transport.limits import Refusal
 
@@ -152,10 +154,13 @@ class Peer:
         """Blobs that are being sent to it on its present stream, by SHA-256."""
         self.last_blob = b""
         """SHA-256 of the blob that it asked for last and has completely."""
+        self.last_sent: tuple[bytes, Stream | None] = (b"", None)
+        """SHA-256 of the blob that was sent to it last, perhaps in part, and on which stream."""
         self.offered_file = b""
         """SHA-256 of the blob that it was last offered as a file, until it has read it."""
         self.sent = MovedBytes()
         self.received = MovedBytes()
+        self.transfer_time = TransferTime()
         self.messages_sent = MovedBytes()
         self.messages_received = MovedBytes()
 
@@ -200,6 +205,7 @@ class Peer:
         """Pull a blob, see `Link.fetch`; `machine` is the server's, if it shares memory."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.abandoned.pop(blob.sha256, None)
+        self.transfer_time.begin(time.monotonic())
         fetch = self.fetches[blob.sha256] = Fetch(Assembly(blob, write), done, take)
         try:
             if self.stream is not None:
@@ -246,6 +252,7 @@ class Peer:
                 await self.stream.send_quietly(self._counted(chunk.sha256, pull=pull))
             return
         self.received.add(bytes(chunk.sha256), len(chunk.data))
+        self.transfer_time.add(len(chunk.data), time.monotonic())
         self.messages_received.add(bytes(chunk.sha256), size - len(chunk.data))
         if not chunk.absent:
             await fetch.add(chunk)

@@ -38,7 +38,7 @@ def test_a_job_file_may_begin_with_a_byte_order_mark(tmp_path):
         (
             "time.zzz=1",
             "job: unknown key time.zzz; known here: join_seconds, cohort_seconds, round_seconds, "
-            "secure_step_seconds, secure_upload_seconds, lease_seconds",
+            "least_rate, secure_step_seconds, secure_upload_seconds, lease_seconds",
         ),
         (
             "strategy.server_optimizer.nam='Adam'",

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import time
+import types
 
 from click.testing import CliRunner
 from tests.server.service.conftest import fleet, operated  # noqa: F401 - fixtures
@@ -12,6 +14,8 @@ from isthmus import __version__
 from isthmus_server.cli.server import server
 from isthmus_server.fleet import presence as module
 from isthmus_server.fleet.presence import FILE, FleetPresence, read_snapshot
+from isthmus_server.fleet.snapshot import FleetSnapshot, Seen
+from isthmus_server.fleet.table import print_fleet
 from isthmus_server.storage.events import EventStream, ParticipantDeclined
 
 
@@ -86,3 +90,18 @@ async def test_a_damaged_file_is_written_anew(operated, monkeypatch):  # noqa: F
     async with kept(operated):
         await wait_until(lambda: read_snapshot(operated.state))
     assert (operated.state / FILE).stat().st_mode & 0o077 == 0
+
+
+def test_a_participant_with_a_link_that_is_too_slow_is_named(capsys):
+    entry = types.SimpleNamespace(
+        name="clinic", kind="client", joined=0.0, revoked=None, not_after=time.time(), rollout=""
+    )
+    for rate, says in ((9_000.0, True), (125_000.0, False), (0.0, False)):
+        seen = {"clinic": Seen(kind="client", online=True, last_seen=1.0, rate=rate)}
+        found = FleetSnapshot(at=time.time(), running=True, participants=seen, waiting={})
+        print_fleet([entry], found)
+        sentence = (
+            "clinic moves 9 kB/s: rounds of jobs with a larger time.least_rate (20 kB/s by "
+            "default) may end without it"
+        )
+        assert (sentence in capsys.readouterr().out) == says

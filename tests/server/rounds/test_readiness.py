@@ -3,6 +3,7 @@
 import asyncio
 
 from tests.server.rounds.results import invited_devices
+from tests.server.waiting import SteppedClock
 
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds.coordinator import Coordinator
@@ -12,12 +13,12 @@ from isthmus_server.storage.events import WaitingForParticipants
 SETTINGS = ("federated.clients=0", "federated.cohort=4", "federated.quorum=3", "rounds=2")
 
 
-async def run_with_four_enrolled(deployment, monkeypatch, on_wait):
+async def run_with_four_enrolled(deployment, monkeypatch, on_wait, clock=None):
     """A run with devices a, b, c, and with d, which has joined the server and is not connected."""
     await deployment.start()
     monkeypatch.setattr(deployment.link.enrolments, "clients", lambda: set("abcd"))
     store = deployment.create_run("run", *SETTINGS, "time.cohort_seconds=77")
-    coordinator = Coordinator(RunParts.of(store, deployment.link))
+    coordinator = Coordinator(RunParts.of(store, deployment.link, clock=clock))
     waits = []
 
     def wait(event):
@@ -40,11 +41,10 @@ async def test_a_round_waits_for_a_device_that_joins(deployment, network, monkey
 
 
 async def test_a_device_that_does_not_come_is_awaited_once(deployment, timeouts, monkeypatch):
-    expiring = []
+    def pass_time():
+        asyncio.get_running_loop().call_soon(timeouts.advance, 77)
 
-    def expire():
-        expiring.append(asyncio.create_task(timeouts.expire(77)))
-
-    invited, waits = await run_with_four_enrolled(deployment, monkeypatch, expire)
+    clock = SteppedClock(timeouts)
+    invited, waits = await run_with_four_enrolled(deployment, monkeypatch, pass_time, clock)
     assert invited == [["a", "b", "c"]] * 2
     assert len(waits) == 1

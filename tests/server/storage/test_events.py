@@ -16,6 +16,7 @@ from tests.server.storage.records import (
 from isthmus.wire import link_pb2
 from isthmus_server.storage.events import (
     AnyEvent,
+    CohortAwaited,
     EventStream,
     JobEnded,
     JobPaused,
@@ -24,6 +25,7 @@ from isthmus_server.storage.events import (
     ModelsCompared,
     ParticipantDeclined,
     ParticipantJoined,
+    ParticipantLate,
     ParticipantLeft,
     ParticipantProgress,
     ParticipantReady,
@@ -46,6 +48,8 @@ EVENTS = [
     WaitingForParticipants(clients=3, datacenters=1),
     ParticipantJoined(participant="a"),
     ParticipantReady(participant="a", examples=9),
+    ParticipantLate(participant="a", seconds=7.5, rounds_missed=2, rounds_full=1),
+    CohortAwaited(round=2, seconds=8.5, given_up=["b"]),
     ParticipantDeclined(participant="a", reason="no data"),
     ParticipantLeft(participant="a", reason="lost"),
     ParticipantProgress(participant="a", steps=1, total_steps=2, loss=float("inf")),

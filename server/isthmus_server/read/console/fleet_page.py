@@ -11,8 +11,10 @@ from typing import Any
 from isthmus_server.fleet.registry_file import NAME
 from isthmus_server.read.console.sources import ConsoleSource
 from isthmus_server.storage.events import (
+    CohortAwaited,
     LayoutChanged,
     ParticipantDeclined,
+    ParticipantLate,
     ParticipantLeft,
     RunAdopted,
     RunServed,
@@ -85,9 +87,9 @@ def _of_run(source: ConsoleSource) -> list[DeviceRow]:
     rows: dict[str, DeviceRow] = {}
     run = source.run(source.run_names()[0])
     for event in run.store.events():
-        if isinstance(
-            event, RunStopped | RunAdopted | RunServed | LayoutChanged
-        ):  # of the run, and of no device
+        # Of the run, and of no device; or of one whose state another event says.
+        others = RunStopped | RunAdopted | RunServed | LayoutChanged | CohortAwaited
+        if isinstance(event, others | ParticipantLate):
             continue
         reason = event.reason if isinstance(event, ParticipantDeclined | ParticipantLeft) else ""
         rows[event.participant] = DeviceRow(

@@ -14,6 +14,7 @@ from isthmus_server.read.console.shown_run import REGIMES, ShownRun
 from isthmus_server.read.pages.charts import RATES
 from isthmus_server.read.report.explain import RECENT, explained_attempts
 from isthmus_server.read.report.explanation_page import sections, title_of
+from isthmus_server.read.report.late_devices import LateDevices
 from isthmus_server.read.report.unused_updates import WINDOW, unused_updates
 from isthmus_server.storage.records import (
     FailedAttempt,
@@ -97,7 +98,12 @@ def run_page(run: ShownRun, query: Mapping[str, str]) -> dict[str, Any]:
         },
         "level": run.level(),
         "needs": needs_of(job),
-        "unused": unused_updates(list(last_rounds)),
+        "warnings": [
+            *unused_updates(list(last_rounds)),
+            *LateDevices(run.store.events("late", "awaited")).sentences(
+                sum(each.regime != "datacenter" for each in index.rounds)
+            ),
+        ],
         "profile": next((each.profile for each in reversed(index.rounds) if each.profile), {}),
         "rates": RATES,
         "query": query,

@@ -17,12 +17,15 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.printable import in_a_line
+from isthmus_server.read.report.late_devices import LateDevices
 from isthmus_server.read.report.report import format_metrics, told_receipts
 from isthmus_server.read.report.unused_updates import WINDOW, unused_updates
 from isthmus_server.storage.events import (
+    CohortAwaited,
     Event,
     ModelsCompared,
     ParticipantDeclined,
+    ParticipantLate,
     ParticipantLeft,
     ParticipantProgress,
     ParticipantReady,
@@ -68,6 +71,9 @@ class ProgressView:
         self._working: dict[str, str] = {}
         """The last progress line of each datacenter at work, by name."""
         self._last: deque[RoundRecord] = deque(maxlen=WINDOW)
+        self._late = LateDevices()
+        self._with_devices = 0
+        """Committed rounds with devices that were shown."""
         self._printed: dict[str, float] = {}
         """When a progress line was last printed, by name; "" for that of waiting."""
         self._shown_steps: dict[str, int] = {}
@@ -100,6 +106,8 @@ class ProgressView:
             case ParticipantReady():
                 name = in_a_line(event.participant)
                 self._set_status(f"{name} is ready with {event.examples} examples of its own")
+            case ParticipantLate() | CohortAwaited():
+                self._late.note(event)
             case ParticipantDeclined():
                 self._print(
                     f"[red]{_safe(event.participant)} declined:[/red] {_safe(event.reason)}"
@@ -133,7 +141,7 @@ class ProgressView:
 
     def _show_end(self, event: RunFinished) -> None:
         if self._last and self._last[-1].round % WINDOW:
-            self._show_unused()
+            self._show_warnings()
         if event.final is None:
             self._print(f"[bold]done[/bold] ({_safe(event.reason)})")
             return
@@ -165,12 +173,13 @@ class ProgressView:
         for sentence in record.incidents:
             self._print(f"           [yellow]{sentence}[/yellow]")
         self._last.append(record)
+        self._with_devices += regime != "datacenter"
         if record.round % WINDOW == 0:
-            self._show_unused()
+            self._show_warnings()
 
-    def _show_unused(self) -> None:
-        """Say what devices have sent in vain in the last rounds."""
-        for sentence in unused_updates(self._last):
+    def _show_warnings(self) -> None:
+        """Say what devices have sent in vain in the last rounds, and who was late."""
+        for sentence in [*unused_updates(self._last), *self._late.sentences(self._with_devices)]:
             self._print(f"           [yellow]{_safe(sentence)}[/yellow]")
 
     def _reason(self, reason: str) -> str:

@@ -19,6 +19,7 @@ from isthmus.task.definition import PUBLIC
 from isthmus.task.measurements.metrics import DEVICES, SPREAD
 from isthmus_server.budgets.budget import ADJACENCY, UNIT
 from isthmus_server.model.summed_evaluation import SummedEvaluation
+from isthmus_server.read.report.late_devices import LateDevices
 from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
 from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
 from isthmus_server.read.report.unused_updates import unused_updates
@@ -250,6 +251,8 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
         for sentence in record.incidents
     ]
     lines += unused_updates(report.rounds)
+    with_devices = sum(record.regime != "datacenter" for record in report.rounds)
+    lines += LateDevices(report.events).sentences(with_devices)
     lines += [
         f"round {record.round}: {sentence}"
         for record in report.rounds

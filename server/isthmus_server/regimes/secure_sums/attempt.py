@@ -46,6 +46,7 @@ from isthmus_server.regimes.secure_sums.local_logs import LocalLogs
 from isthmus_server.regimes.secure_sums.round_configs import AttemptUnmaskings, BeforeUnmasking
 from isthmus_server.regimes.secure_sums.stated_draw import StatedDraw
 from isthmus_server.regimes.secure_sums.step_limits import StepLimits
+from isthmus_server.regimes.transfer_allowance import TransferAllowance
 from isthmus_server.storage.records import Receipt, Status
 
 if TYPE_CHECKING:
@@ -286,9 +287,10 @@ class SecureAggregationAttempt:
         """Run a step on all devices; one that fails gets a receipt and leaves the protocol.
 
         Ends when all are done, when the messages of `wanted` devices have arrived, when the quorum
-        cannot be reached any more, or at the deadline (loop time). While nobody has accepted, those
-        who have not answered get a moment to refuse as well. `until_masked`: a device that leaves
-        the server after it has done this step cannot be in the sum.
+        cannot be reached any more, or at the deadline (loop time), to which the time of transfers
+        is added. While nobody has accepted, those who have not answered get a moment to refuse as
+        well. `until_masked`: a device that leaves the server after it has done this step cannot be
+        in the sum.
         """
 
         async def guarded(name: str) -> None:
@@ -308,6 +310,9 @@ class SecureAggregationAttempt:
             if name not in self._receipts
         }
         pending: set[asyncio.Task[None]] = set(names_by_task)
+        context = self._context
+        allowance = TransferAllowance(context.link, names, context.job.time.least_rate)
+        own_deadline = deadline
         reason = f"it did not finish {what} in time"
         departures = Departures(self._context.link.listeners, names_by_task)
         gone: Collection[str] = ()
@@ -331,6 +336,11 @@ class SecureAggregationAttempt:
                     left = deadline - now
                 if reason == UNREACHABLE and not (pending and left > 0 and self._is_refused):
                     break
+                if left <= 0 and reason != UNREACHABLE:
+                    at_work = {names_by_task[task] for task in pending}
+                    if (later := allowance.end(own_deadline, at_work)) > deadline:
+                        deadline = later
+                        left = deadline - asyncio.get_running_loop().time()
                 if left <= 0:
                     for task in pending:
                         self._receipts.blame(names_by_task[task])

@@ -11,6 +11,7 @@ from isthmus.wire import link_pb2
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.call import CallFailed, ReceiptBook, call
 from isthmus_server.regimes.context import FederatedContext
+from isthmus_server.regimes.transfer_allowance import TransferAllowance
 from isthmus_server.storage.records import Receipt
 
 Answer = TypeVar("Answer")
@@ -57,10 +58,18 @@ class PlaintextAnswers(Generic[Answer]):
             AttemptFailed: fewer devices answered.
         """
         receipts = ReceiptBook(cohort, "federated")
-        seconds = self._context.job.time.round_seconds
+        limits = self._context.job.time
+        seconds = limits.round_seconds
+        allowance = TransferAllowance(self._context.link, receipts.names, limits.least_rate)
         tasks = [asyncio.create_task(self._ask(name, receipts)) for name in receipts.names]
+        pending = set(tasks)
+        loop = asyncio.get_running_loop()
+        own_deadline = deadline = loop.time() + seconds
         try:
-            await asyncio.wait(tasks, timeout=seconds)
+            while pending and (left := deadline - loop.time()) > 0:
+                _, pending = await asyncio.wait(pending, timeout=left)
+                missing = [name for name in receipts.names if name not in receipts]
+                deadline = allowance.end(own_deadline, missing)
         finally:
             for task in tasks:
                 task.cancel()

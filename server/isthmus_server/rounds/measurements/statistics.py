@@ -61,7 +61,7 @@ class StatisticsRun:
                 vector = StatisticsVector(parts.model.task)
                 await self.roster.require("federated")
                 settings = parts.job.statistics.on_devices(parts.job.federated)
-                await self.roster.gather_cohort(settings.cohort)
+                await self.roster.gather_cohort(1, settings.cohort)
                 with self.drain.held():
                     sums = await parts.evaluator.statistics(vector)
                 path = self.store.directory / STATISTICS
