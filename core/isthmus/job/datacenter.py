@@ -65,6 +65,7 @@ _PRIVATE_LAYOUT: tuple[tuple[str, object, str], ...] = (
     ("zero_stage", 0, _SHARDED),
     ("tensor_parallel", 1, "no rank has the whole gradient of an example to clip"),
     ("context_parallel", 1, "no rank has the whole gradient of an example to clip"),
+    ("expert_parallel", 1, "no rank has the whole gradient of an example to clip"),
     ("pipeline_parallel", 1, "no rank has the whole gradient of an example to clip"),
     (
         "precision",
@@ -103,6 +104,9 @@ class DatacenterSection(Section):
     which saves memory of activations."""
     context_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks that share the positions of each sequence and have whole layers, for long sequences."""
+    expert_parallel: Annotated[int, Field(ge=1, le=256)] = 1
+    """Data-parallel replicas that divide the experts of mixtures among themselves and exchange
+    tokens."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks that each hold a contiguous part of the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
@@ -191,6 +195,8 @@ class DatacenterSection(Section):
             raise ValueError(
                 f"context_parallel={self.context_parallel} needs {why}; remove one of the two"
             )
+        if self.expert_parallel > 1:
+            self._check_experts_can_be_divided()
         if self.sequence_parallel and (self.tensor_parallel == 1 or self.compile):
             why = "tensor_parallel above 1" if self.tensor_parallel == 1 else "compile = false"
             raise ValueError(f"sequence_parallel needs {why}; remove one of the two")
@@ -223,6 +229,30 @@ class DatacenterSection(Section):
         if self.privacy is not None:
             self._check_privacy(self.privacy)
         return self
+
+    def _check_experts_can_be_divided(self) -> None:
+        """Refuse keys with which divided experts are not what they are whole.
+
+        Raises:
+            ValueError: with what to change.
+        """
+        for name, needed in (
+            ("tensor_parallel", 1),
+            ("context_parallel", 1),
+            ("compile", False),
+            ("layout", "given"),
+        ):
+            if getattr(self, name) != needed:
+                raise ValueError(
+                    f"expert_parallel={self.expert_parallel} needs {name} = {json.dumps(needed)}; "
+                    "remove one of the two"
+                )
+        if self.schedule == "zero_bubble":
+            raise ValueError(
+                f"expert_parallel={self.expert_parallel} does not work with "
+                "schedule='zero_bubble', which computes gradients of parameters apart from those "
+                "of tokens; use another schedule"
+            )
 
     def _check_privacy(self, privacy: DatacenterPrivacy) -> None:
         """Refuse a layout in which the gradients of single examples cannot be had.
@@ -291,7 +321,7 @@ class DatacenterSection(Section):
 
         Raises:
             ValueError: the degrees do not multiply to the number of ranks, or the groups of shards
-                do not divide the replicas.
+                or of experts do not divide the replicas.
         """
         others = self.tensor_parallel * self.context_parallel * self.pipeline_parallel
         left, rest = divmod(ranks, others)
@@ -310,5 +340,14 @@ class DatacenterSection(Section):
             raise ValueError(
                 f"shard_groups={self.shard_groups} cannot divide {left} data-parallel replicas "
                 "into equal groups"
+            )
+        own = left // self.shard_groups
+        if own % self.expert_parallel:
+            group = (
+                "" if self.shard_groups == 1 else f" of each of shard_groups={self.shard_groups}"
+            )
+            raise ValueError(
+                f"expert_parallel={self.expert_parallel} cannot divide the {own} data-parallel "
+                f"replicas{group} into equal groups"
             )
         return left

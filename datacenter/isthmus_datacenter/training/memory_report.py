@@ -127,7 +127,12 @@ def examples_at_once(job: Job, ranks: int) -> int:
 
 def _dims(job: Job, ranks: int, accelerators: bool) -> ParallelDims:
     section = job.datacenter
-    for key, one in (("layout", "given"), ("tensor_parallel", 1), ("pipeline_parallel", 1)):
+    for key, one in (
+        ("layout", "given"),
+        ("tensor_parallel", 1),
+        ("expert_parallel", 1),
+        ("pipeline_parallel", 1),
+    ):
         if getattr(section, key) != one:
             raise LayoutError(
                 f"the memory of a rank is known for {key}={one!r} only, and the job has "

@@ -121,7 +121,7 @@ def test_the_state_of_an_optimizer_is_counted_without_it(
 
 
 def test_what_is_not_known_is_refused(make_setup: Any) -> None:
-    for key in ("tensor_parallel", "pipeline_parallel"):
+    for key in ("tensor_parallel", "expert_parallel", "pipeline_parallel"):
         with pytest.raises(UserError, match=f"known for {key}=1 only, and the job has 2"):
             report(make_setup("Table", {}, **{key: 2}), 2)
     with pytest.raises(UserError, match=r"with datacenter\.compile is not known"):
