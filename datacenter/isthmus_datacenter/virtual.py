@@ -323,6 +323,7 @@ class VirtualRun:
             fp16=False,
             job_schedule=job_schedule(self.job, section.batch_size),
             earlier=self._schedules,
+            rounded_moments=section.optimizer_states == "bf16",
         )
         check_optimizers(self.task, self.shard, optimizer.names)
         return optimizer

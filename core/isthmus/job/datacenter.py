@@ -67,6 +67,7 @@ _PRIVATE_LAYOUT: tuple[tuple[str, object, str], ...] = (
     ("context_parallel", 1, "no rank has the whole gradient of an example to clip"),
     ("expert_parallel", 1, "no rank has the whole gradient of an example to clip"),
     ("pipeline_parallel", 1, "no rank has the whole gradient of an example to clip"),
+    ("offload", "none", "gradients of examples are clipped on the device"),
     (
         "precision",
         "fp32",
@@ -117,6 +118,11 @@ class DatacenterSection(Section):
     """Parts of a batch trained in sequence before an optimizer step, to save memory."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the layers; parameters, gradient sums and the optimizer stay float32."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What a GPU keeps in the host's memory: the optimizer's state between its steps; or shards of
+    parameters, gradients and that state, so that the processor takes the steps."""
+    optimizer_states: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the optimizer's moments between steps; "bf16" rounds them stochastically."""
     compile: bool = False
     """Compile each block with `torch.compile`."""
     checkpoint_activations: bool | Literal["operators"] = False
@@ -194,6 +200,12 @@ class DatacenterSection(Section):
             why = "tensor_parallel = 1" if self.tensor_parallel > 1 else "compile = false"
             raise ValueError(
                 f"context_parallel={self.context_parallel} needs {why}; remove one of the two"
+            )
+        if self.offload == "parameters" and (self.tensor_parallel > 1 or self.context_parallel > 1):
+            key = "tensor_parallel" if self.tensor_parallel > 1 else "context_parallel"
+            raise ValueError(
+                f'offload="parameters" needs {key} = 1, whose ranks sum gradients on their '
+                'devices; set it, or offload = "optimizer"'
             )
         if self.expert_parallel > 1:
             self._check_experts_can_be_divided()

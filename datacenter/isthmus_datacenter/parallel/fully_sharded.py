@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
@@ -60,6 +66,7 @@ def apply_zero_stage(
             mesh=data_mesh,
             reshard_after_forward=dims.reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype, output_dtype),
+            offload_policy=_offload(dims, mesh),
         )
 
 
@@ -77,7 +84,15 @@ def shard_experts(experts: Sequence[nn.Module], dims: ParallelDims, mesh: Device
             reshard_after_forward=dims.reshard_after_forward,
             # Activations have the type of the block; the weights of the routing keep theirs.
             mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False),
+            offload_policy=_offload(dims, mesh),
         )
+
+
+def _offload(dims: ParallelDims, mesh: DeviceMesh) -> OffloadPolicy:
+    """Where shards are between their uses."""
+    if not dims.offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
 
 def default_units(model: nn.Module, smallest: int) -> list[list[nn.Module]]:

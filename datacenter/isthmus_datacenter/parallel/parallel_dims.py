@@ -81,6 +81,8 @@ class ParallelDims:
     accumulate: int = 1
     """Parts of a batch whose gradients are accumulated one after the other."""
     precision: Precision = "fp32"
+    offload: bool = False
+    """Whether shards of parameters, gradients and optimizer state are in the host's memory."""
     compile: bool = False
     checkpoint_activations: bool | Literal["operators"] = False
     checkpoint_every: int = 1
@@ -112,6 +114,7 @@ class ParallelDims:
             microbatches=_microbatches(section),
             accumulate=section.accumulate,
             precision=section.precision,
+            offload=section.offload == "parameters",
             compile=section.compile,
             checkpoint_activations=section.checkpoint_activations,
             checkpoint_every=section.checkpoint_every,
@@ -195,13 +198,14 @@ class ParallelDims:
 
     @property
     def needs_fully_shard(self) -> bool:
-        """Whether there are several replicas or mixed precision, which `fully_shard` provides."""
-        return not self.private and (self.data > 1 or self.precision != "fp32")
+        """Whether there are several replicas, mixed precision or offload: by `fully_shard`."""
+        wants = self.data > 1 or self.precision != "fp32" or self.offload
+        return wants and not self.private
 
     def uses_all_reduce(self, device_type: str) -> bool:
         """Whether a `GradientAllReduce` replaces `fully_shard`: whole replicas on processors."""
         # Divided experts have fewer replicas than the rest of the model.
-        whole = self.zero_stage == 0 and self.expert == 1
+        whole = self.zero_stage == 0 and self.expert == 1 and not self.offload
         return device_type == "cpu" and whole and self.precision == "fp32"
 
     def coordinates(self, rank: int) -> Coordinates:

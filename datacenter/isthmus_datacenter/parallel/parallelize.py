@@ -156,8 +156,9 @@ def parallelize(
                 )
             if dims.compile:
                 _complete_embedding_outputs(stage, plan)
-        elif unfilled is None:
-            # Only this rank's stages: the whole model may not fit on one device.
+        elif unfilled is None and not dims.offload:
+            # Only this rank's stages: the whole model may not fit on one device. With offload,
+            # `fully_shard` moves one unit after the other.
             _place(stage, device)
         # A stage without units is one by itself. Units are wrapped before `fully_shard`, whose
         # hooks then are outside of what is compiled and recomputed.
@@ -173,7 +174,7 @@ def parallelize(
             if shared_calls is not None:
                 CallOrder(stage, shared_calls)
         if unfilled is not None:
-            unfilled.fill(stage, own_names[index], device)
+            unfilled.fill(stage, own_names[index], device, offload=dims.offload)
     return ModelShard(
         dims,
         own_stages,

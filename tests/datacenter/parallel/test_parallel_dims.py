@@ -55,6 +55,10 @@ from isthmus.job.datacenter import DatacenterSection
             "expert_parallel=4 cannot divide the 2 data-parallel replicas of each of "
             "shard_groups=2 into",
         ),
+        (
+            {"offload": "parameters", "tensor_parallel": 2},
+            'offload="parameters" needs tensor_parallel = 1',
+        ),
         ({"sequence_parallel": True}, "sequence_parallel needs tensor_parallel above 1"),
         (
             {"sequence_parallel": True, "tensor_parallel": 2, "compile": True},

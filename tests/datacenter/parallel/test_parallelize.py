@@ -106,6 +106,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         SGD,
         layout(2, ep=2, stage=3, checkpoint_activations=True),
     ),
+    "dp2-zero0-offload-clip": (*UNEVEN, layout(2, stage=0, offload="parameters", clip_norm=0.2)),
+    "dp2-zero3-offload-accumulate": (
+        "Gpt",
+        ADAMW,
+        layout(2, stage=3, offload="parameters", accumulate=2),
+    ),
+    "dp2-zero2-offload-optimizer": ("Gpt", ADAMW, layout(2, offload="optimizer")),
+    "dp2-ep2-zero3-offload": ("Mixture", SGD, layout(2, ep=2, stage=3, offload="parameters")),
     "dp2-zero3-experts": ("Mixture", ADAMW_MIXTURE, layout(2, stage=3)),
     "tp2": ("Gpt", {**ADAMW, "public_held_out": 5}, layout(tp=2)),
     "tp2-plan-recompute": (
@@ -295,6 +303,12 @@ HALF_PRECISION = {
         SGD,
         layout(2, stage=0, precision="bf16"),
     ),  # fully_shard
+    "dp2-states-bf16": ("Gpt", ADAMW, layout(2, stage=3, optimizer_states="bf16")),
+    "tp2-states-bf16-offload": (
+        "Gpt",
+        ADAMW,
+        layout(tp=2, optimizer_states="bf16", offload="optimizer"),
+    ),
     "dp2-ep2-bf16": ("Mixture", SGD, layout(2, ep=2, stage=3, precision="bf16")),
     "tp2-pp2-bf16": ("Gpt", SGD, layout(1, 2, 2, precision="bf16")),
     "dp2-fp16": ("Gpt", SGD, layout(2, precision="fp16")),
@@ -322,7 +336,8 @@ def test_half_precision_differs_only_by_rounding(
             setups.append(prepared)
         values = on_ranks(ranks, "train", operations)[0]
         for name, prepared, value in zip(cases, setups, values, strict=True):
-            expected, loss = _reference(make_setup, cases[name][0], "SGD", None)
+            task, extra, _ = cases[name]
+            expected, loss = _reference(make_setup, task, extra["optimizer"], None)
             parameters = decode((tmp_path / name).read_bytes(), prepared.layout)
             difference = float((parameters - expected).abs().max())
             assert 0 < difference < (2e-2 if "bf16" in name else 3e-3), name
