@@ -32,6 +32,7 @@ _ONE_RANK = {
     "datacenter.profile_steps": None,
     "datacenter.compile": False,
     "datacenter.offload": "none",
+    "datacenter.float8": False,
 }
 """Changes of a job for one rank, which has nobody to share a model with."""
 

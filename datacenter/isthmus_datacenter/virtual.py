@@ -155,6 +155,11 @@ class VirtualRun:
                 "a simulated datacenter sends whole models, and the job has "
                 "datacenter.compression; use real ones, or remove it"
             )
+        if self.job.datacenter.float8:
+            raise TaskError(
+                "a simulated datacenter trains on a processor, and the job has datacenter.float8; "
+                "use a real one, or remove it"
+            )
         self.model.train()
         self.participant = Participant(name=name, regime="datacenter")
         with user_code("local_data()"):

@@ -73,6 +73,7 @@ _PRIVATE_LAYOUT: tuple[tuple[str, object, str], ...] = (
         "fp32",
         "the bound on the gradient of an example would not hold with its rounding",
     ),
+    ("float8", False, "the bound on the gradient of an example would not hold with its rounding"),
     ("accumulate", 1, "the examples of a step are already taken in parts"),
     ("compile", False, "torch.compile does not compile per-example gradients"),
     ("checkpoint_activations", False, "per-example gradients cannot recompute activations"),
@@ -123,6 +124,8 @@ class DatacenterSection(Section):
     parameters, gradients and that state, so that the processor takes the steps."""
     optimizer_states: Literal["fp32", "bf16"] = "fp32"
     """Precision of the optimizer's moments between steps; "bf16" rounds them stochastically."""
+    float8: bool = False
+    """Have linear layers of blocks multiply in float8, on GPUs that can; needs torchao."""
     compile: bool = False
     """Compile each block with `torch.compile`."""
     checkpoint_activations: bool | Literal["operators"] = False
@@ -207,6 +210,15 @@ class DatacenterSection(Section):
                 f'offload="parameters" needs {key} = 1, whose ranks sum gradients on their '
                 'devices; set it, or offload = "optimizer"'
             )
+        if self.float8:
+            for key in ("tensor_parallel", "context_parallel"):
+                if getattr(self, key) > 1:
+                    raise ValueError(f"float8 needs {key} = 1; remove one of the two")
+            if self.precision == "fp16":
+                raise ValueError(
+                    'float8 does not work with precision = "fp16", whose losses are scaled for '
+                    'another range of numbers; set precision = "bf16"'
+                )
         if self.expert_parallel > 1:
             self._check_experts_can_be_divided()
         if self.sequence_parallel and (self.tensor_parallel == 1 or self.compile):

@@ -83,6 +83,8 @@ class ParallelDims:
     precision: Precision = "fp32"
     offload: bool = False
     """Whether shards of parameters, gradients and optimizer state are in the host's memory."""
+    float8: bool = False
+    """Whether linear layers of blocks multiply in float8."""
     compile: bool = False
     checkpoint_activations: bool | Literal["operators"] = False
     checkpoint_every: int = 1
@@ -115,6 +117,7 @@ class ParallelDims:
             accumulate=section.accumulate,
             precision=section.precision,
             offload=section.offload == "parameters",
+            float8=section.float8,
             compile=section.compile,
             checkpoint_activations=section.checkpoint_activations,
             checkpoint_every=section.checkpoint_every,

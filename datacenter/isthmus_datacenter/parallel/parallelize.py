@@ -35,6 +35,7 @@ from isthmus_datacenter.parallel.expert_parallel import (
     find_experts,
     refuse_undividable,
 )
+from isthmus_datacenter.parallel.float8_layers import refuse_without_float8, use_float8
 from isthmus_datacenter.parallel.fully_sharded import (
     apply_zero_stage,
     default_units,
@@ -100,6 +101,8 @@ def parallelize(
         TaskError: the model cannot be distributed like this, and what to do about it.
         NeedsWholeModel: it has no memory, and cannot be called in parts.
     """
+    if dims.float8:
+        refuse_without_float8(device)
     refuse_unshardable(model, dims, device.type)
     mesh = dims.mesh(device.type) if dims.ranks > 1 or dims.needs_fully_shard else None
     # By identity, so before anything below replaces a parameter by its shard.
@@ -160,6 +163,8 @@ def parallelize(
             # Only this rank's stages: the whole model may not fit on one device. With offload,
             # `fully_shard` moves one unit after the other.
             _place(stage, device)
+        if dims.float8:
+            use_float8(stage, units or [stage])
         # A stage without units is one by itself. Units are wrapped before `fully_shard`, whose
         # hooks then are outside of what is compiled and recomputed.
         for number, unit in enumerate(units or [stage]):

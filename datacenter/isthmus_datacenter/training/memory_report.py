@@ -144,6 +144,7 @@ def _dims(job: Job, ranks: int, accelerators: bool) -> ParallelDims:
         "compile": section.compile,
         "privacy": section.privacy is not None,
         "offload": section.offload != "none",
+        "float8": section.float8,
     }
     for what in (key for key, given in unknown.items() if given):
         raise LayoutError(f"the memory of a rank with datacenter.{what} is not known")
