@@ -140,7 +140,7 @@ class _DividedExperts:
         """Shapes (T, H), (T, K) and (T, K) in, (T, H) out."""
         given = self._signature.bind(*args, **kwargs).arguments
         hidden_states, top_k_index, top_k_weights = given.values()
-        chosen = top_k_index.flatten()
+        chosen = top_k_index.flatten().long()
         # Grouped by expert, and so by the rank that has it.
         order = chosen.argsort(stable=True)
         to_experts = chosen.new_zeros(self._ranks * self._own)
