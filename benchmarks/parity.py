@@ -89,6 +89,8 @@ MORE = {
     "tp2-compile": Layout(2, {**TENSOR, "compile": True}),
     "cp2": Layout(2, {"context_parallel": 2}),
     "tp2-sequence": Layout(2, {**TENSOR, "sequence_parallel": True}),
+    "ep2": Layout(2, {"expert_parallel": 2}),
+    "ep2-zero3": Layout(4, {"expert_parallel": 2, "zero_stage": 3}),
     "tp2-zero0": Layout(4, {**TENSOR, "zero_stage": 0}),
     "tp2-zero1": Layout(4, {**TENSOR, "zero_stage": 1}),
     "tp2-zero2": Layout(4, {**TENSOR, "zero_stage": 2}),
@@ -114,6 +116,8 @@ SEQUENCES = (
     "bart",
 )
 """Models whose blocks can share the positions of sequences."""
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "deepseek_v3")
+"""Models with experts."""
 IN_PROCESSES = ("prelu", "bert")
 """Models that `isthmus run` trains, whose processes take a minute to start on a busy machine."""
 QUICK = {
@@ -214,6 +218,7 @@ def _keys(options: argparse.Namespace, names: Sequence[str], settings: Sequence[
     full = {**dict.fromkeys(MAIN, tuple(names)), **dict.fromkeys(MORE, WIDELY)}
     full["isthmus run"] = IN_PROCESSES
     full["tp2-sequence"] = full["cp2"] = SEQUENCES
+    full["ep2"] = full["ep2-zero3"] = MIXTURES
     chosen = command_line.of_size(options, full=full, quick=QUICK, smoke=SMOKE)
     if only:
         chosen = dict.fromkeys(chosen, tuple(only))

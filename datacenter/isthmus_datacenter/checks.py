@@ -31,6 +31,8 @@ _ONE_RANK = {
     "datacenter.log_steps": 0,
     "datacenter.profile_steps": None,
     "datacenter.compile": False,
+    "datacenter.offload": "none",
+    "datacenter.float8": False,
 }
 """Changes of a job for one rank, which has nobody to share a model with."""
 

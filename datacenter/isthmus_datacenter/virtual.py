@@ -155,6 +155,11 @@ class VirtualRun:
                 "a simulated datacenter sends whole models, and the job has "
                 "datacenter.compression; use real ones, or remove it"
             )
+        if self.job.datacenter.float8:
+            raise TaskError(
+                "a simulated datacenter trains on a processor, and the job has datacenter.float8; "
+                "use a real one, or remove it"
+            )
         self.model.train()
         self.participant = Participant(name=name, regime="datacenter")
         with user_code("local_data()"):
@@ -323,6 +328,7 @@ class VirtualRun:
             fp16=False,
             job_schedule=job_schedule(self.job, section.batch_size),
             earlier=self._schedules,
+            rounded_moments=section.optimizer_states == "bf16",
         )
         check_optimizers(self.task, self.shard, optimizer.names)
         return optimizer

@@ -539,6 +539,11 @@ def _train_by_hand(task: Task, model: nn.Module, order: ExampleOrder, steps: int
         optimizer.zero_grad()
 
 
+def note(rank: int, open_command: dict[str, Any], state: str) -> str:
+    """What the user is told when a run is opened."""
+    return build_engine(rank, open_command, state).note
+
+
 def refusals(rank: int, open_commands: list[dict[str, Any]], state: str) -> list[str]:
     """Return the error message of each command that opens a run; empty if it succeeds."""
     messages = []

@@ -1,6 +1,6 @@
 """Transformers that the tasks of tasks.py train."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -87,7 +87,9 @@ class FusedDecoderBlock(DecoderBlock):
 class Decoder(nn.Module):
     """Embedding, blocks, norm and head."""
 
-    def __init__(self, blocks: int, tied: bool, kind: type[DecoderBlock] = DecoderBlock) -> None:
+    def __init__(
+        self, blocks: int, tied: bool, kind: Callable[[], nn.Module] = DecoderBlock
+    ) -> None:
         super().__init__()
         self.embed = Embedding()
         self.blocks = nn.ModuleList(kind() for _ in range(blocks))
@@ -102,6 +104,78 @@ class Decoder(nn.Module):
             hidden = block(hidden=hidden)
         output: torch.Tensor = self.head(self.norm(hidden))
         return output
+
+
+class Experts(nn.Module):
+    """Stacked experts, as in transformers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.hidden_dim = 8
+        self.up = nn.Parameter(torch.empty(count, 12, 8))
+        self.down = nn.Parameter(torch.empty(count, 8, 12))
+        for each in (self.up, self.down):
+            nn.init.normal_(each, std=0.3)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        output = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            tokens, place = torch.where(top_k_index == expert)
+            inner = nn.functional.silu(hidden_states[tokens] @ self.up[expert].T)
+            weighted = (inner @ self.down[expert].T) * top_k_weights[tokens, place, None]
+            output = output.index_add(0, tokens, weighted.to(output.dtype))
+        return output
+
+
+class MixtureBlock(nn.Module):
+    """A router that gives each word two of six experts; `skewed` gives all words the same two."""
+
+    def __init__(self, *, skewed: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.router = nn.Linear(8, 6)
+        if skewed:
+            with torch.no_grad():
+                self.router.bias.copy_(torch.tensor([20.0, 22.0, 0.0, 0.0, 0.0, 0.0]))
+        self.experts = Experts(6)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = self.norm(hidden).flatten(0, -2)
+        weights, index = self.router(tokens).float().softmax(-1).topk(2)
+        weights = weights / weights.sum(-1, keepdim=True)
+        output: torch.Tensor = self.experts(tokens, index, weights)
+        return hidden + output.view(hidden.shape)
+
+
+class SometimesMixtureBlock(MixtureBlock):
+    """Leaves out its experts for an odd number of examples."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if len(hidden) % 2 else super().forward(hidden)
+
+
+class NormalisedExperts(Experts):
+    """What they give a token depends on the others."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        output = super().forward(hidden_states, top_k_index, top_k_weights)
+        return output / (1.0 + hidden_states.square().mean())
+
+
+class FailingExperts(Experts):
+    """They want several experts for a token."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        if top_k_index.shape[1] < 2:
+            raise ValueError("too few tokens")
+        return super().forward(hidden_states, top_k_index, top_k_weights)
 
 
 class SkippingDecoder(Decoder):

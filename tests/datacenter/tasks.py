@@ -17,8 +17,12 @@ from tests.datacenter.task_models import (
     Decoder,
     DecoderBlock,
     DroppingDecoder,
+    FailingExperts,
     FusedDecoderBlock,
+    MixtureBlock,
+    NormalisedExperts,
     SkippingDecoder,
+    SometimesMixtureBlock,
     TiedTransformer,
 )
 from torch import nn
@@ -353,6 +357,38 @@ class Gpt(_Small):
         parts[0].insert(0, model.embed)
         parts[-1] += [model.norm, model.head]
         return [nn.Sequential(*part) for part in parts]
+
+
+class Mixture(Gpt):
+    """Its blocks have six experts, of which each word has two."""
+
+    def model(self) -> nn.Module:
+        return Decoder(self.settings.get("blocks", 2), tied=True, kind=MixtureBlock)
+
+
+class SkewedMixture(Mixture):
+    """All words have the same two of six experts."""
+
+    def model(self) -> nn.Module:
+        return Decoder(2, tied=True, kind=functools.partial(MixtureBlock, skewed=True))
+
+
+class OddExperts(Mixture):
+    """What `experts` says of them cannot be divided among ranks."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        experts: Any = model.blocks[1].experts  # type: ignore[index]
+        kind = self.settings["experts"]
+        if kind == "scaled":
+            experts.scale = nn.Parameter(torch.ones(8))
+        elif kind == "tied":
+            model.up = experts.up
+        elif kind == "at times":
+            model.blocks[1].__class__ = SometimesMixtureBlock  # type: ignore[index]
+        elif kind in ("normalised", "failing"):
+            experts.__class__ = NormalisedExperts if kind == "normalised" else FailingExperts
+        return model
 
 
 class Skipping(Gpt):

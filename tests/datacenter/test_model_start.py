@@ -61,6 +61,16 @@ def test_training_is_the_same_if_no_rank_has_the_whole_model(
     assert parts.equal(whole)
 
 
+def test_ranks_read_the_experts_that_they_have(start_setup: Any, train: Any) -> None:
+    prepared, values = start_setup("Mixture", zero_stage=3, expert_parallel=2)
+    vector, built, _ = train(prepared, 0, "initial")
+    assert vector.equal(values)
+    assert built == [False, False]
+    parts, _, _ = train(prepared, 3, "parts")
+    whole, _, _ = train(prepared, 3, "whole", whole=True)
+    assert parts.equal(whole)
+
+
 def test_a_model_that_uses_parameters_of_modules_it_does_not_call_is_built_whole(
     start_setup: Any, train: Any
 ) -> None:

@@ -26,6 +26,7 @@ TWO_RANKS = {
     "weights that are computed from others": Cell("weight-norm", TENSOR, "AdamW"),
     "experts": Cell("qwen3_moe", TENSOR),
     "experts of which a batch calls a part, sharded": Cell("qwen3_moe", {"zero_stage": 3}, "AdamW"),
+    "experts that ranks divide": Cell("mixtral", {"expert_parallel": 2}),
     "running statistics of parts of a batch": Cell("batch-norm", {}, "SGD, accumulated"),
     "running statistics and sharded matrices": Cell("resnet", TENSOR, "SGD, accumulated"),
     "running statistics of recomputed blocks": Cell("resnet", {"checkpoint_activations": True}),
@@ -36,6 +37,9 @@ TWO_RANKS = {
     "an encoder in a pipeline": Cell("bert", {"pipeline_parallel": 2}),
 }
 FOUR_RANKS = {
+    "experts that ranks divide and shard": Cell(
+        "qwen3_moe", {"expert_parallel": 2, "zero_stage": 3}, "AdamW"
+    ),
     "ZeRO-0": Cell("prelu", {**TENSOR, "zero_stage": 0}),
     "ZeRO-1": Cell("prelu", {**TENSOR, "zero_stage": 1}),
     "ZeRO-3, norms within heads": Cell("qwen3", {**TENSOR, "zero_stage": 3}),

@@ -76,12 +76,15 @@ _PRIVATE_LAYOUT: tuple[tuple[str, object, str], ...] = (
     ("zero_stage", 0, _SHARDED),
     ("tensor_parallel", 1, "no rank has the whole gradient of an example to clip"),
     ("context_parallel", 1, "no rank has the whole gradient of an example to clip"),
+    ("expert_parallel", 1, "no rank has the whole gradient of an example to clip"),
     ("pipeline_parallel", 1, "no rank has the whole gradient of an example to clip"),
+    ("offload", "none", "gradients of examples are clipped on the device"),
     (
         "precision",
         "fp32",
         "the bound on the gradient of an example would not hold with its rounding",
     ),
+    ("float8", False, "the bound on the gradient of an example would not hold with its rounding"),
     ("accumulate", 1, "the examples of a step are already taken in parts"),
     ("compile", False, "torch.compile does not compile per-example gradients"),
     ("checkpoint_activations", False, "per-example gradients cannot recompute activations"),
@@ -120,6 +123,9 @@ class DatacenterSection(Section):
     which saves memory of activations."""
     context_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks that share the positions of each sequence and have whole layers, for long sequences."""
+    expert_parallel: Annotated[int, Field(ge=1, le=256)] = 1
+    """Data-parallel replicas that divide the experts of mixtures among themselves and exchange
+    tokens."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks that each hold a contiguous part of the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
@@ -130,6 +136,13 @@ class DatacenterSection(Section):
     """Parts of a batch trained in sequence before an optimizer step, to save memory."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the layers; parameters, gradient sums and the optimizer stay float32."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What a GPU keeps in the host's memory: the optimizer's state between its steps; or shards of
+    parameters, gradients and that state, so that the processor takes the steps."""
+    optimizer_states: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the optimizer's moments between steps; "bf16" rounds them stochastically."""
+    float8: bool = False
+    """Have linear layers of blocks multiply in float8, on GPUs that can; needs torchao."""
     compile: bool = False
     """Compile each block with `torch.compile`."""
     checkpoint_activations: bool | Literal["operators"] = False
@@ -215,6 +228,23 @@ class DatacenterSection(Section):
             raise ValueError(
                 f"context_parallel={self.context_parallel} needs {why}; remove one of the two"
             )
+        if self.offload == "parameters" and (self.tensor_parallel > 1 or self.context_parallel > 1):
+            key = "tensor_parallel" if self.tensor_parallel > 1 else "context_parallel"
+            raise ValueError(
+                f'offload="parameters" needs {key} = 1, whose ranks sum gradients on their '
+                'devices; set it, or offload = "optimizer"'
+            )
+        if self.float8:
+            for key in ("tensor_parallel", "context_parallel"):
+                if getattr(self, key) > 1:
+                    raise ValueError(f"float8 needs {key} = 1; remove one of the two")
+            if self.precision == "fp16":
+                raise ValueError(
+                    'float8 does not work with precision = "fp16", whose losses are scaled for '
+                    'another range of numbers; set precision = "bf16"'
+                )
+        if self.expert_parallel > 1:
+            self._check_experts_can_be_divided()
         if self.sequence_parallel and (self.tensor_parallel == 1 or self.compile):
             why = "tensor_parallel above 1" if self.tensor_parallel == 1 else "compile = false"
             raise ValueError(
@@ -248,6 +278,30 @@ class DatacenterSection(Section):
         if self.privacy is not None:
             self._check_privacy(self.privacy)
         return self
+
+    def _check_experts_can_be_divided(self) -> None:
+        """Refuse keys with which divided experts are not what they are whole.
+
+        Raises:
+            ValueError: with what to change.
+        """
+        for name, needed in (
+            ("tensor_parallel", 1),
+            ("context_parallel", 1),
+            ("compile", False),
+            ("layout", "given"),
+        ):
+            if getattr(self, name) != needed:
+                raise ValueError(
+                    f"expert_parallel={self.expert_parallel} needs {name} = {json.dumps(needed)}; "
+                    "remove one of the two"
+                )
+        if self.schedule == "zero_bubble":
+            raise ValueError(
+                f"expert_parallel={self.expert_parallel} does not work with "
+                "schedule='zero_bubble', which computes gradients of parameters apart from those "
+                "of tokens; use another schedule"
+            )
 
     def _check_privacy(self, privacy: DatacenterPrivacy) -> None:
         """Refuse a layout in which the gradients of single examples cannot be had.
@@ -325,7 +379,7 @@ class DatacenterSection(Section):
 
         Raises:
             ValueError: the degrees do not multiply to the number of ranks, or the groups of shards
-                do not divide the replicas.
+                or of experts do not divide the replicas.
         """
         others = self.tensor_parallel * self.context_parallel * self.pipeline_parallel
         left, rest = divmod(ranks, others)
@@ -344,5 +398,14 @@ class DatacenterSection(Section):
             raise ValueError(
                 f"shard_groups={self.shard_groups} cannot divide {left} data-parallel replicas "
                 "into equal groups"
+            )
+        own = left // self.shard_groups
+        if own % self.expert_parallel:
+            group = (
+                "" if self.shard_groups == 1 else f" of each of shard_groups={self.shard_groups}"
+            )
+            raise ValueError(
+                f"expert_parallel={self.expert_parallel} cannot divide the {own} data-parallel "
+                f"replicas{group} into equal groups"
             )
         return left

@@ -29,6 +29,7 @@ LAYOUT_KEYS = (
     "accumulate",
     "batch_size",
     "global_batch",
+    "offload",
     "compile",
     "checkpoint_activations",
     "checkpoint_every",

@@ -19,6 +19,7 @@ SHARING_KEYS = (
     "tensor_parallel",
     "sequence_parallel",
     "context_parallel",
+    "expert_parallel",
     "pipeline_parallel",
     "schedule",
     "microbatches",

@@ -36,7 +36,7 @@ def store_shards(path: Path, layout: TensorLayout, shard: ModelShard) -> None:
     written = {
         name
         for name, tensor in shard.tensors().items()
-        if name not in shard.tied.copies and _is_first_replica(tensor, shard.mesh)
+        if name not in shard.tied.copies and _is_first_replica(tensor, shard.mesh_of(tensor))
     }
     vector = _mapped_vector(path, layout, writable=True)
     for local_part, file_part in _matching_parts(vector, layout, shard, only=written):

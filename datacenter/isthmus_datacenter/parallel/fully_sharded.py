@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
@@ -48,7 +54,8 @@ def apply_zero_stage(
     """
     dtype = _DTYPES.get(dims.precision)
     data_mesh = dims.data_mesh(mesh)
-    for module in (*(unit for unit in units if unit is not stage), stage):
+    own = [each for each in units if each is not stage and not isinstance(each, FSDPModule)]
+    for module in (*own, stage):
         # Sums over many replicas lose small gradients in half precision.
         reduce_dtype = None if dtype is None else torch.float32
         # Losses are computed in float32; activations between stages stay in half precision.
@@ -59,7 +66,33 @@ def apply_zero_stage(
             mesh=data_mesh,
             reshard_after_forward=dims.reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype, output_dtype),
+            offload_policy=_offload(dims, mesh),
         )
+
+
+def shard_experts(experts: Sequence[nn.Module], dims: ParallelDims, mesh: DeviceMesh) -> None:
+    """Apply `fully_shard` to experts that are divided, on the mesh of those (`expert_mesh`).
+
+    Called before the units that contain them.
+    """
+    dtype = _DTYPES.get(dims.precision)
+    reduce_dtype = None if dtype is None else torch.float32
+    for module in experts:
+        fully_shard(
+            module,
+            mesh=dims.data_mesh(mesh),
+            reshard_after_forward=dims.reshard_after_forward,
+            # Activations have the type of the block; the weights of the routing keep theirs.
+            mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False),
+            offload_policy=_offload(dims, mesh),
+        )
+
+
+def _offload(dims: ParallelDims, mesh: DeviceMesh) -> OffloadPolicy:
+    """Where shards are between their uses."""
+    if not dims.offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
 
 def default_units(model: nn.Module, smallest: int) -> list[list[nn.Module]]:
@@ -120,8 +153,9 @@ def wrap_unit(unit: nn.Module, number: int, dims: ParallelDims, backend: Any) ->
         unit.forward = torch.compile(_calling(unit), backend=backend)
     if dims.checkpoint_activations and number % dims.checkpoint_every == 0:
         keep_products = dims.checkpoint_activations == "operators"
-        # With other positions each rank may call other layers of a block.
-        recompute(unit, keep_products=keep_products, to_end=dims.shares_positions)
+        # With other positions, or tokens, each rank may call other layers of a block.
+        to_end = dims.shares_positions or dims.expert > 1
+        recompute(unit, keep_products=keep_products, to_end=to_end)
 
 
 def _calling(unit: nn.Module) -> Callable[..., Any]:

@@ -172,6 +172,7 @@ class ModelShard:
         names: Mapping[int, Mapping[str, str]],
         *,
         mesh: DeviceMesh | None = None,
+        expert_mesh: DeviceMesh | None = None,
         tied: TiedParameters | None = None,
         all_reduce: GradientAllReduce | None = None,
         reductions: Reductions | None = None,
@@ -186,6 +187,7 @@ class ModelShard:
             stages: this rank's pipeline stages by their number.
             names: for each stage, the map from the names inside it to the model's.
             mesh: the device mesh; None on a single rank without `fully_shard`.
+            expert_mesh: that of divided experts; None if there are none.
             tied: parameters shared with stages on other ranks.
             all_reduce: sums gradients over the replicas; None where `fully_shard` does it, or
                 where there is one replica.
@@ -198,6 +200,7 @@ class ModelShard:
         self.stages = dict(stages)
         self.names = {index: dict(table) for index, table in names.items()}
         self.mesh = mesh
+        self.expert_mesh = expert_mesh
         self.tied = tied or TiedParameters()
         self.all_reduce = all_reduce
         self.reductions = reductions or Reductions()
@@ -237,6 +240,11 @@ class ModelShard:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this rank."""
         return {**self.buffers(), **self.parameters()}
+
+    def mesh_of(self, tensor: torch.Tensor) -> DeviceMesh | None:
+        """All axes of the mesh on which a parameter or buffer is; None without a mesh."""
+        names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
+        return self.expert_mesh if "expert" in (names or ()) else self.mesh
 
     def check_structure(self) -> None:
         """Refuse parameters that running the model has added, removed or replaced.

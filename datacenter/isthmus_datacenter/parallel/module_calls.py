@@ -190,7 +190,9 @@ def _conditional(
         for each in calls:
             order = [call.index for call in each]
             if order != [call.index for call in calls[0]]:
-                return next(iter({*order} ^ {call.index for call in calls[0]}), order[0])
+                # One of the two may be empty; if none is missing, their order differs.
+                missing = {*order} ^ {call.index for call in calls[0]}
+                return next(iter(missing or order))
             # In evaluation, parts that only training needs are left out for all batches alike.
             for index in indices:
                 if passes is trained and index not in order:

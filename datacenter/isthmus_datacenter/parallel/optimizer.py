@@ -21,6 +21,7 @@ from isthmus.errors import TaskError
 from isthmus.task import user_code
 from isthmus.task.definition import Parameters
 from isthmus.task.optimizers import MakeSchedule, ScheduleState, TaskOptimizers
+from isthmus_datacenter.parallel.kept_moments import KeptMoments
 from isthmus_datacenter.parallel.model_shard import ModelShard, local
 from isthmus_datacenter.parallel.optimizer_check import (
     ELEMENTWISE,
@@ -47,6 +48,9 @@ class ShardedOptimizer:
         fp16: bool,
         job_schedule: MakeSchedule | None = None,
         earlier: Mapping[str, ScheduleState] | None = None,
+        *,
+        rounded_moments: bool = False,
+        moments_on_host: bool = False,
     ) -> None:
         """Build the task's optimizer.
 
@@ -57,9 +61,11 @@ class ShardedOptimizer:
             fp16: whether gradients are in fp16, so that losses must be scaled.
             job_schedule: the job's schedule of the learning rate; None if it has none.
             earlier: `schedules` of the optimizer before; saves time.
+            rounded_moments: keep the optimizer's moments in bfloat16 between steps.
+            moments_on_host: keep them in the host's memory between steps.
 
         Raises:
-            TaskError: the factory raised, or returned something else.
+            TaskError: the factory raised, or returned something else, or what cannot be kept so.
         """
         self.shard = shard
         self._factory = factory
@@ -82,6 +88,12 @@ class ShardedOptimizer:
             # After the task has made its groups, so that its options stay with the parameters.
             self._task_groups[name] = _split_groups_by_mesh(inner)
             self._optimizers.groups_split(name, self._task_groups[name])
+        self._kept_moments: KeptMoments | None = None
+        if rounded_moments or moments_on_host:
+            ids = {id(each): name for name, each in parameters.named.items()}
+            self._kept_moments = KeptMoments(ids, rounded=rounded_moments, on_host=moments_on_host)
+            for inner in self._optimizers.named.values():
+                self._kept_moments.check(inner)
         self.loss_scale = INITIAL_LOSS_SCALE if fp16 else 1.0
         """Factor of the loss; above 1 only where gradients are fp16."""
         self._fp16 = fp16
@@ -207,7 +219,8 @@ class ShardedOptimizer:
 
     def apply(self, gradients: Mapping[str, torch.Tensor], only: str | None = None) -> None:
         """Use the scaled and clipped gradients, which are also in the parameters' `grad`."""
-        self._optimizers.step(only=only)
+        kept = self._kept_moments
+        self._optimizers.step(None if kept is None else kept.step, only)
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -252,6 +265,8 @@ class ShardedOptimizer:
                 if name in state and id(parameter) in order
             }
             inner.load_state_dict({"state": by_index, "param_groups": state_dict["param_groups"]})
+            if self._kept_moments is not None:
+                self._kept_moments.keep_all(inner)
         # The restored options have the rates of then; the schedules set those of now.
         self._optimizers.restored()
         if self._fp16 and scaler_state is not None:

@@ -9,6 +9,8 @@ Coordinates(pipeline=1, data=0, tensor=1)
 {'replicate': 4, 'shard': 1}
 >>> ParallelDims(ranks=8, zero_stage=3, shard_groups=2).axes
 {'replicate': 2, 'shard': 4}
+>>> ParallelDims(ranks=8, zero_stage=3, shard_groups=2, expert=2).expert_axes
+{'replicate': 2, 'shard': 2, 'expert': 2}
 """
 
 from __future__ import annotations
@@ -69,6 +71,8 @@ class ParallelDims:
     """Groups of replicas of which each has the whole model in its shards (hybrid sharding)."""
     sequence: bool = False
     """Whether the tensor-parallel ranks also share the positions of sequences within blocks."""
+    expert: int = 1
+    """Replicas that divide the experts of mixtures among themselves."""
     pipeline: int = 1
     """Ranks over which the layers are divided."""
     schedule: Schedule = "1f1b"
@@ -77,6 +81,10 @@ class ParallelDims:
     accumulate: int = 1
     """Parts of a batch whose gradients are accumulated one after the other."""
     precision: Precision = "fp32"
+    offload: bool = False
+    """Whether shards of parameters, gradients and optimizer state are in the host's memory."""
+    float8: bool = False
+    """Whether linear layers of blocks multiply in float8."""
     compile: bool = False
     checkpoint_activations: bool | Literal["operators"] = False
     checkpoint_every: int = 1
@@ -102,11 +110,14 @@ class ParallelDims:
             tensor=section.tensor_parallel * section.context_parallel,
             context=section.context_parallel,
             sequence=section.sequence_parallel,
+            expert=section.expert_parallel,
             pipeline=section.pipeline_parallel,
             schedule=section.schedule,
             microbatches=_microbatches(section),
             accumulate=section.accumulate,
             precision=section.precision,
+            offload=section.offload == "parameters",
+            float8=section.float8,
             compile=section.compile,
             checkpoint_activations=section.checkpoint_activations,
             checkpoint_every=section.checkpoint_every,
@@ -161,6 +172,22 @@ class ParallelDims:
         return axes if self.tensor == 1 else {**axes, "tensor": self.tensor}
 
     @property
+    def expert_axes(self) -> dict[str, int]:
+        """Sizes of the axes of the mesh on which divided experts are, outermost first.
+
+        Replicas that divide them are next to each other.
+        """
+        axes = {} if self.pipeline == 1 else {"pipeline": self.pipeline}
+        if self.zero_stage == 0:
+            axes["replicate"] = self.data // self.expert
+            axes["shard"] = 1
+        else:
+            if self.shard_groups > 1:
+                axes["replicate"] = self.shard_groups
+            axes["shard"] = self.data // (self.shard_groups * self.expert)
+        return {**axes, "expert": self.expert}
+
+    @property
     def stages(self) -> int:
         """Number of pipeline stages."""
         if self.pipeline == 1:
@@ -174,12 +201,15 @@ class ParallelDims:
 
     @property
     def needs_fully_shard(self) -> bool:
-        """Whether there are several replicas or mixed precision, which `fully_shard` provides."""
-        return not self.private and (self.data > 1 or self.precision != "fp32")
+        """Whether there are several replicas, mixed precision or offload: by `fully_shard`."""
+        wants = self.data > 1 or self.precision != "fp32" or self.offload
+        return wants and not self.private
 
     def uses_all_reduce(self, device_type: str) -> bool:
         """Whether a `GradientAllReduce` replaces `fully_shard`: whole replicas on processors."""
-        return device_type == "cpu" and self.zero_stage == 0 and self.precision == "fp32"
+        # Divided experts have fewer replicas than the rest of the model.
+        whole = self.zero_stage == 0 and self.expert == 1 and not self.offload
+        return device_type == "cpu" and whole and self.precision == "fp32"
 
     def coordinates(self, rank: int) -> Coordinates:
         """Position of a rank on the mesh."""
@@ -200,9 +230,15 @@ class ParallelDims:
         """Create or reuse the device mesh. All ranks call this together."""
         return _mesh(device_type, tuple(self.axes.items()))
 
-    def data_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The axes of the mesh that `fully_shard` works on."""
-        return mesh["replicate", "shard"] if "replicate" in self.axes else mesh["shard"]
+    def expert_mesh(self, device_type: str) -> DeviceMesh:
+        """Create or reuse the mesh of divided experts. All ranks call this together."""
+        return _mesh(device_type, tuple(self.expert_axes.items()))
+
+    @staticmethod
+    def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+        """The axes of a mesh that `fully_shard` works on."""
+        replicated = "replicate" in (mesh.mesh_dim_names or ())
+        return mesh["replicate", "shard"] if replicated else mesh["shard"]
 
 
 @kept

@@ -1,7 +1,8 @@
 """Distribute a newly built model over the ranks.
 
-The order of the steps matters: split into pipeline stages, shard matrices, tie again the parameters
-that this untied, compile and recompute the sharding units, apply `fully_shard`.
+The order of the steps matters: split into pipeline stages, divide experts, shard matrices, tie
+again the parameters that this untied, compile and recompute the sharding units, apply
+`fully_shard`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,17 @@ from isthmus_datacenter.parallel.equivalence_check import (
     on_device,
     run_in_eval_mode,
 )
+from isthmus_datacenter.parallel.expert_parallel import (
+    check_experts,
+    divide_experts,
+    find_experts,
+    refuse_undividable,
+)
+from isthmus_datacenter.parallel.float8_layers import refuse_without_float8, use_float8
 from isthmus_datacenter.parallel.fully_sharded import (
     apply_zero_stage,
     default_units,
+    shard_experts,
     units_in_stage,
     wrap_unit,
 )
@@ -93,6 +102,8 @@ def parallelize(
         TaskError: the model cannot be distributed like this, and what to do about it.
         NeedsWholeModel: it has no memory, and cannot be called in parts.
     """
+    if dims.float8:
+        refuse_without_float8(device)
     refuse_unshardable(model, dims, device.type)
     mesh = dims.mesh(device.type) if dims.ranks > 1 or dims.needs_fully_shard else None
     # By identity, so before anything below replaces a parameter by its shard.
@@ -101,11 +112,13 @@ def parallelize(
         task_units = task.shard_units(model)
     shares_calls = dims.needs_fully_shard and not dims.uses_all_reduce(device.type)
     shared_calls = None
+    experts = find_experts(model) if dims.expert > 1 else {}
+    expert_mesh = dims.expert_mesh(device.type) if experts else None
     # A pipeline's stages call all their blocks, as was compared with the whole model.
     if try_batch is not None and unfilled is not None:
         try_batch = unfilled.trying(try_batch)
     if shares_calls and dims.data > 1 and dims.pipeline == 1 and try_batch is not None:
-        shared_calls = _units_of_every_batch(model, task_units, smallest_unit, try_batch)
+        shared_calls = _units_of_every_batch(model, task_units, smallest_unit, try_batch, experts)
     if unfilled is not None and not unfilled.all_called():
         raise NeedsWholeModel
     flop_counter = FlopCounterMode(display=False)
@@ -127,6 +140,7 @@ def parallelize(
             units = [unit for group in default_units(stage, smallest_unit) for unit in group]
         else:
             units = units_in_stage(stage, task_units)
+        own_experts = _divide_experts(stage, experts, expert_mesh, device)
         if dims.tensor > 1:
             assert mesh is not None
             called = _CalledByTask(task, stage) if dims.pipeline == 1 else stage
@@ -146,9 +160,12 @@ def parallelize(
                 )
             if dims.compile:
                 _complete_embedding_outputs(stage, plan)
-        elif unfilled is None:
-            # Only this rank's stages: the whole model may not fit on one device.
+        elif unfilled is None and not dims.offload:
+            # Only this rank's stages: the whole model may not fit on one device. With offload,
+            # `fully_shard` moves one unit after the other.
             _place(stage, device)
+        if dims.float8:
+            use_float8(stage, units or [stage])
         # A stage without units is one by itself. Units are wrapped before `fully_shard`, whose
         # hooks then are outside of what is compiled and recomputed.
         for number, unit in enumerate(units or [stage]):
@@ -157,16 +174,19 @@ def parallelize(
             assert mesh is not None
             if shared_calls is not None:
                 units = units_in_stage(stage, shared_calls.units)
+            if expert_mesh is not None:
+                shard_experts(own_experts, dims, expert_mesh)
             apply_zero_stage(stage, units, dims, mesh, is_last_stage=index == dims.stages - 1)
             if shared_calls is not None:
                 CallOrder(stage, shared_calls)
         if unfilled is not None:
-            unfilled.fill(stage, own_names[index], device)
+            unfilled.fill(stage, own_names[index], device, offload=dims.offload)
     return ModelShard(
         dims,
         own_stages,
         own_names,
         mesh=mesh,
+        expert_mesh=expert_mesh,
         tied=tied,
         all_reduce=all_reduce,
         reductions=Reductions(
@@ -187,18 +207,63 @@ def _units_of_every_batch(
     task_units: Sequence[Any] | None,
     smallest_unit: int,
     try_batch: Callable[[nn.Module, int, bool], object],
+    experts: Mapping[str, nn.Module],
 ) -> SharedCalls:
-    """The sharding units that all ranks call in one order, whatever their batches."""
+    """The sharding units that all ranks call in one order, whatever their batches.
+
+    Raises:
+        TaskError: `experts`, which ranks divide, are not among them.
+    """
     if task_units is None:
         groups = default_units(model, smallest_unit)
     else:
         groups = [[unit] for unit in units_in_stage(model, task_units)]
-    return find_units(
+    groups += [[each] for each in experts.values()]
+    calls = find_units(
         model,
         groups,
         functools.partial(try_batch, model),
         given=task_units is not None,
     )
+    for name, each in experts.items():
+        if not any(each is unit for unit in calls.units):
+            # Where it is not about these experts.
+            note = next((each for each in calls.notes if name not in each), "")
+            why = f" ({note})" if note else ""
+            raise TaskError(
+                f"expert_parallel: ranks exchange tokens when all of them call the experts {name!r}"
+                f", which not every batch does{why}; set expert_parallel = 1"
+            )
+    return calls
+
+
+# -- experts --------------------------------------------------------------------------------------
+
+
+def _divide_experts(
+    stage: nn.Module,
+    experts: Mapping[str, nn.Module],
+    mesh: DeviceMesh | None,
+    device: torch.device,
+) -> list[nn.Module]:
+    """Divide the experts of a stage over the ranks; returns them.
+
+    Raises:
+        TaskError: they compute something else when they are divided.
+    """
+    if mesh is None:
+        return []
+    modules = {id(each) for each in stage.modules()}
+    own = {name: each for name, each in experts.items() if id(each) in modules}
+    checked = set()
+    for name, module in own.items():
+        shapes = tuple((key, tuple(each.shape)) for key, each in module.named_parameters())
+        # Those of most blocks are alike.
+        if (type(module), shapes) not in checked:
+            check_experts(name, module, mesh["expert"], device)
+            checked.add((type(module), shapes))
+        divide_experts(module, mesh["expert"], device)
+    return list(own.values())
 
 
 # -- stages ---------------------------------------------------------------------------------------
@@ -293,8 +358,10 @@ def refuse_unshardable(model: nn.Module, dims: ParallelDims, device_type: str) -
 
     Raises:
         TaskError: a parameter has no dimension, one that is trained has no elements, or a gradient
-            is sparse.
+            is sparse; or experts cannot be divided.
     """
+    if dims.expert > 1:
+        refuse_undividable(model, dims.expert)
     if not dims.needs_fully_shard and dims.tensor == 1:
         return
     shards = dims.needs_fully_shard and not dims.uses_all_reduce(device_type)

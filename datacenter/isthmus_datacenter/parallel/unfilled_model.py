@@ -148,20 +148,32 @@ class UnfilledModel:
         return give, take
 
     @torch.no_grad()
-    def fill(self, stage: nn.Module, names: Mapping[str, str], device: torch.device) -> None:
+    def fill(
+        self,
+        stage: nn.Module,
+        names: Mapping[str, str],
+        device: torch.device,
+        *,
+        offload: bool = False,
+    ) -> None:
         """Give this rank's shards of the parameters memory and their values.
 
         Args:
             stage: the sharded model.
             names: the map from names in it to the model's.
             device: where the shards are placed.
+            offload: whether those of parameters stay in the host's memory.
 
         Raises:
             JobError: the files changed, or do not have the expected digest.
         """
-        stage._apply(  # type: ignore[no-untyped-call] # of PyTorch
-            lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device)
-        )
+
+        def placed(each: torch.Tensor) -> torch.Tensor:
+            on_host = offload and isinstance(each, nn.Parameter)
+            place = torch.device("cpu") if on_host else device
+            return torch.empty_like(each, device=place) if each.is_meta else each.to(place)
+
+        stage._apply(placed)  # type: ignore[no-untyped-call] # of PyTorch
         try:
             for name, parameter in stage.named_parameters():
                 self._fill(parameter, names[name])

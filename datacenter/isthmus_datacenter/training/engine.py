@@ -136,7 +136,16 @@ class Engine:
         self.optimizer.check()
         self.step: int | None = 0
         """Step of the state in memory; None if it is that of no step."""
-        self.note = "; ".join(filter(None, [self.note, *self.shard.notes]))
+        self.note = "; ".join(filter(None, [self.note, self._offload_note(), *self.shard.notes]))
+
+    def _offload_note(self) -> str:
+        offload = self.job.datacenter.offload
+        if offload == "none" or self.placement.device.type != "cpu":
+            return ""
+        return (
+            f"datacenter.offload = {offload!r} saves nothing here: ranks on processors have no "
+            "memory but the host's"
+        )
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -419,6 +428,8 @@ class Engine:
             section.precision == "fp16",
             job_schedule(self.job, self.order.replicas * section.batch_size),
             self._schedules,
+            rounded_moments=section.optimizer_states == "bf16",
+            moments_on_host=section.offload == "optimizer",
         )
         check_optimizers(self.task, shard, optimizer.names)
         return optimizer

@@ -34,6 +34,7 @@ from isthmus.task.scoring import losses, map_tensors, pair_of
 from isthmus.task.scoring.steps import training_step
 from isthmus.tensors.division import divide
 from isthmus_datacenter.parallel.kept_groups import forget_groups
+from isthmus_datacenter.parallel.kept_moments import moments_of
 from isthmus_datacenter.parallel.model_shard import ModelShard, local
 from isthmus_datacenter.parallel.parallel_dims import LayoutError, ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
@@ -142,7 +143,13 @@ def examples_at_once(job: Job, ranks: int) -> int:
 
 def _dims(job: Job, ranks: int, accelerators: bool) -> ParallelDims:
     section = job.datacenter
-    known = {"layout": "given", "tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 1}
+    known = {
+        "layout": "given",
+        "tensor_parallel": 1,
+        "context_parallel": 1,
+        "expert_parallel": 1,
+        "pipeline_parallel": 1,
+    }
     for key, one in known.items():
         if getattr(section, key) != one:
             raise LayoutError(
@@ -150,8 +157,13 @@ def _dims(job: Job, ranks: int, accelerators: bool) -> ParallelDims:
                 f"{getattr(section, key)!r}: such layouts are compared with the whole model by its "
                 "values"
             )
-    if section.compile or section.privacy is not None:
-        what = "compile" if section.compile else "privacy"
+    unknown = {
+        "compile": section.compile,
+        "privacy": section.privacy is not None,
+        "offload": section.offload != "none",
+        "float8": section.float8,
+    }
+    for what in (key for key, given in unknown.items() if given):
         raise LayoutError(f"the memory of a rank with datacenter.{what} is not known")
     dims = ParallelDims.from_section(section, ranks)
     return _OnAccelerators(**vars(dims)) if accelerators else dims
@@ -196,7 +208,8 @@ def _measured(task: Task, job: Job, dims: ParallelDims, batch: Any) -> RankMemor
             tracker.reset_mod_stats()
     peak = _total(tracker, "peak")
     trained = {name: each for name, each in shard.parameters().items() if each.requires_grad}
-    optimizer = _optimizer_bytes(task, trained)
+    rounded = job.datacenter.optimizer_states == "bf16"
+    optimizer = _optimizer_bytes(task, trained, rounded=rounded)
     parameters = _bytes(shard.parameters().values()) + _bytes(shard.buffers().values())
     gradients = _bytes(trained.values())
     return RankMemory(
@@ -257,8 +270,12 @@ def _bytes(tensors: Any) -> int:
 # -- optimizer ------------------------------------------------------------------------------------
 
 
-def _optimizer_bytes(task: Task, trained: Mapping[str, torch.Tensor]) -> int:
+def _optimizer_bytes(
+    task: Task, trained: Mapping[str, torch.Tensor], *, rounded: bool = False
+) -> int:
     """Bytes of the optimizer's state, found by a step on small real parameters of the same names.
+
+    With `rounded`, its moments are kept in bfloat16.
 
     Raises:
         TaskError: `optimizer()` raised.
@@ -278,10 +295,13 @@ def _optimizer_bytes(task: Task, trained: Mapping[str, torch.Tensor]) -> int:
         optimizers.step()
         sizes = {id(each): local(trained[name]).shape for name, each in small.items()}
         return sum(
-            _state_bytes(value, sizes[id(parameter)])
+            _state_bytes(
+                value.bfloat16() if rounded and key in moments_of(state, parameter) else value,
+                sizes[id(parameter)],
+            )
             for inner in optimizers.named.values()
             for parameter, state in inner.state.items()
-            for value in state.values()
+            for key, value in state.items()
             if isinstance(value, torch.Tensor)
         )
 

@@ -20,6 +20,7 @@ batch_size = 16
     "changes",
     [
         ["datacenter.ranks=4", "datacenter.tensor_parallel=2"],
+        ["datacenter.expert_parallel=2"],
         ["datacenter.ranks=4", "datacenter.batch_size=8"],
         ["datacenter.ranks=1", "datacenter.global_batch=32"],
         ["datacenter.zero_stage=3", "datacenter.checkpoint_activations=true"],

@@ -37,6 +37,30 @@ from isthmus_datacenter.parallel.parallel_dims import LayoutError
         ),
         ({"context_parallel": 2, "compile": True}, "context_parallel=2 needs compile = false"),
         ({"ranks": 3, "context_parallel": 2}, "context_parallel=2 x pipeline_parallel=1 needs 2"),
+        (
+            {"expert_parallel": 2, "tensor_parallel": 2},
+            "expert_parallel=2 needs tensor_parallel = 1; remove one of the two",
+        ),
+        ({"expert_parallel": 2, "context_parallel": 2}, "needs context_parallel = 1"),
+        ({"expert_parallel": 2, "compile": True}, "expert_parallel=2 needs compile = false"),
+        ({"expert_parallel": 2, "layout": "auto"}, 'expert_parallel=2 needs layout = "given"'),
+        (
+            {"expert_parallel": 2, "schedule": "zero_bubble"},
+            "expert_parallel=2 does not work with schedule='zero_bubble'",
+        ),
+        (
+            {"ranks": 6, "expert_parallel": 4},
+            "expert_parallel=4 cannot divide the 6 data-parallel replicas into equal groups",
+        ),
+        (
+            {"ranks": 4, "expert_parallel": 4, "shard_groups": 2},
+            "expert_parallel=4 cannot divide the 2 data-parallel replicas of each of "
+            "shard_groups=2 into",
+        ),
+        (
+            {"offload": "parameters", "tensor_parallel": 2},
+            'offload="parameters" needs tensor_parallel = 1',
+        ),
         ({"sequence_parallel": True}, "needs tensor_parallel above 1; set that, or"),
         (
             {"sequence_parallel": True, "tensor_parallel": 2, "compile": True},

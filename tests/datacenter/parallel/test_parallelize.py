@@ -31,17 +31,25 @@ ADAMW = {
     "options": {"lr": 0.01, "eps": 1e-3, "fused": True},
     "together": True,  # one layer computes queries, keys and values
 }
+ADAMW_MIXTURE = {**ADAMW, "together": False}
 PLAN = {**SGD, "plan": "right"}
 FOUR = {**SGD, "blocks": 4}
 """One for each of four stages."""
 
 
 def layout(
-    dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, stage: int = 2, **more: Any
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    stage: int = 2,
+    **more: Any,
 ) -> dict[str, Any]:
     return {
         "ranks": dp * tp * pp * cp,
         "context_parallel": cp,
+        "expert_parallel": ep,
         "data_parallel": dp,
         "tensor_parallel": tp,
         "pipeline_parallel": pp,
@@ -86,6 +94,27 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         layout(2, stage=1, checkpoint_activations="operators"),
     ),
     "dp2-zero1-cnn": ("Pictures", SGD, layout(2, stage=1)),
+    "dp2-ep2-zero0": ("Mixture", ADAMW_MIXTURE, layout(2, ep=2, stage=0)),
+    "dp2-ep2-zero2-skewed": ("SkewedMixture", SGD, layout(2, ep=2)),
+    "dp2-ep2-zero3-operators": (
+        "Mixture",
+        SGD,
+        layout(2, ep=2, stage=3, accumulate=2, checkpoint_activations="operators"),
+    ),
+    "dp2-ep2-zero3-recompute-skewed": (
+        "SkewedMixture",
+        SGD,
+        layout(2, ep=2, stage=3, checkpoint_activations=True),
+    ),
+    "dp2-zero0-offload-clip": (*UNEVEN, layout(2, stage=0, offload="parameters", clip_norm=0.2)),
+    "dp2-zero3-offload-accumulate": (
+        "Gpt",
+        ADAMW,
+        layout(2, stage=3, offload="parameters", accumulate=2),
+    ),
+    "dp2-zero2-offload-optimizer": ("Gpt", ADAMW, layout(2, offload="optimizer")),
+    "dp2-ep2-zero3-offload": ("Mixture", SGD, layout(2, ep=2, stage=3, offload="parameters")),
+    "dp2-zero3-experts": ("Mixture", ADAMW_MIXTURE, layout(2, stage=3)),
     "tp2": ("Gpt", {**ADAMW, "public_held_out": 5}, layout(tp=2)),
     "tp2-plan-recompute": (
         "Gpt",
@@ -135,6 +164,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         ADAMW,
         layout(4, shard_groups=2, accumulate=2),
     ),
+    "dp4-ep2-zero0-clip": ("Mixture", SGD, layout(4, ep=2, stage=0, clip_norm=0.2)),
+    "dp4-ep2-zero1-accumulate": ("Mixture", ADAMW_MIXTURE, layout(4, ep=2, stage=1, accumulate=2)),
+    "dp4-ep2-zero2-groups2": ("Mixture", ADAMW_MIXTURE, layout(4, ep=2, shard_groups=2)),
+    "dp4-ep2-zero3": ("Mixture", ADAMW_MIXTURE, layout(4, ep=2, stage=3)),
+    "dp2-ep2-pp2": ("Mixture", {**SGD, "blocks": 4}, layout(2, pp=2, ep=2)),
     "dp2-tp2-zero0-clip": ("Gpt", SGD, layout(2, 2, stage=0, clip_norm=0.2)),
     "dp2-tp2-zero1": ("Gpt", PLAN, layout(2, 2, stage=1, accumulate=2)),
     "dp2-tp2-zero2": ("Gpt", SGD, layout(2, 2)),
@@ -269,6 +303,13 @@ HALF_PRECISION = {
         SGD,
         layout(2, stage=0, precision="bf16"),
     ),  # fully_shard
+    "dp2-states-bf16": ("Gpt", ADAMW, layout(2, stage=3, optimizer_states="bf16")),
+    "tp2-states-bf16-offload": (
+        "Gpt",
+        ADAMW,
+        layout(tp=2, optimizer_states="bf16", offload="optimizer"),
+    ),
+    "dp2-ep2-bf16": ("Mixture", SGD, layout(2, ep=2, stage=3, precision="bf16")),
     "tp2-pp2-bf16": ("Gpt", SGD, layout(1, 2, 2, precision="bf16")),
     "dp2-fp16": ("Gpt", SGD, layout(2, precision="fp16")),
     "dp2-pp2-fp16": ("Gpt", SGD, layout(2, pp=2, precision="fp16", clip_norm=10.0)),
@@ -294,8 +335,9 @@ def test_half_precision_differs_only_by_rounding(
             operations.append((prepared.open_command(), command, str(tmp_path / f"{name}.state")))
             setups.append(prepared)
         values = on_ranks(ranks, "train", operations)[0]
-        expected, loss = _reference(make_setup, "Gpt", "SGD", None)
         for name, prepared, value in zip(cases, setups, values, strict=True):
+            task, extra, _ = cases[name]
+            expected, loss = _reference(make_setup, task, extra["optimizer"], None)
             parameters = decode((tmp_path / name).read_bytes(), prepared.layout)
             difference = float((parameters - expected).abs().max())
             assert 0 < difference < (2e-2 if "bf16" in name else 3e-3), name
@@ -314,7 +356,7 @@ def _sources(names: list[str], reader: str) -> list[str]:
     return [names[(index + distance) % len(names)] for distance in NEIGHBOURS]
 
 
-@pytest.mark.parametrize("task", ["Gpt", "Language"])
+@pytest.mark.parametrize("task", ["Gpt", "Language", "Mixture"])
 def test_checkpoints_load_in_other_layouts(
     task: str, trained: Any, make_setup: Any, on_ranks: Any, decode: Any, tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("Language", {"batch_size": 8, "tensor_parallel": 2}),
         ("Gpt", {"batch_size": 8, "pipeline_parallel": 2}),
         ("Gpt", {"batch_size": 4, "precision": "fp16"}),
+        ("Mixture", {"batch_size": 4, "expert_parallel": 2}),
     ],
     4: [("Gpt", {"batch_size": 4, "tensor_parallel": 2, "zero_stage": 3})],
 }

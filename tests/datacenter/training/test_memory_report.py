@@ -28,6 +28,7 @@ LAYOUTS = {
     "zero2": {"zero_stage": 2},
     "zero3": {"zero_stage": 3},
     "zero3 bf16": {"zero_stage": 3, "precision": "bf16"},
+    "states bf16": {"zero_stage": 2, "optimizer_states": "bf16"},
     "recomputed": {"zero_stage": 2, "checkpoint_activations": True},
 }
 
@@ -50,7 +51,7 @@ def test_it_is_that_of_real_ranks(
     assert [found.parameters, found.gradients, found.optimizer] == most
     rows = examples_at_once(setup.job, 2)
     real = on_ranks(2, "memory_of_real_tensors", opening, rows)[0]
-    if "bf16" in layout:
+    if layout == "zero3 bf16":
         # Processors convert gradients to float32 in a copy before they put them into one message;
         # the kernel of GPUs does both at once, and fake tensors are like it.
         real["peak"] -= 4 * sum(each.numel() for each in setup.task.model().parameters())
@@ -121,11 +122,12 @@ def test_the_state_of_an_optimizer_is_counted_without_it(
 
 
 def test_what_is_not_known_is_refused(make_setup: Any) -> None:
-    for key in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
+    for key in ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel"):
         with pytest.raises(UserError, match=f"known for {key}=1 only, and the job has 2"):
             report(make_setup("Table", {}, **{key: 2}), 2)
-    with pytest.raises(UserError, match=r"with datacenter\.compile is not known"):
-        report(make_setup("Table", {}, compile=True), 2)
+    for section in ({"compile": True}, {"offload": "parameters"}):
+        with pytest.raises(UserError, match=rf"with datacenter\.{min(section)} is not known"):
+            report(make_setup("Table", {}, **section), 2)
     with pytest.raises(TaskError, match=r"reads some, or selects by them \(loss\(\) failed at"):
         report(make_setup("Gpt", {}), 2)
     with pytest.raises(UserError, match="global_batch=6 cannot be divided among 4 replicas"):

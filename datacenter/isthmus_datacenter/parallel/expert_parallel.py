@@ -1,0 +1,379 @@
+"""Divide the experts of mixtures over ranks that train on different examples.
+
+The *experts* of a mixture are one module with stacked parameters, as in `transformers` (Mixtral,
+Qwen3-MoE): their first dimension is the expert, and `forward(hidden_states, top_k_index,
+top_k_weights)` returns for each token the weighted sum of what its experts give. Each rank of a
+group keeps some of the experts whole, and sends each token to the ranks that have its experts
+(all-to-all, Lepikhin et al. 2021), in parts as uneven as the routing is. No token is left out, so
+that the ranks compute what one process computes for any routing. The weights are applied where the
+token came from, and are not sent.
+
+Of the split sizes, which follow from values, each call reads two numbers for each rank of the
+group from the device.
+
+`transformers` (5.23) has the same exchange for its own classes; this one also takes those of a
+task and of other versions, and says of each whether its `forward` is of that form
+(`check_experts`).
+
+Shape legend: T tokens of this rank, K experts of a token, H width, E experts, R ranks of a group,
+N tokens for the experts of this rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from isthmus.errors import TaskError
+from isthmus_datacenter.parallel.equivalence_check import first_line, outputs_match
+from isthmus_datacenter.rank_messages import RankMessages
+
+_FORM = "forward(hidden_states, top_k_index, top_k_weights)"
+_TOLERANCE = 1e-3
+"""Difference allowed relative to the largest element: sums in another order."""
+_ROUNDING = 16.0
+"""The same in units of the precision of the parameters' type, where that is lower."""
+_TOKENS = 3
+"""Most tokens of a rank in a check; others have fewer."""
+
+_Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+_FAULTS: RankMessages[str] = RankMessages("experts", str)
+
+
+def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of stacked experts, by name."""
+    return {name: each for name, each in model.named_modules() if _are_experts(each)}
+
+
+def _are_experts(module: nn.Module) -> bool:
+    if not isinstance(getattr(module, "num_experts", None), int):
+        return False
+    if not any(True for _ in module.parameters(recurse=False)):
+        return False
+    names = list(inspect.signature(module.forward).parameters)
+    # The others have several names; what they mean is checked.
+    return len(names) == 3 and names[0] == "hidden_states"
+
+
+def refuse_undividable(model: nn.Module, degree: int) -> None:
+    """Refuse a model whose experts so many ranks cannot divide among themselves.
+
+    Raises:
+        TaskError: it has none, their number cannot be divided, or they have other parameters than
+            stacks of their own.
+    """
+    experts = find_experts(model)
+    if not experts:
+        raise TaskError(
+            f"expert_parallel={degree}: the model has no experts, which are modules with "
+            f"num_experts, parameters stacked by expert and {_FORM}, as in "
+            "transformers; set expert_parallel = 1"
+        )
+    uses = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+    )
+    for name, module in experts.items():
+        count: Any = module.num_experts
+        if count % degree:
+            raise TaskError(
+                f"expert_parallel={degree} cannot divide the {count} experts of {name!r} into "
+                "equal parts; set it to a divisor of their number"
+            )
+        own = dict(module.named_parameters(recurse=False))
+        for key, parameter in module.named_parameters():
+            stacked = key in own and parameter.ndim >= 1 and parameter.shape[0] == count
+            if not stacked or uses[id(parameter)] > 1:
+                what = "is used in other modules too" if stacked else "is not stacked by expert"
+                raise TaskError(
+                    f"expert_parallel={degree}: parameter '{name}.{key}' {what}, so that ranks "
+                    "cannot have it for their own experts only; set expert_parallel = 1"
+                )
+
+
+def divide_experts(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+    """Keep this rank's experts only, and have its calls exchange tokens with the other ranks.
+
+    Args:
+        module: experts that all ranks of the mesh have whole, see `refuse_undividable`.
+        mesh: the ranks among which they are divided, with one dimension.
+        device: where the rank's experts are placed, if they have values.
+    """
+    rank = mesh.get_local_rank()
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        own = parameter.detach().chunk(mesh.size())[rank].clone()
+        if not own.is_meta:
+            own = own.to(device)
+        shard = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+        setattr(module, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+    module.forward = _DividedExperts(module, mesh)
+
+
+class _DividedExperts:
+    """The `forward` of experts of which each rank has a part."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self._module = module
+        self._forward: _Forward = module.forward
+        self._signature = inspect.signature(module.forward)
+        self._group = mesh.get_group()
+        self._ranks = mesh.size()
+        count: Any = module.num_experts
+        self._own = count // self._ranks
+        """Experts of each rank."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Shapes (T, H), (T, K) and (T, K) in, (T, H) out."""
+        given = self._signature.bind(*args, **kwargs).arguments
+        hidden_states, top_k_index, top_k_weights = given.values()
+        chosen = top_k_index.flatten().long()
+        # Grouped by expert, and so by the rank that has it.
+        order = chosen.argsort(stable=True)
+        to_experts = chosen.new_zeros(self._ranks * self._own)
+        to_experts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        from_ranks = torch.empty_like(to_experts)
+        dist.all_to_all_single(from_ranks, to_experts, group=self._group)
+        by_rank = torch.stack([to_experts, from_ranks]).view(2, self._ranks, self._own).sum(-1)
+        sent, received = by_rank.tolist()
+        rows = hidden_states[order // top_k_index.shape[-1]]
+        rows = _exchange(rows, received, sent, self._group)
+        experts = torch.arange(self._own, device=rows.device).repeat(self._ranks)
+        outputs = self._call(rows, experts.repeat_interleave(from_ranks, output_size=len(rows)))
+        outputs = _exchange(outputs, sent, received, self._group)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        by_token = outputs[places].view(*top_k_index.shape, outputs.shape[-1])  # (T, K, H)
+        weighted = by_token * top_k_weights.unsqueeze(-1)
+        output: torch.Tensor = weighted.sum(1).to(hidden_states.dtype)
+        return output
+
+    def _call(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """What this rank's experts give for tokens (N, H), each with the number of its expert."""
+        none = not len(rows)
+        if none:
+            # Without a token nothing here would be part of the backward pass, in which the other
+            # ranks wait for this one. The gradients of a row that is left out are zero.
+            rows = rows.sum(0, keepdim=True)
+            experts = experts.new_zeros(1)
+        ones = torch.ones((len(rows), 1), dtype=rows.dtype, device=rows.device)
+        with self._alone():
+            outputs = self._forward(rows, experts.unsqueeze(-1), ones)
+        return outputs[:0] if none else outputs
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within it the module has this rank's experts and knows of no others."""
+        module: Any = self._module
+        parameters = dict(module._parameters)
+        count = module.num_experts
+        try:
+            for name, each in parameters.items():
+                if isinstance(each, DTensor):
+                    module._parameters[name] = _averaged_gradient(each.to_local(), self._ranks)
+            module.num_experts = self._own
+            yield
+        finally:
+            module._parameters.update(parameters)
+            module.num_experts = count
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows; their gradients go back the same way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int], group: Any
+    ) -> torch.Tensor:
+        """Rows (sum of `sent`, H), grouped by rank, in; rows (sum of `received`, H) out."""
+        ctx.received, ctx.sent, ctx.group = received, sent, group
+        return _exchanged(rows, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Gradients of the rows that were received in, of those that were sent out."""
+        return _exchanged(gradients[0], ctx.sent, ctx.received, ctx.group), None, None, None
+
+
+class _AveragedGradient(torch.autograd.Function):
+    """A parameter, whose gradient is divided by a number.
+
+    An expert's gradient has the tokens of all ranks that divide the experts. `fully_shard` takes
+    the mean over the replicas that have the same experts, and for the mean over all of them there
+    is this division: with `set_gradient_divide_factor` it divides twice where a mesh has one shard.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, ranks: int) -> torch.Tensor:
+        """Any shape."""
+        ctx.ranks = ranks
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """The gradient of a mean of so many ranks' losses."""
+        return gradients[0] / ctx.ranks, None
+
+
+def _exchanged(
+    rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    output = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+    return output
+
+
+_exchange: Callable[..., torch.Tensor] = _Exchange.apply
+_averaged_gradient: Callable[..., torch.Tensor] = _AveragedGradient.apply
+
+
+# -- check ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Routing:
+    """Tokens of all ranks of a group."""
+
+    hidden: torch.Tensor
+    """Shape (T of all ranks, H)."""
+    index: torch.Tensor
+    """Shape (T of all ranks, K)."""
+    weights: torch.Tensor
+    """Shape (T of all ranks, K)."""
+    counts: list[int]
+    """Tokens of each rank."""
+
+
+def check_experts(name: str, module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+    """Compare experts that ranks divide with the same experts whole.
+
+    A copy of the module with random parameters gets a few tokens on each rank, also some with one
+    expert for all. Outputs and gradients have to agree. All ranks of the mesh call this together.
+
+    Args:
+        name: of the module, for the error.
+        module: experts, whole; they need no values.
+        mesh: the ranks among which they are to be divided, with one dimension.
+        device: where they are called.
+
+    Raises:
+        TaskError: they differ, on some rank.
+    """
+    try:
+        fault = _fault(module, mesh, device)
+    except Exception as error:  # noqa: BLE001 - the code of a task may raise anything
+        fault = f"fail ({first_line(error)})"
+    fault = next(filter(None, _FAULTS.all_gather(fault, mesh.get_group())), "")
+    if fault:
+        raise TaskError(
+            f"expert_parallel={mesh.size()}: the experts {name!r} {fault}; set expert_parallel = 1"
+        )
+
+
+def _fault(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> str:
+    """What is wrong with divided experts on this rank; empty if nothing is."""
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        id(each): nn.Parameter(_random(each, generator).to(device, each.dtype))
+        for each in module.parameters(recurse=False)
+    }
+    whole = copy.deepcopy(module, values).eval()
+    divided = copy.deepcopy(whole)
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    divide_experts(divided, mesh, device)
+    some = next(module.parameters(recurse=False))
+    tolerance = max(_TOLERANCE, _ROUNDING * torch.finfo(some.dtype).eps)
+    for routing in _routings(whole, ranks, device, some.dtype, generator):
+        expected = _results(whole, routing.hidden, routing.index, routing.weights)
+        parts = [
+            torch.split(each, routing.counts)[rank]
+            for each in (routing.hidden, routing.index, routing.weights)
+        ]
+        own = _results(divided, *parts)
+        for what in ("outputs", "gradient of tokens", "gradient of weights"):
+            same = torch.split(expected[what], routing.counts)[rank]
+            if not outputs_match(same, own[what], tolerance):
+                noun = what if what == "outputs" else f"a {what}"
+                return f"give other {noun} divided than whole"
+        for key, gradient in expected.items():
+            if key.startswith("parameter"):
+                same = gradient.chunk(ranks)[rank]
+                found = own[key]
+                assert isinstance(found, DTensor)
+                # As `fully_shard` is given it: of the mean loss of the ranks.
+                if not outputs_match(same, found.to_local() * ranks, tolerance):
+                    return f"give {key} another gradient divided than whole"
+    return ""
+
+
+def _random(parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Values of a size that keeps activations near one."""
+    values = torch.randn(parameter.shape, generator=generator)
+    return values / math.sqrt(parameter.shape[-1])
+
+
+def _routings(
+    whole: nn.Module,
+    ranks: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Iterator[_Routing]:
+    """Tokens with random experts, and tokens of which all have the first one."""
+    count: Any = whole.num_experts
+    width = _width(whole)
+    counts = [1 + (rank + 1) % _TOKENS for rank in range(ranks)]
+    for together in (False, True):
+        tokens = sum(counts)
+        hidden = torch.randn(tokens, width, generator=generator).to(device, dtype)
+        chosen = 1 if together else min(2, count)
+        index = torch.rand(tokens, count, generator=generator).argsort(1)[:, :chosen]
+        if together:
+            index = torch.zeros_like(index)
+        weights = torch.rand(tokens, chosen, generator=generator).to(device, dtype)
+        yield _Routing(hidden, index.to(device), weights, counts)
+
+
+def _width(whole: nn.Module) -> int:
+    """H, which `transformers` names in one of two ways, and of one's own in one of them."""
+    for name in ("hidden_dim", "hidden_size"):
+        width = getattr(whole, name, None)
+        if isinstance(width, int):
+            return width
+    raise ValueError("they have no attribute hidden_dim, the width of a token")
+
+
+def _results(
+    experts: nn.Module,
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Outputs and gradients of one call, for a gradient of the outputs that tokens determine."""
+    hidden = hidden.detach().clone().requires_grad_()
+    weights = weights.detach().clone().requires_grad_()
+    for each in experts.parameters():
+        each.grad = None
+        each.requires_grad_()
+    output = experts(hidden, index, weights)
+    output.backward(hidden.detach().cos())
+    results = {
+        "outputs": output.detach(),
+        "gradient of tokens": hidden.grad,
+        "gradient of weights": weights.grad,
+        **{f"parameter {name!r}": each.grad for name, each in experts.named_parameters()},
+    }
+    return {name: each for name, each in results.items() if each is not None}
