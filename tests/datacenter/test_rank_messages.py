@@ -36,6 +36,7 @@ SENDERS = {
     "the end of a checkpoint": 0,
     "the outputs of a stage": 0,
     "models without memory": 1,
+    "experts": 1,
 }
 """For each kind of message a rank that sends it, and whose place the intruder has."""
 
@@ -62,11 +63,13 @@ def test_a_pickle_in_place_of_a_message_ends_the_rank_and_executes_nothing(
     layouts = {
         "gradients": {"tensor_parallel": 2},
         "the outputs of a stage": {"pipeline_parallel": 2, "zero_stage": 0},
+        "experts": {"expert_parallel": 2},
     }
     if about == "models without memory":
         setup, _ = start_setup("Gpt", zero_stage=3)
     else:
-        setup = make_setup("Gpt", **layouts.get(about, {"zero_stage": 3}))
+        task = "Mixture" if about == "experts" else "Gpt"
+        setup = make_setup(task, **layouts.get(about, {"zero_stage": 3}))
     command = setup.open_command()
     intruder = SENDERS[about]
     with Ranks(2, seconds=60.0) as ranks:

@@ -26,7 +26,8 @@ def check_job(write_task, tmp_path, capsys):
         write_task(methods)
         path = tmp_path / "job.toml"
         path.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
-        check.callback(path, ("federated.clients=4", "federated.cohort=4", *overrides))
+        changes = ("federated.clients=4", "federated.cohort=4", *overrides)
+        check.callback(path, changes, memory=False, ranks=None, device=None)
         return capsys.readouterr().out
 
     return checked

@@ -95,7 +95,10 @@ def check(
         f"tried   {', '.join(filter(None, tried))}"
     )
     _show_promises(checked)
-    for note in filter(None, (_unlearned(checked), unused_layout(checked))):
+    left_out = ", ".join(task.not_carried_over)
+    if left_out:
+        left_out = f"not carried over, and nothing of what is trained depends on it: {left_out}"
+    for note in filter(None, (_unlearned(checked), unused_layout(checked), left_out)):
         click.echo(f"note    {note}")
 
 

@@ -135,6 +135,15 @@ class Task(abc.ABC):
             )
         return self.__data
 
+    @property
+    def not_carried_over(self) -> Sequence[str]:
+        """What a task made by `isthmus.integrations` leaves out of another library's objects.
+
+        Nothing of what is trained depends on it; `isthmus job check` says what it is. Default:
+        nothing.
+        """
+        return ()
+
     @abc.abstractmethod
     def model(self) -> nn.Module:
         """The module to train, freshly initialised.
