@@ -48,6 +48,8 @@ class Charges:
         self._charges: dict[int, Charge] = {}
         self._of_round: dict[tuple[int, int], list[Charge]] = {}
         self.count = 0
+        self.of_examples = False
+        """Whether charges name no devices, but the examples of a datacenter."""
 
     def add(self, content: Fields) -> None:
         """Check one line.
@@ -70,6 +72,7 @@ class Charges:
             fields.only("charge", "number", "previous")
             charge = _charge(fields.table("charge"))
             self._charges[number] = charge
+            self.of_examples |= charge.unit != DEVICE
             if (charge.run, charge.unit, charge.what) == (self._run_id, DEVICE, ROUND):
                 self._of_round.setdefault((charge.round, charge.attempt), []).append(charge)
             return

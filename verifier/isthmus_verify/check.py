@@ -152,8 +152,7 @@ class _Pass:
             if canonical(found) != canonical(value):
                 raise Violation(
                     f"{shown('.'.join(key))} is {shown(value)} in the job that devices have "
-                    "opened, and "
-                    f"{shown(found)} in that of the run"
+                    f"opened, and {shown(found)} in that of the run"
                 )
 
     def _end(self, content: Fields) -> None:
@@ -204,19 +203,17 @@ class _Pass:
         failed = rounds.counts["failed"]
         yield (
             f"The run {shown(self._run_id)} has {rounds.committed} committed rounds and "
-            f"{failed} failed "
-            "attempts; each begins with the model of the last commit, or one that it has kept."
+            f"{failed} failed attempts; each begins with the model of the last commit, or one that "
+            "it has kept."
         )
         yield (
             f"The {rounds.receipts} receipts belong to their plans, none is there twice, and "
-            "counts, "
-            "weights, bytes and seconds add up."
+            "counts, bytes and seconds add up."
         )
         if self._sums.count:
             yield (
                 f"{self._sums.count} sums are signed by enough of the devices that are in "
-                "them, each "
-                "with a certificate of its authority"
+                "them, each with a certificate of its authority"
                 + (", which is the given one." if self._authority is not None else ".")
             )
         if rounds.signed_rounds:
@@ -224,15 +221,14 @@ class _Pass:
                 f"In {rounds.signed_rounds} of {rounds.secure_rounds} rounds with secure sums, the "
                 "accepted devices are exactly those of the signed sums; in "
                 f"{rounds.signed_starts} of them the devices have signed the last committed "
-                "model as "
-                "the one that they start from."
+                "model as the one that they start from."
             )
+        if self._sums.naming_job:
+            yield f"In {self._sums.naming_job} of these sums the signatures cover the job."
         if self._charges.count:
-            yield (
-                f"The privacy ledger of {self._charges.count} lines is one chain, and each "
-                "round that "
-                "asked devices was charged for just these."
-            )
+            yield f"The privacy ledger of {self._charges.count} lines is one chain."
+        if self._charges.count and self._job.has("privacy"):
+            yield "Each round that asked devices was charged for just these."
         if self._epsilon_known:
             yield "No device was asked for more than the epsilon of the job, computed here again."
         if self._final and rounds.final_is_known:
@@ -245,14 +241,12 @@ class _Pass:
         if self._head is None:
             yield (
                 "Without --head: whether all of the transcript was written anew. Compare the "
-                "head with "
-                "the model card."
+                "head with the model card."
             )
         if self._sums.count and self._authority is None:
             yield (
                 "Without --authority: whether the authority that signed the certificates is "
-                "that of "
-                "your fleet."
+                "that of your fleet."
             )
         if missing := rounds.secure_rounds - rounds.signed_rounds:
             yield f"Which devices were in {missing} secure rounds: their signed sums were not kept."
@@ -265,12 +259,13 @@ class _Pass:
                 "What epsilon is: the run has charges of a kind that only its own accountant "
                 "adds up."
             )
+        if self._charges.of_examples:
+            yield "What epsilon of a datacenter's examples is: `isthmus privacy ledger` says it."
         if not with_model:
             yield "Without --model: whether you have the final model."
         yield (
             "Whether a model is what training from the one before gives: this program trains "
-            "nothing. "
-            "A seal on records is no witness of the work."
+            "nothing."
         )
         yield "What plain devices and datacenters have sent: only devices of secure sums sign."
 

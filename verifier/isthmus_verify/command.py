@@ -39,7 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"isthmus-verify: {violation}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"isthmus-verify: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(
+            f"isthmus-verify: {error.filename or given.transcript}: {error.strerror}",
+            file=sys.stderr,
+        )
         return 1
     print(f"head     {verdict.head}")
     for sentence in verdict.holds:

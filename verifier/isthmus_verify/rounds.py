@@ -13,9 +13,8 @@ from isthmus_verify.violation import Violation, shown
 
 CURRENT = "current"
 SERVED = "served"
-INITIAL = "initial"
 _STATUSES = ("accepted", "rejected", "dropped")
-_REGIMES = {"federated": 1, "datacenter": 1, "hybrid": 1}
+_REGIMES = ("federated", "datacenter", "hybrid")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,8 +29,6 @@ class SignedSum:
     model: str
     """SHA-256 of the model that they name, in hexadecimal."""
     devices: frozenset[str]
-    names_job: bool
-    """Whether the devices' signatures cover the job of the transcript."""
     starts: dict[int, str]
     """In buffered mode, the models that updates start from, by the round that asked for them."""
 
@@ -56,7 +54,8 @@ class SignedSums:
         self.of_round: dict[tuple[int, int], list[SignedSum]] = {}
         """By round and attempt."""
         self.count = 0
-        self.authorities: set[str] = set()
+        self.naming_job = 0
+        """Sums of the run in which the devices' signatures cover its job."""
 
     def add(self, content: Fields) -> None:
         """Check one sum.
@@ -87,18 +86,16 @@ class SignedSums:
             self._check_member(member, authority, config, where)
         devices = _survivors(config, roster, roster_bytes, survivor_bytes, signature_bytes, where)
         self.count += 1
-        self.authorities.add(authority.hex())
-        names_job = False
         starts: dict[int, str] = {}
         if purpose:
             if tagged_hash("purpose", purpose) != config.purpose:
                 raise Violation(f"the purpose in {where} is not the one that the devices signed")
             job, starts = read_purpose(purpose, f"the purpose in {where}")
-            names_job = job in self._jobs
-            if config.run_id == self._run_id and not names_job:
+            if config.run_id == self._run_id and job not in self._jobs:
                 raise Violation(f"the devices of {where} had opened another job than this one")
         if config.run_id == self._run_id:
-            found = SignedSum(config.model_hash.hex(), devices, names_job, starts)
+            self.naming_job += bool(purpose)
+            found = SignedSum(config.model_hash.hex(), devices, starts)
             self.of_round.setdefault((config.round, config.attempt), []).append(found)
 
     def _check_member(self, member: Member, authority: bytes, config: Config, where: str) -> None:

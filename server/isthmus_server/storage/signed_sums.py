@@ -14,6 +14,7 @@ import base64
 import dataclasses
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ class SignedSums:
         """`directory`: of the run; the file is created with the first sum."""
         self._path = None if directory is None else directory / FILE
         self._purposes: dict[bytes, bytes] = {}
+        self._writing = threading.Lock()
+        """Groups are summed at the same time, and half of a line looks like one of a crash."""
         self._job = ""
         """The job of the last line that has one, as far as this process wrote it."""
 
@@ -80,15 +83,17 @@ class SignedSums:
         if self._path is None:
             return
         signed = dataclasses.replace(signed, purpose=self._purposes.get(purpose, b""))
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            _remove_torn_line(file)
-            if job != self._job:
-                append_line(file, _line({"job": job}))
-                self._job = job
-            append_line(file, _line(signed.to_json()))
-        finally:
-            os.close(file)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        with self._writing:
+            file = os.open(self._path, flags, 0o600)
+            try:
+                _remove_torn_line(file)
+                if job != self._job:
+                    append_line(file, _line({"job": job}))
+                    self._job = job
+                append_line(file, _line(signed.to_json()))
+            finally:
+                os.close(file)
 
 
 def read_signed_sums(directory: Path) -> Iterator[dict[str, str]]:

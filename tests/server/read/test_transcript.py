@@ -19,6 +19,7 @@ from isthmus_server.read.report.report import read_report
 from isthmus_server.read.transcript import Transcript, head_of
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
+from isthmus_server.storage.recovery import roll_back
 from isthmus_server.storage.signed_sums import SignedSum, SignedSums, read_signed_sums
 from isthmus_verify import command
 from isthmus_verify.chain import MAX_LINE, canonical
@@ -136,6 +137,21 @@ async def test_failed_attempts_and_a_run_under_way_are_verified(deployment):
     record["training"]["federated"]["examples"] = 2
     with pytest.raises(Violation, match="has a mean over 2 examples of 3 devices"):
         check(io.BytesIO(chained(entries)))
+
+
+async def test_a_run_that_went_back_is_verified_and_has_no_sums_of_what_it_dropped(deployment):
+    deployment.of_one_machine = True  # devices of others take part in no earlier round
+    await deployment.start()
+    store = deployment.create_run("run", "rounds=2")
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    store.close()
+    roll_back(store.directory)
+    store = deployment.reopen(store)
+    verdict = check(io.BytesIO(transcript_of(store)))
+    assert "In 1 of 1 rounds with secure sums" in " ".join(verdict.holds)
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    verdict = check(io.BytesIO(transcript_of(store)))
+    assert "In 2 of 2 rounds with secure sums" in " ".join(verdict.holds)
 
 
 async def test_random_mutations_are_found(recorded):
