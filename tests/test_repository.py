@@ -36,6 +36,8 @@ PACKAGES = [
     "flower/isthmus_flower",
 ]
 NAMES = [path.partition("/")[2] for path in PACKAGES]
+VERIFIER = "verifier/isthmus_verify"
+"""A distribution of its own, which is not installed with the others."""
 TOOLS = PROJECT["tool"]
 COMMANDS = [
     "isthmus authority audit STATE",
@@ -90,6 +92,7 @@ COMMANDS = [
     "isthmus pause --proxy --proxy-login --state JOB",
     "isthmus privacy ledger --json RUN_DIR",
     "isthmus privacy plan --find --json --noise --set --signal-to-noise --unit JOB",
+    "isthmus prove --output RUN_DIR",
     "isthmus report --html --json --schema RUN_DIR",
     "isthmus resume --proxy --proxy-login --state JOB",
     ("isthmus run --address --log-format --metrics --quiet --resume --run-dir --set --track JOB"),
@@ -139,6 +142,7 @@ LIGHT_COMMANDS = [
     "runs import run.tar copy",
     "runs prune . --keep-last 1 --dry-run",
     "export run",
+    "prove run",
     "job schema",
     "server init srv",
     "server token create srv --kind client --name phone-0",
@@ -203,12 +207,12 @@ print(json.dumps(failed))
     [
         (TOOLS["hatch"]["build"]["dev-mode-dirs"], ROOTS),
         (TOOLS["hatch"]["build"]["targets"]["wheel"]["packages"], PACKAGES),
-        (TOOLS["ruff"]["src"], ROOTS),
-        (TOOLS["mypy"]["mypy_path"].split(":"), ROOTS),
-        (TOOLS["mypy"]["packages"], NAMES),
-        (TOOLS["coverage"]["run"]["source_pkgs"], NAMES),
+        (TOOLS["ruff"]["src"], [*ROOTS, "verifier"]),
+        (TOOLS["mypy"]["mypy_path"].split(":"), [*ROOTS, "verifier"]),
+        (TOOLS["mypy"]["packages"], [*NAMES, "isthmus_verify"]),
+        (TOOLS["coverage"]["run"]["source_pkgs"], [*NAMES, "isthmus_verify"]),
         (TOOLS["importlinter"]["root_packages"], NAMES),
-        (TOOLS["pytest"]["ini_options"]["testpaths"], [*ROOTS, "tests"]),
+        (TOOLS["pytest"]["ini_options"]["testpaths"], [*ROOTS, "verifier", "tests"]),
     ],
     ids=["hatch dev", "hatch wheel", "ruff", "mypy path", "mypy", "coverage", "imports", "pytest"],
 )
@@ -241,7 +245,7 @@ def test_every_decision_has_a_number_of_its_own():
         assert heading.startswith(f"# {number}. "), name
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", [*PACKAGES, VERIFIER])
 def test_what_a_checker_is_told_to_ignore_has_a_reason(package):
     bare = re.compile(r"# (noqa: [A-Z0-9]+(, [A-Z0-9]+)*|type: ignore(\[[a-z-]+\])?)\s*$")
     found = [
@@ -273,7 +277,7 @@ def test_nothing_is_raised_inside_except_star():
     assert found == []
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", [*PACKAGES, VERIFIER])
 def test_every_package_is_typed_and_alone_in_its_folder(package):
     path = ROOT / package
     assert (path / "py.typed").is_file()
@@ -300,6 +304,22 @@ def imported(path, modules):
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield inner if inner in modules else node.module
+
+
+def test_the_verifier_needs_nothing_but_cryptography():
+    allowed = {*sys.stdlib_module_names, "cryptography", "isthmus_verify"}
+    found = set()
+    for path in sources(VERIFIER):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                found.add((node.module or ".").partition(".")[0])
+    assert "cryptography" in found
+    assert found <= allowed
+    project = tomllib.loads((ROOT / "verifier/pyproject.toml").read_text())["project"]
+    assert [each.partition(">")[0] for each in project["dependencies"]] == ["cryptography"]
+    assert project["version"] == PROJECT["project"]["version"]
 
 
 def import_graph(root, folders):

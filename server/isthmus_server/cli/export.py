@@ -43,6 +43,7 @@ def export(run_dir: Path, format_: str, output: Path | None) -> None:
     """
     from isthmus_server.read.export.model_card import FILE, model_card
     from isthmus_server.read.report.report import read_report
+    from isthmus_server.read.transcript import head_of
     from isthmus_server.storage.damage_checks import FINAL_MODEL
     from isthmus_server.storage.run_description import resume_command
     from isthmus_server.storage.run_place import original_in_words, original_of
@@ -84,7 +85,7 @@ def export(run_dir: Path, format_: str, output: Path | None) -> None:
             _write_executorch_program(store, path)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        card = model_card(report, store.job, report.final, path.name, digest)
+        card = model_card(report, store.job, report.final, path.name, digest, head_of(store))
         (folder / FILE).write_text(card, encoding="utf-8")
     click.echo(f"model   {path}{note}\nsha256  {digest}\ncard    {folder / FILE}")
 
@@ -95,6 +96,7 @@ def _write_folder(store: Store, report: Report, folder: Path, *, merged: bool) -
     from isthmus_server.python.saved_model import load_model
     from isthmus_server.read.export.hugging_face import export_folder
     from isthmus_server.read.export.model_card import FILE, model_card
+    from isthmus_server.read.transcript import head_of
 
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} has files already; remove it, or name another with --output")
@@ -114,7 +116,7 @@ def _write_folder(store: Store, report: Report, folder: Path, *, merged: bool) -
         export_folder(store.job, store.base, model, part, merged=merged)
         digest = StartFiles.find(part).digest()
         assert report.final is not None
-        card = model_card(report, store.job, report.final, folder.name, digest)
+        card = model_card(report, store.job, report.final, folder.name, digest, head_of(store))
         (part / FILE).write_text(card, encoding="utf-8")
         part.replace(target)  # an empty folder may be there
     finally:

@@ -276,7 +276,7 @@ class BufferAttempt:
         def send(config: bytes) -> link_pb2.Request:
             return agreeing(secure=config)
 
-        purpose = BufferedPurpose(context.purpose, tuple(starts)).hash
+        purpose = context.signed_sums.named(BufferedPurpose(context.purpose, tuple(starts)))
         if context.job.finds_ranges:
             self._secure = RangedAttempt(
                 context,

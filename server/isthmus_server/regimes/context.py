@@ -11,12 +11,15 @@ from isthmus.transport.requests import fingerprint_of
 from isthmus.wire import link_pb2
 from isthmus_privacy.compression.single_updates import UpdateMessages
 from isthmus_privacy.purpose import RunPurpose
+from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.identity import Directory
+from isthmus_privacy.secagg.messages import Roster
 from isthmus_server.budgets.budget import PrivacyBudget
 from isthmus_server.model.fixed_point_sum import SUM_BYTES, WeightedSum
 from isthmus_server.model.mmap_buffer import MmapBuffer
 from isthmus_server.regimes.committed_sums import CommittedSums
 from isthmus_server.storage.range_log import RangeLog
+from isthmus_server.storage.signed_sums import SignedSum, SignedSums
 from isthmus_server.storage.unmasking_log import UnmaskingLog
 from isthmus_server.transport.link import Link
 
@@ -35,6 +38,7 @@ class FederatedContext:
         privacy: PrivacyBudget | None = None,
         sums: CommittedSums | None = None,
         ranges: RangeLog | None = None,
+        signed_sums: SignedSums | None = None,
     ) -> None:
         """Collect what attempts need.
 
@@ -49,6 +53,7 @@ class FederatedContext:
             privacy: of a job with `[privacy]`.
             sums: the committed sums of the run so far; None for none.
             ranges: where the ranges of updates are stored; None for memory only.
+            signed_sums: where it is kept what devices sign; None for nowhere.
 
         Raises:
             UserError: the job's codec cannot be used.
@@ -64,6 +69,7 @@ class FederatedContext:
         self.privacy = privacy
         self.sums = sums or CommittedSums()
         self.ranges = ranges or RangeLog()
+        self.signed_sums = signed_sums or SignedSums()
         self.messages = UpdateMessages.of(job, layout)
         """Encoded updates of plaintext rounds; None if they are sent as they are."""
         self._sum: MmapBuffer | None = None
@@ -78,6 +84,25 @@ class FederatedContext:
             layout=opening.layout,
             frozen=fingerprint_of(opening.frozen),
         )
+
+    def keep_signed(self, config: RoundConfig, roster: Roster, *messages: bytes) -> None:
+        """Keep what the devices of a sum of updates have signed.
+
+        The sums of evaluations, comparisons and ranges have names of their own, and are not kept.
+
+        Args:
+            config: of the sum.
+            roster: of its devices.
+            messages: their survivors, and the signatures of these.
+
+        Raises:
+            OSError: it cannot be stored.
+        """
+        if config.run_id != self.run_id:
+            return
+        authority = self.link.enrolments.authority
+        signed = SignedSum(authority, config.to_bytes(), roster.to_bytes(), *messages)
+        self.signed_sums.add(signed, config.purpose, self._opening.job)
 
     def weighted_sum(self, declared_weight: int, size: int) -> WeightedSum:
         """An empty sum that reuses the memory of the previous one, since fresh pages cost time."""

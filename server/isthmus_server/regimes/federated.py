@@ -230,9 +230,9 @@ class FederatedRegime:
             return link_pb2.Request(agree=work)
 
         gradient = gradient_name(training().train_local)
-        purpose = TrainingPurpose(
-            context.purpose, gradient, spec.gradient_scale, group, spec.position
-        ).hash
+        purpose = context.signed_sums.named(
+            TrainingPurpose(context.purpose, gradient, spec.gradient_scale, group, spec.position)
+        )
         if not context.job.finds_ranges:
             return secure_attempt(
                 context,

@@ -152,6 +152,7 @@ class RunParts:
                 privacy=budgets.devices,
                 sums=sums,
                 ranges=store.ranges,
+                signed_sums=store.signed_sums,
             )
             federated = FederatedRegime(context)
             datacenter = DatacenterRegime(

@@ -16,7 +16,7 @@ from isthmus.errors import DamagedError, UserError
 from isthmus.start.files import StartFiles, digest_of_all
 from isthmus.system.private_files import create_state_file, make_state_directory
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, last_known
-from isthmus_server.storage import run_description
+from isthmus_server.storage import run_description, signed_sums
 from isthmus_server.storage.damage_checks import (
     FINAL_MODEL,
     check_description,
@@ -214,6 +214,8 @@ class _Rollback:
             _drop_rounds_after(log.connection, target, reopened=reopened)
             log.head.unlink(missing_ok=True)  # it may name commits that are lost
             log.write_head()
+        # Last of what changes: sums of rounds that the log has not are of no account.
+        signed_sums.drop_after(self.directory, target)
         for path in doomed:
             path.unlink()
         if self.job_damaged:
@@ -266,7 +268,7 @@ class _Rollback:
         create_state_file(dropped / "run.sqlite")
         with contextlib.closing(sqlite3.connect(dropped / "run.sqlite")) as copy:
             self.store.log.connection.backup(copy)
-        for name in (run_description.FILE, "run.head"):
+        for name in (run_description.FILE, "run.head", signed_sums.FILE):
             with contextlib.suppress(FileNotFoundError):
                 _copy_state_file(self.directory / name, dropped / name)
         for path in files:

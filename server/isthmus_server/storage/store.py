@@ -8,6 +8,7 @@ A run directory holds::
     run.head                the newest commit of the log, to notice when it is lost
     checkpoints/            model-, served- and optimizer-<round>.safetensors
     model.safetensors       the final model, when the run has ended
+    signed-sums.jsonl       what devices have signed in secure rounds
     logs/                   one file per process
     lock                    held by the process that executes the run
 
@@ -69,6 +70,7 @@ from isthmus_server.storage.run_place import branch_command, refuse_copy
 from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.schema import SCHEMA, read_log
 from isthmus_server.storage.sealed_database import SealedDatabase
+from isthmus_server.storage.signed_sums import SignedSums
 from isthmus_server.storage.unmasking_log import UnmaskingLog
 from isthmus_server.strategy.policy import Compare
 
@@ -101,6 +103,7 @@ class Store:
         self._db = log.connection
         self.unmaskings = UnmaskingLog(self.log)
         self.ranges = RangeLog(self.log)
+        self.signed_sums = SignedSums(directory)
         self._unstored_events: deque[str] = deque(maxlen=_MAX_UNSTORED)
 
     @classmethod
@@ -386,6 +389,17 @@ class Store:
         )
         for row in rows:
             yield _logged(*row)
+
+    def proved_attempts(self) -> Iterator[tuple[LoggedAttempt, CommittedState | None]]:
+        """All attempts in order, one at a time, and the state that each commit left."""
+        rows = self._db.execute(
+            "SELECT state, planned, record, run_state FROM attempts ORDER BY round, attempt"
+        )
+        for *row, text in rows:
+            yield (
+                _logged(*row),
+                None if text is None else CommittedState.from_json(parsed(text)),
+            )
 
     def newest_attempts(self, limit: int) -> list[LoggedAttempt]:
         """At most so many of the attempts that began last, ended or not, the oldest first."""

@@ -14,7 +14,9 @@ from isthmus_server.storage.records import FinalModel
 FILE = "MODEL_CARD.md"
 
 
-def model_card(report: Report, job: Job, final: FinalModel, file: str, sha256: str) -> str:
+def model_card(
+    report: Report, job: Job, final: FinalModel, file: str, sha256: str, transcript: str = ""
+) -> str:
     """The card of a finished run's model, in Markdown; it names no participant.
 
     Args:
@@ -23,11 +25,14 @@ def model_card(report: Report, job: Job, final: FinalModel, file: str, sha256: s
         final: its final model.
         file: name of the exported file.
         sha256: of that file.
+        transcript: head of the run's transcript; empty for a card without.
     """
-    return "\n".join(_lines(report, job, final, file, sha256)) + "\n"
+    return "\n".join(_lines(report, job, final, file, sha256, transcript)) + "\n"
 
 
-def _lines(report: Report, job: Job, final: FinalModel, file: str, sha256: str) -> Iterator[str]:
+def _lines(
+    report: Report, job: Job, final: FinalModel, file: str, sha256: str, transcript: str
+) -> Iterator[str]:
     regimes = Counter(record.regime for record in report.rounds)
     rounds = ", ".join(f"{count} {regime}" for regime, count in sorted(regimes.items()))
     yield f"# {job.name}\n"
@@ -37,6 +42,8 @@ def _lines(report: Report, job: Job, final: FinalModel, file: str, sha256: str) 
     yield f"| SHA-256 | `{sha256}` |"
     if sha256 != final.model_sha256:
         yield f"| SHA-256 of the run's model | `{final.model_sha256}` |"
+    if transcript:
+        yield f"| head of the run's transcript (`isthmus prove`) | `{transcript}` |"
     yield f"| task | `{in_a_line(job.task.source)}` |"
     yield f"| seed | {job.seed} |"
     if job.model.start is not None:

@@ -230,6 +230,10 @@ class SecureAggregationAttempt:
         names = session.missing  # all survivors: none has signed yet
         await self._short_step("signing", {"survivors": survivors}, self._take_signature)
         signatures = session.finish_consistency_check().to_bytes()
+        # A roster of a large cohort takes a while to encode and to write.
+        await asyncio.to_thread(
+            self._context.keep_signed, self._config, roster, survivors, signatures
+        )
         # On disk before the first device is asked for its shares. After a crash the server has to
         # know who may have revealed them: these take part in another sum of the model only
         # together.

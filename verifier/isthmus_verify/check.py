@@ -1,0 +1,279 @@
+"""Check a whole transcript."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from io import BufferedReader, BytesIO
+from typing import BinaryIO
+
+from isthmus_verify.chain import Entry, canonical, entries
+from isthmus_verify.charges import Charges
+from isthmus_verify.fields import Fields
+from isthmus_verify.rounds import JobFacts, Rounds
+from isthmus_verify.sums import SignedSums
+from isthmus_verify.violation import Violation, shown
+
+FORMAT = 1
+_PHASES = {"run": 0, "charge": 1, "sum": 2, "plan": 3, "round": 3, "failed": 3, "end": 4}
+"""Kinds of entries, and in which part of a transcript they are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What was found."""
+
+    head: str
+    holds: list[str]
+    """What holds, one sentence each."""
+    unknown: list[str]
+    """What a transcript, or this one, cannot show."""
+
+
+def check(
+    transcript: BinaryIO,
+    *,
+    head: str | None = None,
+    authority: bytes | None = None,
+    model: BufferedReader | BytesIO | None = None,
+) -> Verdict:
+    """Check a transcript, in one pass.
+
+    Args:
+        transcript: with one entry in each line.
+        head: hash of the last entry, from a model card for example; None if it is not known.
+        authority: Ed25519 key of the fleet's authority; None if it is not known.
+        model: the final model; None if it is not here.
+
+    Raises:
+        Violation: with the first thing that does not hold.
+        OSError: a file cannot be read.
+    """
+    pass_ = _Pass(head, authority)
+    try:
+        last = None
+        for last in entries(transcript):
+            pass_.take(last)
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        number = 1 if last is None else last.number
+        raise Violation(
+            f"entry {number} or the next one has a value that none can have ({shown(str(error))})"
+        ) from error
+    return pass_.verdict(model)
+
+
+class _Pass:
+    """One pass over a transcript."""
+
+    def __init__(self, head: str | None, authority: bytes | None) -> None:
+        self._head = head
+        self._authority = authority
+        self._last: Entry | None = None
+        self._phase = -1
+        self._count = 0
+        self._job: Fields
+        self._charges: Charges
+        self._sums: SignedSums
+        self._rounds: Rounds
+        self._final = ""
+        self._status = ""
+        self._run_id = ""
+        self._epsilon_known = False
+
+    def take(self, entry: Entry) -> None:
+        """Check the next entry."""
+        phase = _PHASES.get(entry.kind)
+        if phase is None:
+            raise Violation(
+                f"entry {entry.number} is of the kind {shown(entry.kind)}, not known here"
+            )
+        in_order = (
+            phase == self._phase + 1 if phase == 0 or self._phase < 0 else phase >= self._phase
+        )
+        if not in_order or (phase in (0, 4) and phase == self._phase):
+            raise Violation(f"entry {entry.number}, {entry.kind!r}, is not in its place")
+        self._phase = phase
+        self._last = entry
+        self._count += 1
+        match entry.kind:
+            case "run":
+                self._begin(entry.content)
+            case "charge":
+                self._charges.add(entry.content)
+            case "sum":
+                self._sums.add(entry.content)
+            case "plan":
+                self._rounds.plan(entry.content)
+            case "round":
+                self._rounds.round(entry.content)
+            case "failed":
+                self._rounds.failed(entry.content)
+            case _:
+                self._end(entry.content)
+
+    def _begin(self, content: Fields) -> None:
+        content.only("format", "job", "opened", "run")
+        if content.count("format") != FORMAT:
+            raise Violation(
+                f"the transcript has the format {content.count('format')}, and this program knows "
+                f"{FORMAT}"
+            )
+        self._job = content.table("job")
+        self._run_id = content.text("run")
+        jobs = set()
+        for text in content.texts("opened"):
+            self._check_opened(text)
+            jobs.add(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
+        self._charges = Charges(self._run_id)
+        self._sums = SignedSums(self._run_id, jobs, self._authority)
+        self._rounds = Rounds(JobFacts.of(self._job), self._sums, self._charges)
+
+    def _check_opened(self, text: str) -> None:
+        """Check that the job is what devices have opened, which has no values that are defaults.
+
+        Raises:
+            Violation: a value is another one.
+        """
+        try:
+            opened = json.loads(text)
+        except (ValueError, RecursionError):
+            opened = None
+        for key, value in _leaves(Fields(opened, "the job that devices have opened").values):
+            # Found by the server from the budget of the job, for all ranks.
+            if key == ("datacenter", "privacy", "noise"):
+                continue
+            found: object = self._job.values
+            for part in key:
+                found = found.get(part) if isinstance(found, dict) else None
+            if value == {} and isinstance(found, dict):
+                continue  # a table that is there, with all of its defaults
+            if canonical(found) != canonical(value):
+                raise Violation(
+                    f"{shown('.'.join(key))} is {shown(value)} in the job that devices have "
+                    f"opened, and {shown(found)} in that of the run"
+                )
+
+    def _end(self, content: Fields) -> None:
+        content.only("entries", "final", "status")
+        if content.count("entries") != self._count:
+            raise Violation(
+                f"the transcript ends after {self._count} entries, and says that it has "
+                f"{content.count('entries')}"
+            )
+        self._status = content.text("status")
+        if self._job.has("privacy"):
+            self._epsilon_known = self._charges.check_budget(self._job.table("privacy"))
+        final = content.optional("final")
+        if final is not None:
+            if self._status != "finished":
+                raise Violation(f"a run that is {shown(self._status)} has no final model")
+            self._final = self._rounds.final(final)
+
+    def verdict(self, model: BufferedReader | BytesIO | None) -> Verdict:
+        """The outcome, if nothing was found that does not hold."""
+        if self._last is None:
+            raise Violation("the transcript is empty")
+        if self._last.kind != "end":
+            raise Violation(f"the transcript was cut short after entry {self._last.number}")
+        if self._head not in (None, self._last.hash):
+            raise Violation(
+                f"the transcript has the head {self._last.hash}, and not "
+                f"{shown(self._head)}: it is of "
+                "another run, or all of it was written anew"
+            )
+        if model is not None:
+            if not self._final:
+                raise Violation("the run has no final model, so the given one is not of it")
+            found = hashlib.file_digest(model, "sha256").hexdigest()
+            if found != self._final:
+                raise Violation(
+                    f"the given model has the digest {found}, and the run's final model "
+                    f"{self._final}"
+                )
+        holds = list(self._holds(with_model=model is not None))
+        return Verdict(self._last.hash, holds, list(self._unknown(with_model=model is not None)))
+
+    def _holds(self, *, with_model: bool) -> Iterator[str]:
+        rounds = self._rounds
+        yield f"The {self._count} entries are one chain, and none is missing or repeated."
+        if self._head is not None:
+            yield "Its head is the given one: this is the transcript that the head was taken from."
+        failed = rounds.counts["failed"]
+        yield (
+            f"The run {shown(self._run_id)} has {rounds.committed} committed rounds and "
+            f"{failed} failed attempts; each begins with the model of the last commit, or one that "
+            "it has kept."
+        )
+        yield (
+            f"The {rounds.receipts} receipts belong to their plans, none is there twice, and "
+            "counts, bytes and seconds add up."
+        )
+        if self._sums.count:
+            yield (
+                f"{self._sums.count} sums are signed by enough of the devices that are in "
+                "them, each with a certificate of its authority"
+                + (", which is the given one." if self._authority is not None else ".")
+            )
+        if rounds.signed_rounds:
+            yield (
+                f"In {rounds.signed_rounds} of {rounds.secure_rounds} rounds with secure sums, the "
+                "accepted devices are exactly those of the signed sums; in "
+                f"{rounds.signed_starts} of them the devices have signed the last committed "
+                "model as the one that they start from."
+            )
+        if self._sums.naming_job:
+            yield f"In {self._sums.naming_job} of these sums the signatures cover the job."
+        if self._charges.count:
+            yield f"The privacy ledger of {self._charges.count} lines is one chain."
+        if self._charges.count and self._job.has("privacy"):
+            yield "Each round that asked devices was charged for just these."
+        if self._epsilon_known:
+            yield "No device was asked for more than the epsilon of the job, computed here again."
+        if self._final and rounds.final_is_known:
+            yield f"The final model is the last committed one: {self._final}."
+        if with_model:
+            yield "The given file is the final model of this run."
+
+    def _unknown(self, *, with_model: bool) -> Iterator[str]:
+        rounds = self._rounds
+        if self._head is None:
+            yield (
+                "Without --head: whether all of the transcript was written anew. Compare the "
+                "head with the model card."
+            )
+        if self._sums.count and self._authority is None:
+            yield (
+                "Without --authority: whether the authority that signed the certificates is "
+                "that of your fleet."
+            )
+        if missing := rounds.secure_rounds - rounds.signed_rounds:
+            yield f"Which devices were in {missing} secure rounds: their signed sums were not kept."
+        if self._status != "finished":
+            yield f"How the run ends: it is {shown(self._status)}."
+        elif self._final and not rounds.final_is_known:
+            yield "Whether a datacenter handed over the model that it had trained last."
+        if self._job.has("privacy") and not self._epsilon_known:
+            yield (
+                "What epsilon is: the run has charges of a kind that only its own accountant "
+                "adds up."
+            )
+        if self._charges.of_examples:
+            yield "What epsilon of a datacenter's examples is: `isthmus privacy ledger` says it."
+        if not with_model:
+            yield "Without --model: whether you have the final model."
+        yield (
+            "Whether a model is what training from the one before gives: this program trains "
+            "nothing."
+        )
+        yield "What plain devices and datacenters have sent: only devices of secure sums sign."
+
+
+def _leaves(value: object, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
+    """The values of nested objects, with their keys."""
+    if isinstance(value, dict) and value:
+        for name, part in value.items():
+            yield from _leaves(part, (*key, name))
+    else:
+        yield key, value

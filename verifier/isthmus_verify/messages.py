@@ -1,0 +1,278 @@
+"""The messages of secure sums that a transcript has, read from their canonical bytes.
+
+Little-endian; a text, a list and a tag have their length before them, in 32 bits. The layout is
+that of `isthmus_privacy.secagg`, of which this file is an independent description.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import struct
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from isthmus_verify.violation import Violation
+
+DOMAIN = "isthmus/secagg/3/"
+MAX_CLIENTS = 1 << 16
+ONE_TIME_KEY = 32 + 1184
+MAX_SLOTS = 256
+MAX_STARTS = 1 << 12
+
+
+def tagged(tag: str, *fields: bytes) -> bytes:
+    """What is hashed or signed: the tag and the fields, each after its length."""
+    parts = [(DOMAIN + tag).encode(), *fields]
+    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
+
+
+def tagged_hash(tag: str, *fields: bytes) -> bytes:
+    """The SHA-256 of it."""
+    return hashlib.sha256(tagged(tag, *fields)).digest()
+
+
+def is_signed(key: bytes, signature: bytes, tag: str, *fields: bytes) -> bool:
+    """Whether the owner of an Ed25519 key has signed these fields."""
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, tagged(tag, *fields))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+class Reader:
+    """A place in the bytes of a message."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        self.data = data
+        self.at = 0
+        self.where = where
+
+    def take(self, size: int) -> bytes:
+        """The next bytes."""
+        if size > len(self.data) - self.at:
+            raise Violation(f"{self.where} ends too early")
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def length(self, most: int) -> int:
+        """A length, or a number of items."""
+        value = int.from_bytes(self.take(4), "little")
+        if value > most:
+            raise Violation(f"{self.where} has a field of {value}, and {most} is the most")
+        return value
+
+    def tag(self, tag: str) -> None:
+        """The beginning of a message."""
+        expected = tagged(tag)
+        if self.take(len(expected)) != expected:
+            raise Violation(f"{self.where} is not a message {tag!r}")
+
+    def number(self) -> int:
+        """An unsigned number of 64 bits."""
+        return int.from_bytes(self.take(8), "little")
+
+    def text(self, most: int) -> str:
+        """UTF-8, not empty."""
+        raw = self.take(self.length(most))
+        try:
+            value = raw.decode()
+        except UnicodeDecodeError:
+            value = ""
+        if not value:
+            raise Violation(f"{self.where} has a text that is empty or not UTF-8")
+        return value
+
+    def members(self) -> Members:
+        """A set of positions in the roster."""
+        start = self.at
+        size = self.length(MAX_CLIENTS)
+        bits = int.from_bytes(self.take(-(-size // 8)), "little")
+        if bits >> size:
+            raise Violation(f"{self.where} has a set with members beyond its size")
+        positions = [position for position in range(size) if bits >> position & 1]
+        return Members(size, frozenset(positions), self.data[start : self.at])
+
+    def end(self) -> None:
+        """Nothing follows."""
+        if self.at != len(self.data):
+            raise Violation(f"{self.where} has {len(self.data) - self.at} bytes too many")
+
+
+@dataclasses.dataclass(frozen=True)
+class Members:
+    """A set of positions, and its bytes, which are signed."""
+
+    size: int
+    positions: frozenset[int]
+    encoded: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What devices sign about a sum, as far as it is checked here."""
+
+    run_id: str
+    round: int
+    attempt: int
+    model_hash: bytes
+    purpose: bytes
+    clients_max: int
+    clients_min: int
+    corrupt_permille: int
+    dropout_permille: int
+    hash: bytes
+
+    @classmethod
+    def read(cls, data: bytes, where: str) -> Config:
+        """Read the fields that come first; the hash covers the others too."""
+        reader = Reader(data, where)
+        reader.tag("round-config")
+        run_id = reader.text(128)
+        round_ = reader.number()
+        attempt = reader.number()
+        model_hash = reader.take(32)
+        purpose = reader.take(32)
+        reader.number()  # elements of an update
+        for _ in range(reader.length(MAX_SLOTS)):
+            reader.tag("slot")
+            reader.text(64)
+            reader.take(8 + 1)  # largest value, and whether it is exact
+        clients_max = reader.number()
+        clients_min = reader.number()
+        corrupt = reader.number()
+        dropout = reader.number()
+        return cls(
+            run_id=run_id,
+            round=round_,
+            attempt=attempt,
+            model_hash=model_hash,
+            purpose=purpose,
+            clients_max=clients_max,
+            clients_min=clients_min,
+            corrupt_permille=corrupt,
+            dropout_permille=dropout,
+            hash=tagged_hash("config-hash", data),
+        )
+
+    def quorum(self, clients: int) -> int:
+        """Signatures that make a set of survivors final, in a roster of so many."""
+        corrupt = -(-clients * self.corrupt_permille // 1000)
+        return (clients + corrupt) // 2 + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A device of a roster, with its certificate: an enrolment that the authority has signed."""
+
+    name: str
+    identity: bytes
+    not_after: int
+    lottery: bytes
+    population: int
+    certificate: bytes
+    """Signature of the authority."""
+    sealing_key: bytes
+    mask_key: bytes
+    signature: bytes
+    """Signature of the device, of its keys for this configuration."""
+
+    @classmethod
+    def read(cls, reader: Reader) -> Member:
+        """Read one entry of a roster."""
+        reader.tag("advertise-keys")
+        reader.tag("enrolment")
+        return cls(
+            name=reader.text(128),
+            identity=reader.take(32),
+            not_after=reader.number(),
+            lottery=reader.take(32),
+            population=reader.number(),
+            certificate=reader.take(64),
+            sealing_key=reader.take(ONE_TIME_KEY),
+            mask_key=reader.take(ONE_TIME_KEY),
+            signature=reader.take(64),
+        )
+
+    def is_enrolled_by(self, authority: bytes) -> bool:
+        """Whether the authority has signed that this key has this name."""
+        return is_signed(
+            authority,
+            self.certificate,
+            "enrolment",
+            self.name.encode(),
+            self.identity,
+            struct.pack("<Q", self.not_after),
+            self.lottery,
+            struct.pack("<Q", self.population),
+        )
+
+    def has_signed(self, config: Config) -> bool:
+        """Whether the device takes part in this attempt, by its signature."""
+        return is_signed(
+            self.identity,
+            self.signature,
+            "advertise-keys",
+            config.hash,
+            self.name.encode(),
+            self.identity,
+            self.sealing_key,
+            self.mask_key,
+        )
+
+
+def read_roster(data: bytes, where: str) -> list[Member]:
+    """The devices of an attempt."""
+    reader = Reader(data, where)
+    reader.tag("roster")
+    members = [Member.read(reader) for _ in range(reader.length(MAX_CLIENTS))]
+    reader.end()
+    return members
+
+
+def read_survivors(data: bytes, where: str) -> tuple[bytes, Members, Members]:
+    """The hash of the roster, who has shared secrets, and who is in the sum."""
+    reader = Reader(data, where)
+    reader.tag("survivors")
+    found = (reader.take(32), reader.members(), reader.members())
+    reader.end()
+    return found
+
+
+def read_signatures(data: bytes, where: str) -> dict[int, bytes]:
+    """Signatures of the survivor set by the position of the device."""
+    reader = Reader(data, where)
+    reader.tag("consistency-signatures")
+    found: dict[int, bytes] = {}
+    last = -1
+    for _ in range(reader.length(MAX_CLIENTS)):
+        position = reader.number()
+        if position <= last:
+            raise Violation(f"{where} has a signature twice, or not in order")
+        found[position] = reader.take(64)
+        last = position
+    reader.end()
+    return found
+
+
+def read_purpose(data: bytes, where: str) -> tuple[bytes, dict[int, str]]:
+    """The SHA-256 of the job that devices had opened, and the start models of a full buffer.
+
+    The models by the round that asked for the updates; none for a sum of one round's updates.
+    """
+    reader = Reader(data, where)
+    buffered = data.startswith(tagged("buffered-purpose"))
+    reader.tag("buffered-purpose" if buffered else "training-purpose")
+    reader.tag("run-purpose")
+    job = reader.take(32)
+    reader.take(3 * 32)  # digests of the task's code, of the layout, and of frozen parameters
+    starts: dict[int, str] = {}
+    if buffered:
+        for _ in range(reader.length(MAX_STARTS)):
+            round_ = reader.number()
+            starts[round_] = reader.take(32).hex()
+            reader.take(1 + 3 * 8)  # whether a gradient follows, and the position in schedules
+        reader.end()
+    return job, starts

@@ -1,0 +1,376 @@
+"""The rounds of a run: that they follow one another, and that their records add up."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+
+from isthmus_verify.charges import Charges
+from isthmus_verify.fields import Fields
+from isthmus_verify.sums import SignedSums
+from isthmus_verify.violation import Violation, shown
+
+CURRENT = "current"
+SERVED = "served"
+_STATUSES = ("accepted", "rejected", "dropped")
+_REGIMES = ("federated", "datacenter", "hybrid")
+
+
+@dataclasses.dataclass(frozen=True)
+class JobFacts:
+    """What the checks of rounds need of the job."""
+
+    secure: bool
+    buffered: bool
+    private: bool
+    """Whether devices are charged for rounds."""
+
+    @classmethod
+    def of(cls, job: Fields) -> JobFacts:
+        """Read them."""
+        federated = job.table("federated")
+        return cls(
+            secure=federated.flag("secure_aggregation"),
+            buffered=federated.text("mode") == "buffered",
+            private=job.has("privacy"),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """An attempt that was about to begin."""
+
+    round: int
+    attempt: int
+    invited: frozenset[str]
+    datacenters: frozenset[str]
+    start: str
+    """SHA-256 of the model that it begins with; empty if the server did not have it."""
+    measures: bool
+    """Whether datacenters that do not train in it may give a gradient."""
+
+
+class Rounds:
+    """The attempts of a transcript, in order."""
+
+    def __init__(self, job: JobFacts, sums: SignedSums, charges: Charges) -> None:
+        self._job = job
+        self._sums = sums
+        self._charges = charges
+        self._plan: Plan | None = None
+        self._attempt = 0
+        """Last attempt at the next round."""
+        self.committed = 0
+        """Last committed round."""
+        self.models: dict[str, str] = {}
+        """Digests of the models that the last commit has, by name."""
+        self._in_datacenter = False
+        self._initial = ""
+        """Digest of the model that the run began with, as soon as it is known."""
+        self.counts = Counter[str]()
+        self.receipts = 0
+        self.secure_rounds = 0
+        self.signed_rounds = 0
+        self.signed_starts = 0
+        self.served: dict[int, str] = {}
+        """Digest of the served model by committed round."""
+        self._best: dict[int, str] = {}
+        self._current: dict[int, str] = {}
+        """Digest of the current model by committed round, where the server has it."""
+
+    # -- plans ---------------------------------------------------------------------------------
+
+    def plan(self, content: Fields) -> None:
+        """Check a plan.
+
+        Raises:
+            Violation: it does not follow the last commit.
+        """
+        content.only("attempt", "datacenters", "decision", "draw", "invited", "round", "start")
+        round_ = content.count("round")
+        attempt = content.count("attempt")
+        where = f"the plan of round {round_} attempt {attempt}"
+        if round_ != self.committed + 1:
+            raise Violation(f"{where} follows the commit of round {self.committed}")
+        if attempt <= self._attempt:
+            raise Violation(f"{where} follows attempt {self._attempt} at this round")
+        self._attempt = attempt
+        start = content.table("start")
+        start.only("name", "sha256")
+        digest = start.digest("sha256") if start.has("sha256") else ""
+        self._check_start(start.text("name"), digest, where)
+        self._plan = Plan(
+            round=round_,
+            attempt=attempt,
+            invited=frozenset(content.texts("invited")),
+            datacenters=frozenset(content.texts("datacenters")),
+            start=digest,
+            measures=_measures(content.table("decision").table("answer")),
+        )
+        self.counts["plan"] += 1
+
+    def _check_start(self, name: str, digest: str, where: str) -> None:
+        """Check that a round begins with the last committed model, or one that the run has kept."""
+        known = self.models.get(name, "")
+        if name == CURRENT and self._in_datacenter:
+            known = ""  # only the datacenter has it
+        if digest != known:
+            raise Violation(
+                f"{where} starts from the model {shown(name)} with the digest "
+                f"{digest or 'none'}, and the last commit has {known or 'none'}"
+            )
+
+    # -- outcomes ------------------------------------------------------------------------------
+
+    def failed(self, content: Fields) -> None:
+        """Check a failed attempt."""
+        content.only("record")
+        self._record(content.table("record"), committed=False)
+        self._plan = None
+        self.counts["failed"] += 1
+
+    def round(self, content: Fields) -> None:
+        """Check a committed round, and take over its models.
+
+        Raises:
+            Violation: something about it does not hold.
+        """
+        content.only("ledger_head", "model_in_datacenter", "models", "optimizer", "record")
+        record = content.table("record")
+        plan = self._record(record, committed=True)
+        where = f"round {plan.round}"
+        models = content.digests("models")
+        if content.has("optimizer"):
+            content.digest("optimizer")
+        self._charges.check_head(content.text("ledger_head"), where)
+        self._in_datacenter = content.flag("model_in_datacenter")
+        served = models.get(SERVED, models.get(CURRENT, ""))
+        stated = record.digest("model_sha256") if record.has("model_sha256") else ""
+        if self._in_datacenter:
+            if stated:
+                raise Violation(f"{where} names a model that is only in the datacenter")
+        elif not served or served != stated:
+            raise Violation(
+                f"the record of {where} names the model {stated or 'none'}, and its commit "
+                f"{served or 'none'}"
+            )
+        self.models = models
+        self.served[plan.round] = stated
+        self._best[plan.round] = models.get("best", "")
+        if not self._in_datacenter:
+            self._current[plan.round] = models.get(CURRENT, "")
+        self.committed = plan.round
+        self._attempt = 0
+        self._plan = None
+        self.counts["round"] += 1
+
+    def _record(self, record: Fields, *, committed: bool) -> Plan:
+        """Check what the records of both kinds of outcome have."""
+        plan = self._plan
+        round_ = record.count("round")
+        attempt = record.count("attempt")
+        where = f"round {round_} attempt {attempt}"
+        if plan is None or (plan.round, plan.attempt) != (round_, attempt):
+            raise Violation(f"{where} ended without a plan before it")
+        regime = record.text("regime")
+        if regime not in _REGIMES:
+            raise Violation(f"{where} has the regime {shown(regime)}")
+        accepted, sent, started = self._check_receipts(record, plan, where)
+        self._check_cost(record, where)
+        if record.has("epsilon") and record.number("epsilon") < 0:
+            raise Violation(f"{where} has an epsilon below 0")
+        if self._job.private and started:
+            self._charges.check_round(
+                round_, attempt, invited=plan.invited, answered=sent, where=where
+            )
+        if committed:
+            self._check_sums(plan, accepted, regime, where)
+        return plan
+
+    def _check_receipts(
+        self, record: Fields, plan: Plan, where: str
+    ) -> tuple[set[str], set[str], set[str]]:
+        """The devices that were accepted, have sent, and have started."""
+        seen = set[tuple[str, str]]()
+        counted = Counter[str]()
+        devices: dict[str, set[str]] = {"accepted": set(), "sent": set(), "started": set()}
+        for receipt in record.tables("receipts"):
+            name = receipt.text("participant")
+            regime = receipt.text("regime")
+            status = receipt.text("status")
+            if status not in _STATUSES:
+                raise Violation(f"{where} has a receipt with the status {shown(status)}")
+            if (name, regime) in seen:
+                raise Violation(f"{where} has two receipts of {shown(name)}")
+            seen.add((name, regime))
+            asked = plan.invited if regime == "federated" else plan.datacenters
+            late = self._job.buffered and regime == "federated"  # invited in an earlier round
+            measured = plan.measures and regime == "datacenter"  # it gives a gradient, no update
+            if name not in asked and not late and not measured:
+                raise Violation(
+                    f"{where} has a receipt of {shown(name)}, whom its plan did not ask"
+                )
+            counted["invited"] += 1
+            counted[status] += 1
+            flags = {key for key in ("started", "sent") if receipt.flag(key)}
+            counted.update(flags)
+            receipt.count("examples")
+            receipt.count("steps")
+            if regime != "federated":
+                continue
+            if status == "accepted":
+                devices["accepted"].add(name)
+            for flag in flags:
+                devices[flag].add(name)
+        stated = record.table("participants")
+        for key in ("invited", "started", "sent", "accepted", "rejected", "dropped"):
+            if stated.count(key) != counted[key]:
+                raise Violation(
+                    f"{where} counts {stated.count(key)} participants as {key}, and its receipts "
+                    f"{counted[key]}"
+                )
+        self.receipts += counted["invited"]
+        self._check_weights(record, len(devices["accepted"]), where)
+        return devices["accepted"], devices["sent"], devices["started"]
+
+    def _check_weights(self, record: Fields, accepted: int, where: str) -> None:
+        """Check that the weight of a secure mean is at least that of its usable updates.
+
+        Who has which weight is nobody's to see, and with noise the total is not exact.
+        """
+        training = record.table("training") if record.has("training") else None
+        if training is None or not training.has("federated") or self._job.private:
+            return
+        figures = training.table("federated")
+        unusable = figures.number("unusable") if figures.has("unusable") else 0.0
+        if not 0 <= unusable <= accepted:
+            raise Violation(f"{where} counts {unusable:g} unusable updates of {accepted}")
+        if figures.has("examples") and figures.number("examples") < accepted - unusable:
+            raise Violation(
+                f"{where} has a mean over {figures.number('examples'):g} examples of "
+                f"{accepted - unusable:g} devices with a usable update"
+            )
+
+    def _check_cost(self, record: Fields, where: str) -> None:
+        """Check that the bytes and seconds are those of the receipts and of what was measured."""
+        found = Counter[str]()
+        seconds: dict[str, list[float]] = {"federated": [], "datacenter": []}
+        for receipt in record.tables("receipts"):
+            up = receipt.count("bytes_in") + receipt.count("messages_in")
+            down = receipt.count("bytes_out") + receipt.count("messages_out")
+            found.update(bytes_up=up, bytes_down=down)
+            regime = receipt.text("regime")
+            if regime not in seconds:
+                raise Violation(f"{where} has a receipt with the regime {shown(regime)}")
+            if regime == "federated":
+                found["device_bytes"] += up + down
+            seconds[regime].append(receipt.number("seconds"))
+        if record.has("comparisons"):
+            for comparison in record.tables("comparisons"):
+                found["device_bytes"] += comparison.count("device_bytes")
+                for receipt in comparison.tables("receipts"):
+                    up = receipt.count("bytes_in") + receipt.count("messages_in")
+                    down = receipt.count("bytes_out") + receipt.count("messages_out")
+                    found.update(bytes_up=up, bytes_down=down)
+        if record.has("evaluation"):
+            evaluation = record.table("evaluation")
+            measured = evaluation.count("device_bytes")
+            down = evaluation.count("bytes_down")
+            found.update(device_bytes=measured, bytes_down=down, bytes_up=measured - down)
+        cost = record.table("cost")
+        if cost.number("price") < 0:
+            raise Violation(f"{where} has a price below 0")
+        for key in ("bytes_up", "bytes_down", "device_bytes"):
+            if cost.count(key) != found[key]:
+                raise Violation(
+                    f"{where} counts {cost.count(key)} as {key}, and its receipts {found[key]}"
+                )
+        for key, regime in (("device_seconds", "federated"), ("datacenter_seconds", "datacenter")):
+            if not math.isclose(cost.number(key), math.fsum(seconds[regime]), abs_tol=1e-6):
+                raise Violation(f"{where} counts other {key} than its receipts")
+
+    def _check_sums(self, plan: Plan, accepted: set[str], regime: str, where: str) -> None:
+        """Check that the devices of a secure round are those that have signed its sum."""
+        if not self._job.secure or not accepted:
+            return
+        self.secure_rounds += 1
+        sums = self._sums.of_round.get((plan.round, plan.attempt), [])
+        if not sums:
+            return
+        self.signed_rounds += 1
+        signed = frozenset[str]().union(*(each.devices for each in sums))
+        if signed != accepted:
+            raise Violation(
+                f"the receipts of {where} accept {len(accepted)} devices, which are not the "
+                f"{len(signed)} that are in the sums that devices have signed"
+            )
+        if sum(len(each.devices) for each in sums) != len(signed):
+            raise Violation(f"a device is in two signed sums of {where}")
+        for each in sums:
+            for number, model in each.starts.items():
+                known = self._current.get(number - 1, "")
+                if number > plan.round or (known and model != known):
+                    raise Violation(
+                        f"the devices of {where} have signed the start model {model} of round "
+                        f"{number}, which the run has not committed as such"
+                    )
+        # A full buffer has updates from several models, and a hybrid round may move devices' start.
+        if self._job.buffered or regime != "federated":
+            return
+        models = {each.model for each in sums}
+        if len(models) != 1:
+            raise Violation(f"the devices of {where} have signed different start models")
+        (model,) = models
+        if plan.start and model != plan.start:
+            raise Violation(
+                f"the devices of {where} have signed the start model {model}, and the last commit "
+                f"has {plan.start}"
+            )
+        self.signed_starts += bool(plan.start)
+        if not plan.start and not self.models:
+            self._check_initial(model, where)
+
+    def _check_initial(self, model: str, where: str) -> None:
+        if self._initial not in ("", model):
+            raise Violation(f"the devices of {where} have signed another first model than before")
+        self._initial = model
+
+    # -- end -----------------------------------------------------------------------------------
+
+    def final(self, final: Fields) -> str:
+        """Check the final model; returns its digest.
+
+        Raises:
+            Violation: it is not a model that the run has committed.
+        """
+        final.only("best", "metrics", "model_sha256", "round")
+        digest = final.digest("model_sha256")
+        round_ = final.count("round")
+        if round_ > self.committed:
+            raise Violation(
+                f"the final model is of round {round_}, and {self.committed} is the last"
+            )
+        if final.flag("best"):
+            known = self._best.get(self.committed, "")
+        else:
+            known = self.served.get(round_, "")
+            if round_ != self.committed:
+                raise Violation(
+                    f"the final model is of round {round_}, and the last committed is "
+                    f"{self.committed}"
+                )
+        if known and digest != known:
+            raise Violation(
+                f"the final model has the digest {digest}, and the run has committed {known}"
+            )
+        return digest
+
+    @property
+    def final_is_known(self) -> bool:
+        """Whether a commit names the digest of the final model."""
+        return bool(self.served.get(self.committed))
+
+
+def _measures(answer: Fields) -> bool:
+    return answer.has("measure_gradients") and answer.flag("measure_gradients")

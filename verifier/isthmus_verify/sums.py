@@ -1,0 +1,165 @@
+"""Sums that devices have signed: who is in them, of which model, and for which job."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import itertools
+from collections.abc import Collection
+
+from isthmus_verify.fields import Fields
+from isthmus_verify.messages import (
+    Config,
+    Member,
+    is_signed,
+    read_purpose,
+    read_roster,
+    read_signatures,
+    read_survivors,
+    tagged_hash,
+)
+from isthmus_verify.violation import Violation, shown
+
+
+@dataclasses.dataclass(frozen=True)
+class SignedSum:
+    """A sum of updates of the run that devices have signed."""
+
+    model: str
+    """SHA-256 of the model that they name, in hexadecimal."""
+    devices: frozenset[str]
+    starts: dict[int, str]
+    """In buffered mode, the models that updates start from, by the round that asked for them."""
+
+
+class SignedSums:
+    """All signed sums of a transcript."""
+
+    def __init__(self, run_id: str, jobs: Collection[bytes], authority: bytes | None) -> None:
+        """Prepare.
+
+        Args:
+            run_id: of the transcript.
+            jobs: SHA-256 of its job, as devices have opened it.
+            authority: Ed25519 key that has to have signed all certificates; None for whichever a
+                sum names.
+        """
+        self._run_id = run_id
+        self._jobs = jobs
+        self._authority = authority
+        self._seen: set[bytes] = set()
+        self._known: set[tuple[bytes, Member]] = set()
+        """Certificates that were checked, by authority."""
+        self.of_round: dict[tuple[int, int], list[SignedSum]] = {}
+        """By round and attempt."""
+        self.count = 0
+        self.naming_job = 0
+        """Sums of the run in which the devices' signatures cover its job."""
+
+    def add(self, content: Fields) -> None:
+        """Check one sum.
+
+        Raises:
+            Violation: a certificate or a signature is not valid, or the sum was there before.
+        """
+        content.only("authority", "config", "purpose", "roster", "signatures", "survivors")
+        where = content.where
+        authority = bytes.fromhex(content.digest("authority"))
+        if self._authority not in (None, authority):
+            raise Violation(f"{where} names another authority than the given one")
+        config_bytes, roster_bytes, survivor_bytes, signature_bytes, purpose = (
+            _bytes(content, key)
+            for key in ("config", "roster", "survivors", "signatures", "purpose")
+        )
+        config = Config.read(config_bytes, f"the configuration in {where}")
+        if config.hash in self._seen:
+            raise Violation(f"{where} is a sum that was there before")
+        self._seen.add(config.hash)
+        roster = read_roster(roster_bytes, f"the roster in {where}")
+        for one, other in itertools.pairwise(member.name.encode() for member in roster):
+            if one >= other:
+                raise Violation(f"the roster in {where} has a name twice, or not in order")
+        if len({member.identity for member in roster}) != len(roster):
+            raise Violation(f"the roster in {where} has one key under two names")
+        for member in roster:
+            self._check_member(member, authority, config, where)
+        devices = _survivors(config, roster, roster_bytes, survivor_bytes, signature_bytes, where)
+        self.count += 1
+        starts: dict[int, str] = {}
+        if purpose:
+            if tagged_hash("purpose", purpose) != config.purpose:
+                raise Violation(f"the purpose in {where} is not the one that the devices signed")
+            job, starts = read_purpose(purpose, f"the purpose in {where}")
+            if config.run_id == self._run_id and job not in self._jobs:
+                raise Violation(f"the devices of {where} had opened another job than this one")
+        if config.run_id == self._run_id:
+            self.naming_job += bool(purpose)
+            found = SignedSum(config.model_hash.hex(), devices, starts)
+            self.of_round.setdefault((config.round, config.attempt), []).append(found)
+
+    def _check_member(self, member: Member, authority: bytes, config: Config, where: str) -> None:
+        # A device has the same certificate in many rounds.
+        lasting = dataclasses.replace(member, sealing_key=b"", mask_key=b"", signature=b"")
+        certificate = (authority, lasting)
+        if certificate not in self._known:
+            if not member.is_enrolled_by(authority):
+                raise Violation(
+                    f"{shown(member.name)} in {where} has no certificate of the authority that it "
+                    "names"
+                )
+            self._known.add(certificate)
+        if not member.has_signed(config):
+            raise Violation(f"{shown(member.name)} has not signed the configuration in {where}")
+
+
+def _survivors(
+    config: Config,
+    roster: list[Member],
+    roster_bytes: bytes,
+    survivor_bytes: bytes,
+    signature_bytes: bytes,
+    where: str,
+) -> frozenset[str]:
+    """Who is in the sum, by the signatures of enough of them."""
+    roster_hash, owners, survivors = read_survivors(survivor_bytes, f"the survivors in {where}")
+    if roster_hash != tagged_hash("roster-hash", config.hash, roster_bytes):
+        raise Violation(f"the survivors in {where} are not of its roster")
+    if owners.size != len(roster) or survivors.size != len(roster):
+        raise Violation(f"the survivors in {where} are of a roster of another size")
+    if not survivors.positions <= owners.positions:
+        raise Violation(f"{where} has a survivor that has shared no secrets")
+    if len(survivors.positions) < config.clients_min or len(roster) > config.clients_max:
+        raise Violation(
+            f"{where} is a sum over {len(survivors.positions)} of {len(roster)} devices; its "
+            f"configuration allows from {config.clients_min}, of at most {config.clients_max}"
+        )
+    signatures = read_signatures(signature_bytes, f"the signatures in {where}")
+    quorum = config.quorum(len(roster))
+    if len(signatures) < quorum:
+        raise Violation(
+            f"{where} has {len(signatures)} signatures of its survivors, and {quorum} are needed"
+        )
+    for position, signature in signatures.items():
+        signed = position in survivors.positions and is_signed(
+            roster[position].identity,
+            signature,
+            "consistency-signature",
+            roster_hash,
+            owners.encoded,
+            survivors.encoded,
+        )
+        if not signed:
+            raise Violation(f"signature {position} of the survivors in {where} is not valid")
+    return frozenset(roster[position].name for position in survivors.positions)
+
+
+def _bytes(content: Fields, key: str) -> bytes:
+    text = content.text(key)
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        data = b""
+    if base64.b64encode(data).decode() != text:
+        raise Violation(f"{key!r} of {content.where} is not base64")
+    return data
