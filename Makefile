@@ -118,7 +118,7 @@ constraints-check: $(VENV)/ready
 # PyTorch keeps its version, and the packages of its build for CUDA are not pinned.
 constraints:
 	@$(PYTHON) -m venv --clear $(RESOLVED)
-	@$(BARE_PIP) $(RESOLVED)/bin/pip install --quiet --no-compile "$$(grep ^torch== constraints.txt)" '.[dev]'
+	@$(BARE_PIP) $(RESOLVED)/bin/pip install --quiet --no-compile "$$(grep ^torch== constraints.txt)" '.[dev,float8]'
 	@{ head -n 1 constraints.txt; $(RESOLVED)/bin/pip freeze --exclude isthmus \
 	  | grep -Ev '^(nvidia-|cuda-|triton)'; } > build/constraints.txt
 	@mv build/constraints.txt constraints.txt
