@@ -8,6 +8,7 @@ second one. The module's parameters are views of the served model.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from torch import nn
 from isthmus.errors import UpdateError
 from isthmus.job import Job, ServerOptimizer
 from isthmus.job.exchange import ExchangeSection
+from isthmus.system.process import trim_freed_memory
 from isthmus.task import Task
 from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, build_start_model, evaluate
@@ -81,7 +83,7 @@ class GlobalModel:
         self._buffer = MmapBuffer(self.layout.nbytes, shared=shared)
         self.spilled: io.BufferedReader | io.BufferedRandom | None = None
         """The file that holds the model while its memory is released; otherwise None."""
-        self.payload[: len(self.layout.header)] = self.layout.header
+        self._write_header()
         self._vector = self.layout.gather(self.module, self.layout.decode(self.payload))
         self.served_average = served_average
         self.served_payload = self._copy() if served_average else self.payload
@@ -97,6 +99,7 @@ class GlobalModel:
             if entry.statistic and entry.name.endswith("running_var")
         ]
         self._share_memory()
+        trim_freed_memory()  # of the parameters, which the module had until now
         self.optimizer = make_optimizer(optimizer, self._views)
         self._changes: ModelChanges | None = None
         self._blob: link_pb2.Blob | None = None
@@ -189,6 +192,26 @@ class GlobalModel:
     def reset_optimizer(self) -> None:
         """Forget momentum, moments and step counts."""
         self.optimizer.state.clear()
+
+    @contextlib.contextmanager
+    def being_filled(self) -> Iterator[memoryview]:
+        """The bytes of `payload`, to receive another encoded model into.
+
+        If that fails, the model is undefined, as after `leave`.
+        """
+        self.mark_changed()
+        try:
+            yield self.payload
+        finally:
+            self._write_header()
+
+    def leave(self) -> None:
+        """Give up a model that has become another one elsewhere: it is undefined afterwards.
+
+        The memory of a large one is released until it is written again.
+        """
+        self._buffer.release()
+        self._write_header()
 
     def mark_stored(self, path: Path, sha256: str) -> None:
         """Record that the file `path` holds the bytes of `payload`, with this SHA-256 in hex."""
@@ -312,6 +335,13 @@ class GlobalModel:
         self.spilled = file
         self._buffer.release()
 
+    def abandon_spilled(self) -> None:
+        """Leave a spilled model, as by `leave`; does nothing if it is not spilled."""
+        if self.spilled is not None:
+            self.spilled.close()
+            self.spilled = None
+            self._write_header()
+
     def restore(self) -> None:
         """Read a spilled model back into memory; does nothing otherwise.
 
@@ -325,6 +355,9 @@ class GlobalModel:
             if file.readinto(self._buffer.view) != len(self._buffer.view):
                 raise OSError(f"{file.name}, which holds the model, was cut short")
         self.spilled = None
+
+    def _write_header(self) -> None:
+        self.payload[: len(self.layout.header)] = self.layout.header
 
     def _copy(self) -> memoryview:
         buffer = MmapBuffer(len(self.payload), shared=self._shared)

@@ -159,6 +159,8 @@ class RunParts:
                 extension=federated.extension,
             )
             versions.restore(progress.state)
+            if progress.state.model_in_datacenter:
+                model.leave()
             availability = DeviceAvailability(
                 job=job, clock=clock, attempts=store.attempts(), privacy=budgets.devices
             )
