@@ -23,9 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from isthmus.errors import JobError, StorageError, UserError
 from isthmus.job import Job
 from isthmus.start.plan import state_of
-from isthmus.start.slices import StartSlices
 from isthmus.task import Task
-from isthmus.task.scoring.building import build_without_memory, compare_with_start
+from isthmus.task.scoring.building import build_without_memory, start_without_memory
 from isthmus.tensors.division import divide
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
@@ -119,26 +118,24 @@ class UnfilledModel:
             JobError: the files of the start cannot be used.
             TaskError: see `Division.check_datacenter`.
         """
-        model = build_without_memory(task, job.seed)
-        if model is None:
-            return None
         if job.model.start is None:
+            model = build_without_memory(task, job.seed)
+            if model is None:
+                return None
             division = divide(model, job.exchange, unfilled=True)
             if division.exchanged != expected or not SeedValues.are_enough(expected, model):
                 return None
             division.check_datacenter()
             return cls(model, SeedValues(seeded, expected, model))
-        try:
-            compared = compare_with_start(model, task, job, base, converts=False)
-        except UserError as error:
-            raise JobError(f"model.start: {error}") from None
-        if not StartSlices.are_enough(compared):
+        started = start_without_memory(task, job, base)
+        if started is None:
             return None
+        model, values = started
         division = divide(model, job.exchange, unfilled=True)
         if division.exchanged != expected:
             return None  # the whole model says how it differs
         division.check_datacenter()
-        return cls(model, StartSlices(base / job.model.start, compared, job.model.sha256))
+        return cls(model, values)
 
     def trying(
         self, try_batch: Callable[[nn.Module, int, bool], object]

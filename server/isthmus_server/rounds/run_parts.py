@@ -126,7 +126,7 @@ class RunParts:
         task = load_task(job.task.source, job.task.settings, base=store.base, data=data)
         policy = load_policy(job.strategy)  # its module may be next to the task's
         model = GlobalModel.of(job, task, store.base, shared=link.shares_memory)
-        check_round_length(job, task, model.module)
+        check_round_length(job, task, lambda: model.module)
         progress = RunProgress(store.run_state(), clock)
         with contextlib.ExitStack() as opened:
             budgets = RunBudgets.open(store, progress.state, populations)
