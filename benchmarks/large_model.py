@@ -5,8 +5,8 @@ and an evaluation each, and `isthmus export` writes its model. Every 0.2 s the p
 of all their processes is added up: the private pages of each, and its share of those that several
 have mapped, files included. The peak, from the first process to the last, over the number of
 parameters is to be at most 1.35 times what their states need: in float32 8 bytes with SGD,
-for parameters and gradients, and 16 with AdamW. It contains Python and PyTorch in eight
-processes, about a gigabyte, so that small models miss the target for that alone.
+for parameters and gradients, and 16 with AdamW. It contains Python and PyTorch in nine
+processes, half a gigabyte, so that small models miss the target for that alone.
 
     python benchmarks/large_model.py --sizes 0.03B,0.1B --optimizers sgd
 

@@ -87,8 +87,8 @@ class GlobalModel:
         outlined = outline()
         if outlined is None:
             self._module = self._build()
-            self._structure = Structure.of(self._module)
             division = divide(self._module, self._exchange)
+            self._structure = Structure.of(self._module)  # with what the division has frozen
         else:
             division = divide(outlined[0], self._exchange, unfilled=True)
         self.layout = division.exchanged
