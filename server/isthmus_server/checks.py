@@ -59,7 +59,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     division = divide(model, job.exchange)
     check_sums(job, division.exchanged)
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
-    check_round_length(job, task, model)
+    check_round_length(job, task, lambda: model)
     aggregation_of(job.federated, division.exchanged)
     check_codecs(job)
     check_budgets(job)

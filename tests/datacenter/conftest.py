@@ -21,7 +21,7 @@ from isthmus.start.files import StartFiles
 from isthmus.task import Task, load_task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus.transport.blobs import describe
+from isthmus.transport.blobs import InFile, describe
 from isthmus.wire import link_pb2
 from isthmus_datacenter.commands import datacenter
 from isthmus_datacenter.service.service import DatacenterService
@@ -118,6 +118,8 @@ class DatacenterDriver:
             buffer = self.service.buffer(request, len(model))
             buffer[:] = model
         reply, payload = await self.service.work(request, buffer, lambda progress: None)
+        if isinstance(payload, InFile):
+            payload = payload.read(0, len(payload))
         blob = None if payload is None else bytes(payload)
         self.service.acknowledged(request, True, "")
         return reply, blob

@@ -40,6 +40,28 @@ def train(on_ranks: Any, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("layout", [*IN_PARTS, *WHOLE], ids=str)
+def test_without_a_file_the_first_step_begins_with_the_values_of_the_seed(
+    layout: dict[str, Any], make_setup: Any, train: Any, tmp_path: Path
+) -> None:
+    prepared = make_setup("Gpt", **layout)
+    vector, built, _ = train(prepared, 0, "initial")
+    assert vector.equal(prepared.layout.gather(build_model(prepared.task, prepared.job.seed)))
+    assert built == [layout in WHOLE] * 2
+    assert not any((tmp_path / "initial.state").glob("*seeded*"))
+
+
+@pytest.mark.parametrize("name", ["Gpt", "Normalised", "Language", "Drawn"])
+def test_training_from_the_seed_is_the_same_if_no_rank_has_the_whole_model(
+    name: str, make_setup: Any, train: Any
+) -> None:
+    prepared = make_setup(name, zero_stage=3)
+    parts, built, _ = train(prepared, 3, "parts")
+    assert built == [name not in ("Gpt", "Normalised")] * 2
+    whole, _, _ = train(prepared, 3, "whole", whole=True)
+    assert parts.equal(whole)
+
+
+@pytest.mark.parametrize("layout", [*IN_PARTS, *WHOLE], ids=str)
 def test_the_first_step_begins_with_the_values_of_the_file(
     layout: dict[str, Any], start_setup: Any, train: Any
 ) -> None:
@@ -72,12 +94,15 @@ def test_ranks_read_the_experts_that_they_have(start_setup: Any, train: Any) -> 
 
 
 def test_a_model_that_uses_parameters_of_modules_it_does_not_call_is_built_whole(
-    start_setup: Any, train: Any
+    start_setup: Any, make_setup: Any, train: Any
 ) -> None:
     prepared, values = start_setup("Outside", zero_stage=3)
-    vector, built, _ = train(prepared, 0, "initial")
-    assert vector.equal(values)
-    assert built == [True, True]
+    seeded = make_setup("Outside", zero_stage=3)
+    drawn = seeded.layout.gather(build_model(seeded.task, seeded.job.seed))
+    for each, expected in ((prepared, values), (seeded, drawn)):
+        vector, built, _ = train(each, 0, "initial")
+        assert vector.equal(expected)
+        assert built == [True, True]
 
 
 def test_a_rank_holds_its_rows_and_not_the_model(start_setup: Any, train: Any) -> None:
@@ -88,6 +113,13 @@ def test_a_rank_holds_its_rows_and_not_the_model(start_setup: Any, train: Any) -
     model = 4 * prepared.layout.size
     assert min(with_all) > model
     assert max(in_parts) < 0.8 * model
+
+
+def test_a_rank_that_did_not_draw_the_model_never_holds_it(make_setup: Any, train: Any) -> None:
+    prepared = make_setup("Deep", zero_stage=3)
+    vector, _, (_, other) = train(prepared, 0, "parts")
+    assert vector.equal(prepared.layout.gather(build_model(prepared.task, prepared.job.seed)))
+    assert other < 0.8 * 4 * prepared.layout.size
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -19,9 +19,13 @@ from isthmus.tensors.fingerprint import same_values
 class StartSlices:
     """The values of a model that comes wholly from files, in slices of rows."""
 
-    def __init__(self, path: Path, compared: ComparedStart) -> None:
-        """`compared` are the files at `path` and the model, which fit."""
+    def __init__(self, path: Path, compared: ComparedStart, sha256: str | None = None) -> None:
+        """`compared` are the files at `path` and the model, which fit; `sha256` is their digest.
+
+        Without one, any is right.
+        """
         self._path = path
+        self._sha256 = sha256
         self._found = compared.files
         self._rows = {name: row for files in self._found for name, row in files.tensors.items()}
         self._targets: Mapping[str, Target] = {
@@ -39,13 +43,17 @@ class StartSlices:
             and all(target.sources for target in plan.targets)
         )
 
-    def check(self, sha256: str | None) -> None:
+    def has(self, name: str) -> bool:
+        """Whether the files have a tensor of the model."""
+        return name in self._targets
+
+    def check(self) -> None:
         """Check that what was read since this was made has the expected digest.
 
         Raises:
             UserError: it has another one, or the files have changed meanwhile.
         """
-        check_digest(self._path, digest_of_all(self._found), sha256)
+        check_digest(self._path, digest_of_all(self._found), self._sha256)
         for files in self._found:
             files.check_unchanged()
 

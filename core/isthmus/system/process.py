@@ -45,17 +45,24 @@ def protect_memory() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def return_freed_memory() -> None:
-    """Have glibc return large freed blocks to the kernel at once.
+def return_freed_memory(block_bytes: int = 4 << 20) -> None:
+    """Have glibc return freed blocks of at least `block_bytes` to the kernel at once.
 
     By default glibc raises its threshold with the first large block, so that a server that handles
     one model after another keeps the memory of several.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 4 << 20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 4 << 20)
+        libc.mallopt(_M_MMAP_THRESHOLD, block_bytes)
+        libc.mallopt(_M_TRIM_THRESHOLD, block_bytes)
         libc.mallopt(_M_ARENA_MAX, 2)
+
+
+def trim_freed_memory() -> None:
+    """Return to the kernel what is free now, between blocks that are in use."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def keep_freed_memory() -> None:

@@ -8,7 +8,7 @@ processors differs in the last digits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -92,8 +92,44 @@ def newly_frozen(name: str) -> str:
     )
 
 
+def fingerprint_of_rows(
+    model: nn.Module,
+    read: Callable[..., torch.Tensor],
+    without: Collection[str] = (),
+) -> Fingerprint:
+    """The `fingerprint` of a model without memory.
+
+    Args:
+        model: its parameters have no values.
+        read: returns a parameter by its name, or rows of it by the first one and their number.
+        without: names of parameters that are left out.
+    """
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or name in without:
+            continue
+        if not parameter.ndim or not parameter.numel():
+            found[name] = _sample(read(name)).tolist()
+            continue
+        width = parameter.numel() // len(parameter)
+        values = [
+            read(name, index // width, 1).reshape(-1)[index % width]
+            for index in _indices(parameter.numel()).tolist()
+        ]
+        found[name] = _plain(torch.stack(values)).tolist()
+    return found
+
+
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
     flat = parameter.reshape(-1)
-    indices = torch.linspace(0, max(len(flat) - 1, 0), min(_VALUES, len(flat))).long()
-    values = flat[indices.to(flat.device)]
+    return _plain(flat[_indices(len(flat)).to(flat.device)])
+
+
+def _indices(count: int) -> torch.Tensor:
+    """The elements of a fingerprint among `count`."""
+    return torch.linspace(0, max(count - 1, 0), min(_VALUES, count)).long()
+
+
+def _plain(values: torch.Tensor) -> torch.Tensor:
+    """Values as real numbers of one type."""
     return (torch.view_as_real(values) if values.is_complex() else values).float()

@@ -76,19 +76,27 @@ def chunk_size(size: int) -> int:
 
 
 def chunks(
-    sha256: bytes, payload: bytes | Buffer, *, offset: int, chunk_bytes: int | None = None
+    sha256: bytes, payload: bytes | Buffer | InFile, *, offset: int, chunk_bytes: int | None = None
 ) -> Iterator[bytes]:
     """The payload from `offset` on as serialised envelopes, with one copy of each byte.
 
     The envelope is assembled by hand (a chunk whose last field is the data), because protobuf
     would copy every byte three times.
+
+    Raises:
+        OSError: its file cannot be read.
     """
-    view = memoryview(payload)
-    chunk_bytes = chunk_bytes or chunk_size(len(view))
-    while offset < len(view):
-        data = view[offset : offset + chunk_bytes]
+    chunk_bytes = chunk_bytes or chunk_size(len(payload))
+    while offset < len(payload):
+        data = _piece(payload, offset, min(offset + chunk_bytes, len(payload)))
         yield _message(sha256, offset, data)
         offset += len(data)
+
+
+def _piece(payload: bytes | Buffer | InFile, start: int, end: int) -> bytes | memoryview:
+    if isinstance(payload, InFile):
+        return payload.read(start, end - start)
+    return memoryview(payload)[start:end]
 
 
 def _message(sha256: bytes, offset: int, data: bytes | memoryview) -> bytes:
@@ -153,7 +161,7 @@ class Broadcast:
             end = min(len(self.payload), offset - offset % step + step)
             message = self._made.get((offset, end))
             if message is None:
-                message = _message(self._sha256, offset, self._piece(offset, end))
+                message = _message(self._sha256, offset, _piece(self.payload, offset, end))
                 if len(self._made) >= self._KEPT:
                     del self._made[next(iter(self._made))]
                 self._made[offset, end] = message
@@ -164,13 +172,8 @@ class Broadcast:
         """Copy the whole blob into a buffer of its size."""
         end = len(self.payload)
         for start in range(0, end, MAX_CHUNK_BYTES):
-            piece = self._piece(start, min(start + MAX_CHUNK_BYTES, end))
+            piece = _piece(self.payload, start, min(start + MAX_CHUNK_BYTES, end))
             buffer[start : start + len(piece)] = piece
-
-    def _piece(self, start: int, end: int) -> bytes | memoryview:
-        if isinstance(self.payload, InFile):
-            return self.payload.read(start, end - start)
-        return self.payload[start:end]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

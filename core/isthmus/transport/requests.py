@@ -12,7 +12,15 @@ from concurrent.futures import Future
 from isthmus.errors import IsthmusError, UpdateError
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.transport.blob_sources import Filling, NamedSource
-from isthmus.transport.blobs import Assembly, Buffer, Piece, chunk_size, chunks, into
+from isthmus.transport.blobs import (
+    Assembly,
+    Buffer,
+    InFile,
+    Piece,
+    chunk_size,
+    chunks,
+    into,
+)
 from isthmus.transport.shared_memory import answer, opened, read_into
 from isthmus.transport.stream import Stream, to_the_end
 from isthmus.transport.transfer_time import TransferTime
@@ -45,7 +53,7 @@ class OpenRequest:
     """The blob is being filled from sources of this participant, before the rest is pulled."""
     task: asyncio.Task[None] | None = None
     reply: link_pb2.Reply | None = None
-    payload: Buffer | None = None
+    payload: Buffer | InFile | None = None
     sent_on: Stream | None = None
     """The stream on which its result was sent last, perhaps in part."""
     reported_at: float = 0.0

@@ -28,7 +28,7 @@ from isthmus.identity.proxies import ProxyChoice, Road, RoadBlocked
 from isthmus.printable import in_a_line
 from isthmus.transport.backoff import Backoff
 from isthmus.transport.blob_sources import Filling, NamedSource
-from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, Piece, into
+from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, InFile, Piece, into
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.renewal import CertificateRenewal
 from isthmus.transport.requests import (
@@ -467,7 +467,7 @@ class Uplink:
         await self._answer(job, reply, payload)
 
     async def _answer(
-        self, job: OpenRequest, reply: link_pb2.Reply, payload: Buffer | None
+        self, job: OpenRequest, reply: link_pb2.Reply, payload: Buffer | InFile | None
     ) -> None:
         job.buffer = job.assembly = None
         if self._jobs.get(job.id) is not job:

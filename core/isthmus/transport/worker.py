@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from isthmus.transport.blobs import Buffer
+from isthmus.transport.blobs import Buffer, InFile
 from isthmus.wire import link_pb2
 
 ReportProgress = Callable[[link_pb2.Progress], None]
@@ -24,7 +24,7 @@ class Worker(Protocol):
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
-    ) -> tuple[link_pb2.Reply, Buffer | None]:
+    ) -> tuple[link_pb2.Reply, Buffer | InFile | None]:
         """Execute a request. `model` is the filled buffer from `buffer`; the worker may keep it.
 
         Returns the reply (the caller fills in its id) and its blob, which must not change until

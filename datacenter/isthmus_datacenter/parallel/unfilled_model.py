@@ -1,5 +1,7 @@
 """A model that is filled after it was sharded: each rank reads its own rows from files.
 
+The files are those of the job's `model.start`, or one with the values of the seed.
+
 Until then its parameters are on the device `meta`, without memory, so no rank ever has the whole
 model. The few examples that show which modules a batch calls pass through it as well: the
 parameters of a module are read when it is called, and forgotten when it returns.
@@ -10,22 +12,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import _disable_current_modes
 
-from isthmus.errors import JobError, UserError
+from isthmus.errors import JobError, StorageError, UserError
 from isthmus.job import Job
 from isthmus.start.plan import state_of
-from isthmus.start.slices import StartSlices
 from isthmus.task import Task
-from isthmus.task.scoring.building import build_without_memory, compare_with_start
+from isthmus.task.scoring.building import build_without_memory, start_without_memory
 from isthmus.tensors.division import divide
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
+from isthmus_datacenter.parallel.seed_values import SeedValues
 from isthmus_datacenter.rank_messages import RankMessages
 
 _AGREED: RankMessages[bool] = RankMessages("models without memory", bool)
@@ -40,6 +43,16 @@ def on_all_ranks(condition: bool) -> bool:
     return all(_AGREED.all_gather(condition))
 
 
+@contextlib.contextmanager
+def _unobserved() -> Iterator[None]:
+    """Hide what is computed in the block from those who watch what the model computes.
+
+    Reading values is no decision of the model's code about what it calls next.
+    """
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
 def may_be_filled_later(job: Job, dims: ParallelDims, device: torch.device) -> bool:
     """Whether ranks of this layout can read their rows of a model by themselves.
 
@@ -47,53 +60,82 @@ def may_be_filled_later(job: Job, dims: ParallelDims, device: torch.device) -> b
     compared with the whole model, for which it has to be whole.
     """
     sharded = dims.needs_fully_shard and not dims.uses_all_reduce(device.type)
-    only_rows = dims.tensor == 1 and dims.pipeline == 1 and dims.data > 1
-    return job.model.start is not None and sharded and only_rows
+    return sharded and dims.tensor == 1 and dims.pipeline == 1 and dims.data > 1
+
+
+class Values(Protocol):
+    """Where the values of a model are."""
+
+    def has(self, name: str) -> bool:
+        """Whether there are values of a tensor of the model."""
+        ...
+
+    def read(self, name: str, start: int = 0, rows: int | None = None) -> torch.Tensor:
+        """Rows of a tensor of the model, in its type; all of them if `rows` is None.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+        ...
+
+    def check(self) -> None:
+        """Check what was read.
+
+        Raises:
+            UserError: it is not what it was expected to be.
+        """
+        ...
 
 
 class UnfilledModel:
     """A model without memory, and where its values are."""
 
-    def __init__(self, model: nn.Module, slices: StartSlices, sha256: str | None) -> None:
-        """`slices` have the values of all of the model's state."""
+    def __init__(self, model: nn.Module, values: Values) -> None:
+        """`values` are those of all parameters."""
         self.model = model
-        self._slices = slices
-        self._sha256 = sha256
+        self.values = values
         self._called = True
         """Whether the model could be called in parts."""
 
     @classmethod
-    def of(cls, task: Task, job: Job, base: Path, expected: TensorLayout) -> UnfilledModel | None:
+    def of(
+        cls, task: Task, job: Job, base: Path, expected: TensorLayout, seeded: Path
+    ) -> UnfilledModel | None:
         """Build the task's model without memory; None if that is not possible.
 
-        It is not if values come from the seed: parameters that the files do not have, and tensors
-        that `model()` draws or computes from parameters.
+        It is not if `model()` draws other tensors or computes them from parameters, and with a
+        `model.start` if parameters are not in its files. Without one the values are `SeedValues`,
+        whose file has to be written then.
 
         Args:
             task: of the job.
-            job: has a `model.start`.
+            job: the job.
             base: directory of the job's relative paths.
             expected: of the server's model.
+            seeded: path of the file with the values of the seed.
 
         Raises:
             JobError: the files of the start cannot be used.
             TaskError: see `Division.check_datacenter`.
         """
-        model = build_without_memory(task, job.seed)
-        if model is None:
+        if job.model.start is None:
+            model = build_without_memory(task, job.seed)
+            if model is None:
+                return None
+            division = divide(model, job.exchange, unfilled=True)
+            if division.exchanged != expected or not SeedValues.are_enough(expected, model):
+                return None
+            division.check_datacenter()
+            return cls(model, SeedValues(seeded, expected, model))
+        started = start_without_memory(task, job, base)
+        if started is None:
             return None
-        try:
-            compared = compare_with_start(model, task, job, base, converts=False)
-        except UserError as error:
-            raise JobError(f"model.start: {error}") from None
-        if not StartSlices.are_enough(compared):
-            return None
+        model, values = started
         division = divide(model, job.exchange, unfilled=True)
         if division.exchanged != expected:
             return None  # the whole model says how it differs
         division.check_datacenter()
-        assert job.model.start is not None
-        return cls(model, StartSlices(base / job.model.start, compared), job.model.sha256)
+        return cls(model, values)
 
     def trying(
         self, try_batch: Callable[[nn.Module, int, bool], object]
@@ -139,7 +181,8 @@ class UnfilledModel:
 
         def give(module: nn.Module, *_: object) -> None:
             for name, parameter in own.items():
-                values = self._slices.read(f"{path}.{name}" if path else name)
+                with _unobserved():
+                    values = self.values.read(f"{path}.{name}" if path else name)
                 module._parameters[name] = nn.Parameter(values, parameter.requires_grad)
 
         def take(module: nn.Module, *_: object) -> None:
@@ -166,6 +209,7 @@ class UnfilledModel:
 
         Raises:
             JobError: the files changed, or do not have the expected digest.
+            StorageError: the file with the values of the seed cannot be read.
         """
 
         def placed(each: torch.Tensor) -> torch.Tensor:
@@ -179,22 +223,24 @@ class UnfilledModel:
                 self._fill(parameter, names[name])
             stored = {name for each in state_of(stage) for name in each.names}
             for name, buffer in stage.named_buffers():
-                if name in stored:
-                    buffer.copy_(self._slices.read(name))
-            self._slices.check(self._sha256)
+                if name in stored and self.values.has(name):
+                    buffer.copy_(self.values.read(name))
+            self.values.check()
+        except StorageError:
+            raise
         except UserError as error:
             raise JobError(f"model.start: {error}") from None
 
     def _fill(self, parameter: nn.Parameter, name: str) -> None:
         if not isinstance(parameter, DTensor):
-            parameter.copy_(self._slices.read(name))
+            parameter.copy_(self.values.read(name))
             return
         sizes, offsets = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
         if 0 in sizes:
             return
-        rows = self._slices.read(name, offsets[0], sizes[0])
+        rows = self.values.read(name, offsets[0], sizes[0])
         for dim in range(1, len(sizes)):
             rows = rows.narrow(dim, offsets[dim], sizes[dim])
         parameter.to_local().copy_(rows)

@@ -21,7 +21,7 @@ from isthmus.job import read_job
 from isthmus.system.private_files import make_state_directory
 from isthmus.task import check_installed
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus.transport.blobs import Buffer, describe
+from isthmus.transport.blobs import Buffer, InFile, describe
 from isthmus.transport.requests import fingerprint_of, first_model_of
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
@@ -29,7 +29,7 @@ from isthmus_datacenter.checkpointing.unsent import UnsentUpdates
 from isthmus_datacenter.messages import PROFILES, Command, ProgressReport
 from isthmus_datacenter.service.hangs import HangLimits
 from isthmus_datacenter.service.rank_group import RankGroup
-from isthmus_datacenter.service.transfer_files import TransferFiles, check_model
+from isthmus_datacenter.service.transfer_files import TransferFiles, check_model, release_pages
 from isthmus_privacy.compression.single_updates import DatacenterMessages
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -94,7 +94,7 @@ class RequestHandler:
 
     async def handle(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
-    ) -> tuple[link_pb2.Reply, Buffer | None]:
+    ) -> tuple[link_pb2.Reply, Buffer | InFile | None]:
         """Execute one request.
 
         Raises:
@@ -170,7 +170,7 @@ class RequestHandler:
         train: link_pb2.TrainSteps,
         model: Buffer | None,
         progress: ReportProgress,
-    ) -> tuple[link_pb2.Reply, Buffer | None]:
+    ) -> tuple[link_pb2.Reply, Buffer | InFile | None]:
         run = self._open_run(train.run_id)
         if train.until_step < train.from_step:
             raise UserError(f"until_step={train.until_step} is before from_step={train.from_step}")
@@ -198,6 +198,8 @@ class RequestHandler:
             # What was not sent earlier is brought into the received model, so that the states of
             # the round follow from it, too.
             digest += await asyncio.to_thread(unsent.apply, committed, model)
+        if model is not None:
+            release_pages(model)  # the ranks read the file
         command = Command(
             op="train_steps",
             run_id=run.run_id,
@@ -233,7 +235,7 @@ class RequestHandler:
         if not train.hand_back:
             return link_pb2.Reply(trained=trained), None
         if unsent is None or model is None:
-            blob, payload = await self._files.map_result(request_id, run.layout)
+            blob, payload = await self._files.describe_result(request_id, run.layout)
             trained.result.CopyFrom(blob)
             return link_pb2.Reply(trained=trained), payload
         after = self._files.result(request_id, run.layout)
@@ -244,7 +246,7 @@ class RequestHandler:
 
     async def _mean_gradient(
         self, request_id: str, gradient: link_pb2.MeanGradient, model: Buffer
-    ) -> tuple[link_pb2.Reply, Buffer | None]:
+    ) -> tuple[link_pb2.Reply, Buffer | InFile | None]:
         run = self._open_run(gradient.run_id)
         if gradient.until_step <= gradient.from_step:
             raise UserError(
@@ -252,6 +254,7 @@ class RequestHandler:
             )
         check_model(model, run.layout)
         self._files.keep_model(request_id, gradient.model.sha256, changed=False)
+        release_pages(model)
         started = time.monotonic()
         command = Command(
             op="mean_gradient",
@@ -263,7 +266,7 @@ class RequestHandler:
             result=str(self._files.create_result(request_id, run.layout)),
         )
         values, losses = await self._group.execute(command)
-        blob, payload = await self._files.map_result(request_id, run.layout)
+        blob, payload = await self._files.describe_result(request_id, run.layout)
         trained = link_pb2.Trained(
             result=blob,
             examples=values["examples"],
@@ -276,12 +279,12 @@ class RequestHandler:
 
     async def _export(
         self, request_id: str, export: link_pb2.Export
-    ) -> tuple[link_pb2.Reply, Buffer | None]:
+    ) -> tuple[link_pb2.Reply, Buffer | InFile | None]:
         run = self._open_run(export.run_id)
         path = self._files.create_result(request_id, run.layout)
         command = Command(op="export", run_id=run.run_id, from_step=export.step, result=str(path))
         await self._group.execute(command)
-        blob, payload = await self._files.map_result(request_id, run.layout)
+        blob, payload = await self._files.describe_result(request_id, run.layout)
         return link_pb2.Reply(exported=link_pb2.Exported(model=blob)), payload
 
     async def _close(self, close: link_pb2.CloseRun) -> link_pb2.Reply:

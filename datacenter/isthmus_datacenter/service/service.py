@@ -16,7 +16,7 @@ from isthmus.errors import IsthmusError, StorageError, UserError
 from isthmus.identity.membership import Membership
 from isthmus.identity.proxies import ProxyChoice
 from isthmus.transport.blob_sources import NamedSource
-from isthmus.transport.blobs import Buffer
+from isthmus.transport.blobs import Buffer, InFile
 from isthmus.transport.uplink import Uplink
 from isthmus.transport.worker import ReportProgress
 from isthmus.wire import link_pb2
@@ -197,7 +197,7 @@ class DatacenterService:
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
-    ) -> tuple[link_pb2.Reply, Buffer | None]:
+    ) -> tuple[link_pb2.Reply, Buffer | InFile | None]:
         """Execute one request after the earlier ones; when leaving, never reply."""
         # The ranks execute one command at a time.
         async with self._busy:
@@ -215,7 +215,7 @@ class DatacenterService:
 
     async def _execute(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
-    ) -> tuple[link_pb2.Reply, Buffer | None]:
+    ) -> tuple[link_pb2.Reply, Buffer | InFile | None]:
         try:
             if request.id in self._cancelled:
                 raise UserError("cancelled before it began")

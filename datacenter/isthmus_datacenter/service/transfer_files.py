@@ -1,18 +1,21 @@
-"""Mapped files that transfer models between the link and the ranks without copies."""
+"""Files that transfer models between the link and the ranks without copies in memory."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import mmap
 import os
 import shutil
 import uuid
+import weakref
+from io import BufferedReader
 from pathlib import Path
 
 from isthmus.errors import UpdateError
 from isthmus.system.private_files import make_state_directory
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus.transport.blobs import Buffer, describe
+from isthmus.transport.blobs import Buffer, InFile
 from isthmus.wire import link_pb2
 
 
@@ -101,12 +104,17 @@ class TransferFiles:
             os.posix_fallocate(file.fileno(), 0, layout.nbytes)
         return path
 
-    async def map_result(
+    async def describe_result(
         self, request_id: str, layout: TensorLayout
-    ) -> tuple[link_pb2.Blob, Buffer]:
-        """Map the result that the ranks have written; returns its description and its bytes."""
-        payload = self.result(request_id, layout)
-        return await asyncio.to_thread(describe, payload), payload
+    ) -> tuple[link_pb2.Blob, InFile]:
+        """Describe the result that the ranks have written; returns also where its bytes are.
+
+        They are sent from the file: pages of a mapping would count as this process's memory.
+        """
+        file = _open_until_forgotten(self._results[request_id])
+        digest = await asyncio.to_thread(hashlib.file_digest, file, "sha256")
+        blob = link_pb2.Blob(sha256=digest.digest(), size=layout.nbytes)
+        return blob, InFile(file, layout.nbytes)
 
     def result(self, request_id: str, layout: TensorLayout) -> Buffer:
         """Map the result that the ranks have written."""
@@ -121,6 +129,13 @@ class TransferFiles:
         _delete(self._results.pop(request_id, None))
 
 
+def release_pages(buffer: Buffer) -> None:
+    """Release the memory of a mapped file, which keeps its bytes; they are read again if needed."""
+    mapped = memoryview(buffer).obj
+    if isinstance(mapped, mmap.mmap):
+        mapped.madvise(mmap.MADV_DONTNEED)
+
+
 def check_model(model: Buffer, layout: TensorLayout) -> None:
     """Refuse a model of another layout before the ranks read it.
 
@@ -133,6 +148,17 @@ def check_model(model: Buffer, layout: TensorLayout) -> None:
     if header != layout.header:
         difference = TensorLayout.from_header(header).explain_difference(layout)
         raise UpdateError(f"the model has another exchange set: {difference}")
+
+
+def _open_until_forgotten(path: Path) -> BufferedReader:
+    """Open a file, which is closed when nobody refers to it any longer.
+
+    A result may still be on its way when its request ends.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = os.fdopen(descriptor, "rb", closefd=False)
+    weakref.finalize(file, os.close, descriptor).atexit = False
+    return file
 
 
 def _map_file(path: Path, size: int) -> memoryview:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from isthmus.errors import TaskError, UserError
 from isthmus.job import Job
+from isthmus.system.process import return_freed_memory
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.definition import defines
 from isthmus.task.made_optimizers import made_by
@@ -31,6 +32,7 @@ from isthmus_datacenter.parallel.model_shard import ModelShard
 from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
+from isthmus_datacenter.parallel.seed_values import SeedValues
 from isthmus_datacenter.parallel.unfilled_model import (
     NeedsWholeModel,
     UnfilledModel,
@@ -57,6 +59,12 @@ from isthmus_privacy.dp_sgd.refusals import check_layers, check_task
 
 _TABLE = "datacenter.privacy"
 _POSITIONS: RankMessages[DataPositions] = RankMessages("positions", DataPositions, 1 << 20)
+_LARGE_BYTES = 256 << 20
+"""Size of a model from which memory matters more than the time to get it from the kernel."""
+_RETURNED_BYTES = 1 << 20
+"""Smallest block of memory that is returned then: less than a matrix of such a model."""
+_SEEDED = "seeded.safetensors"
+"""The file with the model that the seed gives, while the ranks read it."""
 _SAMPLE_EXAMPLES = 2
 """Size of the sample on which a sharded model is compared with the whole one."""
 
@@ -106,6 +114,7 @@ class Engine:
             streamed = isinstance(self.data, IterableDataset)
             self.examples = 0 if streamed else count_examples(self.data, "local_data()")
             self.dims = self._choose_dims()
+            self._limit_freed_memory()
             self._check_statistics()
             check_layout(self.task, self.dims)
             self.private = self.job.datacenter.privacy is not None
@@ -305,6 +314,15 @@ class Engine:
         self.job = self.job.model_copy(update={"datacenter": own})
         return dims
 
+    def _limit_freed_memory(self) -> None:
+        """Have freed memory returned where a rank gathers a large model part by part.
+
+        glibc would keep what was gathered between what stays, which adds up to several times the
+        model. Small models are faster if the memory is kept for the next step.
+        """
+        if self.dims.needs_fully_shard and self.layout.nbytes >= _LARGE_BYTES:
+            return_freed_memory(_RETURNED_BYTES)
+
     def _check_statistics(self) -> None:
         """Refuse pipelines, which would normalise by a micro-batch and not by a batch."""
         if self.layout.statistics and self.dims.pipeline > 1:
@@ -337,30 +355,45 @@ class Engine:
         """Build the whole model on this rank, and keep this rank's part of it."""
         # Apart from what follows, which has collectives: files may differ between the nodes.
         with fail_together():
-            model, division = build_same_model(
-                self.task,
-                self.job,
-                self.layout.header,
-                self.frozen,
-                "the datacenter",
-                base=self.base,
-            )
-            division.check_datacenter()
+            model = self._build_whole()
         return self._parallelize(model)
+
+    def _build_whole(self) -> nn.Module:
+        model, division = build_same_model(
+            self.task,
+            self.job,
+            self.layout.header,
+            self.frozen,
+            "the datacenter",
+            base=self.base,
+        )
+        division.check_datacenter()
+        return model
 
     def _shard_in_parts(self) -> ModelShard | None:
         """Shard the model before it has values, and read this rank's; None if that cannot be."""
         if not may_be_filled_later(self.job, self.dims, self.placement.device):
             return None
+        seeded = self.placement.state / _SEEDED
         with fail_together():
-            unfilled = UnfilledModel.of(self.task, self.job, self.base, self.layout)
+            unfilled = UnfilledModel.of(self.task, self.job, self.base, self.layout, seeded)
         if not on_all_ranks(unfilled is not None):
             return None
         assert unfilled is not None
+        values = unfilled.values
+        first = self.placement.rank == 0
+        if isinstance(values, SeedValues):
+            with fail_together():
+                if first:  # for all nodes, which share the directory
+                    values.write(self._build_whole())
         try:
             return self._parallelize(unfilled.model, unfilled)
         except NeedsWholeModel:
             return None
+        finally:
+            # All ranks have read it: they leave `_parallelize` together.
+            if isinstance(values, SeedValues) and first:
+                seeded.unlink(missing_ok=True)
 
     def _parallelize(self, model: nn.Module, unfilled: UnfilledModel | None = None) -> ModelShard:
         with fail_together():

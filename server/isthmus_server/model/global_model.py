@@ -8,6 +8,7 @@ second one. The module's parameters are views of the served model.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -16,14 +17,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
-from isthmus.errors import UpdateError
+from isthmus.errors import JobError, UpdateError, UserError
 from isthmus.job import Job, ServerOptimizer
 from isthmus.job.exchange import ExchangeSection
+from isthmus.start.slices import StartSlices
+from isthmus.system.process import trim_freed_memory
 from isthmus.task import Task
 from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, build_start_model, evaluate
+from isthmus.task.scoring.building import start_without_memory
 from isthmus.tensors.division import divide
+from isthmus.tensors.fingerprint import Fingerprint, fingerprint, fingerprint_of_rows
 from isthmus.tensors.finite import is_finite
 from isthmus.tensors.structure import Structure
 from isthmus.transport.blobs import describe
@@ -53,6 +59,7 @@ class GlobalModel:
         *,
         shared: bool = False,
         build: Callable[[], nn.Module] | None = None,
+        outline: Callable[[], tuple[nn.Module, StartSlices] | None] = lambda: None,
     ) -> None:
         """Build the task's model and the server optimizer.
 
@@ -64,25 +71,37 @@ class GlobalModel:
             exchange: what is exchanged; None for the defaults.
             shared: whether participants on this machine may open the model's memory.
             build: makes the initial model, each time the same; None for the task's by the seed.
+            outline: makes the same model without memory, and finds the files with its values, if
+                that can be done; then a module is only built when it is needed.
 
         Raises:
             TaskError: the task's `model()` failed, or its result cannot be used.
-            JobError: unknown optimizer, or options that it does not accept; or see `divide`.
+            JobError: unknown optimizer, or options that it does not accept; the files with the
+                values cannot be read; or see `divide`.
         """
         self.task = task
         self._build = build or (lambda: build_model(task, seed))
-        self.module = self._build()
-        division = divide(self.module, exchange or ExchangeSection())
+        self._exchange = exchange or ExchangeSection()
+        self._module: nn.Module | None = None
+        self._structure: Structure | None = None
+        outlined = outline()
+        if outlined is None:
+            self._module = self._build()
+            division = divide(self._module, self._exchange)
+            self._structure = Structure.of(self._module)  # with what the division has frozen
+        else:
+            division = divide(outlined[0], self._exchange, unfilled=True)
         self.layout = division.exchanged
         self.personal = division.personal
         """What stays on each device; here it has its initial values."""
-        self._structure = Structure.of(self.module)
         self._shared = shared
         self._buffer = MmapBuffer(self.layout.nbytes, shared=shared)
         self.spilled: io.BufferedReader | io.BufferedRandom | None = None
         """The file that holds the model while its memory is released; otherwise None."""
-        self.payload[: len(self.layout.header)] = self.layout.header
-        self._vector = self.layout.gather(self.module, self.layout.decode(self.payload))
+        self._write_header()
+        self._vector = self.layout.decode(self.payload)
+        self.frozen = self._fill(outlined)
+        """The fingerprint of what is not trained here, nor personal."""
         self.served_average = served_average
         self.served_payload = self._copy() if served_average else self.payload
         self.served_vector = self.layout.decode(self.served_payload)
@@ -96,7 +115,9 @@ class GlobalModel:
             for entry, part in entries
             if entry.statistic and entry.name.endswith("running_var")
         ]
-        self._share_memory()
+        if self._module is not None:
+            self._share_memory(self._module)
+        trim_freed_memory()  # of the parameters, which the module had until now
         self.optimizer = make_optimizer(optimizer, self._views)
         self._changes: ModelChanges | None = None
         self._blob: link_pb2.Blob | None = None
@@ -118,6 +139,12 @@ class GlobalModel:
             job.exchange,
             shared=shared,
             build=lambda: build_start_model(task, job, base),
+            # Elsewhere the server evaluates the model, for which it needs all of it.
+            outline=lambda: (
+                start_without_memory(task, job, base)
+                if job.strategy.policy == "datacenter"
+                else None
+            ),
         )
         if (codec := changes_codec(job, model.layout)) is not None:
             model.round_changes(codec)
@@ -127,6 +154,38 @@ class GlobalModel:
     def round_changes(self, codec: ChangesCodec) -> None:
         """Round the model's changes from here on, so that they can be sent in its place."""
         self._changes = ModelChanges(codec)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, whose parameters of type float32 are views of the served model.
+
+        Raises:
+            TaskError: it had to be built, and the task's `model()` failed.
+            JobError: it had to be built, and the files of its start cannot be used.
+        """
+        if self._module is None:
+            module = self._build()
+            divide(module, self._exchange)
+            self._structure = Structure.of(module)
+            self._share_memory(module)
+            self._module = module
+        return self._module
+
+    def _fill(self, outlined: tuple[nn.Module, StartSlices] | None) -> Fingerprint:
+        """Fill the vector with the initial model's values; returns its fingerprint."""
+        if outlined is None:
+            assert self._module is not None
+            self.layout.gather(self._module, self._vector)
+            return fingerprint(self._module, self.personal.names)
+        model, values = outlined
+        try:
+            for name, part in self.layout.parts(self._vector):
+                part.copy_(values.read(name))
+            found = fingerprint_of_rows(model, values.read, self.personal.names)
+            values.check()
+        except UserError as error:
+            raise JobError(f"model.start: {error}") from None
+        return found
 
     @property
     def payload(self) -> memoryview:
@@ -190,6 +249,26 @@ class GlobalModel:
         """Forget momentum, moments and step counts."""
         self.optimizer.state.clear()
 
+    @contextlib.contextmanager
+    def being_filled(self) -> Iterator[memoryview]:
+        """The bytes of `payload`, to receive another encoded model into.
+
+        If that fails, the model is undefined, as after `leave`.
+        """
+        self.mark_changed()
+        try:
+            yield self.payload
+        finally:
+            self._write_header()
+
+    def leave(self) -> None:
+        """Give up a model that has become another one elsewhere: it is undefined afterwards.
+
+        The memory of a large one is released until it is written again.
+        """
+        self._buffer.release()
+        self._write_header()
+
     def mark_stored(self, path: Path, sha256: str) -> None:
         """Record that the file `path` holds the bytes of `payload`, with this SHA-256 in hex."""
         self._blob = link_pb2.Blob(sha256=bytes.fromhex(sha256), size=len(self.payload))
@@ -240,14 +319,16 @@ class GlobalModel:
             TaskError: the task's code raised, or it changed what the model consists of, which then
                 is not what was trained.
         """
-        self._refresh_module()
         device = torch.device("cpu")
-        figures = self._held_out.measure(
-            lambda data, count: evaluate(
-                self.task, self.module, data, range(count), batch_size, device
-            ).result()
-        )
-        self._structure.check(self.module)
+
+        def measure(data: Dataset[Any], count: int) -> dict[str, float]:
+            module = self.module
+            self._refresh(module)
+            return evaluate(self.task, module, data, range(count), batch_size, device).result()
+
+        figures = self._held_out.measure(measure)
+        if self._structure is not None and self._module is not None:
+            self._structure.check(self._module)
         return figures
 
     # -- optimizer state, as tensors and plain numbers ---------------------------------------------
@@ -312,6 +393,13 @@ class GlobalModel:
         self.spilled = file
         self._buffer.release()
 
+    def abandon_spilled(self) -> None:
+        """Leave a spilled model, as by `leave`; does nothing if it is not spilled."""
+        if self.spilled is not None:
+            self.spilled.close()
+            self.spilled = None
+            self._write_header()
+
     def restore(self) -> None:
         """Read a spilled model back into memory; does nothing otherwise.
 
@@ -326,25 +414,27 @@ class GlobalModel:
                 raise OSError(f"{file.name}, which holds the model, was cut short")
         self.spilled = None
 
+    def _write_header(self) -> None:
+        self.payload[: len(self.layout.header)] = self.layout.header
+
     def _copy(self) -> memoryview:
         buffer = MmapBuffer(len(self.payload), shared=self._shared)
         buffer.view[:] = self.payload
         return buffer.view
 
-    def _share_memory(self) -> None:
-        for tensor, part in self._exchanged():
+    def _share_memory(self, module: nn.Module) -> None:
+        for tensor, part in self._exchanged(module):
             if tensor.dtype == torch.float32:
                 tensor.data = part
 
-    def _refresh_module(self) -> None:
+    def _refresh(self, module: nn.Module) -> None:
         """Update the parameters of other dtypes, which are copies and not views."""
-        for tensor, part in self._exchanged():
+        for tensor, part in self._exchanged(module):
             if tensor.dtype != torch.float32:
                 tensor.data.copy_(part)
 
-    def _exchanged(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _exchanged(self, module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each exchanged parameter and buffer of the module, and its part of the served model."""
-        module = self.module
         tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
         for name, part in self.layout.parts(self.served_vector):
             yield tensors[name], part

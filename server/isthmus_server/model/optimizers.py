@@ -73,11 +73,11 @@ class Yogi(torch.optim.Optimizer):
                 parameter.addcdiv_(state["mean"], denominator, value=-group["lr"])
 
 
-def check_round_length(job: Job, task: Task, model: nn.Module) -> None:
+def check_round_length(job: Job, task: Task, build: Callable[[], nn.Module]) -> None:
     """Refuse a task with a schedule in a job that does not say how long a federated round is.
 
     A device that noticed it could not tell the server, with secure aggregation. Code that fails
-    here is left to the participants, whose optimizer it is.
+    here is left to the participants, whose optimizer it is. `build` returns the model.
 
     Raises:
         JobError: the task's `optimizer()` returns a scheduler, and the job has no length.
@@ -85,7 +85,7 @@ def check_round_length(job: Job, task: Task, model: nn.Module) -> None:
     if job.federated_round_steps or job.strategy.policy == "datacenter":
         return
     participant = Participant(name="server", regime="federated", round=1)
-    parameters = Parameters(model.named_parameters())
+    parameters = Parameters(build().named_parameters())
     try:
         optimizers = TaskOptimizers(made_by(task, parameters, participant), parameters)
     except TaskError:

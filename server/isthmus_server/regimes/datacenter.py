@@ -109,8 +109,10 @@ class DatacenterRegime:
         request = link_pb2.Request(mean_gradient=work)
         return await self._result(name, request, "running statistics")
 
-    async def export(self, name: str, step: int) -> torch.Tensor:
-        """The datacenter's model at a step, float32 (N).
+    async def export(self, name: str, step: int, payload: memoryview) -> None:
+        """Write the datacenter's model at a step into `payload`, in its encoded form.
+
+        If that fails, some of it may be there.
 
         Raises:
             AttemptFailed: the datacenter does not have it, or not in time.
@@ -119,10 +121,9 @@ class DatacenterRegime:
         receipts = ReceiptBook([name], "datacenter")
         try:
             async with self._call(name, request, "exported", receipts) as reply:
-                vector = await self._fetch(name, reply.exported.model, "model")
+                await self._fetch_into(name, reply.exported.model, "model", payload)
         except CallFailed as failed:
             raise _attempt_failed(name, failed, receipts) from failed
-        return vector
 
     def _call(
         self, name: str, request: link_pb2.Request, outcome: str, receipts: ReceiptBook
@@ -182,13 +183,17 @@ class DatacenterRegime:
         )
 
     async def _fetch(self, name: str, blob: link_pb2.Blob, kind: str) -> torch.Tensor:
-        # Before there is memory for it, whose size the other side would choose otherwise.
-        if blob.size != self._layout.nbytes:
+        # The other side cannot choose how much memory there is.
+        return await self._fetch_into(name, blob, kind, bytearray(self._layout.nbytes))
+
+    async def _fetch_into(
+        self, name: str, blob: link_pb2.Blob, kind: str, payload: bytearray | memoryview
+    ) -> torch.Tensor:
+        """Fetch a vector into `payload`, which has the size of an encoded model; a view of it."""
+        if blob.size != len(payload):
             raise UpdateError(
-                f"its {kind} has {blob.size} bytes where this exchange set takes "
-                f"{self._layout.nbytes}"
+                f"its {kind} has {blob.size} bytes where this exchange set takes {len(payload)}"
             )
-        payload = bytearray(blob.size)
         await self._link.fetch(name, blob, into(payload))
         vector = self._layout.decode(payload)
         if not is_finite(vector):

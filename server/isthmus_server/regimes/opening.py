@@ -11,7 +11,6 @@ from isthmus.job.section import Hours
 from isthmus.names import is_name
 from isthmus.task import packages
 from isthmus.task.code_digest import code_digest
-from isthmus.tensors.fingerprint import fingerprint
 from isthmus.transport.requests import fingerprint_messages
 from isthmus.wire import link_pb2
 from isthmus_privacy.dp.calibration import SampledNoisePlan
@@ -48,7 +47,7 @@ def opening_of(run_id: str, job: Job, base: Path, model: GlobalModel) -> link_pb
         job=write_job(job),
         base=str(base),
         layout=model.layout.header,
-        frozen=fingerprint_messages(fingerprint(model.module, model.personal.names)),
+        frozen=fingerprint_messages(model.frozen),
     )
     if model.personal.size:
         opening.personal = model.personal.header

@@ -270,6 +270,8 @@ class Coordinator:
             time=self._progress.attempt_time(),
         )
         self._uncommitted = False
+        if spec.model_stays:
+            self.model.leave()
 
     async def _evaluate_and_save(
         self, spec: RoundSpec, results: TrainingResult

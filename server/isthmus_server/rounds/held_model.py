@@ -45,7 +45,9 @@ class HeldModel:
         if not await self._roster.wait_for(datacenters=[name]):
             raise RoundFailed(f"the datacenter {name!r}, which has the model, is not connected")
         async with self._link.turn([name]):
-            self._model.replace(await self._datacenter.export(name, state.datacenter_step))
+            # In the place of the model that the datacenter has changed: nobody needs it any more.
+            with self._model.being_filled() as payload:
+                await self._datacenter.export(name, state.datacenter_step, payload)
         # Not stored: after a crash the server has no model again, and fetches it again.
         self._progress.state = dataclasses.replace(self._progress.state, model_in_datacenter=False)
         self._fetched_after = state.round

@@ -55,11 +55,17 @@ class ModelPublication:
         self._may_spill = may_spill
 
     @asynccontextmanager
-    async def current(self, *, summing: bool, devices: bool) -> AsyncIterator[Offer]:
+    async def current(
+        self, *, summing: bool, devices: bool, leaves: bool = False
+    ) -> AsyncIterator[Offer]:
         """Offer the model for the duration of the block.
 
-        While updates are summed (`summing`), a large model is spilled to disk and sent from its
-        file, so that the sum can use its memory. To `devices` changes are offered, too.
+        Args:
+            summing: updates are summed meanwhile. A large model is spilled to disk and sent from
+                its file, so that the sum can use its memory.
+            devices: changes of the model are offered, too.
+            leaves: a datacenter changes the model and keeps it. A large one is spilled, and not
+                read again if the block succeeds.
         """
         model = self._model
         # Hashing and encoding a large model takes seconds, in which the link has to go on.
@@ -67,13 +73,15 @@ class ModelPublication:
         try:
             # A thread cannot be cancelled: whatever ends the attempt waits for it, since `restore`
             # below may not run at the same time.
-            if summing and blob.size >= LARGE_BYTES and self._may_spill:
+            if (summing or leaves) and blob.size >= LARGE_BYTES and self._may_spill:
                 await to_the_end(asyncio.to_thread(model.spill, self._spool))
             file = model.spilled
             self._link.publish(blob, model.payload if file is None else InFile(file, blob.size))
             changes = model.offered_changes if devices else []
             with offered(self._link, [(each.message.blob, each.payload) for each in changes]):
                 yield Offer(blob, blob.sha256, [each.message for each in changes])
+            if leaves:
+                model.abandon_spilled()
         finally:
             self._link.retract(blob)
             await to_the_end(asyncio.to_thread(model.restore))

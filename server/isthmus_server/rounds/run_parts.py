@@ -127,11 +127,12 @@ class RunParts:
         task = load_task(job.task.source, job.task.settings, base=store.base, data=data)
         policy = load_policy(job.strategy)  # its module may be next to the task's
         model = GlobalModel.of(job, task, store.base, shared=link.shares_memory)
-        check_round_length(job, task, model.module)
-        half = model.layout.explain_half_precision(model.module)
-        # As each device would refuse it, so that no round could end.
-        if half is not None and link.enrolments.certified and _sums_updates(job):
-            raise TaskError(half)
+        check_round_length(job, task, lambda: model.module)
+        if link.enrolments.certified and _sums_updates(job):
+            # As each device would refuse it, so that no round could end.
+            half = model.layout.explain_half_precision(model.module)
+            if half is not None:
+                raise TaskError(half)
         progress = RunProgress(store.run_state(), clock)
         with contextlib.ExitStack() as opened:
             budgets = RunBudgets.open(store, progress.state, populations)
@@ -165,6 +166,8 @@ class RunParts:
                 extension=federated.extension,
             )
             versions.restore(progress.state)
+            if progress.state.model_in_datacenter:
+                model.leave()
             availability = DeviceAvailability(
                 job=job, clock=clock, attempts=store.attempts(), privacy=budgets.devices
             )

@@ -107,7 +107,11 @@ class Trainer:
             return await self._datacenter.train(name, spec, model)
 
         with_devices = spec.plan.regime != "datacenter"
-        offering = self._publication.current(summing=with_devices, devices=with_devices)
+        if not with_devices and spec.datacenter_has_model:
+            return await self._regimes.run(spec.datacenters, train_datacenter, None)
+        offering = self._publication.current(
+            summing=with_devices, devices=with_devices, leaves=spec.model_stays
+        )
         async with offering as offer:
             devices = None
             if with_devices:

@@ -12,7 +12,7 @@ import logging
 import uuid
 
 from isthmus.errors import IsthmusError, UpdateError
-from isthmus.transport.blobs import Buffer, Write
+from isthmus.transport.blobs import MAX_CHUNK_BYTES, Buffer, InFile, Write
 from isthmus.transport.requests import blob_of, failure, model_of
 from isthmus.transport.shared_memory import Take
 from isthmus.transport.worker import Worker
@@ -31,7 +31,7 @@ class _Result:
     name: str
     request: link_pb2.Request
     sha256: bytes
-    payload: Buffer | None
+    payload: Buffer | InFile | None
 
 
 class SimulatedEnrolments(Enrolments):
@@ -157,7 +157,12 @@ class InProcessLink(Link):
         if payload is None:
             raise UpdateError(f"{name} does not hold the blob it named")
         peer.received.add(blob.sha256, len(payload))
-        write(0, memoryview(payload))
+        if isinstance(payload, InFile):
+            for start in range(0, len(payload), MAX_CHUNK_BYTES):
+                size = min(MAX_CHUNK_BYTES, len(payload) - start)
+                write(start, payload.read(start, size))
+        else:
+            write(0, memoryview(payload))
 
     def acknowledge(self, name: str, request_id: str, accepted: bool, reason: str = "") -> None:
         """Notify a worker whether its reply was accepted."""

@@ -27,12 +27,12 @@ class Tied(nn.Module):
         self.second.weight = self.first.weight
 
 
-def slices(tmp_path, model, **tensors):
+def slices(tmp_path, model, sha256=None, **tensors):
     path = tmp_path / "start.safetensors"
     save_file(tensors, path)
     compared = ModelStart(path).compare(model)
     assert StartSlices.are_enough(compared)
-    return StartSlices(path, compared)
+    return StartSlices(path, compared, sha256)
 
 
 def test_parameters_have_no_memory_and_stay_tied():
@@ -77,17 +77,20 @@ def test_tied_tensors_are_compared_row_by_row(tmp_path):
 
 def test_what_was_read_is_compared_with_the_digest(tmp_path):
     path = tmp_path / "start.safetensors"
-    found = slices(tmp_path, nn.Linear(2, 1), weight=torch.zeros(1, 2), bias=torch.zeros(1))
+    values = {"weight": torch.zeros(1, 2), "bias": torch.zeros(1)}
+    save_file(values, path)
     digest = StartFiles.find(path).digest()
-    found.check(digest)
+    other = slices(tmp_path, nn.Linear(2, 1), "0" * 64, **values)
     with pytest.raises(UserError, match=f"has the digest {digest} here, and the job is for 000"):
-        found.check("0" * 64)
+        other.check()
+    found = slices(tmp_path, nn.Linear(2, 1), digest, **values)
+    found.check()
     # Written again with the same bytes, it may have had others meanwhile.
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(data)
     with pytest.raises(UserError, match="has changed while it was read"):
-        found.check(digest)
+        found.check()
 
 
 def test_values_that_are_not_of_the_files_are_not_enough(tmp_path):

@@ -83,6 +83,30 @@ def test_a_spilled_model_is_in_a_file_and_can_be_restored(
     assert model.module.bias.tolist() == [-0.5, -0.5, -0.5]
 
 
+def test_a_model_that_was_left_is_whole_when_it_is_filled_or_begun_again(
+    make_model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(mmap_buffer, "LARGE_BYTES", 0)
+    model = make_model()
+    model.vector.fill_(0.5)
+    model.mark_changed()
+    before = bytes(model.payload)
+    model.leave()
+    assert not model.vector.any()
+    with model.being_filled() as payload:
+        payload[:4] = b"\xff\xff\xff\xff"
+    model.restart(torch.full((model.layout.size,), 0.5))
+    assert bytes(model.payload) == before
+    model.spill(tmp_path)
+    model.abandon_spilled()
+    model.restore()
+    assert not model.vector.any()
+    with model.being_filled() as payload:
+        payload[:] = before
+    assert model.blob.sha256 == digest(before)
+    assert model.module.bias.tolist() == [0.5, 0.5, 0.5]
+
+
 def test_a_truncated_spill_file_is_an_error(make_model, tmp_path):
     model = make_model()
     model.spill(tmp_path)

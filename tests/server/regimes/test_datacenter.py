@@ -76,7 +76,9 @@ async def test_a_datacenter_exports_its_model(connect):
         return link_pb2.Reply(exported=link_pb2.Exported(model=reply.trained.result)), payload
 
     regime, participant = await connect(respond)
-    assert (await regime.export("dc", 20)).tolist() == [4.0, 5.0, 6.0]
+    payload = memoryview(bytearray(LAYOUT.nbytes))
+    await regime.export("dc", 20, payload)
+    assert LAYOUT.decode(payload).tolist() == [4.0, 5.0, 6.0]
     assert participant.requests[0].export.step == 20
 
 
@@ -118,4 +120,6 @@ async def test_a_misbehaving_datacenter_fails_the_attempt(
 async def test_a_datacenter_that_is_not_connected_fails_the_attempt(network, make_job):
     await network.listen()
     with pytest.raises(AttemptFailed, match=r"^dc: dc is not connected$"):
-        await DatacenterRegime(network.link, make_job(), "run", LAYOUT).export("dc", 1)
+        await DatacenterRegime(network.link, make_job(), "run", LAYOUT).export(
+            "dc", 1, memoryview(bytearray(LAYOUT.nbytes))
+        )

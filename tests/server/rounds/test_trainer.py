@@ -17,6 +17,7 @@ from isthmus_server.model import merge, mmap_buffer
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_server.read.report.report import read_report
 from isthmus_server.rounds import model_publication
+from isthmus_server.rounds.attempt_log import AttemptLog
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.events import (
@@ -27,7 +28,18 @@ PLAIN = "federated.secure_aggregation=false"
 BUFFERED = (PLAIN, "federated.mode=buffered", "federated.buffer={concurrency=3}")
 
 
-async def test_in_alternate_rounds_the_model_is_sent_only_where_it_is_needed(run_with_datacenter):
+@pytest.fixture(params=[False, True], ids=["small", "large"])
+def leaves(request, monkeypatch):
+    """Whether the server gives up the memory of a model that stays in a datacenter."""
+    if request.param:
+        monkeypatch.setattr(model_publication, "LARGE_BYTES", 0)
+        monkeypatch.setattr(mmap_buffer, "LARGE_BYTES", 0)
+    return request.param
+
+
+async def test_in_alternate_rounds_the_model_is_sent_only_where_it_is_needed(
+    run_with_datacenter, leaves
+):
     store, coordinator, datacenter = await run_with_datacenter(
         "strategy.policy=alternate", "rounds=5"
     )
@@ -52,9 +64,24 @@ async def test_in_alternate_rounds_the_model_is_sent_only_where_it_is_needed(run
     assert datacenter.requests[-1].close.finished
 
 
-async def test_consecutive_datacenter_rounds_send_no_model(run_with_datacenter):
+async def test_consecutive_datacenter_rounds_send_no_model(
+    run_with_datacenter, leaves, monkeypatch
+):
     store, coordinator, datacenter = await run_with_datacenter("strategy.policy=datacenter")
-    await coordinator.run()
+    values = []
+    commit = AttemptLog.commit
+
+    def watched(log, *arguments, **more):
+        values.append(coordinator.model.layout.decode(coordinator.model.payload).abs().sum())
+        return commit(log, *arguments, **more)
+
+    monkeypatch.setattr(AttemptLog, "commit", watched)
+    final = await coordinator.run()
+    # Of a large model the server has nothing between the rounds, and all of it at the end.
+    assert [bool(value == 0) for value in values] == [leaves] * 3
+    assert torch.equal(coordinator.model.vector, datacenter.vector)
+    assert torch.equal(read_model(store.directory / final.model_path), datacenter.vector)
+    assert coordinator.model.sha256 == final.model_sha256
     requests = training_requests(datacenter)
     assert [request.HasField("model") for request in requests] == [True, False, False]
     assert [request.WhichOneof("work") for request in datacenter.requests].count("export") == 1

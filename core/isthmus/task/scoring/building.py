@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from isthmus.errors import JobError, TaskError
+from isthmus.errors import JobError, TaskError, UserError
 from isthmus.start.loading import ComparedStart, ModelStart
 from isthmus.start.plan import Exceptions, state_of
+from isthmus.start.slices import StartSlices
 from isthmus.start.unfilled import parameters_without_memory
 from isthmus.task.definition import Task
 from isthmus.task.loading import user_code
@@ -112,6 +113,33 @@ def fill_from_start(model: nn.Module, task: Task, job: Job, base: Path) -> None:
     start = start_of(job, base)
     if start is not None:
         start.fill(model, _start_names(task, model))
+
+
+def start_without_memory(task: Task, job: Job, base: Path) -> tuple[nn.Module, StartSlices] | None:
+    """The model that a run begins with, without memory, and the files with all of its values.
+
+    None if the job has no start, or if values are not in its files or `model()` needs them.
+
+    Args:
+        task: of the job.
+        job: the job.
+        base: directory of its relative paths.
+
+    Raises:
+        JobError: the files of the start cannot be used.
+    """
+    if job.model.start is None:
+        return None
+    model = build_without_memory(task, job.seed)
+    if model is None:
+        return None
+    try:
+        compared = compare_with_start(model, task, job, base, converts=False)
+    except UserError as error:
+        raise JobError(f"model.start: {error}") from None
+    if not StartSlices.are_enough(compared):
+        return None
+    return model, StartSlices(base / job.model.start, compared, job.model.sha256)
 
 
 def compare_with_start(
