@@ -170,7 +170,7 @@ async def join(
             enroller=tls.enroller_of(authority),
             key=key,
             certificate=certificate,
-            proxy=proxy or ProxyChoice(),
+            proxy=proxy,
         )
     )
 

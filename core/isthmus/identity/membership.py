@@ -99,9 +99,11 @@ class Membership:
         enroller: bytes,
         key: tls.Key,
         certificate: x509.Certificate,
-        proxy: ProxyChoice,
+        proxy: ProxyChoice | None = None,
     ) -> Membership:
         """Save the result of a join; `prepare` has already saved the identity.
+
+        `proxy`: what was said about proxies, which is remembered.
 
         Raises:
             UserError: the directory cannot be written.
