@@ -10,7 +10,9 @@ wall-clock time, because other programs on the machine influence it less.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -71,15 +73,26 @@ class Timing:
     """Peak memory of the first device, with both models; 0 on a CPU."""
 
 
+@contextlib.contextmanager
+def _shared_directory(rank: int) -> Iterator[Path]:
+    """A new directory that all ranks have in common, as those of a datacenter do."""
+    names = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(names)
+    yield Path(names[0])
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(names[0])
+
+
 def compare(rank: int, case: Case) -> dict[str, Any]:
     """Measure a case on one of its ranks; return the `Timing` as a dictionary."""
     device = torch.device(case.device, rank) if case.device == "cuda" else CPU
-    with tempfile.TemporaryDirectory() as state:
+    with _shared_directory(rank) as state:
         job = Job.model_validate(case.job)
         task = load_task(job.task.source, job.task.settings, base=HERE)
         model = build_model(task, job.seed)
         flops_per_word: int = model.flops_per_word()  # type: ignore[assignment, operator]  # of class Gpt
-        engine = EngineLoop(case, job, model, device, rank, Path(state))
+        engine = EngineLoop(case, job, model, device, rank, state)
         plain = PlainLoop(case, job, task, model, device, rank)
         seconds: dict[str, list[float]] = {
             name: [] for name in ("engine", "plain", "engine_cpu", "plain_cpu")
@@ -199,8 +212,8 @@ def exchange(
     job = Job.model_validate(job_)
     task = load_task(job.task.source, job.task.settings, base=HERE)
     case = Case(name="", peer="", device="cpu", ranks=ranks, steps=0, intervals=0, job=job_)
-    with tempfile.TemporaryDirectory() as state:
-        engine = EngineLoop(case, job, build_model(task, job.seed), CPU, rank, Path(state)).engine
+    with _shared_directory(rank) as state:
+        engine = EngineLoop(case, job, build_model(task, job.seed), CPU, rank, state).engine
         source = torch.ones(engine.layout.size // ranks)
         target = torch.zeros_like(source)
         seconds: dict[str, list[float]] = {"exchanged": [], "copied": []}

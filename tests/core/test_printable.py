@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from isthmus.grpc_errors import details_of, short_message
 from isthmus.identity.joining import _failure_message
+from isthmus.identity.proxies import Road
 from isthmus.printable import MAX_LINE, PrintableFormatter, in_a_line, in_lines
 
 ANY_TEXT = st.text(st.characters() | st.sampled_from("\n\r\x1b\x00\x7f\x9b\u202e\u2066\u2028"))
@@ -34,7 +35,7 @@ def test_the_details_of_a_servers_refusal_are_one_line(text, code):
     error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=text)
     assert details_of(error).isprintable()
     assert short_message(text).isprintable()
-    assert _failure_message("127.0.0.1:1", error).isprintable()
+    assert _failure_message(Road("127.0.0.1:1"), error).isprintable()
 
 
 @given(ANY_TEXT)

@@ -295,12 +295,14 @@ def test_comparisons_draw_no_random_numbers():
 def test_others_are_replaced_and_one_stays():
     rows = [torch.randn(4, 3), torch.tensor([3, 1, 0, 2])]
     kinds = list(replaced(rows, 2, made_up=True))
-    assert len(kinds) == 4
+    assert len(kinds) == 5
     for values, target in kinds:
         assert torch.equal(values[2], rows[0][2])
         assert not (values[[0, 1, 3]] == rows[0][[0, 1, 3]]).all(1).any()
         assert set(target.tolist()) <= {0, 1, 2, 3}
-    assert [float(values.abs().max()) > 1e4 for values, _ in kinds] == [False] * 3 + [True]
+    large = [float(values.abs().max()) > 1e4 for values, _ in kinds]
+    assert large == [False, False, False, True, False]
+    assert [bool(values.isnan().any()) for values, _ in kinds] == [False] * 4 + [True]
     assert list(replaced([torch.zeros(1, 2)], 0, made_up=True)) == []
 
 
