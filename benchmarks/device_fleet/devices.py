@@ -215,7 +215,7 @@ class InstrumentedUplink(UpdateSendingUplink):
         if self.holds_updates:
             async with group.release_changed:
                 await group.release_changed.wait_for(lambda: group.released_round >= round_)
-        await send_result(stream, self._jobs, pull, self._machine)
+        await send_result(stream, self._jobs, pull, self._machine, self.sent)
 
 
 class DeviceProcesses:

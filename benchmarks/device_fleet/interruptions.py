@@ -95,7 +95,8 @@ class InterruptedUplink(UpdateSendingUplink):
 
     async def _send_update(self, stream: Stream, pull: link_pb2.Pull) -> None:
         reporting = _OffsetReportingStream(stream, pull.offset, self._transferred)
-        await send_result(reporting, self._jobs, pull, self._machine)  # type: ignore[arg-type]  # has the only method that it uses
+        # It has the only method that is used.
+        await send_result(reporting, self._jobs, pull, self._machine, self.sent)  # type: ignore[arg-type]
 
     def _transferred(self, direction: str, offset: int) -> None:
         if offset in self.cut_offsets[direction]:
