@@ -136,7 +136,8 @@ async def _connected(
         know += "; where only a proxy knows names, give it with --proxy"
         reach = "check that the server runs, and the firewalls between"
     else:
-        host, port = proxy.host, proxy.port
+        host = proxy.host
+        port = proxy.port
         what = f"the proxy {proxy}"
         named = f"the name {host} of {road.reason}"
         know = "check it, and the name servers of this machine"

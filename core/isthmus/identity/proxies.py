@@ -274,7 +274,8 @@ def _proxy_of(url: str, source: str, login: str) -> Proxy:
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
-        scheme, rest = "http", url
+        scheme = "http"
+        rest = url
     in_url, _, place = rest.rpartition("@")
     place = place.removesuffix("/")
     if scheme.lower() != "http":

@@ -199,7 +199,9 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int], group: Any
     ) -> torch.Tensor:
         """Rows (sum of `sent`, H), grouped by rank, in; rows (sum of `received`, H) out."""
-        ctx.received, ctx.sent, ctx.group = received, sent, group
+        ctx.received = received
+        ctx.sent = sent
+        ctx.group = group
         return _exchanged(rows, received, sent, group)
 
     @staticmethod

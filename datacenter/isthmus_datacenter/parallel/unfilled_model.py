@@ -147,6 +147,7 @@ class UnfilledModel:
                 with self._values_while_called(model):
                     return try_batch(model, examples, training)
             except Exception:
+                # Of any kind: it is the task's code that met a parameter without values.
                 self._called = False
                 raise
 

@@ -369,7 +369,7 @@ def test_processes_that_begin_together_share_the_work(folder: Path, tmp_path: Pa
         if text.startswith("document"):
             with log.open("a") as file:
                 file.write(f"{os.getpid()} {text}\n")
-            time.sleep(0.001)
+            time.sleep(0.001)  # a slow tokenizer, so that the others take some of the files
         return by_bytes(text)
 
     def work(results: Any) -> None:
