@@ -76,12 +76,15 @@ class Timing:
 @contextlib.contextmanager
 def _shared_directory(rank: int) -> Iterator[Path]:
     """A new directory that all ranks have in common, as those of a datacenter do."""
-    names = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(names)
-    yield Path(names[0])
+    number = torch.empty((), dtype=torch.int64)
+    number.random_()
+    dist.broadcast(number, 0)
+    directory = Path(tempfile.gettempdir()) / f"isthmus-ranks-{int(number)}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    yield directory
     dist.barrier()
     if rank == 0:
-        shutil.rmtree(names[0])
+        shutil.rmtree(directory)
 
 
 def compare(rank: int, case: Case) -> dict[str, Any]:
