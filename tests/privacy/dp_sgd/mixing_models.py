@@ -495,10 +495,10 @@ def in_an_operator(self, hidden):
     """In training only, so that ghost clipping finds its norms; as the next one."""
     if not self.training:
         return hidden
-    return hidden - torch.ops.operators.before(hidden.detach())
+    return hidden - torch.ops.mixing.earlier(hidden.detach())
 
 
-@torch.library.custom_op("operators::before", mutates_args=())
+@torch.library.custom_op("mixing::earlier", mutates_args=())
 def _operator(hidden: torch.Tensor) -> torch.Tensor:
     """The mean of the call before, as an operator of C++ might keep it; this one has a file."""
     before = torch.load(FILE) if FILE.exists() else torch.zeros(WIDTH)
