@@ -146,13 +146,13 @@ class _Pass:
                 continue
             found: object = self._job.values
             for part in key:
-                found = found.get(part) if isinstance(found, dict) else None
+                found = _part(found, part)
             if value == {} and isinstance(found, dict):
                 continue  # a table that is there, with all of its defaults
             if canonical(found) != canonical(value):
                 raise Violation(
-                    f"{shown('.'.join(key))} is {shown(value)} in the job that devices have "
-                    f"opened, and {shown(found)} in that of the run"
+                    f"{shown('.'.join('length' if part == -1 else str(part) for part in key))} is {shown(value)} in the job that devices "
+                    f"have opened, and {shown(found)} in that of the run"
                 )
 
     def _end(self, content: Fields) -> None:
@@ -270,10 +270,31 @@ class _Pass:
         yield "What plain devices and datacenters have sent: only devices of secure sums sign."
 
 
-def _leaves(value: object, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
-    """The values of nested objects, with their keys."""
+def _leaves(
+    value: object, key: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], object]]:
+    """The values of nested objects and lists, with their keys; lists have their length, too."""
     if isinstance(value, dict) and value:
         for name, part in value.items():
             yield from _leaves(part, (*key, name))
+    elif isinstance(value, list) and value:
+        # Objects in a list, such as the parts of a schedule, are without their defaults, too.
+        yield (*key, -1), len(value)
+        for index, part in enumerate(value):
+            yield from _leaves(part, (*key, index))
     else:
         yield key, value
+
+
+def _part(value: object, key: str | int) -> object:
+    """What an object or a list has at a key; None if it has nothing there.
+
+    The key -1 of a list is for its length.
+    """
+    if isinstance(key, str):
+        return value.get(key) if isinstance(value, dict) else None
+    if not isinstance(value, list):
+        return None
+    if key == -1:
+        return len(value)
+    return value[key] if key < len(value) else None

@@ -29,6 +29,11 @@ from isthmus_verify.violation import Violation
 PLAIN = "federated.secure_aggregation=false"
 PRIVATE = ("privacy.epsilon=5", "privacy.delta=0.01")
 BUFFERED = ("federated.mode=buffered", "federated.buffer={concurrency=3}")
+SCHEDULED = (
+    "strategy.policy=schedule",
+    "strategy.schedule=[{regime='federated', rounds=1}, {regime='federated', rounds=1}]",
+)
+"""Each part has values that are defaults, which devices open without."""
 
 DEVICES = {
     "secure": (),
@@ -38,6 +43,7 @@ DEVICES = {
     "correlated noise": (*PRIVATE, "privacy.mechanism=correlated", PLAIN),
     "compressed": ("federated.compression={}",),
     "best model": (PLAIN, 'evaluation.keep_best={name="accuracy",mode="max"}'),
+    "scheduled": SCHEDULED,
     "buffered": BUFFERED,
     "buffered, plain": (*BUFFERED, PLAIN),
 }
@@ -152,6 +158,23 @@ async def test_a_run_that_went_back_is_verified_and_has_no_sums_of_what_it_dropp
     await Coordinator(RunParts.of(store, deployment.link)).run()
     verdict = check(io.BytesIO(transcript_of(store)))
     assert "In 2 of 2 rounds with secure sums" in " ".join(verdict.holds)
+
+
+@pytest.mark.parametrize(
+    ("edit", "place"),
+    [
+        (lambda parts: parts[1].update(rounds=2), "strategy.schedule.1.rounds"),
+        (lambda parts: parts.pop(), "strategy.schedule.length"),
+    ],
+)
+async def test_another_schedule_than_devices_have_opened_is_found(deployment, edit, place):
+    await deployment.start()
+    store = deployment.create_run("run", "rounds=2", *SCHEDULED)
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    entries = entries_of(transcript_of(store))
+    edit(entries[0][1]["job"]["strategy"]["schedule"])
+    with pytest.raises(Violation, match=re.escape(f"'{place}' is")):
+        check(io.BytesIO(chained(entries)))
 
 
 async def test_random_mutations_are_found(recorded):
