@@ -150,9 +150,10 @@ class _Pass:
             if value == {} and isinstance(found, dict):
                 continue  # a table that is there, with all of its defaults
             if canonical(found) != canonical(value):
+                place = ".".join("length" if part == -1 else str(part) for part in key)
                 raise Violation(
-                    f"{shown('.'.join('length' if part == -1 else str(part) for part in key))} is {shown(value)} in the job that devices "
-                    f"have opened, and {shown(found)} in that of the run"
+                    f"{shown(place)} is {shown(value)} in the job that devices have opened, and "
+                    f"{shown(found)} in that of the run"
                 )
 
     def _end(self, content: Fields) -> None:
