@@ -32,6 +32,15 @@ from __future__ import annotations
 from collections.abc import Collection
 
 
+def cause_of(error: Exception) -> str:
+    """What an exception says; of an `OSError` without its number and path, for a sentence with one.
+
+    >>> cause_of(FileNotFoundError(2, "No such file or directory", "job.toml"))
+    'No such file or directory'
+    """
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 class IsthmusError(Exception):
     """Base class of all deliberate errors."""
 

@@ -79,8 +79,7 @@ class SimulationProgress:
             self._said = now
             seconds = (now - self._began) / self._rounds
             self._console.print(
-                f"{seconds:.3g} s per round; {left} rounds are left, about "
-                f"{duration(seconds * left)}",
+                f"{seconds:.3g} s per round; rounds left: {left}, about {duration(seconds * left)}",
                 soft_wrap=True,
             )
 

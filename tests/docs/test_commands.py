@@ -127,6 +127,7 @@ def test_the_commands_of_the_readme_work_as_installed(folder: Path) -> None:
         "docs/operations.md",
         "docs/python.md",
         "docs/privacy.md",
+        "docs/prove.md",
         "docs/flower.md",
         "docs/chaos.md",
         "docs/observe.md",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from isthmus_verify.violation import Violation
 
 _ENROLLER = "isthmus-enroller:"
 _MAX_CERTIFICATE = 1 << 16
+_HASH = re.compile("[0-9a-f]{64}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,12 +30,17 @@ def main(arguments: list[str] | None = None) -> int:
         "--authority", type=Path, help="certificate of the fleet's authority, authority.pem"
     )
     given = parser.parse_args(arguments)
+    head = None if given.head is None else given.head.strip().lower()
+    if head is not None and not _HASH.fullmatch(head):
+        parser.error(
+            f"--head {given.head!r} is not a hash; give all of its 64 hexadecimal digits, as "
+            "`isthmus prove` and the model card have them"
+        )
     try:
         authority = None if given.authority is None else authority_key(given.authority)
         with contextlib.ExitStack() as opened:
             transcript = opened.enter_context(given.transcript.open("rb"))
             model = None if given.model is None else opened.enter_context(given.model.open("rb"))
-            head = None if given.head is None else given.head.strip().lower()
             verdict = check(transcript, head=head, authority=authority, model=model)
     except Violation as violation:
         print(f"isthmus-verify: {violation}", file=sys.stderr)

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
-from isthmus.errors import AdmissionRefused, DamagedError, JobError, UserError
+from isthmus.errors import AdmissionRefused, DamagedError, JobError, UserError, cause_of
 from isthmus.job import Job
 from isthmus.job.section import DAYS, GroupName, Hours, Section, sentences
 from isthmus.job.weights import Weights, agreed
@@ -166,7 +166,7 @@ def load(path: Path) -> OwnerLimits:
     except FileNotFoundError:
         return OwnerLimits()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+        raise UserError(f"{path} cannot be read: {cause_of(error)}") from None
 
 
 class LimitsGuard:

@@ -28,7 +28,7 @@ import grpc.aio
 from cryptography import x509
 from google.protobuf.message import DecodeError
 
-from isthmus.errors import AdmissionRefused, UserError
+from isthmus.errors import AdmissionRefused, UserError, cause_of
 from isthmus.grpc_errors import details_of, short_message
 from isthmus.identity import tls
 from isthmus.identity.membership import Membership, check_issued, prepare
@@ -113,7 +113,7 @@ class Token:
             with Path(file).open(encoding="ascii") as stream:
                 return cls.parse(stream.read(_MAX_TOKEN_FILE))
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--token-file {file} cannot be read: {error}") from None
+            raise UserError(f"--token-file {file} cannot be read: {cause_of(error)}") from None
 
     @property
     def digest(self) -> bytes:

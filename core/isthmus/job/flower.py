@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, cause_of
 from isthmus.job.section import FREE, Section
 
 APP = "federated.flower.app"
@@ -154,7 +154,7 @@ def _project_config(path: Path, app: str) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise JobError(f"{path} cannot be read: {error}") from None
+        raise JobError(f"{path} cannot be read: {cause_of(error)}") from None
     described: Any = project
     for key in ("tool", "flwr", "app"):
         described = described.get(key, {}) if isinstance(described, dict) else {}

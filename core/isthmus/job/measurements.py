@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, cause_of
 from isthmus.job.federated import FederatedSection
 from isthmus.job.section import Section
 
@@ -133,8 +133,8 @@ def add_statistics(table: dict[str, Any], folder: Path) -> None:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise JobError(
-            f"task.statistics: {path} cannot be read: {error}; `isthmus statistics JOB --output "
-            "FILE` writes such a file"
+            f"task.statistics: {path} cannot be read: {cause_of(error)}; `isthmus statistics JOB "
+            "--output FILE` writes such a file"
         ) from None
     if not isinstance(contents, dict):
         raise JobError(f"task.statistics: {path} has no JSON object")

@@ -23,7 +23,7 @@ from typing import Any
 import pydantic
 from pydantic import ValidationError, model_validator
 
-from isthmus.errors import JobError
+from isthmus.errors import JobError, cause_of
 from isthmus.job import cross_checks
 from isthmus.job.flower import add_project_config
 from isthmus.job.measurements import add_statistics
@@ -59,7 +59,7 @@ def load_job(path: Path, overrides: Iterable[str] = ()) -> Job:
         advice = f"such as {path / files[0]}" if files else "and it has no .toml file"
         raise JobError(f"{path} is a directory; name the job file in it, {advice}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"{path} cannot be read: {error}") from error
+        raise JobError(f"{path} cannot be read: {cause_of(error)}") from error
     return parse_job(text, overrides, origin=str(path), folder=path.parent)
 
 

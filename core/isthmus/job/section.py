@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from collections.abc import Iterator
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -153,7 +155,7 @@ def sentences(error: ValidationError, kind: type[Section], prefix: str = "") -> 
         place = ".".join(str(part) for part in item["loc"])
         key = prefix + place
         if item["type"] == "extra_forbidden":
-            messages.append(f"unknown key {key}{_suggestion(kind, item['loc'])}")
+            messages.append(f"unknown key {key}{_suggestion(kind, item['loc'], prefix)}")
         elif item["type"] == "missing":
             messages.append(f"{key} is missing")
         elif item["type"] == "value_error":
@@ -181,17 +183,44 @@ _LONGEST_VALUE = 100
 _SHAPES = {"model_type": "table", "dict_type": "table", "tuple_type": "list"}
 
 
-def _suggestion(section: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """The closest known key of the same table, or all of its keys."""
+def _suggestion(root: type[BaseModel], location: tuple[int | str, ...], prefix: str) -> str:
+    """The same key of other tables, the closest one of this table, or all of this table."""
+    section = root
     for part in location[:-1]:
-        field = section.model_fields.get(str(part))
-        kinds = [] if field is None else [field.annotation, *get_args(field.annotation)]
-        inner = [each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)]
+        inner = _tables(section, str(part))
         if not inner:
             return ""
         section = inner[0]  # of `Table | None`, the table
+    name = str(location[-1])
+    if places := list(_places(root, name, prefix)):
+        apart = " without a table" if places == [name] else ""
+        return f"; write {' or '.join(places)}{apart}"
     known = list(section.model_fields)
-    close = difflib.get_close_matches(str(location[-1]), known, n=1)
+    close = difflib.get_close_matches(name, known, n=1)
     if close:
         return f"; did you mean {close[0]}?"
     return f"; known here: {', '.join(known) or 'none'}"
+
+
+def _places(
+    section: type[BaseModel],
+    name: str,
+    prefix: str,
+    above: frozenset[type[BaseModel]] = frozenset(),
+) -> Iterator[str]:
+    """Where a table, or one in it, has a key of that name; `above` are the tables around it."""
+    around = above | {section}
+    for key in section.model_fields:
+        if key == name:
+            yield prefix + key
+        for inner in _tables(section, key):
+            if inner not in around:  # a table of which a key is such a table again has no end
+                yield from _places(inner, name, f"{prefix}{key}.", around)
+
+
+def _tables(section: type[BaseModel], key: str) -> list[type[BaseModel]]:
+    """The tables that a key of a table can be; not those of a list."""
+    field = section.model_fields.get(key)
+    kind = None if field is None else field.annotation
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return [each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)]

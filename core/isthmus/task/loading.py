@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import os
@@ -74,7 +75,9 @@ def load_named(source: str, key: str, *, base: Path, root: Path | None = None) -
         module = _load_module(where, setting)
     value = getattr(module, name, None)
     if value is None:
-        raise TaskError(f"{setting}: {where} has no {name!r}")
+        close = difflib.get_close_matches(name, vars(module), n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise TaskError(f"{setting}: {where} has no {name!r}{meant}")
     return value
 
 

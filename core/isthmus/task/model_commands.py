@@ -19,6 +19,9 @@ from isthmus.task.loading import keep_process, load_task
 if TYPE_CHECKING:
     from isthmus.start.loading import ComparedStart
 
+_NAME_WIDTH = 60
+"""Characters of the column of names; longer names move the rest of their line."""
+
 _PATH = click.Path(path_type=Path)
 _BASE = click.option(
     "--base", type=_PATH, help="If PATH is an adapter of PEFT: the model that it adapts."
@@ -41,11 +44,16 @@ def inspect(path: Path, base: Path | None) -> None:
     """
     # An adapter can be looked at without the model under it, whose digest is part of both's.
     found = [StartFiles.find(path)] if base is None else StartFiles.find_all(path, base)
-    for files in found:
-        for file in files.files:
-            for stored in file.tensors.values():
-                row = f"{stored.dtype:8} {_shape(stored.shape):20} {file.path.name}"
-                click.echo(f"{in_a_line(stored.name)}  {row}")
+    stored_in = [
+        (stored, file.path.name)
+        for files in found
+        for file in files.files
+        for stored in file.tensors.values()
+    ]
+    width = min(max((len(stored.name) for stored, _ in stored_in), default=0), _NAME_WIDTH)
+    for stored, name in stored_in:
+        row = f"{stored.dtype:8} {_shape(stored.shape):20} {name}"
+        click.echo(f"{in_a_line(stored.name):{width}}  {row}")
     rows = [stored for files in found for _, stored in files.tensors.values()]
     elements = sum(math.prod(stored.shape) for stored in rows)
     count = sum(stored.end - stored.begin for stored in rows)

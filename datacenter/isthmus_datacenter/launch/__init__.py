@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from isthmus.errors import UserError
+from isthmus.errors import UserError, cause_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ def check_private(path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except OSError as error:
-        raise UserError(f"the environment file {path} cannot be read: {error}") from error
+        raise UserError(f"the environment file {path} cannot be read: {cause_of(error)}") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise UserError(
             f"the environment file {path} has mode {stat.S_IMODE(mode):o} and may hold secrets; "
@@ -161,7 +161,7 @@ def read_prologue(path: Path) -> str:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prologue {path} cannot be read: {error}") from error
+        raise UserError(f"--prologue {path} cannot be read: {cause_of(error)}") from error
     if not all(character.isprintable() or character in "\n\t" for character in text):
         raise UserError(f"--prologue {path} has a character that is not printable; remove it")
     return text

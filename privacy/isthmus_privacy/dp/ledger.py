@@ -255,7 +255,7 @@ class Ledger:
     # -- write ---------------------------------------------------------------------------------
 
     def reserve(self, charge: Charge) -> int:
-        """Add a charge; returns its number, when it is on disk.
+        """Reserve the epsilon of a charge; returns its number, when it is on disk.
 
         Raises:
             OSError: it cannot be written, so nobody may be asked.

@@ -61,7 +61,7 @@ def test_an_invalid_file_is_reported_in_one_sentence(text, sentence):
 def test_an_unreadable_file_is_an_error_and_not_the_absence_of_limits(tmp_path):
     assert load(tmp_path / "policy.toml") == OwnerLimits()
     (tmp_path / "policy.toml").mkdir()
-    with pytest.raises(UserError, match=r"policy.toml cannot be read"):
+    with pytest.raises(UserError, match=r"policy.toml cannot be read: Is a directory$"):
         load(tmp_path / "policy.toml")
 
 

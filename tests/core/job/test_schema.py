@@ -33,7 +33,18 @@ def test_a_job_file_may_begin_with_a_byte_order_mark(tmp_path):
     ("override", "sentence"),
     [
         ("sed=1", "job: unknown key sed; did you mean seed?"),
-        ("federated.noise=0.1", "job: unknown key federated.noise; known here: "),
+        ("federated.zzz=0.1", "job: unknown key federated.zzz; known here: "),
+        (
+            "federated.epsilon=1",
+            "job: unknown key federated.epsilon; write federated.privacy.epsilon or "
+            "datacenter.privacy.epsilon or privacy.epsilon",
+        ),
+        ("federated.attempts=1", "federated.attempts; write attempts without a table"),
+        ("cohort=4", "job: unknown key cohort; write federated.cohort"),
+        (
+            "task.rounds=4",
+            "job: unknown key task.rounds; write rounds or federated.participation.rounds",
+        ),
         ("federated.cohrt=1", "job: unknown key federated.cohrt; did you mean cohort?"),
         (
             "time.zzz=1",

@@ -75,7 +75,8 @@ def test_a_source_of_another_form_is_refused(load, source):
     ("source", "sentence"),
     [
         ("nowhere.py:Good", r"task\.source='nowhere\.py:Good': there is no file /.*/nowhere\.py"),
-        ("task.py:Other", r"task\.source='task\.py:Other': task\.py has no 'Other'"),
+        ("task.py:Other", r"task\.source='task\.py:Other': task\.py has no 'Other'$"),
+        ("task.py:Goods", r"task\.py has no 'Goods'; did you mean Good\?$"),
         ("task.py:isthmus", "isthmus is not a subclass of isthmus.Task"),
         ("task.py:Plain", "Plain is not a subclass of isthmus.Task"),
         ("no_such_package:Good", "no module 'no_such_package' can be imported here"),

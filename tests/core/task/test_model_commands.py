@@ -45,10 +45,10 @@ def test_the_tensors_of_a_file_are_listed_with_the_digest(tmp_path):
         tmp_path, weight=torch.zeros(3, 2), step=torch.tensor(1), bias=torch.zeros(3).half()
     )
     assert sorted(invoke("inspect", path).splitlines()) == [
-        "bias  F16      (3)                  start.safetensors",
+        "bias    F16      (3)                  start.safetensors",
         f"path    {path}",
         f"sha256  {StartFiles.find(path).digest()}",
-        "step  I64      ()                   start.safetensors",
+        "step    I64      ()                   start.safetensors",
         "tensors 1 in F16, 1 in F32, 1 in I64: 10 elements, 38 bytes",
         "weight  F32      (3, 2)               start.safetensors",
     ]

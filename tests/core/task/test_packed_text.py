@@ -229,6 +229,8 @@ def test_bad_files_are_one_sentence(
 def test_bad_arguments_are_one_sentence(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"there is no file .*none\.txt"):
         packed(tmp_path / "none.txt")
+    with pytest.raises(TaskError, match=r"there is no file or folder of text .*/texts$"):
+        packed(tmp_path / "texts")
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(TaskError, match=r"empty has no file with text: \.parquet, \.arrow, "):

@@ -358,6 +358,9 @@ async def test_the_commands_write_and_check_a_transcript(deployment, tmp_path, c
     model = str(store.directory / "model.safetensors")
     assert command.main([str(path), "--head", head, "--model", model]) == 0
     assert f"head     {head}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        command.main([str(path), "--head", head[:12]])
+    assert f"--head '{head[:12]}' is not a hash; give all of its 64" in capsys.readouterr().err
     path.write_bytes(path.read_bytes()[:-10])
     assert command.main([str(path)]) == 1
     assert "was cut short within entry" in capsys.readouterr().err

@@ -66,13 +66,16 @@ class FileSource:
             separator: what is between the documents of plain text; None if a file is one.
 
         Raises:
-            TaskError: its kind is unknown.
+            TaskError: its kind is unknown, or its name has none and it does not exist.
         """
         self.path = path
         self.name = str(path)
         self._column = column
         self._separator = separator
         kind = kind_of(path)
+        if kind is None and not path.exists():
+            # A folder that is not there has no kind either.
+            raise TaskError(f"there is no file or folder of text {path}")
         if kind is None:
             raise TaskError(f"{path} is none of the files that text is read from: {KINDS}")
         self._read = _READERS[kind]

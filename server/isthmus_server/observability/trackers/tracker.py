@@ -30,7 +30,7 @@ class TrackedRun:
     parameters: Mapping[str, str | int | float | bool]
     """The job's keys, such as `federated.cohort`."""
     folder: Path
-    """Where the tracker may write; it belongs to the run."""
+    """Where the tracker may write, if it makes the folder; it belongs to the run."""
     earlier: str
     """What `begin` returned when the run was tracked before; empty for the first time."""
 

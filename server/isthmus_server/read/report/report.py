@@ -49,6 +49,9 @@ _TOLD = 8
 _DETAILS = (*(f"_{suffix}" for suffix in SPREAD), "_error")
 """Ends of the names of devices' metrics that only the JSON report has."""
 
+_NAME_WIDTH = 20
+"""Longest name of a metric, in characters, that the table does not fold in a narrow terminal."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpentPrivacy(Record):
@@ -223,6 +226,9 @@ def _table(report: Report, attempts: Sequence[EndedAttempt]) -> Table:
     table = Table(title=f"{report.run_id}: {report.status}", title_justify="left")
     for column in ("round", "regime", "because", "took part", "held-out", "cost", "s"):
         table.add_column(column, overflow="fold")
+    # The other columns give way: a name of a metric that is folded cannot be read.
+    names = {name for record in attempts for name in record.metrics if _is_shown(name)}
+    table.columns[4].min_width = min(max(map(len, names), default=0), _NAME_WIDTH)
     for record in attempts:
         failed = isinstance(record, FailedAttempt)
         reason = record.error if isinstance(record, FailedAttempt) else record.reason
@@ -329,5 +335,9 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
         if name in ("accuracy", f"{PUBLIC}accuracy", f"{DEVICES}accuracy")
         else f"{name} {value:.4g}"
         for name, value in sorted(metrics.items())
-        if not (name.startswith(DEVICES) and name.endswith(_DETAILS))
+        if _is_shown(name)
     )
+
+
+def _is_shown(metric: str) -> bool:
+    return not (metric.startswith(DEVICES) and metric.endswith(_DETAILS))

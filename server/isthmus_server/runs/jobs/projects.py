@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from isthmus.errors import AdmissionRefused, UserError
+from isthmus.errors import AdmissionRefused, UserError, cause_of
 from isthmus.job.section import Section, sentences
 from isthmus.names import checked_name
 
@@ -60,7 +60,7 @@ class Projects:
         except FileNotFoundError:
             return cls({})
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from None
+            raise UserError(f"{path} cannot be read: {cause_of(error)}") from None
         except tomllib.TOMLDecodeError as error:
             raise UserError(f"{path} is not valid TOML: {error}") from None
         projects = {}

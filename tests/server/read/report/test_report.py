@@ -205,6 +205,18 @@ def test_the_page_says_what_participants_sent_and_received(make_job, tmp_path):
     store.close()
 
 
+def test_names_of_metrics_are_not_folded_in_a_narrow_terminal(make_job, tmp_path):
+    store = Store.create(tmp_path / "run", make_job(), tmp_path)
+    metrics = {"accuracy": 0.583, "public_accuracy": 0.98, "public_loss": 0.1022}
+    reason = "phase 1 of 3 is datacenter, its round 1 of 2"
+    store.plan(planned_attempt(1))
+    store.commit(round_record(1, metrics=metrics, reason=reason), CommittedState())
+    output = StringIO()
+    report.show(read_report(store), Console(file=output, width=80))
+    store.close()
+    assert {"public_accuracy", "public_loss"} < set(output.getvalue().split())
+
+
 def test_devices_that_were_lost_for_one_reason_are_told_in_a_line():
     reasons = ["the round's 5 s were over"] * 200 + ["not finite:\nlower the rate"]
     reasons += [f"it cannot train on shard {number}" for number in range(10)]
