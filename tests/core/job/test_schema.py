@@ -39,7 +39,7 @@ def test_a_job_file_may_begin_with_a_byte_order_mark(tmp_path):
             "job: unknown key federated.epsilon; write federated.privacy.epsilon or "
             "datacenter.privacy.epsilon or privacy.epsilon",
         ),
-        ("federated.attempts=1", "federated.attempts; write attempts without a table"),
+        ("federated.attempts=1", "job: unknown key federated.attempts; write attempts w"),
         ("cohort=4", "job: unknown key cohort; write federated.cohort"),
         (
             "task.rounds=4",
