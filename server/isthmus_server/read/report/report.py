@@ -224,11 +224,11 @@ def final_apart(report: Report) -> list[tuple[str, str]]:
 
 def _table(report: Report, attempts: Sequence[EndedAttempt]) -> Table:
     table = Table(title=f"{report.run_id}: {report.status}", title_justify="left")
-    for column in ("round", "regime", "because", "took part", "held-out", "cost", "s"):
-        table.add_column(column, overflow="fold")
-    # The other columns give way: a name of a metric that is folded cannot be read.
+    # The other columns give way to names of metrics, which cannot be read when they are folded.
     names = {name for record in attempts for name in record.metrics if _is_shown(name)}
-    table.columns[4].min_width = min(max(map(len, names), default=0), _NAME_WIDTH)
+    least = {"held-out": min(max(map(len, names), default=0), _NAME_WIDTH)}
+    for column in ("round", "regime", "because", "took part", "held-out", "cost", "s"):
+        table.add_column(column, overflow="fold", min_width=least.get(column))
     for record in attempts:
         failed = isinstance(record, FailedAttempt)
         reason = record.error if isinstance(record, FailedAttempt) else record.reason
