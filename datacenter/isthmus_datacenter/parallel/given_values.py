@@ -40,7 +40,7 @@ def values_while_called(root: nn.Module, read: Read, take: Take | None = None) -
     # Modules may share a parameter, which then has one gradient.
     paths = {parameter: path for path, parameter in root.named_parameters()}
     with contextlib.ExitStack() as restored:
-        restored.enter_context(_RefusesMissingValues())
+        restored.enter_context(_RefusesMissingValues())  # type: ignore[no-untyped-call] # of PyTorch
         for module in root.modules():
             own = {name: each for name, each in module._parameters.items() if each is not None}
             if own:
@@ -117,7 +117,7 @@ class _Given(torch.autograd.Function):
         return read()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override] # PyTorch's is variadic
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ctx.received(gradient)
         return None, None, None
 

@@ -75,6 +75,15 @@ class Values(Protocol):
         ...
 
 
+def _shared(stage: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """For each parameter that several modules have, these and its name in them."""
+    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in stage.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            users.setdefault(parameter, []).append((module, name))
+    return [each for each in users.values() if len(each) > 1]
+
+
 @contextlib.contextmanager
 def _of_the_start() -> Iterator[None]:
     """Name the key of the job in an error about its files.
@@ -241,7 +250,12 @@ class UnfilledModel:
             place = torch.device("cpu") if on_host else device
             return torch.empty_like(each, device=place) if each.is_meta else each.to(place)
 
+        shared = _shared(stage)
         stage._apply(placed)  # type: ignore[no-untyped-call] # of PyTorch
+        # A parameter that is no shard was replaced in each of its modules.
+        for (first, key), *others in shared:
+            for module, name in others:
+                module._parameters[name] = first._parameters[key]
         with _of_the_start():
             for name, parameter in stage.named_parameters():
                 self._fill(parameter, names[name])
