@@ -13,13 +13,13 @@ IN_PARTS = [
     {"zero_stage": 1},
     {"zero_stage": 3},
     {"zero_stage": 0, "precision": "bf16"},
-]
-"""Layouts in which a rank reads its rows only."""
-WHOLE = [
-    {"zero_stage": 0},
     {"tensor_parallel": 2},
+    {"tensor_parallel": 2, "sequence_parallel": True},
+    {"context_parallel": 2},
     {"pipeline_parallel": 2},
 ]
+"""Layouts in which a rank reads its part only."""
+WHOLE = [{"zero_stage": 0}]
 
 
 @pytest.fixture
@@ -83,6 +83,17 @@ def test_training_is_the_same_if_no_rank_has_the_whole_model(
     assert parts.equal(whole)
 
 
+@pytest.mark.parametrize("layout", [each for each in IN_PARTS if "zero_stage" not in each], ids=str)
+def test_a_partitioned_model_trains_the_same_if_no_rank_has_the_whole_model(
+    layout: dict[str, Any], start_setup: Any, train: Any
+) -> None:
+    prepared, _ = start_setup(**layout)
+    parts, built, _ = train(prepared, 3, "parts")
+    assert built == [False, False]
+    whole, _, _ = train(prepared, 3, "whole", whole=True)
+    assert parts.equal(whole)
+
+
 def test_ranks_read_the_experts_that_they_have(start_setup: Any, train: Any) -> None:
     prepared, values = start_setup("Mixture", zero_stage=3, expert_parallel=2)
     vector, built, _ = train(prepared, 0, "initial")
@@ -105,8 +116,14 @@ def test_a_model_that_uses_parameters_of_modules_it_does_not_call_is_built_whole
         assert built == [True, True]
 
 
-def test_a_rank_holds_its_rows_and_not_the_model(start_setup: Any, train: Any) -> None:
-    prepared, values = start_setup("Deep", zero_stage=3)
+@pytest.mark.parametrize(
+    "layout", [{"zero_stage": 3}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}], ids=str
+)
+def test_a_rank_holds_its_part_and_not_the_model(
+    layout: dict[str, Any], start_setup: Any, train: Any
+) -> None:
+    """It is compared with the model of which it is a part, with a layer or two in memory."""
+    prepared, values = start_setup("Deep", **layout)
     vector, _, in_parts = train(prepared, 0, "parts")
     assert vector.equal(values)
     _, _, with_all = train(prepared, 0, "whole", whole=True)

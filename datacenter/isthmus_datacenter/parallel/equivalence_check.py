@@ -6,7 +6,7 @@ examples pass through the model before and after, and the outputs must agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from isthmus.errors import TaskError
 
 StageTrace = tuple[tuple[Any, ...], Any]
 """Inputs and output of one stage, for the sample."""
+
+RunModule = Callable[..., Any]
+"""Calls a module with inputs, as `run_in_eval_mode` does."""
 
 _STAGES_TOLERANCE = 1e-4
 """Relative difference allowed between a model and its stages, which compute in the same order."""
@@ -48,7 +51,9 @@ def run_in_eval_mode(model: nn.Module, *inputs: Any) -> Any:
             module.training = training
 
 
-def check_stages(stages: Sequence[nn.Module], expected: Any, sample: Any) -> list[StageTrace]:
+def check_stages(
+    stages: Sequence[nn.Module], expected: Any, sample: Any, run: RunModule = run_in_eval_mode
+) -> list[StageTrace]:
     """Run the stages in order on a sample and compare the last output with the whole model's.
 
     Returns:
@@ -61,7 +66,7 @@ def check_stages(stages: Sequence[nn.Module], expected: Any, sample: Any) -> lis
     traces = []
     for stage in stages:
         inputs = value if isinstance(value, tuple) else (value,)
-        value = run_in_eval_mode(stage, *inputs)
+        value = run(stage, *inputs)
         traces.append((inputs, value))
     if not outputs_match(expected, value, _STAGES_TOLERANCE):
         raise TaskError("called in order, they give another output than the model")

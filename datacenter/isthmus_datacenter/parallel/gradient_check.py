@@ -23,7 +23,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._pytree import tree_leaves, tree_map
 
 from isthmus_datacenter.parallel.equivalence_check import PartitionError
+from isthmus_datacenter.parallel.given_values import Read, values_while_called
 from isthmus_datacenter.parallel.random_draws import DrawsByModule, FixedDraws
 from isthmus_datacenter.parallel.recomputation import recompute
 from isthmus_datacenter.rank_messages import RankMessages
@@ -98,6 +99,7 @@ def record_gradients(
     *,
     differentiable_inputs: bool,
     zeros: frozenset[str] | None = None,
+    read: Read | None = None,
 ) -> GradientRecord:
     """Run a module forward and backward from a fixed gradient of its outputs.
 
@@ -111,21 +113,34 @@ def record_gradients(
         units: modules within it that are recomputed in the backward pass.
         differentiable_inputs: whether the gradient of the inputs is passed on, to another stage.
         zeros: names of parameters to take for zero; None to look.
+        read: gives the values of parameters that have no memory, to each module while it is
+            called; None for a module with values.
     """
     parameters = {names[name]: each for name, each in module.named_parameters()}
-    if zeros is None:
-        zeros = frozenset(name for name, each in parameters.items() if _is_zero(each))
+    zero_names = set(zeros or ())
     found: dict[str, Gradient] = {}
     inputs = tree_map(functools.partial(_as_leaf, differentiable=differentiable_inputs), inputs)
     with contextlib.ExitStack() as restored:
-        for name, each in parameters.items():
-            if not each.requires_grad:
-                continue
-            take = functools.partial(_take_gradient, name, found)
-            hook = each.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]  # PyTorch's own
-            restored.callback(hook.remove)
+        if read is None:
+            if zeros is None:
+                zero_names.update(name for name, each in parameters.items() if _is_zero(each))
+            for name, each in parameters.items():
+                if not each.requires_grad:
+                    continue
+                take = functools.partial(_take_gradient, name, found)
+                hook = each.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]  # PyTorch's own
+                restored.callback(hook.remove)
+            restored.enter_context(_replaced_zeros(parameters, zero_names))
+        else:
+            read_nonzero = functools.partial(
+                _read_nonzero, read, names, zero_names, looks=zeros is None
+            )
+
+            def sketch(path: str, gradient: torch.Tensor) -> None:
+                found[names[path]] = _sketch(names[path], gradient)
+
+            restored.enter_context(values_while_called(module, read_nonzero, sketch))
         restored.enter_context(in_training(module))
-        restored.enter_context(_replaced_zeros(parameters, zeros))
         restored.enter_context(_recomputed(units))
         restored.enter_context(_full_precision())
         draws = restored.enter_context(FixedDraws(module))
@@ -137,8 +152,8 @@ def record_gradients(
     for at, each in enumerate(tree_leaves(inputs)):
         if isinstance(each, torch.Tensor) and each.grad is not None:
             name = f"{INPUTS} {at}"
-            found[name] = _sketch(name, each, each.grad)
-    return GradientRecord(found, draws.draws, zeros)
+            found[name] = _sketch(name, each.grad)
+    return GradientRecord(found, draws.draws, frozenset(zero_names))
 
 
 def compare_gradients(
@@ -269,12 +284,12 @@ def _direction(output: torch.Tensor, at: int) -> torch.Tensor:
 def _take_gradient(name: str, found: dict[str, Gradient], parameter: torch.Tensor) -> None:
     """Keep the projections of a gradient, and free it."""
     assert parameter.grad is not None
-    found[name] = _sketch(name, parameter, parameter.grad)
+    found[name] = _sketch(name, parameter.grad)
     parameter.grad = None
 
 
 @torch.no_grad()
-def _sketch(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> Gradient:
+def _sketch(name: str, gradient: torch.Tensor) -> Gradient:
     adds_up = isinstance(gradient, DTensor) and not all(
         each.is_replicate() for each in gradient.placements
     )
@@ -289,7 +304,7 @@ def _sketch(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> Gradi
         tuple(projected.tolist()),
         float(values.norm()),
         adds_up,
-        torch.finfo(parameter.dtype).eps,
+        torch.finfo(gradient.dtype).eps,
     )
 
 
@@ -321,7 +336,7 @@ def _is_zero(parameter: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _replaced_zeros(
-    parameters: Mapping[str, torch.Tensor], zeros: frozenset[str]
+    parameters: Mapping[str, torch.Tensor], zeros: Collection[str]
 ) -> Iterator[None]:
     """Within it parameters that are all zero have small values, of random signs."""
     parts = {
@@ -331,17 +346,43 @@ def _replaced_zeros(
     }
     with torch.no_grad():
         for name, part in parts.items():
-            values = torch.full_like(part, _REPLACED_ZERO)
-            for dim, signs in enumerate(_signs(name, parameters[name])):
-                shape = [-1 if at == dim else 1 for at in range(part.ndim)]
-                values *= signs[:, 0].to(values).view(shape)
-            part.copy_(values)
+            part.copy_(_small_values(name, parameters[name], part))
     try:
         yield
     finally:
         with torch.no_grad():
             for part in parts.values():
                 part.zero_()
+
+
+def _small_values(name: str, parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Values that do not hide gradients of other parameters, for this rank's part of one."""
+    values = torch.full_like(part, _REPLACED_ZERO)
+    for dim, signs in enumerate(_signs(name, parameter)):
+        shape = [-1 if at == dim else 1 for at in range(part.ndim)]
+        values *= signs[:, 0].to(values).view(shape)
+    return values
+
+
+@torch.no_grad()
+def _read_nonzero(
+    read: Read,
+    names: Mapping[str, str],
+    zeros: set[str],
+    path: str,
+    parameter: nn.Parameter,
+    *,
+    looks: bool,
+) -> torch.Tensor:
+    """The values of a parameter, or others if they are all zero; with `looks` these are noted."""
+    values = read(path, parameter)
+    name = names[path]
+    if looks and _is_zero(values):
+        zeros.add(name)
+    if name in zeros:
+        part = values.to_local() if isinstance(values, DTensor) else values
+        part.copy_(_small_values(name, values, part))
+    return values
 
 
 @contextlib.contextmanager

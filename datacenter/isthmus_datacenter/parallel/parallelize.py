@@ -23,6 +23,7 @@ from isthmus.tensors.structure import Structure
 from isthmus_datacenter.parallel.context_parallel import SharesAttention, context_plan
 from isthmus_datacenter.parallel.equivalence_check import (
     PartitionError,
+    RunModule,
     StageTrace,
     check_sharded,
     first_line,
@@ -43,6 +44,7 @@ from isthmus_datacenter.parallel.fully_sharded import (
     units_in_stage,
     wrap_unit,
 )
+from isthmus_datacenter.parallel.given_values import values_while_called
 from isthmus_datacenter.parallel.gradient_check import (
     Reductions,
     compare_gradients,
@@ -64,7 +66,7 @@ from isthmus_datacenter.parallel.random_draws import draw_apart, drawing_modules
 from isthmus_datacenter.parallel.sequence_parallel import ChecksCalls
 from isthmus_datacenter.parallel.tensor_plans import default_tensor_plan, resolve_plan
 from isthmus_datacenter.parallel.tensor_styles import apply_style
-from isthmus_datacenter.parallel.unfilled_model import NeedsWholeModel, UnfilledModel
+from isthmus_datacenter.parallel.unfilled_model import UnfilledModel
 
 SMALLEST_UNIT = 1 << 16
 """Parameters below which a block is gathered with the root: a separate all-gather costs more."""
@@ -115,16 +117,20 @@ def parallelize(
     experts = find_experts(model) if dims.expert > 1 else {}
     expert_mesh = dims.expert_mesh(device.type) if experts else None
     # A pipeline's stages call all their blocks, as was compared with the whole model.
-    if try_batch is not None and unfilled is not None:
-        try_batch = unfilled.trying(try_batch)
-    if shares_calls and dims.data > 1 and dims.pipeline == 1 and try_batch is not None:
-        shared_calls = _units_of_every_batch(model, task_units, smallest_unit, try_batch, experts)
-    if unfilled is not None and not unfilled.all_called():
-        raise NeedsWholeModel
+    if unfilled is not None:
+        unfilled.fill_buffers()
+        if try_batch is not None:
+            try_batch = unfilled.trying(try_batch)
+    run = run_in_eval_mode if unfilled is None else unfilled.run_in_eval_mode
     flop_counter = FlopCounterMode(display=False)
-    # What outputs are compared with later is computed here, while the model is whole.
-    stages, traces = _stages(task, model, dims, sample, flop_counter)
-    plan, notes = _tensor_plan(task, model, dims, stages, traces)
+    with _agreed(unfilled):
+        if shares_calls and dims.data > 1 and dims.pipeline == 1 and try_batch is not None:
+            shared_calls = _units_of_every_batch(
+                model, task_units, smallest_unit, try_batch, experts
+            )
+        # What outputs are compared with later is computed here, while the model is whole.
+        stages, traces = _stages(task, model, dims, sample, flop_counter, run, unfilled)
+        plan, notes = _tensor_plan(task, model, dims, stages, traces, run)
     stage_names = [_parameter_names(names, stage) for stage in stages]
     _check_complete(names, stage_names)
     own_stages = {index: stages[index] for index in dims.stages_of(rank)}
@@ -155,6 +161,7 @@ def parallelize(
                         own_names[index],
                         traces[index],
                         units,
+                        unfilled,
                         first=index == 0,
                     )
                 )
@@ -197,6 +204,15 @@ def parallelize(
         all_names=list(names.parameters.values()),
         notes=[*notes, *(shared_calls.notes if shared_calls is not None else ())],
     )
+
+
+def _agreed(unfilled: UnfilledModel | None) -> contextlib.AbstractContextManager[None]:
+    """Within it a model without memory is called in parts; all ranks leave it together.
+
+    Raises:
+        NeedsWholeModel: that was not possible on some rank.
+    """
+    return contextlib.nullcontext() if unfilled is None else unfilled.agreed()
 
 
 # -- units ----------------------------------------------------------------------------------------
@@ -275,6 +291,8 @@ def _stages(
     dims: ParallelDims,
     sample: Callable[[], Any],
     flop_counter: FlopCounterMode,
+    run: RunModule,
+    unfilled: UnfilledModel | None,
 ) -> tuple[list[nn.Module], list[StageTrace]]:
     """All pipeline stages, and their outputs for the sample where they must be compared later."""
     if dims.pipeline == 1 and dims.tensor == 1:
@@ -282,15 +300,17 @@ def _stages(
     inputs = sample()
     structure = Structure.of(model)
     with user_code("the model's forward pass on two examples"), flop_counter:
-        output = run_in_eval_mode(_CalledByTask(task, model), inputs)
+        output = run(_CalledByTask(task, model), inputs)
     structure.check(model)
     if dims.pipeline == 1:
         return [model], [((inputs,), output)]
-    _check_calls_change_nothing(_CalledByTask(task, model), inputs)
-    return split_into_stages(task, model, dims, inputs, output)
+    _check_calls_change_nothing(_CalledByTask(task, model), inputs, unfilled)
+    return split_into_stages(task, model, dims, inputs, output, run)
 
 
-def _check_calls_change_nothing(called: nn.Module, inputs: Any) -> None:
+def _check_calls_change_nothing(
+    called: nn.Module, inputs: Any, unfilled: UnfilledModel | None
+) -> None:
     """Refuse a model that counts its calls in training, of which micro-batches are more.
 
     Raises:
@@ -301,6 +321,7 @@ def _check_calls_change_nothing(called: nn.Module, inputs: Any) -> None:
         user_code("the model's forward pass on two examples"),
         in_training(called),
         torch.no_grad(),
+        contextlib.nullcontext() if unfilled is None else unfilled.called_in_parts(called),
     ):
         called(inputs)
         changed = [
@@ -332,6 +353,14 @@ def _place(stage: nn.Module, device: torch.device) -> None:
     """Move a stage that is not there yet; tensors without values cannot be moved."""
     if any(each.device != device for each in (*stage.parameters(), *stage.buffers())):
         stage.to(device)
+
+
+def _place_buffers(stage: nn.Module, device: torch.device) -> None:
+    """Move the buffers of a stage whose parameters have no memory."""
+    for module in stage.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 def _parameter_names(names: ParameterNames, stage: nn.Module) -> dict[str, str]:
@@ -396,6 +425,7 @@ def _tensor_plan(
     dims: ParallelDims,
     stages: Sequence[nn.Module],
     traces: Sequence[StageTrace],
+    run: RunModule,
 ) -> tuple[list[tuple[nn.Module, Any]], list[str]]:
     """Modules to shard with their styles, and notes for the user."""
     if dims.tensor == 1:
@@ -414,12 +444,12 @@ def _tensor_plan(
     (inputs,), _ = traces[0]
     called = _CalledByTask(task, model)
     if dims.context > 1:
-        return context_plan(model, stages, lambda: run_in_eval_mode(called, inputs)), []
+        return context_plan(model, stages, lambda: run(called, inputs)), []
     plan, notes = default_tensor_plan(
         model,
         dims.tensor,
         stages,
-        lambda: run_in_eval_mode(called, inputs),
+        lambda: run(called, inputs),
         sequence=dims.sequence,
     )
     if not plan:
@@ -457,6 +487,7 @@ def _shard_stage(
     names: Mapping[str, str],
     trace: StageTrace,
     units: Sequence[nn.Module],
+    unfilled: UnfilledModel | None,
     *,
     first: bool,
 ) -> Reductions:
@@ -471,22 +502,41 @@ def _shard_stage(
         names: the model's names of its parameters.
         trace: its inputs and outputs for the sample.
         units: parts of it to recompute one after the other.
+        unfilled: where its values are, if it has no memory.
         first: whether it is the first stage, whose inputs are data.
 
     Raises:
         TaskError: it does not.
+        NeedsWholeModel: it cannot be called in parts.
     """
     inputs, _ = trace
-    with user_code("the model's forward and backward pass on two examples"):
+    with (
+        _agreed(unfilled),
+        contextlib.nullcontext() if unfilled is None else unfilled.noting_failures(),
+        user_code("the model's forward and backward pass on two examples"),
+    ):
         whole = record_gradients(
-            called, stage, names, inputs, units, differentiable_inputs=not first
+            called,
+            stage,
+            names,
+            inputs,
+            units,
+            differentiable_inputs=not first,
+            read=None if unfilled is None else unfilled.read,
         )
     # Only this rank's stages: the whole model may not fit on one device.
-    _place(stage, device)
+    if unfilled is None:
+        _place(stage, device)
+    else:
+        _place_buffers(stage, device)
     _shard_matrices(stage, plan, mesh)
+    read = None
+    if unfilled is not None:
+        read = functools.partial(unfilled.read_shard, names, device)
     # Right after the matrices: with units compiled and sharded over the replicas, an error could
     # have other causes.
-    check_sharded(called, trace, device)
+    with contextlib.nullcontext() if read is None else values_while_called(stage, read):
+        check_sharded(called, trace, device)
     try:
         own = record_gradients(
             called,
@@ -496,6 +546,7 @@ def _shard_stage(
             units,
             differentiable_inputs=not first,
             zeros=whole.zeros,
+            read=read,
         )
     except TaskError:  # has said what to change
         raise

@@ -21,6 +21,7 @@ from torch import nn
 from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
 from isthmus_datacenter.parallel.equivalence_check import (
+    RunModule,
     StageTrace,
     check_stages,
     first_line,
@@ -30,7 +31,12 @@ from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 
 
 def split_into_stages(
-    task: Task, model: nn.Module, dims: ParallelDims, sample: Any, expected: Any
+    task: Task,
+    model: nn.Module,
+    dims: ParallelDims,
+    sample: Any,
+    expected: Any,
+    run: RunModule = run_in_eval_mode,
 ) -> tuple[list[nn.Module], list[StageTrace]]:
     """Split a model into the pipeline's stages, and check them on a sample.
 
@@ -40,6 +46,7 @@ def split_into_stages(
         dims: has more than one pipeline stage.
         sample: inputs of a few examples.
         expected: the whole model's output for them.
+        run: calls the model and its stages.
 
     Returns:
         The stages, which share the model's modules; and for each its inputs and output.
@@ -61,9 +68,9 @@ def split_into_stages(
         # The task knows its model; only without its help the blocks are looked for.
         task_stages = task.pipeline_stages(model, dims.stages)
     if task_stages is None:
-        stages = split_at_blocks(model, dims.stages, sample)
+        stages = split_at_blocks(model, dims.stages, sample, run)
         try:
-            return stages, check_stages(stages, expected, sample)
+            return stages, check_stages(stages, expected, sample, run)
         except Exception as error:
             raise TaskError(
                 f"the model cannot be split into {dims.stages} pipeline stages without help, "
@@ -77,7 +84,7 @@ def split_into_stages(
             f"returned {[type(each).__name__ for each in stages]}"
         )
     try:
-        return stages, check_stages(stages, expected, sample)
+        return stages, check_stages(stages, expected, sample, run)
     except Exception as error:
         raise TaskError(
             "the stages of pipeline_stages() do not compute what the model computes: "
@@ -85,14 +92,16 @@ def split_into_stages(
         ) from error
 
 
-def split_at_blocks(model: nn.Module, stages: int, sample: torch.Tensor) -> list[nn.Module]:
+def split_at_blocks(
+    model: nn.Module, stages: int, sample: torch.Tensor, run: RunModule = run_in_eval_mode
+) -> list[nn.Module]:
     """Split a model at its longest container of blocks; the stages share the model's modules.
 
     Raises:
         TaskError: there are fewer blocks than stages.
     """
     path, container = _longest_container(model, stages)
-    positions = _positions_around_blocks(model, path, container, sample)
+    positions = _positions_around_blocks(model, path, container, sample, run)
     groups = _balanced_groups(container, stages)
     return [
         _stage_view(model, path, positions, set(groups[index]), index, stages)
@@ -140,7 +149,7 @@ def _longest_container(model: nn.Module, stages: int) -> tuple[list[str], nn.Mod
 
 
 def _positions_around_blocks(
-    model: nn.Module, path: list[str], container: nn.Module, sample: torch.Tensor
+    model: nn.Module, path: list[str], container: nn.Module, sample: torch.Tensor, run: RunModule
 ) -> dict[str, str]:
     """Find by a forward pass whether each module around the blocks runs `before` or `after` them.
 
@@ -176,7 +185,7 @@ def _positions_around_blocks(
         for block in container.children()
     ]
     try:
-        run_in_eval_mode(model, sample)
+        run(model, sample)
     finally:
         for hook in hooks:
             hook.remove()

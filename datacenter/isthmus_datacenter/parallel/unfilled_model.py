@@ -3,8 +3,9 @@
 The files are those of the job's `model.start`, or one with the values of the seed.
 
 Until then its parameters are on the device `meta`, without memory, so no rank ever has the whole
-model. The few examples that show which modules a batch calls pass through it as well: the
-parameters of a module are read when it is called, and forgotten when it returns.
+model. The few examples that show which modules a batch calls, and what a partitioned model has to
+compute, pass through it as well: the parameters of a module are read when it is called, and
+forgotten when it returns (`given_values`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import _disable_current_modes
 
 from isthmus.errors import JobError, StorageError, UserError
 from isthmus.job import Job
@@ -27,6 +27,8 @@ from isthmus.task import Task
 from isthmus.task.scoring.building import build_without_memory, start_without_memory
 from isthmus.tensors.division import divide
 from isthmus.tensors.exchange_set import TensorLayout
+from isthmus_datacenter.parallel.equivalence_check import run_in_eval_mode
+from isthmus_datacenter.parallel.given_values import values_while_called
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.seed_values import SeedValues
 from isthmus_datacenter.rank_messages import RankMessages
@@ -43,24 +45,10 @@ def on_all_ranks(condition: bool) -> bool:
     return all(_AGREED.all_gather(condition))
 
 
-@contextlib.contextmanager
-def _unobserved() -> Iterator[None]:
-    """Hide what is computed in the block from those who watch what the model computes.
-
-    Reading values is no decision of the model's code about what it calls next.
-    """
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        yield
-
-
 def may_be_filled_later(job: Job, dims: ParallelDims, device: torch.device) -> bool:
-    """Whether ranks of this layout can read their rows of a model by themselves.
-
-    With `fully_shard` alone every rank has rows of every parameter. Matrices and pipelines are
-    compared with the whole model, for which it has to be whole.
-    """
-    sharded = dims.needs_fully_shard and not dims.uses_all_reduce(device.type)
-    return sharded and dims.tensor == 1 and dims.pipeline == 1 and dims.data > 1
+    """Whether ranks of this layout have parts of the model, which they can read by themselves."""
+    sharded = dims.needs_fully_shard and not dims.uses_all_reduce(device.type) and dims.data > 1
+    return sharded or dims.tensor > 1 or dims.pipeline > 1
 
 
 class Values(Protocol):
@@ -87,6 +75,30 @@ class Values(Protocol):
         ...
 
 
+def _shared(stage: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """For each parameter that several modules have, these and its name in them."""
+    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in stage.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            users.setdefault(parameter, []).append((module, name))
+    return [each for each in users.values() if len(each) > 1]
+
+
+@contextlib.contextmanager
+def _of_the_start() -> Iterator[None]:
+    """Name the key of the job in an error about its files.
+
+    Raises:
+        JobError: files of the start cannot be used.
+    """
+    try:
+        yield
+    except StorageError:
+        raise
+    except UserError as error:
+        raise JobError(f"model.start: {error}") from None
+
+
 class UnfilledModel:
     """A model without memory, and where its values are."""
 
@@ -94,6 +106,7 @@ class UnfilledModel:
         """`values` are those of all parameters."""
         self.model = model
         self.values = values
+        self._names = {each: name for name, each in model.named_parameters()}
         self._called = True
         """Whether the model could be called in parts."""
 
@@ -143,53 +156,72 @@ class UnfilledModel:
         """`try_batch`, with the parameters of each module while it is called."""
 
         def tried(model: nn.Module, examples: int, training: bool) -> object:
-            try:
-                with self._values_while_called(model):
-                    return try_batch(model, examples, training)
-            except Exception:
-                # Of any kind: it is the task's code that met a parameter without values.
-                self._called = False
-                raise
+            with self.called_in_parts(model):
+                return try_batch(model, examples, training)
 
         return tried
 
-    def all_called(self) -> bool:
-        """Whether the model could be called in parts on all ranks, which call this together.
+    def run_in_eval_mode(self, module: nn.Module, *inputs: Any) -> Any:
+        """The output of the model, or of a part of it, see `equivalence_check.run_in_eval_mode`."""
+        with self.called_in_parts(module):
+            return run_in_eval_mode(module, *inputs)
 
-        Code that uses a parameter while its module is not called needs the whole model.
+    def read(self, _: str, parameter: nn.Parameter) -> torch.Tensor:
+        """The values of a parameter of the model.
+
+        Raises:
+            UserError: they cannot be read.
         """
-        return on_all_ranks(self._called)
+        return self.values.read(self._names[parameter])
+
+    def read_shard(
+        self, names: Mapping[str, str], device: torch.device, path: str, parameter: nn.Parameter
+    ) -> torch.Tensor:
+        """The values of a parameter that may be sharded, on a device.
+
+        Args:
+            names: the map from paths in a stage to those in the model.
+            device: where to place them.
+            path: of the parameter in the stage.
+            parameter: it, without memory.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+        values = torch.empty_like(parameter.detach(), device=device)
+        self._fill(values, names[path])
+        return values
 
     @contextlib.contextmanager
-    def _values_while_called(self, model: nn.Module) -> Iterator[None]:
-        handles: list[Any] = []
-        for path, module in model.named_modules():
-            own = {name: each for name, each in module._parameters.items() if each is not None}
-            if own:
-                give, take = self._hooks(path, own)
-                handles.append(module.register_forward_pre_hook(give, prepend=True))
-                handles.append(module.register_forward_hook(take, always_call=True))
+    def noting_failures(self) -> Iterator[None]:
+        """Within it, an error may be that of code that met a parameter without values."""
         try:
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        except Exception:
+            # Of any kind, as it is raised by the task's code.
+            self._called = False
+            raise
 
-    def _hooks(
-        self, path: str, own: Mapping[str, nn.Parameter]
-    ) -> tuple[Callable[..., None], Callable[..., None]]:
-        """What gives a module its parameters, and what takes them again."""
+    @contextlib.contextmanager
+    def called_in_parts(self, module: nn.Module) -> Iterator[None]:
+        """Within it, the modules of the model or a part of it have values while they are called."""
+        with self.noting_failures(), values_while_called(module, self.read):
+            yield
 
-        def give(module: nn.Module, *_: object) -> None:
-            for name, parameter in own.items():
-                with _unobserved():
-                    values = self.values.read(f"{path}.{name}" if path else name)
-                module._parameters[name] = nn.Parameter(values, parameter.requires_grad)
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Within it the model is called in parts; all ranks leave it together.
 
-        def take(module: nn.Module, *_: object) -> None:
-            module._parameters.update(own)
-
-        return give, take
+        Raises:
+            NeedsWholeModel: that was not possible on some rank.
+        """
+        try:
+            yield
+        except Exception:
+            if self._called:
+                raise
+        if not on_all_ranks(self._called):
+            raise NeedsWholeModel
 
     @torch.no_grad()
     def fill(
@@ -218,21 +250,32 @@ class UnfilledModel:
             place = torch.device("cpu") if on_host else device
             return torch.empty_like(each, device=place) if each.is_meta else each.to(place)
 
+        shared = _shared(stage)
         stage._apply(placed)  # type: ignore[no-untyped-call] # of PyTorch
-        try:
+        # A parameter that is no shard was replaced in each of its modules.
+        for (first, key), *others in shared:
+            for module, name in others:
+                module._parameters[name] = first._parameters[key]
+        with _of_the_start():
             for name, parameter in stage.named_parameters():
                 self._fill(parameter, names[name])
-            stored = {name for each in state_of(stage) for name in each.names}
-            for name, buffer in stage.named_buffers():
+            self.values.check()
+
+    @torch.no_grad()
+    def fill_buffers(self) -> None:
+        """Give the buffers, which have memory, their values.
+
+        Raises:
+            JobError: the files cannot be read.
+            StorageError: the file with the values of the seed cannot be read.
+        """
+        stored = {name for each in state_of(self.model) for name in each.names}
+        with _of_the_start():
+            for name, buffer in self.model.named_buffers():
                 if name in stored and self.values.has(name):
                     buffer.copy_(self.values.read(name))
-            self.values.check()
-        except StorageError:
-            raise
-        except UserError as error:
-            raise JobError(f"model.start: {error}") from None
 
-    def _fill(self, parameter: nn.Parameter, name: str) -> None:
+    def _fill(self, parameter: torch.Tensor, name: str) -> None:
         if not isinstance(parameter, DTensor):
             parameter.copy_(self.values.read(name))
             return
