@@ -330,8 +330,8 @@ class ServerSession:
     def quorum_signatures(self) -> ConsistencySignatures:
         """Signatures of a quorum, which is what each survivor that has signed requires.
 
-        Not those of all: a client verifies each signature that it is sent, which takes it about as
-        long as to agree on keys with a neighbour, and more than a quorum of them prove nothing more.
+        Not those of all: a client verifies each signature that it is sent, which takes about as
+        long as to agree on keys with a neighbour, and more of them would prove nothing more.
         """
         self._check_stage(Stage.UNMASKING, None)
         quorum = self._cohort.graph.quorum

@@ -413,7 +413,7 @@ class SecureAggregationAttempt:
         self, name: str, message: dict[str, bytes]
     ) -> contextlib.AbstractAsyncContextManager[link_pb2.Reply]:
         """Send the next protocol message to a device."""
-        # In place: a roster of a large cohort has a megabyte, which a message of its own would copy.
+        # Made in place: the roster of a large cohort has a megabyte, which is copied into others.
         request = link_pb2.Request(
             secure_step={
                 "run_id": self._config.run_id,
