@@ -92,6 +92,8 @@ class ProtocolRound:
         self.clients = {name: make_client(self.config, name) for name in names(count)}
         self.clients.update(clients or {})
         self.roster = self.inboxes = self.survivors = self.consistency_signatures = None
+        self.quorum = None
+        """Of the signatures, those that clients are sent."""
         self.plain = {}
         """Each client's ring vector before masking."""
         self.masked = {}
@@ -141,11 +143,12 @@ class ProtocolRound:
             signature = self.clients[name].sign_survivors(self.survivors)
             self.server.receive_consistency_signature(signature)
         self.consistency_signatures = self.server.finish_consistency_check()
+        self.quorum = self.server.quorum_signatures()
         return self
 
     def reveal(self, name):
         """Have one client reveal its unmasking shares."""
-        return self.clients[name].reveal_unmasking_shares(self.consistency_signatures)
+        return self.clients[name].reveal_unmasking_shares(self.quorum)
 
     def reveal_shares(self):
         for name in self.active(Stage.UNMASKING):

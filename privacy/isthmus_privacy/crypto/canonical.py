@@ -18,6 +18,7 @@ Greeting(name='Ada', age=36)
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import struct
 from collections.abc import Callable, Mapping
@@ -39,8 +40,18 @@ _F64 = struct.Struct("<d")
 
 def tagged(tag: str, *fields: bytes) -> bytes:
     """`DOMAIN + tag` and the fields, each prefixed with its length."""
-    parts = [(DOMAIN + tag).encode(), *fields]
-    return b"".join(_U32.pack(len(part)) + part for part in parts)
+    parts = [_prefix(tag)]
+    for field in fields:
+        parts.append(_U32.pack(len(field)))
+        parts.append(field)
+    return b"".join(parts)
+
+
+@functools.cache
+def _prefix(tag: str) -> bytes:
+    """What `tagged` begins with. Tags are constants of this code, and few."""
+    name = (DOMAIN + tag).encode()
+    return _U32.pack(len(name)) + name
 
 
 def tagged_hash(tag: str, *fields: bytes) -> bytes:
@@ -159,8 +170,12 @@ class PositionSet:
     def __contains__(self, index: object) -> bool:
         return index in self.indices
 
+    @functools.cached_property
     def bits(self) -> bytes:
-        """The bitmap: client i is bit i mod 8 of byte i div 8."""
+        """The bitmap: client i is bit i mod 8 of byte i div 8.
+
+        It is part of the key of each mask, of which a client has hundreds.
+        """
         if self.indices and not 0 <= min(self.indices) <= max(self.indices) < self.size:
             raise ValueError(f"a member is outside the roster of {self.size}")
         bits = bytearray(-(-self.size // 8))
@@ -170,7 +185,7 @@ class PositionSet:
 
 
 def _write_members(members: PositionSet) -> bytes:
-    return _U32.pack(members.size) + members.bits()
+    return _U32.pack(members.size) + members.bits
 
 
 def _read_members(reader: Reader) -> PositionSet:

@@ -76,6 +76,10 @@ class OneTimeKey:
         self._secret = os.urandom(KEY_BYTES) if secret is None else secret
         self._exchange = X25519PrivateKey.from_private_bytes(_expand(self._secret, "x25519", 32))
         self._kem = MLKEM768PrivateKey.from_seed_bytes(_expand(self._secret, "ml-kem-768", 64))
+        self._agreed: dict[bytes, bytes] = {}
+        """X25519 key of a peer to the secret that was agreed on when a key was encapsulated for it.
+
+        Most neighbours send something back, and X25519 gives the same secret in both directions."""
         self.public: bytes = (
             self._exchange.public_key().public_bytes_raw()
             + self._kem.public_key().public_bytes_raw()
@@ -114,8 +118,8 @@ class OneTimeKey:
         except ValueError:
             refusal.refuse("key-malformed", "a key in the roster is no key of ML-KEM-768")
             raise
-        key = self._combine(encapsulated, public, ciphertext, salt, tag, fields)
-        return key, ciphertext
+        agreed = self._agreed[public[:KEY_BYTES]] = _agreed(self._exchange, public)
+        return _combine(encapsulated, agreed, ciphertext, salt, tag, fields), ciphertext
 
     def decapsulate(
         self, public: bytes, ciphertext: bytes, salt: bytes, tag: str, *fields: bytes
@@ -128,23 +132,8 @@ class OneTimeKey:
             PeerMisbehaved: the peer's key is a point of low order.
         """
         encapsulated = self._kem.decapsulate(ciphertext)
-        return self._combine(encapsulated, public, ciphertext, salt, tag, fields)
-
-    def _combine(
-        self,
-        encapsulated: bytes,
-        public: bytes,
-        ciphertext: bytes,
-        salt: bytes,
-        tag: str,
-        fields: tuple[bytes, ...],
-    ) -> bytes:
-        agreed = _agree(self._exchange, public)
-        if agreed is None:
-            refusal.refuse("key-of-low-order", "a key in the roster is a point of low order")
-            agreed = bytes(KEY_BYTES)
-        bound_to = hashlib.sha256(ciphertext).digest()
-        return derive(encapsulated + agreed, salt, tag, bound_to, *fields)
+        agreed = self._agreed.pop(public[:KEY_BYTES], None) or _agreed(self._exchange, public)
+        return _combine(encapsulated, agreed, ciphertext, salt, tag, fields)
 
 
 def is_usable(public: bytes) -> bool:
@@ -155,6 +144,32 @@ def is_usable(public: bytes) -> bool:
         return False
     # Every scalar is a multiple of 8, so any one shows a point of low order.
     return _agree(_ANY_SCALAR, public) is not None
+
+
+def _combine(
+    encapsulated: bytes,
+    agreed: bytes,
+    ciphertext: bytes,
+    salt: bytes,
+    tag: str,
+    fields: tuple[bytes, ...],
+) -> bytes:
+    """The key that follows from both mechanisms, and from what it is for."""
+    bound_to = hashlib.sha256(ciphertext).digest()
+    return derive(encapsulated + agreed, salt, tag, bound_to, *fields)
+
+
+def _agreed(private: X25519PrivateKey, public: bytes) -> bytes:
+    """The X25519 secret.
+
+    Raises:
+        PeerMisbehaved: it is zero, because the point is of low order.
+    """
+    agreed = _agree(private, public)
+    if agreed is None:
+        refusal.refuse("key-of-low-order", "a key in the roster is a point of low order")
+        return bytes(KEY_BYTES)
+    return agreed
 
 
 def _agree(private: X25519PrivateKey, public: bytes) -> bytes | None:

@@ -40,7 +40,8 @@ A whole round of four clients, one of which drops out:
 >>> survivors = server.finish_masked_input()
 >>> for name in "abc":
 ...     server.receive_consistency_signature(clients[name].sign_survivors(survivors))
->>> quorum = server.finish_consistency_check()
+>>> signatures_of_all = server.finish_consistency_check()
+>>> quorum = server.quorum_signatures()
 >>> for name in "abc":
 ...     server.receive_unmasking_shares(clients[name].reveal_unmasking_shares(quorum))
 >>> total = server.unmask()

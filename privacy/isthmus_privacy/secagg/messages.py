@@ -10,10 +10,11 @@
 | `MaskedInput` | client | server | 250, plus the masked vector of N x bits / 8 |
 | `Survivors` | server | all | 90 + n / 4 |
 | `ConsistencySignature` | client | server | 240 |
-| `ConsistencySignatures` | server | all | 50 + 72 n |
+| `ConsistencySignatures` | server | all | 50 + 72 q |
 | `UnmaskingShares` | client | server | 250 + 44 k |
 
-A position is an index into the roster. n = clients, k = neighbours, N = elements of a vector.
+A position is an index into the roster. n = clients, k = neighbours, q = quorum, N = elements of a
+vector.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+from typing import Self
 
 from isthmus_privacy.crypto.canonical import (
     NUMBER,
@@ -119,6 +121,22 @@ class Roster(Message):
     FIELDS = {"entries": items(nested(AdvertiseKeys))}
 
     entries: tuple[AdvertiseKeys, ...]
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> Self:
+        """Decode a roster strictly, see `Message.from_bytes`."""
+        roster = super().from_bytes(data)
+        # The only encoding of this value. With hundreds of clients another takes milliseconds.
+        roster.__dict__["_encoding"] = bytes(data)
+        return roster
+
+    def to_bytes(self) -> bytes:
+        """Encode this roster, once: it is hashed, sent to each client and kept."""
+        return self._encoding
+
+    @functools.cached_property
+    def _encoding(self) -> bytes:
+        return super().to_bytes()
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -258,7 +276,7 @@ class ConsistencySignature(Message):
 
 @dataclasses.dataclass(frozen=True)
 class ConsistencySignatures(Message):
-    """The consistency signatures of all survivors, for every survivor to verify."""
+    """Consistency signatures of a quorum of survivors or more, for every survivor to verify."""
 
     TAG = "consistency-signatures"
     FIELDS = {"signatures": items(row(NUMBER, _SIGNATURE))}

@@ -8,7 +8,8 @@
     session.receive_masked_input(..., payload) # MaskedInput
     survivors = session.finish_masked_input()
     session.receive_consistency_signature(...) # ConsistencySignature
-    signatures = session.finish_consistency_check()
+    session.finish_consistency_check()
+    signatures = session.quorum_signatures()   # is sent to each survivor that has signed
     session.receive_unmasking_shares(...)      # UnmaskingShares
     total = session.unmask()
 
@@ -25,6 +26,7 @@ import torch
 
 from isthmus_privacy.compression.round_vector import RoundVector
 from isthmus_privacy.crypto import refusal
+from isthmus_privacy.crypto.canonical import PositionSet
 from isthmus_privacy.secagg.client_messages import (
     check_advertised_keys,
     check_consistency_signature,
@@ -100,6 +102,7 @@ class ServerSession:
         self._used_keys: set[bytes] = set()
         self._cohort: Cohort
         self._shares: dict[int, ShareKeys] = {}
+        self._share_owners: PositionSet
         self._partners: dict[int, frozenset[int]] = {}
         self._owners_by_holder: dict[int, frozenset[int]] = {}
         self._masked: set[int] = set()
@@ -228,6 +231,7 @@ class ServerSession:
             self._owners_by_holder[holder] = frozenset(its_owners)
             own_holders = self._shares[holder].neighbours.indices & owners
             self._partners[holder] = self._owners_by_holder[holder] | own_holders
+        self._share_owners = self._cohort.members(owners)
         self.stage = Stage.MASKED_INPUT
         return [self._cohort.name(owner) for owner in sorted(owners)]
 
@@ -242,7 +246,7 @@ class ServerSession:
             (owner, self._shares[owner].sealed_for(holder))
             for owner in sorted(self._owners_by_holder[holder])
         )
-        return Inbox(self._cohort.hash, self._cohort.members(set(self._shares)), sealed)
+        return Inbox(self._cohort.hash, self._share_owners, sealed)
 
     # -- masked input ---------------------------------------------------------------------------
 
@@ -287,7 +291,7 @@ class ServerSession:
             )
         self._survivors = Survivors(
             self._cohort.hash,
-            self._cohort.members(set(self._shares)),
+            self._share_owners,
             self._cohort.members(self._masked),
         )
         self.stage = Stage.CONSISTENCY_CHECK
@@ -308,7 +312,7 @@ class ServerSession:
         self._signatures[self._position(message.name)] = message.signature
 
     def finish_consistency_check(self) -> ConsistencySignatures:
-        """Collect the signatures, which are sent to every survivor that has signed.
+        """Collect the signatures of all survivors; `quorum_signatures` are sent to each signer.
 
         Raises:
             AggregationAborted: fewer than the quorum have signed.
@@ -322,6 +326,16 @@ class ServerSession:
             )
         self.stage = Stage.UNMASKING
         return ConsistencySignatures(tuple(sorted(self._signatures.items())))
+
+    def quorum_signatures(self) -> ConsistencySignatures:
+        """Signatures of a quorum, which is what each survivor that has signed requires.
+
+        Not those of all: a client verifies each signature that it is sent, which takes about as
+        long as to agree on keys with a neighbour, and more of them would prove nothing more.
+        """
+        self._check_stage(Stage.UNMASKING, None)
+        quorum = self._cohort.graph.quorum
+        return ConsistencySignatures(tuple(sorted(self._signatures.items())[:quorum]))
 
     # -- unmasking ------------------------------------------------------------------------------
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Set
 
 from isthmus_privacy.crypto import refusal, shamir
+from isthmus_privacy.crypto.canonical import PositionSet
 from isthmus_privacy.crypto.keys import OneTimeKey
 from isthmus_privacy.secagg.cohort import Cohort
 from isthmus_privacy.secagg.messages import ShareKeys
@@ -61,8 +63,11 @@ class UnmaskingInput:
                     f"{self.cohort.name(lost)!r}",
                 )
             parts[survivor] = part
-        share_owners = self.cohort.members(set(self.shared))
-        return self.cohort.mask_seed(lost, survivor, share_owners, parts)
+        return self.cohort.mask_seed(lost, survivor, self._share_owners, parts)
+
+    @functools.cached_property
+    def _share_owners(self) -> PositionSet:
+        return self.cohort.members(set(self.shared))
 
     def _secrets(self) -> dict[int, bytes]:
         """Share owner to its seed if it survived, else to its mask secret."""

@@ -52,6 +52,32 @@ def test_a_hybrid_key_depends_on_both_mechanisms_and_on_its_ciphertext():
         assert other != key
 
 
+class CountingExchange:
+    """An X25519 private key that counts how often it is used."""
+
+    def __init__(self, key):
+        self.key = key
+        self.count = 0
+
+    def exchange(self, peer):
+        self.count += 1
+        return self.key.exchange(peer)
+
+
+def test_two_keys_that_encapsulate_for_each_other_agree_once_and_do_not_keep_it():
+    alice, bob, salt = OneTimeKey(), OneTimeKey(), bytes(32)
+    alice._exchange = exchange = CountingExchange(alice._exchange)
+    key, ciphertext = alice.encapsulate(bob.public, salt, "pair")
+    back, ciphertext_back = bob.encapsulate(alice.public, salt, "pair")
+    assert bob.decapsulate(alice.public, ciphertext, salt, "pair") == key != back
+    assert alice.decapsulate(bob.public, ciphertext_back, salt, "pair") == back
+    assert exchange.count == 1
+    assert not alice._agreed
+    # What is not kept is computed again.
+    assert alice.decapsulate(bob.public, ciphertext_back, salt, "pair") == back
+    assert exchange.count == 2
+
+
 def test_a_secret_of_32_bytes_gives_the_same_hybrid_key_everywhere():
     public = OneTimeKey(bytes(range(32))).public
     assert len(public) == keys.ONE_TIME_KEY_BYTES
@@ -157,4 +183,4 @@ def test_tags_separate_every_use():
 
 
 def test_sets_of_clients_are_bitmaps():
-    assert PositionSet(10, frozenset({0, 9})).bits() == b"\x01\x02"
+    assert PositionSet(10, frozenset({0, 9})).bits == b"\x01\x02"

@@ -7,7 +7,7 @@ from tests.privacy.protocol import ProtocolRound
 
 from isthmus.errors import PeerMisbehaved
 from isthmus_privacy.crypto.canonical import PositionSet
-from isthmus_privacy.secagg.messages import Survivors
+from isthmus_privacy.secagg.messages import Roster, Survivors
 
 POSITION_SET = st.integers(0, 70).flatmap(
     lambda size: st.builds(
@@ -35,6 +35,20 @@ def test_changed_bytes_are_refused_or_decode_to_another_message(data):
         return
     assert read != keys
     assert read.to_bytes() == encoded
+
+
+@given(st.data())
+def test_the_bytes_that_a_roster_was_read_from_are_its_only_encoding(data):
+    entries = ProtocolRound(3).advertise_keys().roster.entries
+    encoded = bytearray(Roster(entries).to_bytes())
+    for _ in range(data.draw(st.integers(0, 2))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        read = Roster.from_bytes(bytes(encoded))
+    except PeerMisbehaved:
+        return
+    assert read.to_bytes() == encoded
+    assert Roster(read.entries).to_bytes() == encoded  # encoded anew
 
 
 @given(st.binary(max_size=200))

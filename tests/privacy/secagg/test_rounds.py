@@ -138,6 +138,15 @@ def test_clients_on_the_graph_that_they_draw_because_they_are_many():
     protocol.run()
 
 
+def test_clients_are_sent_the_signatures_of_a_quorum_of_all_that_the_server_keeps():
+    protocol = ProtocolRound(12, {"c00011": Stage.CONSISTENCY_CHECK}).until(Stage.UNMASKING)
+    quorum = protocol.config.graph(12).quorum
+    everybody = protocol.consistency_signatures.signatures
+    assert quorum < len(everybody) == 11
+    assert protocol.quorum.signatures == everybody[:quorum]
+    assert len(ProtocolRound(12).run().clients) == 12  # these are enough for its clients
+
+
 def test_many_clients_below_the_bound_abort():
     dropouts = dict.fromkeys(names(150)[:30], Stage.SHARE_KEYS)
     protocol = ProtocolRound(150, dropouts, dropout_permille=100)

@@ -239,7 +239,9 @@ class SecureAggregationAttempt:
         # together.
         await self._unmaskings.note_before(names, before_unmasking)
         await self._short_step(
-            "unmasking", {"consistency_signatures": signatures}, self._take_unmasking_shares
+            "unmasking",
+            {"consistency_signatures": session.quorum_signatures().to_bytes()},
+            self._take_unmasking_shares,
         )
         # Masks are as long as the model, and the link has to go on answering.
         return await asyncio.to_thread(session.unmask)
@@ -329,7 +331,7 @@ class SecureAggregationAttempt:
                 if wanted is not None and self._received >= wanted:
                     reason = ENOUGH
                     break
-                if until_masked:
+                if until_masked and departures.names:
                     at_work = {names_by_task[task] for task in pending}
                     gone = departures.names & (self._participating - at_work)
                 reachable = self._received - len(gone) + len(pending)
@@ -411,13 +413,15 @@ class SecureAggregationAttempt:
         self, name: str, message: dict[str, bytes]
     ) -> contextlib.AbstractAsyncContextManager[link_pb2.Reply]:
         """Send the next protocol message to a device."""
-        step = link_pb2.SecureStep(
-            run_id=self._config.run_id,
-            round=self._config.round,
-            attempt=self._config.attempt,
-            **message,
+        # Made in place: the roster of a large cohort has a megabyte, which is copied into others.
+        request = link_pb2.Request(
+            secure_step={
+                "run_id": self._config.run_id,
+                "round": self._config.round,
+                "attempt": self._config.attempt,
+                **message,
+            }
         )
-        request = link_pb2.Request(secure_step=step)
         return call(self._context.link, name, request, "secure_stepped", self._receipts)
 
     async def _train(self, name: str) -> None:

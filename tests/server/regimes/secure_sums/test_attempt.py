@@ -13,7 +13,9 @@ from isthmus.transport.blobs import describe
 from isthmus_clients.training.history_files import EMPTY, write_head
 from isthmus_clients.training.history_log import HistoryLog
 from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.messages import ConsistencySignatures
 from isthmus_server.regimes.base import AttemptFailed
+from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.regimes.secure_sums.step_limits import StepLimits
 
@@ -225,6 +227,32 @@ async def test_a_device_stores_each_sum_that_it_helped_to_unmask(run, tmp_path):
     unmasked = HistoryLog(memory).entries[-1]
     model = describe(run.model).sha256
     assert (unmasked.run_id, unmasked.round, unmasked.model_hash) == ("run", 1, model)
+
+
+async def test_devices_get_the_signatures_of_a_quorum_and_a_transcript_those_of_all(
+    run, monkeypatch
+):
+    heard = []
+    device = run.devices["a"].agent
+    work = device.work
+
+    def hear(request, model, progress):
+        if request.secure_step.consistency_signatures:
+            heard.append(request.secure_step.consistency_signatures)
+        return work(request, model, progress)
+
+    def keep(context, config, roster, survivors, signatures):
+        kept.append((config.graph(len(roster.entries)).quorum, signatures))
+
+    kept = []
+    monkeypatch.setattr(device, "work", hear)
+    monkeypatch.setattr(FederatedContext, "keep_signed", keep)
+    await run.train()
+    (sent,) = map(ConsistencySignatures.from_bytes, heard)
+    ((quorum, signatures),) = kept
+    everybody = ConsistencySignatures.from_bytes(signatures).signatures
+    assert quorum < len(everybody) == len(NAMES)
+    assert sent.signatures == everybody[:quorum]
 
 
 async def test_a_changed_vector_is_rejected_and_the_others_go_on(run):
