@@ -169,12 +169,12 @@ async def send_again_and_again(send, receive):
 
 @pytest.mark.parametrize("repeat", [ask_again_and_again, send_again_and_again])
 async def test_repeated_bytes_do_not_hold_a_round_open(network, repeat):
-    """At the least rate they take a second, and the device moves them for ever."""
+    """At the least rate they take two seconds, and the device moves them for ever."""
     async with repeating(network, repeat) as link:
         request = link_pb2.Request(train_local=link_pb2.TrainLocal(model=MODEL))
-        limits = {"seconds": 0.5, "least_rate": float(MODEL.size)}
-        async with asyncio.timeout(30):
-            with pytest.raises(CallFailed, match=r"did not answer within 0\.5 s"):
+        limits = {"seconds": 2.0, "least_rate": MODEL.size / 2}
+        async with asyncio.timeout(20):
+            with pytest.raises(CallFailed, match="did not answer within 2 s"):
                 async with call(link, "d", request, "trained", **limits) as reply:
                     await link.fetch("d", reply.trained.result, into(bytearray(MODEL.size)))
         moved = link.peers["d"].transfer_time
