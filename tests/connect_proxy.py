@@ -14,7 +14,7 @@ import ssl
 import tempfile
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import NameOID
 
 from isthmus.identity import tls
@@ -37,6 +37,8 @@ class ConnectProxy:
         """Bytes that it sends instead of any answer, before it closes."""
         self.inspects = False
         """Whether it ends TLS itself, with a certificate of its own authority."""
+        self.is_malformed = False
+        """Whether the issuer of that certificate has bytes that are no text."""
         self.carries = None
         """Bytes towards the client after which it dies, once; None for any number."""
         self.requests = []
@@ -86,7 +88,7 @@ class ConnectProxy:
             return
         if self.inspects:
             writer.write("\r\n".join([*lines, "", ""]).encode())
-            await writer.start_tls(inspecting(host.strip("[]")))
+            await writer.start_tls(inspecting(host.strip("[]"), self.is_malformed))
             await reader.read()
             return
         server_reader, server_writer = await asyncio.open_connection(self.names[host], int(port))
@@ -128,7 +130,7 @@ class ConnectProxy:
             await target.drain()
 
 
-def inspecting(host):
+def inspecting(host, is_malformed=False):
     """The TLS of a proxy that reads along: a certificate for the host, of its own authority."""
     authority_key = tls.new_key()
     key = tls.new_key()
@@ -144,10 +146,16 @@ def inspecting(host):
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
         .sign(authority_key, hashes.SHA256())
     )
+    data = certificate.public_bytes(serialization.Encoding.DER)
+    if is_malformed:  # an IA5String has ASCII only; OpenSSL does not look
+        name = INSPECTOR.encode()
+        data = data.replace(
+            bytes([0x0C, len(name)]) + name, bytes([0x16, len(name)]) + b"\xff" * len(name)
+        )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["h2"])
     with tempfile.NamedTemporaryFile() as file:
-        file.write(tls.key_pem(key) + tls.pem(certificate))
+        file.write(tls.key_pem(key) + ssl.DER_cert_to_PEM_cert(data).encode())
         file.flush()
         context.load_cert_chain(file.name)
     return context

@@ -47,7 +47,13 @@ def test_small_letters_come_before_capitals_and_an_empty_value_is_none():
     assert road(http_proxy="http://other:1", ALL_PROXY="http://other:1") == "directly"
 
 
-@pytest.mark.parametrize("address", ["localhost:9400", "127.0.0.1:9400", "127.3.2.1:1", "[::1]:1"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("localhost:9400", "LocalHost:9400", "localhost.:9400"),
+        *("127.0.0.1:9400", "127.3.2.1:1", "[::1]:1", "[::ffff:127.0.0.1]:1"),
+    ],
+)
 def test_variables_are_not_for_loopback_and_the_option_is(address):
     assert road(address, **PROXY) == "directly (HTTPS_PROXY is not for this machine itself)"
     chosen = ProxyChoice(url="http://proxy:3128")
@@ -86,12 +92,18 @@ def test_the_option_comes_before_all_variables():
         ("10.1.2.3", "10.1.2.9/24", True),
         ("11.1.2.3", "10.0.0.0/8", False),
         ("10.1.2.3", "10.1.2.3:9400", True),
+        ("10.1.2.3", "10.0.0.0/8:9400", True),
+        ("10.1.2.3", "10.0.0.0/8:443", False),
+        ("[::ffff:10.1.2.3]", "10.0.0.0/8", True),
         ("10.1.2.3", "2.3", False),
         ("[2001:db8::5]", "2001:db8::5", True),
         ("[2001:db8::5]", "[2001:db8:0::5]", True),
         ("[2001:db8::5]", "[2001:db8::5]:9400", True),
         ("[2001:db8::5]", "[2001:db8::5]:1", False),
         ("[2001:db8::5]", "2001:db8::/32", True),
+        ("[2001:db8::5]", "2001:db8::/32:9400", True),
+        ("[2001:db8::5]", "[2001:db8::]/32:9400", True),
+        ("[2001:db8::5]", "[2001:db8::/32]:1", False),
         ("[2001:db8::5]", "10.0.0.0/8", False),
         ("hub.example.org", "10.0.0.0/8", False),
     ],
@@ -115,12 +127,35 @@ def test_no_proxy(host, exempt, expected):
         ("http://me:secret@proxy:3128/path", "is 'proxy:3128/path', which is not of the form"),
         ("http://me:secret@[::1:3128", r"is '\[::1:3128', which is not of the form"),
         ("http://me:secret@::1:3128", "is '::1:3128', which is not of the form"),
+        ("http://me:secret:proxy:3128", "is not of the form http://HOST:PORT$"),
+        ("http://me:secret", "is not of the form http://HOST:PORT$"),
     ],
 )
 def test_another_value_is_refused_without_its_password(url, sentence):
     with pytest.raises(UserError, match=f"^HTTPS_PROXY {sentence}") as caught:
         road(HTTPS_PROXY=url)
     assert "secret" not in str(caught.value)
+
+
+def test_a_password_with_slashes_is_no_kind_of_proxy():
+    found = road_to(HUB, environment={"HTTPS_PROXY": "me:pa://secret@proxy:3128"})
+    assert (str(found.proxy), authorization(found)) == ("http://proxy:3128", "me:pa://secret")
+
+
+def test_an_option_without_a_proxy_is_refused():
+    with pytest.raises(UserError, match=r"^--proxy is empty: give http://HOST:PORT, or none$"):
+        ProxyChoice.given("", None)
+
+
+def test_a_login_without_a_proxy_is_not_ignored_in_silence(tmp_path):
+    choice = ProxyChoice.given(None, tmp_path / "login")
+    with pytest.raises(UserError, match=r"^--proxy-login is given and no proxy: give --proxy "):
+        road(HUB, choice)
+    remembered = ProxyChoice().over(ProxyChoice.remembered(choice.saved()))
+    assert road(HUB, remembered) == (
+        "directly (no proxy is named for the login that was given when it joined)"
+    )
+    assert road("127.0.0.1:1", choice, **PROXY).startswith("directly")
 
 
 @pytest.mark.parametrize("url", ["proxy:3128", "http://proxy:3128/", "HTTP://proxy:3128"])

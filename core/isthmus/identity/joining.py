@@ -232,7 +232,12 @@ def _names_of(certificate: x509.Certificate) -> list[str]:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         addresses = map(str, names.get_values_for_type(x509.IPAddress))
         hosts = [*names.get_values_for_type(x509.DNSName), *addresses]
-    except (x509.ExtensionNotFound, ValueError):
+    except (
+        x509.ExtensionNotFound,
+        x509.DuplicateExtension,
+        x509.UnsupportedGeneralNameType,
+        ValueError,
+    ):
         hosts = []
     if not hosts:
         raise AdmissionRefused("the program at that address is not an Isthmus server")

@@ -29,6 +29,8 @@ _NEXT_ADDRESS_SECONDS = 0.25
 """A name's next address is tried after this time, so that a dead one costs no more."""
 _REFUSED = (401, 403, 405, 451)
 """Statuses by which a proxy says that it does not want to connect to a server."""
+_SCHEMES_NAMED = 3
+"""Most kinds of login that a message names."""
 
 
 async def obstacle(road: Road, authority: x509.Certificate) -> RoadBlocked | None:
@@ -75,6 +77,8 @@ async def presented(road: Road, seconds: float = _SECONDS) -> x509.Certificate:
         ) from None
     except ENDED:
         raise
+    except UnicodeError:  # of TLS; without a proxy the look-up of the name has said so
+        raise RoadBlocked(f"{host!r} can be no name of a server", "check the address") from None
     except ssl.SSLError as error:
         reason = in_a_line(error.reason or str(error)).replace("_", " ").lower()
         raise RoadBlocked(
@@ -84,9 +88,11 @@ async def presented(road: Road, seconds: float = _SECONDS) -> x509.Certificate:
     if data is None:
         raise ConnectionResetError("the connection was ended in the TLS handshake")
     try:
-        return x509.load_der_x509_certificate(data)
-    except ValueError:
+        certificate = x509.load_der_x509_certificate(data)
+        certificate.issuer.rfc4514_string()  # which is parsed only now
+    except (ValueError, TypeError, x509.InvalidVersion):
         raise RoadBlocked(f"what answers at {station} has no usable certificate") from None
+    return certificate
 
 
 def check_issuer(road: Road, certificate: x509.Certificate, authority: x509.Certificate) -> None:
@@ -193,12 +199,11 @@ async def _pass(
 def _refusal(road: Road, proxy: Proxy, number: int, answer: str, head: bytes) -> RoadBlocked:
     """What a proxy means by a status that is not one of success."""
     if number == 407:
-        schemes = re.findall(rb"(?im)^proxy-authenticate:\s*([\w-]+)", head)
-        offered = dict.fromkeys(scheme.decode() for scheme in schemes)
+        offered = _logins_offered(head)
         if offered and not any(scheme.lower() == "basic" for scheme in offered):
+            named = in_a_line(" or ".join(offered[:_SCHEMES_NAMED]))
             return RoadBlocked(
-                f"the proxy {proxy} asks for a login by {' or '.join(offered)}, and only Basic is "
-                "supported",
+                f"the proxy {proxy} asks for a login by {named}, and only Basic is supported",
                 f"ask the network's owner to permit {road.address} without a login",
             )
         if not proxy.has_login:
@@ -220,3 +225,19 @@ def _refusal(road: Road, proxy: Proxy, number: int, answer: str, head: bytes) ->
         f"the proxy {proxy} cannot connect to {road.address} ({answer})",
         "check the address, and that the server runs",
     )
+
+
+def _logins_offered(head: bytes) -> list[str]:
+    """The kinds of login that the answer of a proxy names, of which one header may have several.
+
+    >>> _logins_offered(b'Proxy-Authenticate: Negotiate, Basic realm="of Digest, too"')
+    ['Negotiate', 'Basic']
+    """
+    offered: dict[str, None] = {}
+    for header in re.findall(rb"(?im)^proxy-authenticate:([^\r\n]*)", head):
+        unquoted = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", header)
+        for part in unquoted.split(b","):
+            # A parameter of the kind before it has an equals sign after its first word.
+            if match := re.match(rb"\s*([\w-]+)(?!\s*=)(?![\w-])", part):
+                offered[match[1].decode()] = None
+    return list(offered)

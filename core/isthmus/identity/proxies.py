@@ -33,6 +33,8 @@ DIRECTLY = "none"
 _LONGEST_LOGIN = 4096
 """Characters that are read of a file with a user name and a password."""
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_.])?")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_A_PLACE = re.compile(r"[^:]*(?::[0-9]*(?:/.*)?)?|[0-9A-Fa-f:.\[\]]*")
 _GIVEN_NOW = "--proxy"
 _GIVEN_THEN = "--proxy when it joined"
 
@@ -60,7 +62,13 @@ class ProxyChoice:
 
     @classmethod
     def given(cls, url: str | None, login: Path | None) -> ProxyChoice:
-        """The choice of the options `--proxy` and `--proxy-login`."""
+        """The choice of the options `--proxy` and `--proxy-login`.
+
+        Raises:
+            UserError: the option is there and empty, as with a shell's variable that is not set.
+        """
+        if url is not None and not url.strip():
+            raise UserError(f"--proxy is empty: give http://HOST:PORT, or {DIRECTLY}")
         return cls(url or "", "" if login is None else str(login.resolve()))
 
     @classmethod
@@ -192,8 +200,8 @@ def road_to(
     if not url:
         source, url = _variable("https_proxy", environment)
         if not url:
-            return Road(address)
-        if tls.is_loopback(host):
+            return Road(address, None, _unused_login(choice))
+        if _is_this_machine(host):
             return Road(address, None, f"{source} is not for this machine itself")
         exempting, exempt = _variable("no_proxy", environment)
         if is_exempt(host, port, exempt):
@@ -222,25 +230,53 @@ def is_exempt(host: str, port: int, exempt: str) -> bool:
     for entry in re.split(r"[\s,]+", exempt.lower()):
         if entry == "*":
             return True
-        if address is not None and (network := _network(entry)) is not None:
-            if address in network:
-                return True
-            continue
-        # What is no address and has one colon is a host with a port.
-        only, colon, digits = entry.rpartition(":")
-        if colon and (":" not in only or only.endswith("]")):
-            if digits != str(port):
-                continue
-            entry = only
-        entry = entry.strip("[]").removeprefix("*").lstrip(".").rstrip(".")
-        if not entry:
+        only, only_port = _without_port(entry)
+        if only_port not in ("", str(port)):
             continue
         if address is not None:
-            if _address(entry) == address:
+            network = _network(only)
+            if network is not None and address in network:
                 return True
-        elif name == entry or name.endswith(f".{entry}"):
+            continue
+        only = only.removeprefix("*").strip(".")
+        if only and (name == only or name.endswith(f".{only}")):
             return True
     return False
+
+
+def _without_port(entry: str) -> tuple[str, str]:
+    """A server or range of `NO_PROXY`, and its port; empty for all ports.
+
+    >>> _without_port("10.0.0.0/8:9400"), _without_port("fd00::5"), _without_port("[fd00::5]:9400")
+    (('10.0.0.0/8', '9400'), ('fd00::5', ''), ('[fd00::5]', '9400'))
+    """
+    only, colon, port = entry.rpartition(":")
+    # An IPv6 address has colons, too: what follows its bracket or the length of its range is none.
+    if colon and (":" not in only or only.endswith("]") or "/" in only):
+        return only, port
+    return entry, ""
+
+
+def _unused_login(choice: ProxyChoice) -> str:
+    """What to say of a login for which neither an option nor a variable names a proxy.
+
+    Raises:
+        UserError: it was given now, so that its owner expects one.
+    """
+    if not choice.login:
+        return ""
+    if choice.source == _GIVEN_NOW:
+        raise UserError(
+            "--proxy-login is given and no proxy: give --proxy http://HOST:PORT, or set HTTPS_PROXY"
+        )
+    return "no proxy is named for the login that was given when it joined"
+
+
+def _is_this_machine(host: str) -> bool:
+    """Whether a server's name or address is that of loopback, in any spelling."""
+    name = host.strip("[]").lower().rstrip(".")
+    address = _address(name)
+    return name == "localhost" or (address is not None and address.is_loopback)
 
 
 def _variable(name: str, environment: Mapping[str, str]) -> tuple[str, str]:
@@ -252,16 +288,18 @@ def _variable(name: str, environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """An address, an IPv4 one within IPv6 as IPv4; None for a name."""
     try:
-        return ipaddress.ip_address(text)
+        address = ipaddress.ip_address(text)
     except ValueError:
         return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
     """An address or range of addresses; None for a name."""
     try:
-        return ipaddress.ip_network(text.strip("[]"), strict=False)
+        return ipaddress.ip_network(re.sub(r"[\[\]]", "", text), strict=False)
     except ValueError:
         return None
 
@@ -272,10 +310,11 @@ def _proxy_of(url: str, source: str, login: str) -> Proxy:
     Raises:
         UserError: it is not of that form. No message has what is before its `@`.
     """
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        scheme = "http"
-        rest = url
+    # Not any text before `://`, which may be of a password.
+    scheme, rest = "http", url
+    if match := _SCHEME.match(url):
+        scheme = match[1]
+        rest = url[match.end() :]
     in_url, _, place = rest.rpartition("@")
     place = place.removesuffix("/")
     if scheme.lower() != "http":
@@ -294,7 +333,9 @@ def _proxy_of(url: str, source: str, login: str) -> Proxy:
         is_host = isinstance(_address(host[1:-1]), ipaddress.IPv6Address)
     is_port = re.fullmatch("[0-9]{1,5}", digits) is not None and 0 < int(digits) <= 65535
     if not is_host or not is_port:
-        raise UserError(f"{source} is {place!r}, which is not of the form http://HOST:PORT")
+        # What is no place may be a password whose `@` was forgotten.
+        shown = f" {place!r}, which is" if _A_PLACE.fullmatch(place) else ""
+        raise UserError(f"{source} is{shown} not of the form http://HOST:PORT")
     if in_url:
         user, _, password = in_url.partition(":")
         in_url = f"{urllib.parse.unquote(user)}:{urllib.parse.unquote(password)}"

@@ -33,6 +33,9 @@ class TransferTime:
         self.seconds = 0.0
         self.count = 0
         """Bytes."""
+        self.advanced = 0
+        """Those of them that had not moved before: a transfer can only advance to its end, and be
+        repeated for ever."""
         self.moved_at = -math.inf
         """When bytes moved last, or a transfer began."""
 
@@ -40,11 +43,12 @@ class TransferTime:
         """A transfer begins: what was before is no part of it."""
         self.moved_at = now
 
-    def add(self, count: int, now: float) -> None:
-        """A chunk of a blob has moved."""
+    def add(self, count: int, now: float, *, again: int = 0) -> None:
+        """A chunk of a blob has moved; `again`: how many of its bytes had moved before."""
         if (pause := now - self.moved_at) <= self.LONGEST_PAUSE:
             self.seconds += pause
         self.count += count
+        self.advanced += count - again
         self.moved_at = now
 
     def chunk_bytes(self, usual: int, *, again: bool) -> int:

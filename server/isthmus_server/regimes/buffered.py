@@ -203,7 +203,7 @@ class BufferAttempt:
         allowance = TransferAllowance(link, link.peers, self._context.job.time.least_rate)
         try:
             async with asyncio.timeout(seconds * share) as limit:
-                with allowance.extending(limit, lambda: link.peers):
+                with allowance.extending(limit, lambda: list(self._devices.training)):
                     while self._filled < settings.cohort:
                         self._start_devices()
                         if not self._devices.training:

@@ -2,7 +2,8 @@
 
 A limit in seconds is for the work of participants. The time in which a participant's model or
 result moves is added to it, but no more than the bytes take at the job's `time.least_rate`: what
-moves slower uses up the limit, and what does not move at all has none of it.
+moves slower uses up the limit, and what does not move at all has none of it. Bytes that a
+participant asks for or sends again add nothing, so that nobody holds a round open with them.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class TransferAllowance:
         """Begin to count, for these participants; `least_rate` is in bytes per second."""
         self._link = link
         self._least_rate = least_rate
-        self._before: dict[str, tuple[TransferTime, float, int]] = {}
+        self._before: dict[str, tuple[TransferTime, float, int, int]] = {}
         for name in names:
             if (peer := link.peers.get(name)) is not None:
                 moved = peer.transfer_time
-                self._before[name] = (moved, moved.seconds, moved.count)
+                self._before[name] = (moved, moved.seconds, moved.count, moved.advanced)
 
     def seconds(self, name: str, now: float) -> float:
         """Time to add to the limit of a participant; `now` is in monotonic seconds."""
@@ -49,12 +50,13 @@ class TransferAllowance:
         if peer is None:
             return 0.0
         moved = peer.transfer_time
-        of, seconds, count = self._before.get(name, (moved, 0.0, 0))
+        of, seconds, count, advanced = self._before.get(name, (moved, 0.0, 0, 0))
         if of is not moved:  # another process of this name
             seconds = 0.0
-            count = 0
+            count = advanced = 0
         count = moved.count - count
         seconds = moved.seconds - seconds
+        advanced = moved.advanced - advanced
         if not count:
             return 0.0
         # The next chunk may be on its way; and after the last one, what is in buffers between.
@@ -63,7 +65,7 @@ class TransferAllowance:
             pause = min(pause, _IN_FLIGHT_BYTES * seconds / count)
         if now - moved.moved_at < pause:
             seconds += pause
-        added = min(seconds, count / self._least_rate)
+        added = min(seconds, advanced / self._least_rate)
         return added if added >= _SHORTEST_SECONDS else 0.0
 
     def end(self, base: float, names: Collection[str]) -> float:

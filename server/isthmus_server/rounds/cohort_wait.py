@@ -39,6 +39,8 @@ _KEPT = 10
 _QUANTILE = 0.9
 _MARGIN = 1.25
 _SLACK_SECONDS = 1.0
+_WAITS_IN_VAIN = 2
+"""Rounds that wait for a device that is never ready."""
 LASTING_ROUNDS = 3
 """Rounds without a device from which on its exclusion is a warning."""
 
@@ -113,6 +115,8 @@ class CohortWait:
         self._late: dict[str, collections.deque[float]] = {}
         """Seconds of the last absences of each device, oldest first."""
         self._missed: collections.Counter[str] = collections.Counter()
+        self._in_vain: collections.Counter[str] = collections.Counter()
+        """Waits for each device since it was ready last, that it did not come or declined."""
         self._round = 0
         self._begun = 0
         self._full = 0
@@ -129,7 +133,8 @@ class CohortWait:
         """A quorum is ready at `now` (seconds of any clock), and these are not."""
         for name in missing:
             if name not in self._absent:
-                self._absent[name] = _Absence(now, self._begun, self._full)
+                waits = int(self._in_vain[name] < _WAITS_IN_VAIN)
+                self._absent[name] = _Absence(now, self._begun, self._full, waits)
 
     @property
     def has_absent(self) -> bool:
@@ -158,6 +163,7 @@ class CohortWait:
         """A wait for a device has ended without it."""
         if (absence := self._absent.get(name)) is not None:
             absence.waits_left -= 1
+            self._in_vain[name] += 1
 
     def postpone(self, names: Iterable[str], now: float) -> None:
         """What kept these devices until `now` was not their own time."""
@@ -180,10 +186,11 @@ class CohortWait:
         absence = self._absent.get(name)
         if absence is not None and not absence.has_returned:
             absence.has_returned = True
-            absence.waits_left = 1
+            absence.waits_left = int(self._in_vain[name] < _WAITS_IN_VAIN)
 
     def ready(self, name: str, now: float) -> Late | None:
         """A device is ready at `now`; returns how late, or None if no quorum was without it."""
+        del self._in_vain[name]
         late = self.absence(name, now)
         if late is None:
             return None
@@ -197,8 +204,13 @@ class CohortWait:
         return late
 
     def declined(self, name: str) -> None:
-        """A device will not take part, so that no round is without it."""
-        self._absent.pop(name, None)
+        """A device will not take part, so that no round is without it.
+
+        One that returns to decline again would otherwise have each round wait for it.
+        """
+        absence = self._absent.pop(name, None)
+        if absence is not None and absence.waits_left > 0:
+            self._in_vain[name] += 1
 
     def absence(self, name: str, now: float) -> Late | None:
         """How late a device is so far; None if no quorum was without it."""

@@ -107,6 +107,7 @@ class BlobStore:
             again = blob == pull.sha256 and on is not stream
             chunk_bytes = moved.chunk_bytes(broadcast.chunk_bytes, again=again)
             messages = broadcast.messages(pull.offset, chunk_bytes)
+        end = pull.offset
         try:
             # None for a participant that has the whole blob already, and only says so.
             for message, size in messages:
@@ -117,7 +118,10 @@ class BlobStore:
                 peer.sent.add(pull.sha256, size)
                 peer.messages_sent.add(pull.sha256, len(message) - size)
                 await stream.send(message)
-                moved.add(size, time.monotonic())
+                end += size
+                reached = peer.reached.get(pull.sha256, 0)
+                moved.add(size, time.monotonic(), again=min(size, max(0, size + reached - end)))
+                peer.reached[pull.sha256] = max(reached, end)
         except OSError:
             log.exception("a blob cannot be sent to %s", peer.name)
             broadcast = None

@@ -161,6 +161,8 @@ class Peer:
         self.sent = MovedBytes()
         self.received = MovedBytes()
         self.transfer_time = TransferTime()
+        self.reached: dict[bytes, int] = {}
+        """Up to which byte each blob was sent to it since its last request, by SHA-256."""
         self.messages_sent = MovedBytes()
         self.messages_received = MovedBytes()
 
@@ -196,6 +198,7 @@ class Peer:
 
     async def send_request(self, request: link_pb2.Request) -> None:
         """Send a request, if there is a stream; it is sent again on each later one."""
+        self.reached.clear()  # of a model that it has not kept
         if self.stream is not None:
             await self.stream.send_quietly(self._counted(request.id.encode(), request=request))
 
@@ -252,7 +255,8 @@ class Peer:
                 await self.stream.send_quietly(self._counted(chunk.sha256, pull=pull))
             return
         self.received.add(bytes(chunk.sha256), len(chunk.data))
-        self.transfer_time.add(len(chunk.data), time.monotonic())
+        again = min(len(chunk.data), max(0, fetch.assembly.offset - chunk.offset))
+        self.transfer_time.add(len(chunk.data), time.monotonic(), again=again)
         self.messages_received.add(bytes(chunk.sha256), size - len(chunk.data))
         if not chunk.absent:
             await fetch.add(chunk)

@@ -1,6 +1,7 @@
 """A transfer that moves is not ended by the limits of a round; one that is too slow is."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import types
@@ -11,9 +12,11 @@ from tests.server.waiting import wait_until
 from isthmus.transport.blobs import describe, into
 from isthmus.transport.requests import model_of
 from isthmus.transport.transfer_time import TransferTime
+from isthmus.transport.uplink import CHANNEL_OPTIONS
 from isthmus.wire import link_pb2
 from isthmus_clients.device.link_rate import too_slow
 from isthmus_server.read.report.report import read_report
+from isthmus_server.regimes.call import CallFailed, call
 from isthmus_server.regimes.transfer_allowance import TransferAllowance
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
@@ -124,6 +127,70 @@ async def test_chunks_that_take_longer_than_a_lease_become_smaller(network):
     await link.fetch("d", reply.trained.result, into(result))
     assert result == payload
     assert len(proxy.carried) > 1
+
+
+PAYLOAD = os.urandom(400_000)
+MODEL = describe(PAYLOAD)
+
+
+@contextlib.asynccontextmanager
+async def repeating(network, repeat):
+    """A device `d` that repeats something for as long as the block runs, and the server's link."""
+    link = await network.listen()
+    link.publish(MODEL, memoryview(PAYLOAD))
+    async with network.raw_stream(CHANNEL_OPTIONS, name="d") as (_, send, receive):
+        await receive("welcome")
+        task = asyncio.create_task(repeat(send, receive))
+        try:
+            yield link
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def ask_again_and_again(send, receive):
+    while True:
+        await send(pull=link_pb2.Pull(sha256=MODEL.sha256))
+        received = 0
+        while received < MODEL.size:
+            received += len((await receive("chunk")).data)
+
+
+async def send_again_and_again(send, receive):
+    """The first bytes of the update, and never the rest."""
+    request = await receive("request")
+    trained = link_pb2.Trained(result=MODEL, examples=1)
+    await send(reply=link_pb2.Reply(id=request.id, trained=trained))
+    await receive("pull")
+    while True:
+        await send(chunk=link_pb2.Chunk(sha256=MODEL.sha256, data=PAYLOAD[:65536]))
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("repeat", [ask_again_and_again, send_again_and_again])
+async def test_repeated_bytes_do_not_hold_a_round_open(network, repeat):
+    """At the least rate they take two seconds, and the device moves them for ever."""
+    async with repeating(network, repeat) as link:
+        request = link_pb2.Request(train_local=link_pb2.TrainLocal(model=MODEL))
+        limits = {"seconds": 2.0, "least_rate": MODEL.size / 2}
+        async with asyncio.timeout(20):
+            with pytest.raises(CallFailed, match="did not answer within 2 s"):
+                async with call(link, "d", request, "trained", **limits) as reply:
+                    await link.fetch("d", reply.trained.result, into(bytearray(MODEL.size)))
+        moved = link.peers["d"].transfer_time
+        assert moved.advanced <= MODEL.size
+        assert moved.count > moved.advanced
+
+
+async def test_a_model_that_is_sent_for_another_request_advances_again(network):
+    async with repeating(network, ask_again_and_again) as link:
+        moved = link.peers["d"].transfer_time
+        for number in (1, 2):
+            await wait_until(lambda least=number: moved.count > 2 * least * MODEL.size)
+            before = moved.advanced
+            assert before <= number * MODEL.size
+            await link.peers["d"].send_request(link_pb2.Request(id=link.new_id()))
+            await wait_until(lambda least=before: moved.advanced > least)
 
 
 def moved_at(rate):

@@ -270,6 +270,23 @@ def test_a_device_that_connects_and_never_is_ready_is_awaited_twice():
     assert wait.is_awaited("d")
 
 
+def test_a_device_that_returns_to_decline_again_is_awaited_twice():
+    wait = waits_of()
+    awaited = 0
+    for round_ in range(1, 11):
+        wait.joined("d")
+        wait.quorum({"d"}, float(round_))
+        awaited += wait.is_awaited("d")
+        wait.declined("d")
+        wait.begin(round_, full=False)
+    assert awaited == 2
+    wait.quorum({"d"}, 11.0)
+    wait.ready("d", 18.0)
+    wait.quorum({"d"}, 19.0)
+    assert wait.is_awaited("d")
+    assert wait.seconds("d", connected=False) == 10.0
+
+
 def test_repeated_attempts_at_a_round_count_once():
     wait = waits_of()
     wait.quorum({"d"}, 0.0)

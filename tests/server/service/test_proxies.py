@@ -134,6 +134,19 @@ FAULTS = {
         "the proxy {url} asks for a login by NTLM or Negotiate, and only Basic is supported; ask "
         "the network's owner to permit {hub} without a login",
     ),
+    "asks for a login of several kinds": (
+        {
+            "login": f"device:{SECRET}",
+            "schemes": ['Negotiate, Basic realm="a, b", charset="UTF-8"'],
+        },
+        "the proxy {url} asks for a user name and a password; write USER:PASSWORD into a file of "
+        "mode 0600 and give it with --proxy-login",
+    ),
+    "asks for too many kinds": (
+        {"login": f"device:{SECRET}", "schemes": [f"X{n}" for n in range(500)]},
+        "the proxy {url} asks for a login by X0 or X1 or X2, and only Basic is supported; ask the "
+        "network's owner to permit {hub} without a login",
+    ),
     "refuses": (
         {"status": "403 Forbidden by policy"},
         "the proxy {url} refuses connections to {hub} (403 Forbidden by policy); ask the network's "
@@ -160,6 +173,29 @@ FAULTS = {
         "TLS inspection",
     ),
 }
+
+
+async def test_a_malformed_certificate_on_the_way_ends_no_device(hub, caplog):
+    caplog.set_level(logging.INFO)
+    member = await joined(hub)
+    hub.proxy.inspects = hub.proxy.is_malformed = True
+    sentence = f"through the proxy {hub.proxy.url} has no usable certificate"
+    with pytest.raises(UserError, match=sentence):
+        await joined(hub, "other")
+    assert sentence in await first_complaint(hub, member, caplog)
+    hub.proxy.inspects = False
+    hub.dial(member, ScriptedParticipant(replying(examples=5)))
+    await wait_until(lambda: "phone" in hub.link.peers)
+
+
+@pytest.mark.parametrize("host", ["hub..invalid", ".hub.invalid", "a" * 70])
+async def test_what_can_be_no_name_is_one_sentence(hub, host):
+    hub.proxy.names[host] = "127.0.0.1"
+    address = f"{host}:{hub.server.join_port}"
+    with pytest.raises(
+        UserError, match=f"^'{host}' can be no name of a server; check the address$"
+    ):
+        await joining.join(address, hub.token("phone"), hub.folder / "phone", "client")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
