@@ -11,9 +11,9 @@ honest devices than one sum.
 *Covered*: sums of updates in plain, low-rank, compressed, buffered and personal jobs, with
 gradients, by group, after ranges; ranges; evaluations; comparisons; statistics. Several runs and
 jobs that differ in any setting, each of which matters to some devices and not to others; positions,
-encodings, models, rounds, repeated attempts; other requests to one device; devices that restart or
-are lost at every step; other sets of share owners and survivors for some; one device that
-cooperates with the server.
+encodings, models, rounds, repeated attempts; other requests to one device; devices that restart,
+are lost at every step, or are killed just before or after they record one; other sets of share
+owners and survivors for some; one device that cooperates with the server.
 
 *Not covered*, and shown here as findings (`BEYOND`): related models, mean gradients at a model
 that is sent with a datacenter's gradient and without, numbers that devices give with all models,
@@ -36,6 +36,7 @@ from tests.privacy.leakage.lying_server import FAMILIES, Plan, Repertoire, follo
 from tests.privacy.leakage.search import main, model, search
 from tests.privacy.mutation import disabled
 
+from isthmus.errors import UpdateError
 from isthmus.job import vector_settings
 from isthmus.task import loading
 from isthmus.wire import link_pb2
@@ -106,6 +107,17 @@ def forgetting_what_was_masked():
         original(self, entry)
 
     return patched(History, "_take", take)
+
+
+def acting_without_a_record():
+    """Devices do what follows an entry also where it was not written."""
+
+    def store(self, entry):
+        with contextlib.suppress(UpdateError):
+            self._record(entry)
+        self._take(entry)
+
+    return patched(History, "_store", store)
 
 
 @contextlib.contextmanager
@@ -211,6 +223,10 @@ MUTATIONS = {
     "another vector of the devices that were not asked for shares": (
         forgetting_what_was_masked,
         Repertoire(("plain",), UPDATES, (), ("nothing", "round"), ()),
+    ),
+    "devices that were killed before they recorded what they then did": (
+        acting_without_a_record,
+        Repertoire(("plain",), UPDATES, (), ("nothing", "devices", "round"), (), kills=0.8),
     ),
 }
 """What a server does, the rule that is left out, and what it chooses from to show it soon."""
