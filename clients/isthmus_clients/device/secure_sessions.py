@@ -817,7 +817,7 @@ def _spacing(
     """
     import torch
 
-    from isthmus_privacy.secagg.spacing import LEAST, Spacing
+    from isthmus_privacy.secagg.spacing import DIGITS_OF, LEAST, Spacing
 
     before = layout.size - len(exponents)
     # Running statistics, which follow the parameters, are no sums over steps.
@@ -825,7 +825,8 @@ def _spacing(
     factors = (1.0, scale * run.job.federated.normalization(steps), scale)
     if before:  # a gradient, which is no difference
         exponents = torch.cat([torch.full((before,), LEAST, dtype=torch.int8), exponents])
-    return Spacing(exponents, tuple(zip(ends, factors, strict=True)))
+    digits = DIGITS_OF[run.job.federated.precision]
+    return Spacing(exponents, digits, tuple(zip(ends, factors, strict=True)))
 
 
 def _is_compressed(run: ActiveRun, work: link_pb2.TrainLocal) -> bool:
