@@ -229,9 +229,11 @@ class SecureSessions:
             attempt = self._propose_ranges(run, work, origin)
         else:
             attempt = self._propose_update(run, work, work.secure, origin)
-        run.charge(work)
+        charged = run.charge(work)
         exponents = self.exponents(run, work, payload)
-        result = train_silently(host, _in_round(request, origin.round), payload)
+        result = None
+        if charged:
+            result = train_silently(host, _in_round(request, origin.round), payload)
         check_wanted(wanted)
         kept = KeptUpdate(request, run, result, origin, residual, exponents)
         if work.ranges:
@@ -399,12 +401,14 @@ class SecureSessions:
             UpdateError: the server has cancelled it.
         """
         work = request.train_local
-        run.charge(work)
+        charged = run.charge(work)
         model = self.name_model(run, work, payload)
         state = state_name(host, run, work)
         origin = Origin(model, state, self.trained_round(model, work, state))
         exponents = self.exponents(run, work, payload)
-        result = train_silently(host, _in_round(request, origin.round), payload)
+        result = None
+        if charged:
+            result = train_silently(host, _in_round(request, origin.round), payload)
         check_wanted(wanted)
         self._kept = KeptUpdate(request, run, result, origin, exponents=exponents)
 
