@@ -248,7 +248,7 @@ class Repertoire:
     """What it changes from one attempt to the next."""
     first: tuple[str, ...] = _OWN
     """What it may change in its first request."""
-    kills: float = 0.15
+    kills: float = 0.0
     """How often devices are killed after an attempt begins, where they record something."""
 
 
@@ -832,7 +832,7 @@ _ATTEMPTS: Mapping[str, type[Attempt]] = {
 # -- a sequence ------------------------------------------------------------------------------------
 
 ATTEMPTS = 5
-EVERYTHING = Repertoire()
+EVERYTHING = Repertoire(kills=0.15)
 
 
 def play(seed: int, world: World, tasks: Path, choices: Repertoire = EVERYTHING) -> list[OpenedSum]:
@@ -873,7 +873,7 @@ def play(seed: int, world: World, tasks: Path, choices: Repertoire = EVERYTHING)
             _step(chance.choice(running), running, opened, devices)
         if chance.random() < 0.2:
             chance.choice(list(devices.values())).restart()
-        if chance.random() < choices.kills:
+        if choices.kills and chance.random() < choices.kills:
             _kill(chance, list(devices.values()))
     while running:
         _step(chance.choice(running), running, opened, devices)
@@ -888,12 +888,29 @@ def _kill(chance: random.Random, devices: Sequence[Device]) -> None:
         device.kill(entries, written=written)
 
 
-def follow(plans: Sequence[Plan], world: World, tasks: Path) -> list[OpenedSum]:
-    """The sums of a server that follows its plans, one after the other, and loses no device."""
+def follow(
+    plans: Sequence[Plan],
+    world: World,
+    tasks: Path,
+    *,
+    killed_at: tuple[int, bool] | None = None,
+) -> list[OpenedSum]:
+    """The sums of a server that follows its plans, one after the other, and loses no device.
+
+    Args:
+        plans: of its attempts.
+        world: of the devices.
+        tasks: directory of their tasks.
+        killed_at: where all devices are killed, see `Device.kill`; None for nowhere.
+    """
     set_world(world)
     forget_signatures()
     names = sorted(frozenset().union(*(plan.invited for plan in plans)))
     devices = {name: Device(name, tasks, "") for name in names}
+    if killed_at is not None:
+        entries, written = killed_at
+        for device in devices.values():
+            device.kill(entries, written=written)
     opened: list[OpenedSum] = []
     running: list[Attempt] = []
     for number, plan in enumerate(plans, start=1):
