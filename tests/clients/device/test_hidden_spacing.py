@@ -41,6 +41,13 @@ STATISTICS = """
 def model(self):
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=1e-5))
 """
+ONE_HOT = f"""
+def local_data(self, participant):
+    count = {COMMON} - (participant.name == {VICTIM!r})
+    chance = torch.Generator().manual_seed(sum(participant.name.encode()))
+    features, labels = (torch.randint(0, most, (count,), generator=chance) for most in (4, 3))
+    return TensorDataset(torch.eye(4)[features], labels)
+"""
 ONE_STEP = ["task.settings.lr=2e-6", "federated.local_steps=1", "federated.cohort=20"]
 WEIGHTED = [*ONE_STEP, "federated.clip=4.0", "federated.max_examples=1000"]
 COMPRESSED = [
@@ -232,6 +239,18 @@ def test_nor_does_that_of_updates_in_half_precision(
     found = remainder(total / unit) == torch.remainder(own, COMMON)
     share = float(found.double().mean())
     assert share < 0.5 if hidden else share == 1
+
+
+def test_that_of_updates_of_few_values_is_the_update_of_one_device(parse, tmp_path):
+    """What does not hide them, as the threat model says: whole multiples of one large number."""
+    rate = 0.1
+    job = parse(*WEIGHTED, f"task.settings.lr={rate}", "federated.batch_size=10", methods=ONE_HOT)
+    total, updates = summed(job, tmp_path, values=torch.zeros(LAYOUT.size))
+    # From zeros, each of the three classes has the same probability.
+    unit = rate / (3 * 10) / SPACING
+    own = (updates[VICTIM] / unit).round()
+    assert 0 < own.abs().max() < COMMON / 2
+    assert torch.equal(remainder(total / unit), torch.remainder(own, COMMON))
 
 
 def test_a_repeated_vector_is_hidden_in_the_same_way(job, tmp_path, monkeypatch):
