@@ -487,23 +487,26 @@ class ActiveRun:
                 raise
             log.error("this device takes part in %s without effect: %s", self.run_id, error)
             return dataclasses.replace(self, unfit=True)
-        return dataclasses.replace(self, account=RunAccount(account, plan, self.run_id))
+        return dataclasses.replace(self, account=RunAccount(account, plan, self.run_id, withheld))
 
-    def charge(self, work: link_pb2.TrainLocal) -> None:
+    def charge(self, work: link_pb2.TrainLocal) -> bool:
         """Charge the examples of this device for a training that is about to begin.
+
+        Returns:
+            Whether it may begin. If not, the device takes part without effect.
 
         Raises:
             PeerMisbehaved: a budget does not allow it, or more is wanted than an update.
             UpdateError: the charge cannot be recorded.
         """
         if self.job.federated.privacy is None:
-            return
+            return True
         if work.gradient_scale:
             self.check_measured()
         if self.unfit:
-            return
+            return True  # which its task refuses
         assert self.account is not None
-        self.account.charge(work.round, work.attempt)
+        return self.account.charge(work.round, work.attempt)
 
     @property
     def reports(self) -> bool:

@@ -16,7 +16,7 @@ import subprocess
 import time
 import tomllib
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -327,8 +327,7 @@ class LimitsGuard:
         limits = self.limits
         if limits.rounds_per_day is None and limits.bytes_per_day is None:
             return
-        today = datetime.fromtimestamp(self.now(), UTC).date().isoformat()
-        rounds, used = self._used(today)
+        day, rounds, used = self._used(datetime.fromtimestamp(self.now(), UTC).date())
         rounds += more_rounds
         used += more_bytes
         if limits.rounds_per_day is not None and rounds > limits.rounds_per_day:
@@ -336,16 +335,24 @@ class LimitsGuard:
         if limits.bytes_per_day is not None and used > limits.bytes_per_day:
             raise AdmissionRefused(f"its owner allows {limits.bytes_per_day} bytes a day")
         try:
-            write_sealed(self._usage, {"day": today, "rounds": rounds, "bytes": used})
+            write_sealed(self._usage, {"day": day, "rounds": rounds, "bytes": used})
         except OSError as error:
             raise AdmissionRefused(f"it cannot record its usage ({error.strerror})") from None
 
-    def _used(self, today: str) -> tuple[int, int]:
+    def _used(self, today: date) -> tuple[str, int, int]:
+        """The day that counts, and the rounds and bytes that were used in it.
+
+        A clock that is set back by up to a day gives nothing back: the day it comes from counts
+        until it is over. From one that was further ahead there would be no end of it.
+        """
+        new = today.isoformat(), 0, 0
         try:
             usage = read_sealed(self._usage)
-            return (usage["rounds"], usage["bytes"]) if usage["day"] == today else (0, 0)
+            day = str(usage["day"])
+            counts = new[0] <= day <= (today + timedelta(days=1)).isoformat()
+            return (day, usage["rounds"], usage["bytes"]) if counts else new
         except FileNotFoundError:
-            return 0, 0
+            return new
         except (OSError, DamagedError, LookupError) as error:
             raise AdmissionRefused(
                 f"its recorded usage cannot be read ({error}); its owner can remove that file, "

@@ -229,9 +229,11 @@ class SecureSessions:
             attempt = self._propose_ranges(run, work, origin)
         else:
             attempt = self._propose_update(run, work, work.secure, origin)
-        run.charge(work)
+        charged = run.charge(work)
         exponents = self.exponents(run, work, payload)
-        result = train_silently(host, _in_round(request, origin.round), payload)
+        result = None
+        if charged:
+            result = train_silently(host, _in_round(request, origin.round), payload)
         check_wanted(wanted)
         kept = KeptUpdate(request, run, result, origin, residual, exponents)
         if work.ranges:
@@ -399,12 +401,14 @@ class SecureSessions:
             UpdateError: the server has cancelled it.
         """
         work = request.train_local
-        run.charge(work)
+        charged = run.charge(work)
         model = self.name_model(run, work, payload)
         state = state_name(host, run, work)
         origin = Origin(model, state, self.trained_round(model, work, state))
         exponents = self.exponents(run, work, payload)
-        result = train_silently(host, _in_round(request, origin.round), payload)
+        result = None
+        if charged:
+            result = train_silently(host, _in_round(request, origin.round), payload)
         check_wanted(wanted)
         self._kept = KeptUpdate(request, run, result, origin, exponents=exponents)
 
@@ -817,7 +821,7 @@ def _spacing(
     """
     import torch
 
-    from isthmus_privacy.secagg.spacing import LEAST, Spacing
+    from isthmus_privacy.secagg.spacing import DIGITS_OF, LEAST, Spacing
 
     before = layout.size - len(exponents)
     # Running statistics, which follow the parameters, are no sums over steps.
@@ -825,7 +829,8 @@ def _spacing(
     factors = (1.0, scale * run.job.federated.normalization(steps), scale)
     if before:  # a gradient, which is no difference
         exponents = torch.cat([torch.full((before,), LEAST, dtype=torch.int8), exponents])
-    return Spacing(exponents, tuple(zip(ends, factors, strict=True)))
+    digits = DIGITS_OF[run.job.federated.precision]
+    return Spacing(exponents, digits, tuple(zip(ends, factors, strict=True)))
 
 
 def _is_compressed(run: ActiveRun, work: link_pb2.TrainLocal) -> bool:

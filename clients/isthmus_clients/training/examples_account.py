@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from isthmus.errors import UpdateError, UserError
+from isthmus.errors import PeerMisbehaved, UpdateError, UserError
 from isthmus.system.private_files import make_private_directory
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.dp.accounting import SampledGaussian
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 LEDGER_NAME = "examples.ledger"
 _HEAD_NAME = "examples.head"
 _POPULATION = "this-device"
+_BEYOND_JOB = "examples-beyond-the-jobs-budget"
 
 
 class ExamplesAccount:
@@ -109,7 +110,7 @@ class ExamplesAccount:
         of_run = [_event(each) for each in charges if each.run == run]
         if epsilon_of_steps(of_run + after, privacy.delta) > privacy.epsilon:
             refusal.refuse(
-                "examples-beyond-the-jobs-budget",
+                _BEYOND_JOB,
                 f"this device has trained {len(of_run)} times in this run, and once more would "
                 f"exceed an epsilon of {privacy.epsilon:g} at delta {privacy.delta:g} for one of "
                 "its examples (federated.privacy)",
@@ -139,10 +140,27 @@ class RunAccount:
     account: ExamplesAccount
     plan: DeviceExamplesPlan
     run: str
+    withheld: bool = False
+    """Whether the server is not to know what follows from the number of examples."""
 
-    def charge(self, round_: int, attempt: int) -> None:
-        """See `ExamplesAccount.charge`."""
-        self.account.charge(self.plan, self.run, round_, attempt)
+    def charge(self, round_: int, attempt: int) -> bool:
+        """Charge one participation; False if it may not be trained, and the server is not to know.
+
+        With noise that the job sets, how often its budget lets a device train depends on its number
+        of examples: two rounds each of a few jobs would tell it.
+
+        Raises:
+            PeerMisbehaved: see `ExamplesAccount.charge`.
+            UpdateError: likewise.
+        """
+        try:
+            self.account.charge(self.plan, self.run, round_, attempt)
+        except PeerMisbehaved as refused:
+            if not self.withheld or refused.code != _BEYOND_JOB:
+                raise
+            log.error("this device takes part in %s without effect: %s", self.run, refused)
+            return False
+        return True
 
 
 def spent_of(directory: Path, delta: float) -> tuple[float, dict[str, tuple[int, float]]]:

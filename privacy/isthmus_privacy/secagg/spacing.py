@@ -11,6 +11,10 @@ So a client adds to each element a secret number that is uniform over one spacin
 one client that does it makes the remainder uniform. The error is that of one more step of float32
 arithmetic. Elements that training has not changed stay 0, so that those that no client changes do.
 
+Where gradients are computed in half precision, updates lie on fewer numbers than float32 has: those
+of parameters that were 0 have 8 or 11 digits. What hides them is as large as the rounding of such a
+gradient.
+
 Shape legend: N = elements of an update.
 """
 
@@ -26,6 +30,8 @@ from isthmus_privacy.crypto.masking import TILE
 
 _DIGITS = 24
 """Binary digits of a float32 number."""
+DIGITS_OF = {"fp32": _DIGITS, "bf16": 8, "fp16": 11}
+"""Those of a gradient, by the precision that a job has it computed in."""
 LEAST = -126
 """The exponent of an element that is 0, and the least of one."""
 
@@ -36,6 +42,8 @@ class Spacing:
 
     exponents: torch.Tensor
     """(N) int8: those of the model's elements."""
+    digits: int = _DIGITS
+    """Binary digits of the gradients that the differences were computed from."""
     factors: Sequence[tuple[int, float]] = ()
     """What the differences were multiplied by, in parts of neighbours: the number of elements up to
     the last one of each, and the factor. 1 after the last part."""
@@ -53,8 +61,8 @@ class Spacing:
             high = max(low, end - start)
             own[low:high] += math.log2(factor)
             low = high
-        # A difference that is no float32 number was rounded to one.
-        rounded = torch.frexp(values).exponent
+        # A difference that is no float32 number was rounded to one, or is one of fewer digits.
+        rounded = torch.frexp(values).exponent + (_DIGITS - self.digits)
         exponents = torch.maximum(own, rounded)
         return torch.exp2(exponents.sub_(_DIGITS)).mul_(values != 0)
 

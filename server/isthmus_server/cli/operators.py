@@ -148,7 +148,9 @@ class OperatorClient:
                 )
             digest = hashlib.sha256()
             left = head.size
-            with part.open("wb") as file:
+            # Made anew: in a folder that others can write, it could be a link to another file.
+            part.unlink(missing_ok=True)
+            with part.open("xb") as file:
                 for data in call:
                     received = pb.FetchReply.FromString(data).data
                     left -= len(received)

@@ -252,9 +252,11 @@ class DirectWriter:
 def replacing(path: Path) -> Iterator[DirectWriter]:
     """Replace a file atomically: after a crash it has the old contents or the new ones."""
     # In the same directory: a rename across file systems would copy. Its name is fixed, so that
-    # what a crash has left is overwritten.
+    # what a crash has left is removed. It is made anew: in a folder that others can write, it could
+    # be a link to another file.
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb", buffering=0, opener=state_file_opener) as file:
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "xb", buffering=0, opener=state_file_opener) as file:
         writer = DirectWriter(file)
         yield writer
         # In this order: contents, then the name, then the directory that has the name. Any other

@@ -18,6 +18,7 @@ from isthmus_clients.device.secure_sessions import SecureSessions
 from isthmus_privacy.compression.update_codec import UpdateCodec, value_of
 from isthmus_privacy.purpose import TrainingPurpose
 from isthmus_privacy.secagg.config import WIDE_LEVELS, RoundConfig
+from isthmus_privacy.secagg.spacing import DIGITS_OF
 from isthmus_privacy.slots import COMPRESSED_SLOTS, PRIVATE_SLOTS, TRAINING_SLOTS
 
 COMMON = 40
@@ -40,6 +41,13 @@ STATISTICS = """
 def model(self):
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=1e-5))
 """
+ONE_HOT = f"""
+def local_data(self, participant):
+    count = {COMMON} - (participant.name == {VICTIM!r})
+    chance = torch.Generator().manual_seed(sum(participant.name.encode()))
+    features, labels = (torch.randint(0, most, (count,), generator=chance) for most in (4, 3))
+    return TensorDataset(torch.eye(4)[features], labels)
+"""
 ONE_STEP = ["task.settings.lr=2e-6", "federated.local_steps=1", "federated.cohort=20"]
 WEIGHTED = [*ONE_STEP, "federated.clip=4.0", "federated.max_examples=1000"]
 COMPRESSED = [
@@ -56,6 +64,7 @@ NORMALISED_STEPS = [
     "federated.normalized_steps=1",
     "task.settings.lr=1e-6",
 ]
+HALF = [*ONE_STEP, *WEIGHTED[3:], "task.settings.lr=0.0009765625", "federated.batch_size=40"]
 BOUNDED = [
     # Each device makes a step for each of its examples, and its update is divided by their number.
     "federated.cohort=20",
@@ -96,7 +105,7 @@ def config_of(job, opening, model, layout):
     return config
 
 
-def trained(job, directory, name, layout=LAYOUT):
+def trained(job, directory, name, layout=LAYOUT, values=None):
     """A device that has joined a sum, whose vector is about to be masked; and its update."""
     key = Ed25519PrivateKey.generate()
     agent = Agent(Participant(name=name, regime="federated"), None, signing_key=key)
@@ -106,7 +115,7 @@ def trained(job, directory, name, layout=LAYOUT):
         run_id="run", job=job.model_dump_json(), base=str(directory), layout=layout.header
     )
     agent._open(opening, None)
-    model = layout.encode(torch.linspace(0.55, 0.95, layout.size))
+    model = layout.encode(torch.linspace(0.55, 0.95, layout.size) if values is None else values)
     config = config_of(job, opening, model, layout)
     work = link_pb2.TrainLocal(run_id="run", round=1, attempt=1, model=describe(model))
     plain = agent.host.buffer(len(model))
@@ -117,12 +126,12 @@ def trained(job, directory, name, layout=LAYOUT):
     return config, agent._secure._current._encoded.vector, layout.decode(plain).double()
 
 
-def summed(job, directory, layout=LAYOUT):
+def summed(job, directory, layout=LAYOUT, values=None):
     """The sum of weight x update in spacings, float64 (N), and the devices' updates in these."""
     total = 0
     updates = {}
     for name in WEIGHTS:
-        config, vector, update = trained(job, directory, name, layout)
+        config, vector, update = trained(job, directory, name, layout, values)
         total = total + vector[: layout.size].to(torch.int64)
         updates[name] = update / SPACING
     if config.codec is not None:
@@ -211,6 +220,37 @@ def test_nor_does_that_of_updates_of_bounded_norms(parse, tmp_path, monkeypatch,
     found = remainder_of_means(total) == torch.remainder(own, COMMON - 1)
     share = float(found.double().mean())
     assert share < 0.5 if hidden else share == 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("hidden", [True, False])
+def test_nor_does_that_of_updates_in_half_precision(
+    parse, tmp_path, monkeypatch, precision, hidden
+):
+    """Those of parameters that were 0 have no more digits than the gradients."""
+    if not hidden:
+        monkeypatch.setattr(SecureSessions, "exponents", lambda *_: None)
+    job = parse(*HALF, f"federated.precision={precision}")
+    total, updates = summed(job, tmp_path, values=torch.zeros(LAYOUT.size))
+    least = torch.stack([update.abs() for update in updates.values()]).min(0).values
+    unit = torch.exp2(torch.frexp(least).exponent.double() - DIGITS_OF[precision])
+    own = updates[VICTIM] / unit
+    assert torch.equal(own, own.round())
+    found = remainder(total / unit) == torch.remainder(own, COMMON)
+    share = float(found.double().mean())
+    assert share < 0.5 if hidden else share == 1
+
+
+def test_that_of_updates_of_few_values_is_the_update_of_one_device(parse, tmp_path):
+    """What does not hide them, as the threat model says: whole multiples of one large number."""
+    rate = 0.1
+    job = parse(*WEIGHTED, f"task.settings.lr={rate}", "federated.batch_size=10", methods=ONE_HOT)
+    total, updates = summed(job, tmp_path, values=torch.zeros(LAYOUT.size))
+    # From zeros, each of the three classes has the same probability.
+    unit = rate / (3 * 10) / SPACING
+    own = (updates[VICTIM] / unit).round()
+    assert 0 < own.abs().max() < COMMON / 2
+    assert torch.equal(remainder(total / unit), torch.remainder(own, COMMON))
 
 
 def test_a_repeated_vector_is_hidden_in_the_same_way(job, tmp_path, monkeypatch):

@@ -187,6 +187,21 @@ def test_the_usage_of_a_day_survives_the_process_and_ends_with_the_day(guard):
         guard(text).check_work(1)
 
 
+def test_a_clock_that_is_set_back_gives_no_usage_back(guard):
+    text = "rounds_per_day = 2"
+    guard(text).check_work(1)
+    guard(text).check_work(1)
+    for hours in (-24, 24):
+        guard.clock.seconds += hours * HOUR
+        with pytest.raises(AdmissionRefused, match="its owner allows 2 rounds a day"):
+            guard(text).check_work(1)
+    # One that was further ahead is not waited for.
+    guard.clock.seconds += 1000 * HOUR
+    guard(text).check_work(1)
+    guard.clock.seconds -= 1000 * HOUR
+    guard(text).check_work(1)
+
+
 def test_usage_that_cannot_be_read_or_written_stops_work(guard, tmp_path):
     (tmp_path / "usage.json").write_text("{")
     with pytest.raises(AdmissionRefused, match="its recorded usage cannot be read"):

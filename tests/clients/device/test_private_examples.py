@@ -4,12 +4,15 @@ import pytest
 import torch
 
 from isthmus.errors import PeerMisbehaved
+from isthmus.job.federated import FederatedSection
+from isthmus.job.privacy import FederatedPrivacy
 from isthmus.task import Participant
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.training.examples_account import ExamplesAccount, spent_of
 from isthmus_clients.training.withholding import DetailsWithheld
+from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 
 LAYOUT = TensorLayout.from_shapes({"bias": (3,), "weight": (3, 4)})
 KEYS = (
@@ -122,19 +125,29 @@ async def test_both_kinds_of_privacy_hold_together(device, opening):
     assert 0.0099 < float(update.norm()) <= 0.01
 
 
+def of_an_owner(tmp_path):
+    """A device whose server is on another machine, with the task that was written."""
+    tasks = tmp_path / "tasks"
+    (tasks / "learn").mkdir(parents=True)
+    (tmp_path / "task.py").rename(tasks / "learn" / "task.py")
+    account = ExamplesAccount(tmp_path / "state")
+    return Agent(Participant(name="a", regime="federated"), None, tasks=tasks, account=account)
+
+
+SUMMED = (
+    'federated.mode="buffered"',
+    "federated.secure_aggregation=true",
+    "task.source=learn/task.py:Learn",
+)
+
+
 @pytest.mark.parametrize(("batch", "fits"), [(5, True), (5000, False)])
 async def test_opening_runs_does_not_tell_how_many_examples_there_are(
     opening, tmp_path, caplog, batch, fits
 ):
     """Fifteen runs with other sizes of batches would tell the number, without any sum."""
-    buffered = ('federated.mode="buffered"', "federated.secure_aggregation=true")
-    source = "task.source=learn/task.py:Learn"
-    request = opening(*buffered, source, f"federated.batch_size={batch}")
-    tasks = tmp_path / "tasks"
-    (tasks / "learn").mkdir(parents=True)
-    (tmp_path / "task.py").rename(tasks / "learn" / "task.py")
-    account = ExamplesAccount(tmp_path / "state")
-    device = Agent(Participant(name="a", regime="federated"), None, tasks=tasks, account=account)
+    request = opening(*SUMMED, f"federated.batch_size={batch}")
+    device = of_an_owner(tmp_path)
     reply, _ = await device.work(request, None, None)
     assert reply.opened == link_pb2.Opened()
     reply, _ = await train(device, keep=True)
@@ -143,3 +156,21 @@ async def test_opening_runs_does_not_tell_how_many_examples_there_are(
     assert (device._secure._kept.result is not None) == fits
     assert (tmp_path / "state").exists() == fits
     assert ("takes part in run without effect: federated.privacy" in caplog.text) != fits
+
+
+async def test_the_end_of_a_budget_does_not_tell_how_many_examples_there_are(
+    opening, tmp_path, caplog
+):
+    """With noise that a server chooses, devices with fewer examples may train less often."""
+    table = FederatedPrivacy(epsilon=5, delta=1e-3, participations=1)
+    settings = FederatedSection(batch_size=5, local_steps=3, privacy=table)
+    noise = DeviceExamplesPlan.of(settings, rounds=9, examples=20).multiplier
+    request = opening(*SUMMED, f"federated.privacy.noise={noise}")
+    device = of_an_owner(tmp_path)
+    await device.work(request, None, None)
+    for trains in (True, False):
+        reply, _ = await train(device, keep=True)
+        assert reply.trained == link_pb2.Trained()
+        assert (device._secure._kept.result is not None) == trains
+    assert spent_of(tmp_path / "state", 1e-3)[1]["run"][0] == 1
+    assert "without effect: this device has trained 1 times in this run" in caplog.text

@@ -33,6 +33,7 @@ from tests.privacy.protocol import AUTHORITY, FAR_FUTURE
 import isthmus_clients.training.local_run as local_run
 import isthmus_clients.training.secure as secure
 import isthmus_privacy.secagg.ranges as ranges
+from isthmus.errors import UpdateError
 from isthmus.job.schema import Job, read_job
 from isthmus.task import Participant
 from isthmus.tensors.exchange_set import TensorLayout
@@ -475,7 +476,7 @@ _devices = itertools.count()
 
 
 class Device:
-    """An honest device with a certificate, which may restart: what it keeps is on its disk."""
+    """An honest device with a certificate, which may restart or be killed: the rest is on disk."""
 
     def __init__(self, name: str, tasks: Path, group: str) -> None:
         self.name = name
@@ -485,6 +486,8 @@ class Device:
         self._residuals = Residuals(None)
         self._disk: list[Entry] = []
         """Entries of the history's log."""
+        self._killed_at: tuple[int, bool] | None = None
+        """Entries from now, and whether the last of them is written, when it is killed."""
         self.opened: tuple[str, Hashable] | None = None
         self.restart()
 
@@ -501,10 +504,30 @@ class Device:
         )
         credentials = copy.copy(_template(self.name))
         entries = [_decode(_encode(entry)) for entry in essential(self._disk)]
-        credentials.history = History(entries, self._disk.append)
+        credentials.history = History(entries, self._record)
         self.agent._secure._credentials = credentials
         self.agent._secure._residuals = self._residuals
         self.opened = None
+
+    def kill(self, entries: int, *, written: bool) -> None:
+        """Have it end when it records something, after so many entries; then it restarts."""
+        self._killed_at = entries, written
+
+    def _record(self, entry: Entry) -> None:
+        """Write an entry, unless the device is killed before, or just after that.
+
+        Raises:
+            UpdateError: it is killed.
+        """
+        left, written = self._killed_at or (-1, False)
+        if left > 0:
+            self._killed_at = left - 1, written
+        if left or written:
+            self._disk.append(entry)
+        if left == 0:
+            self._killed_at = None
+            self.restart()
+            raise UpdateError("this device was killed")
 
     def open(self, work: link_pb2.OpenRun, about: Hashable) -> None:
         """Open a run, unless it is open."""

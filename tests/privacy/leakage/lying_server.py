@@ -41,6 +41,7 @@ from isthmus.transport.requests import position_message, position_of
 from isthmus.wire import link_pb2
 from isthmus_clients.device import secure_sessions
 from isthmus_clients.device.active_run import ActiveRun
+from isthmus_clients.device.agent import Agent
 from isthmus_clients.training.secure import SecureParticipation
 from isthmus_privacy.compression.sum_codecs import sum_codec
 from isthmus_privacy.purpose import (
@@ -247,6 +248,8 @@ class Repertoire:
     """What it changes from one attempt to the next."""
     first: tuple[str, ...] = _OWN
     """What it may change in its first request."""
+    kills: float = 0.0
+    """How often devices are killed after an attempt begins, where they record something."""
 
 
 def first_plan(chance: random.Random, names: Sequence[str], choices: Repertoire) -> Plan:
@@ -354,6 +357,8 @@ class Attempt:
         self.corrupt = corrupt
         self.job = job
         self.parts: dict[str, SecureParticipation] = {}
+        self.processes: dict[str, Agent] = {}
+        """By whom the devices take part; one that has restarted since takes part no more."""
         self.given: dict[str, Given] = {}
         self.opened: OpenedSum | None = None
         self.liked = chance.choice(sorted(self.devices))
@@ -370,6 +375,9 @@ class Attempt:
         """The replies of the devices that do not refuse."""
         replies = {}
         for name in names:
+            if self.processes.get(name, self.devices[name].agent) is not self.devices[name].agent:
+                self.parts.pop(name, None)
+                continue
             try:
                 replies[name] = question(name)
             except IsthmusError:
@@ -405,8 +413,10 @@ class Attempt:
             about = (*about, "federated.local_steps=3")
             job = make_job(about, job.tasks) or job
         device.open(job.opening(self.plan.run_id), about)
+        agent = device.agent
         self._begin(device, asked(lie), lie)
-        part = device.agent._secure._current
+        self.processes[name] = agent
+        part = agent._secure._current
         assert part is not None
         assert isinstance(part._encoded, Given)
         self.parts[name] = part
@@ -822,7 +832,7 @@ _ATTEMPTS: Mapping[str, type[Attempt]] = {
 # -- a sequence ------------------------------------------------------------------------------------
 
 ATTEMPTS = 5
-EVERYTHING = Repertoire()
+EVERYTHING = Repertoire(kills=0.15)
 
 
 def play(seed: int, world: World, tasks: Path, choices: Repertoire = EVERYTHING) -> list[OpenedSum]:
@@ -863,17 +873,44 @@ def play(seed: int, world: World, tasks: Path, choices: Repertoire = EVERYTHING)
             _step(chance.choice(running), running, opened, devices)
         if chance.random() < 0.2:
             chance.choice(list(devices.values())).restart()
+        if choices.kills and chance.random() < choices.kills:
+            _kill(chance, list(devices.values()))
     while running:
         _step(chance.choice(running), running, opened, devices)
     return opened
 
 
-def follow(plans: Sequence[Plan], world: World, tasks: Path) -> list[OpenedSum]:
-    """The sums of a server that follows its plans, one after the other, and loses no device."""
+def _kill(chance: random.Random, devices: Sequence[Device]) -> None:
+    """Have one device killed when it records something, or all of them at the same step."""
+    entries = chance.randrange(4)
+    written = chance.random() < 0.5
+    for device in chance.choice(([chance.choice(devices)], devices)):
+        device.kill(entries, written=written)
+
+
+def follow(
+    plans: Sequence[Plan],
+    world: World,
+    tasks: Path,
+    *,
+    killed_at: tuple[int, bool] | None = None,
+) -> list[OpenedSum]:
+    """The sums of a server that follows its plans, one after the other, and loses no device.
+
+    Args:
+        plans: of its attempts.
+        world: of the devices.
+        tasks: directory of their tasks.
+        killed_at: where all devices are killed, see `Device.kill`; None for nowhere.
+    """
     set_world(world)
     forget_signatures()
     names = sorted(frozenset().union(*(plan.invited for plan in plans)))
     devices = {name: Device(name, tasks, "") for name in names}
+    if killed_at is not None:
+        entries, written = killed_at
+        for device in devices.values():
+            device.kill(entries, written=written)
     opened: list[OpenedSum] = []
     running: list[Attempt] = []
     for number, plan in enumerate(plans, start=1):

@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tests.privacy.leakage import devices
@@ -38,6 +38,14 @@ class Searched:
     """Sequences with more than one."""
     found: list[tuple[int, Finding]] = dataclasses.field(default_factory=list)
     """By the seed of the sequence."""
+
+    def summary(self, first: int, seconds: float) -> str:
+        """What was seen, from the `first` seed on, in one line."""
+        return (
+            f"{self.sequences} sequences from seed {first} in {seconds:.0f} s: "
+            f"{self.opened} opened sums, {self.several} sequences with several, "
+            f"{len(self.found)} findings"
+        )
 
 
 @contextlib.contextmanager
@@ -67,6 +75,7 @@ def search(
     known: Iterable[str] = (),
     choices: Repertoire = EVERYTHING,
     until_found: bool = False,
+    tell: Callable[[Searched], None] = lambda searched: None,
 ) -> Searched:
     """Play the sequences of some seeds.
 
@@ -76,6 +85,7 @@ def search(
         known: see `World.known`.
         choices: what the server chooses from.
         until_found: stop at the first finding.
+        tell: called after each sequence.
     """
     searched = Searched()
     for seed in seeds:
@@ -85,6 +95,7 @@ def search(
         searched.opened += len(opened)
         searched.several += len(opened) > 1
         searched.found += [(seed, finding) for finding in findings(opened)]
+        tell(searched)
         if until_found and searched.found:
             break
     return searched
@@ -94,20 +105,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequences", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--every", type=int, default=1000, help="sequences between two reports")
     parser.add_argument("--known", choices=devices.BEYOND, nargs="*", default=[])
     options = parser.parse_args()
     started = time.perf_counter()
+
+    def tell(searched: Searched) -> None:
+        for seed, finding in searched.found:
+            if seed == options.seed + searched.sequences - 1:
+                print(f"seed {seed}: {finding}")
+        if searched.sequences % options.every == 0:
+            print(searched.summary(options.seed, time.perf_counter() - started), flush=True)
+
     with tempfile.TemporaryDirectory() as folder, model(tasks := Path(folder) / "tasks"):
         seeds = range(options.seed, options.seed + options.sequences)
-        searched = search(seeds, tasks, known=options.known)
-    for seed, finding in searched.found:
-        print(f"seed {seed}: {finding}")
-    seconds = time.perf_counter() - started
-    print(
-        f"{searched.sequences} sequences from seed {options.seed} in {seconds:.0f} s: "
-        f"{searched.opened} opened sums, {searched.several} sequences with several, "
-        f"{len(searched.found)} findings"
-    )
+        searched = search(seeds, tasks, known=options.known, tell=tell)
+    print(searched.summary(options.seed, time.perf_counter() - started))
     return 1 if searched.found else 0
 
 

@@ -11,9 +11,9 @@ honest devices than one sum.
 *Covered*: sums of updates in plain, low-rank, compressed, buffered and personal jobs, with
 gradients, by group, after ranges; ranges; evaluations; comparisons; statistics. Several runs and
 jobs that differ in any setting, each of which matters to some devices and not to others; positions,
-encodings, models, rounds, repeated attempts; other requests to one device; devices that restart or
-are lost at every step; other sets of share owners and survivors for some; one device that
-cooperates with the server.
+encodings, models, rounds, repeated attempts; other requests to one device; devices that restart,
+are lost at every step, or are killed just before or after they record one; other sets of share
+owners and survivors for some; one device that cooperates with the server.
 
 *Not covered*, and shown here as findings (`BEYOND`): related models, mean gradients at a model
 that is sent with a datacenter's gradient and without, numbers that devices give with all models,
@@ -36,6 +36,7 @@ from tests.privacy.leakage.lying_server import FAMILIES, Plan, Repertoire, follo
 from tests.privacy.leakage.search import main, model, search
 from tests.privacy.mutation import disabled
 
+from isthmus.errors import UpdateError
 from isthmus.job import vector_settings
 from isthmus.task import loading
 from isthmus.wire import link_pb2
@@ -106,6 +107,17 @@ def forgetting_what_was_masked():
         original(self, entry)
 
     return patched(History, "_take", take)
+
+
+def acting_without_a_record():
+    """Devices do what follows an entry also where it was not written."""
+
+    def store(self, entry):
+        with contextlib.suppress(UpdateError):
+            self._record(entry)
+        self._take(entry)
+
+    return patched(History, "_store", store)
 
 
 @contextlib.contextmanager
@@ -233,6 +245,7 @@ def test_without_a_rule_devices_give_themselves_away(tmp_path, route):
 
 EVERYONE = frozenset(NAMES[:4])
 ALONE = frozenset(NAMES[:1])
+PLAIN = Plan("update", FAMILIES["plain"], "one", 1, 0, False, 1, EVERYONE)
 PERSONAL = Plan("update", FAMILIES["personal"], "one", 1, 0, False, 1, EVERYONE)
 SECOND = dataclasses.replace(PERSONAL, changes=("exchange.personal=['head']",), round=2, model=1)
 
@@ -252,6 +265,24 @@ OTHER_STATES = {
         dataclasses.replace(SECOND, kind="ranges", round=3, model=2, invited=ALONE),
     ),
 }
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_devices_that_are_killed_where_they_record_give_no_second_sum(tmp_path, written):
+    """As by a failure of the power, while they begin, mask or reveal; then one is left out."""
+    plans = [PLAIN, dataclasses.replace(PLAIN, invited=EVERYONE - ALONE)]
+    world = make_world(random.Random(0))
+    tasks = tmp_path / "tasks"
+    with model(tasks):
+        assert [len(follow(plans, world, tasks, killed_at=(at, written))) for at in range(3)] == [
+            *(1, 1),  # of the second attempt: the first was lost
+            0 if written else 1,
+        ]
+        assert len(follow(plans, world, tasks)) == 1
+    with acting_without_a_record(), model(tasks):
+        assert findings(follow(plans, world, tasks, killed_at=(1, False))) == []
+        (finding,) = findings(follow(plans, world, tasks, killed_at=(2, False)))
+    assert finding.devices == ALONE
 
 
 @pytest.mark.parametrize("kind", OTHER_STATES)

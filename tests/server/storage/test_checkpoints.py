@@ -41,6 +41,19 @@ def test_an_interrupted_write_keeps_the_old_file(tmp_path):
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_another_users_link_in_the_place_of_a_draft_is_not_written_to(tmp_path, link):
+    """In a folder that others can write, such as that of a transcript."""
+    other = tmp_path / "other"
+    other.write_bytes(b"yours")
+    link(other, tmp_path / "file.tmp")
+    with replacing(tmp_path / "file") as file:
+        file.write(b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert not (tmp_path / "file").is_symlink()
+    assert other.read_bytes() == b"yours"
+
+
 def test_a_model_is_read_back(tmp_path):
     payload = os.urandom(MIB + 3)
     checkpoints, found = Checkpoints(tmp_path), bytearray(MIB + 3)
