@@ -14,15 +14,23 @@ from typing import Any
 
 import torch
 from tests.datacenter.task_models import (
+    CountingExperts,
     Decoder,
     DecoderBlock,
     DroppingDecoder,
     FailingExperts,
     FusedDecoderBlock,
+    LonelyExperts,
     MixtureBlock,
     NormalisedExperts,
+    NormalisedInTrainingExperts,
+    SequenceExperts,
+    SequenceMixtureBlock,
     SkippingDecoder,
     SometimesMixtureBlock,
+    SparingExperts,
+    SparingMixtureBlock,
+    SwitchedExperts,
     TiedTransformer,
 )
 from torch import nn
@@ -386,9 +394,28 @@ class OddExperts(Mixture):
             model.up = experts.up
         elif kind == "at times":
             model.blocks[1].__class__ = SometimesMixtureBlock  # type: ignore[index]
-        elif kind in ("normalised", "failing"):
-            experts.__class__ = NormalisedExperts if kind == "normalised" else FailingExperts
+        elif kind in ("per expert", "in all"):
+            model.blocks[1].experts = CountingExperts(6, 6 if kind == "per expert" else 1)  # type: ignore[index]
+        elif kind in _ODD_EXPERTS:
+            experts.__class__ = _ODD_EXPERTS[kind]
+        if kind in _ODD_BLOCKS:
+            model.blocks[1].__class__ = _ODD_BLOCKS[kind]  # type: ignore[index]
+        if kind == "one of two alike":
+            for number, block in enumerate(model.blocks):  # type: ignore[arg-type]
+                block.experts.__class__ = SwitchedExperts
+                block.experts.normalises = number == 1
         return model
+
+
+_ODD_EXPERTS = {
+    "normalised": NormalisedExperts,
+    "normalised in training": NormalisedInTrainingExperts,
+    "failing": FailingExperts,
+    "lonely": LonelyExperts,
+    "sparing": SparingExperts,
+    "sequences": SequenceExperts,
+}
+_ODD_BLOCKS = {"sparing": SparingMixtureBlock, "sequences": SequenceMixtureBlock}
 
 
 class Skipping(Gpt):

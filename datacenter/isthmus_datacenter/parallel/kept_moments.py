@@ -26,6 +26,8 @@ from isthmus_datacenter.parallel.optimizer_check import ELEMENTWISE
 
 _STEPS = "rounded_steps"
 """Option of a parameter group: steps so far. Checkpoints keep the options."""
+_NUMBERS = ("step", "mu_product", "eta", "mu")
+"""What states have besides: numbers, also of the shape of a parameter that has no dimension."""
 _BUCKET_BYTES = 1 << 26
 """Parameters that step at a time: their moments are on the device together."""
 _DROPPED_BITS = 16
@@ -85,7 +87,7 @@ class KeptMoments:
 
     @torch.no_grad()
     def keep_all(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep moments that were restored; those that had been rounded stay as they are."""
+        """Keep all moments that there are; those that had been rounded stay as they are."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._keep(optimizer, parameter, group.get(_STEPS, 0))
@@ -114,7 +116,7 @@ def moments_of(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, t
         key: value
         for key, value in state.items()
         if isinstance(value, torch.Tensor)
-        and key != "step"
+        and key not in _NUMBERS
         and value.is_floating_point()
         and value.shape == parameter.shape
     }
