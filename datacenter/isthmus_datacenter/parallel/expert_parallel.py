@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils.parametrize import is_parametrized
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.parallel.equivalence_check import first_line, outputs_match
@@ -154,12 +155,20 @@ class _DividedExperts:
         """Shapes (T, H), (T, K) and (T, K) in, (T, H) out.
 
         Raises:
-            TaskError: the arguments have other shapes, or an index is that of no expert.
+            TaskError: the arguments have other shapes, an index is that of no expert, or the
+                parameters are computed from others.
         """
+        if is_parametrized(self._module):
+            raise TaskError(
+                f"expert_parallel={self._ranks}: parameters of experts are computed from others "
+                "(torch.nn.utils.parametrize), as by LoRA on experts, and a rank has them for its "
+                "own experts only; set expert_parallel = 1"
+            )
         given = self._signature.bind(*args, **kwargs).arguments
         hidden_states, top_k_index, top_k_weights = given.values()
         shapes = [tuple(each.shape) for each in given.values()]
-        if not len(shapes[0]) == len(shapes[1]) == 2 or shapes[1] != shapes[2]:
+        fit = len(shapes[0]) == len(shapes[1]) == 2 and shapes[0][0] == shapes[1][0]
+        if not fit or shapes[1] != shapes[2]:
             given_shapes = ", ".join(map(str, shapes))
             raise TaskError(
                 f"expert_parallel={self._ranks}: experts are called with tensors of the shapes "
@@ -296,17 +305,6 @@ class _Routing:
     """Tokens of each rank."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Case:
-    """Tokens, and what whole experts give for them."""
-
-    routing: _Routing
-    training: bool
-    """Whether the experts are in training mode."""
-    expected: dict[str, torch.Tensor]
-    """See `_results`."""
-
-
 def are_alike(first: nn.Module, second: nn.Module) -> bool:
     """Whether two modules compute the same from the same values, as far as one can see.
 
@@ -374,40 +372,86 @@ def check_experts(name: str, module: nn.Module, mesh: DeviceMesh, device: torch.
                 "expert_parallel = 1"
             )
 
-    generator = torch.Generator().manual_seed(0)
-    cases: list[_Case] = []
+    comparison: _Comparison | None = None
     fault = ""
     try:
-        whole = _with_random_values(module, device, generator)
-        divided = copy.deepcopy(whole)
-        cases = list(_cases(whole, mesh.size(), device, generator))
-        unlike = _changed_buffers(whole, divided)
-        if unlike:
-            fault = f"change their buffer {unlike!r}, which ranks do not exchange"
+        comparison = _Comparison(module, mesh, device)
     except Exception as error:  # noqa: BLE001 - the code of a task may raise anything
         fault = f"fail ({first_line(error)})"
     refuse_together(fault)
-    failures = _failing_quietly(divided)
-    faults: list[str] = []
-    try:
-        divide_experts(divided, mesh, device)
-        for case in cases:
-            faults += _differences(case, divided, mesh)
-    except Exception as error:  # noqa: BLE001 - as above
-        failures.append(first_line(error))
-    faults = [*(f"fail ({each})" for each in failures), *faults]
-    refuse_together(next(iter(faults), ""))
+    assert comparison is not None
+    for routing in comparison.routings():
+        for training in (True, False):
+            refuse_together(comparison.call_whole(routing, training=training))
+            refuse_together(comparison.call_divided(routing, training=training))
 
 
-def _with_random_values(
-    module: nn.Module, device: torch.device, generator: torch.Generator
-) -> nn.Module:
-    """A copy of experts, whose own parameters need no values, on a device."""
-    values = {
-        id(each): nn.Parameter(_random(each, generator).to(device, each.dtype))
-        for each in module.parameters(recurse=False)
-    }
-    return copy.deepcopy(module, values).to(device)
+class _Comparison:
+    """Two copies of experts with the same random values, whole and divided."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+        """Copy a module, whose own parameters need no values, without a message to other ranks."""
+        self._generator = torch.Generator().manual_seed(0)
+        self._mesh = mesh
+        self._device = device
+        values = {
+            id(each): nn.Parameter(_random(each, self._generator).to(device, each.dtype))
+            for each in module.parameters(recurse=False)
+        }
+        self._whole = copy.deepcopy(module, values).to(device)
+        self._divided = copy.deepcopy(self._whole)
+        self._failures = _failing_quietly(self._divided)
+        divide_experts(self._divided, mesh, device)
+        self._dtype = next(module.parameters()).dtype
+        self._buffers = {name: each.clone() for name, each in self._whole.named_buffers()}
+        self._expected: dict[str, torch.Tensor] = {}
+
+    def routings(self) -> Iterator[_Routing]:
+        """Tokens of all ranks, the same on all of them."""
+        return _routings(self._whole, self._mesh.size(), self._device, self._dtype, self._generator)
+
+    def call_whole(self, routing: _Routing, *, training: bool) -> str:
+        """Call the whole experts for the tokens of all ranks; returns what is wrong, or nothing."""
+        self._whole.train(training)
+        try:
+            self._expected = _results(self._whole, routing.hidden, routing.index, routing.weights)
+        except Exception as error:  # noqa: BLE001 - the code of a task may raise anything
+            return f"fail ({first_line(error)})"
+        for name, each in self._whole.named_buffers():
+            if not torch.equal(each, self._buffers[name]):
+                return f"change their buffer {name!r}, which ranks do not exchange"
+        return ""
+
+    def call_divided(self, routing: _Routing, *, training: bool) -> str:
+        """Call the divided experts for this rank's tokens, as all ranks do; returns the same."""
+        rank, ranks = self._mesh.get_local_rank(), self._mesh.size()
+        parts = [
+            torch.split(each, routing.counts)[rank]
+            for each in (routing.hidden, routing.index, routing.weights)
+        ]
+        self._divided.train(training)
+        try:
+            own = _results(self._divided, *parts)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._failures.append(first_line(error))
+            own = {}
+        if self._failures:
+            return f"fail ({self._failures[0]})"
+        tolerance = max(_TOLERANCE, _ROUNDING * torch.finfo(self._dtype).eps)
+        mode = " in training" if training else ""
+        for what, whole in self._expected.items():
+            found = own.get(what)
+            if what.startswith("parameter"):
+                same = whole.chunk(ranks)[rank]
+                # As `fully_shard` is given it: of the mean loss of the ranks.
+                found = found.to_local() * ranks if isinstance(found, DTensor) else None
+                difference = f"{what} another gradient"
+            else:
+                same = torch.split(whole, routing.counts)[rank]
+                difference = f"other {what}" if what == "outputs" else f"another {what}"
+            if not outputs_match(same, found, tolerance):
+                return f"give {difference} divided than whole{mode}"
+        return ""
 
 
 def _failing_quietly(module: nn.Module) -> list[str]:
@@ -432,54 +476,6 @@ def _failing_quietly(module: nn.Module) -> list[str]:
 
     module.forward = guarded
     return failures
-
-
-def _changed_buffers(whole: nn.Module, before: nn.Module) -> str:
-    """The name of a buffer that differs; empty if none does."""
-    buffers = dict(before.named_buffers())
-    changed = (name for name, each in whole.named_buffers() if not torch.equal(each, buffers[name]))
-    return next(changed, "")
-
-
-def _cases(
-    whole: nn.Module, ranks: int, device: torch.device, generator: torch.Generator
-) -> Iterator[_Case]:
-    """What whole experts give for the tokens of all ranks."""
-    dtype = next(whole.parameters()).dtype
-    for routing in _routings(whole, ranks, device, dtype, generator):
-        for training in (True, False):
-            whole.train(training)
-            results = _results(whole, routing.hidden, routing.index, routing.weights)
-            yield _Case(routing, training, results)
-
-
-def _differences(case: _Case, divided: nn.Module, mesh: DeviceMesh) -> Iterator[str]:
-    """In what this rank's results differ from those of whole experts."""
-    rank, ranks = mesh.get_local_rank(), mesh.size()
-    routing, expected = case.routing, case.expected
-    dtype = routing.hidden.dtype
-    tolerance = max(_TOLERANCE, _ROUNDING * torch.finfo(dtype).eps)
-    parts = [
-        torch.split(each, routing.counts)[rank]
-        for each in (routing.hidden, routing.index, routing.weights)
-    ]
-    divided.train(case.training)
-    own = _results(divided, *parts)
-    mode = " in training" if case.training else ""
-    for what in ("outputs", "gradient of tokens", "gradient of weights"):
-        same = torch.split(expected[what], routing.counts)[rank]
-        if not outputs_match(same, own[what], tolerance):
-            noun = what if what == "outputs" else f"a {what}"
-            yield f"give other {noun} divided than whole{mode}"
-    for key, gradient in expected.items():
-        if key.startswith("parameter"):
-            same = gradient.chunk(ranks)[rank]
-            found = own.get(key)
-            # As `fully_shard` is given it: of the mean loss of the ranks.
-            if not isinstance(found, DTensor) or not outputs_match(
-                same, found.to_local() * ranks, tolerance
-            ):
-                yield f"give {key} another gradient divided than whole{mode}"
 
 
 def _random(parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -53,11 +53,17 @@ class KeptMoments:
         """Refuse an optimizer that may not treat each element by itself.
 
         Raises:
-            TaskError: it is none of those that are known to.
+            TaskError: it is none of those that are known to, or has hooks of its steps.
         """
+        key = 'optimizer_states = "bf16"' if self._rounded else 'offload = "optimizer"'
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise TaskError(
+                f"optimizer() returned {type(optimizer).__name__} with a hook of its steps, which "
+                f"would be called for some parameters at a time; datacenter.{key} works without "
+                "hooks: remove one of the two"
+            )
         if type(optimizer) in ELEMENTWISE:
             return
-        key = 'optimizer_states = "bf16"' if self._rounded else 'offload = "optimizer"'
         *names, last = (kind.__name__ for kind in ELEMENTWISE)
         raise TaskError(
             f"optimizer() returned {type(optimizer).__name__}, which may need all of its states at "

@@ -151,6 +151,18 @@ def test_an_optimizer_that_may_need_all_states_is_refused(key: str, make_setup: 
         check(prepared.job, prepared.task, HERE)
 
 
+def test_hooks_of_steps_are_refused() -> None:
+    """A step is taken of some parameters at a time, and a hook may clip all gradients together."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
+    kept = KeptMoments({}, rounded=True, on_host=False)
+    kept.check(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(TaskError, match=r"returned SGD with a hook of its steps, .*remove one of"):
+        kept.check(optimizer)
+    handle.remove()
+    kept.check(optimizer)
+
+
 def test_offload_on_processors_is_said_to_save_nothing(
     make_setup: Any, on_ranks: Any, tmp_path: Path
 ) -> None:
