@@ -210,11 +210,13 @@ class SwitchedExperts(NormalisedExperts):
 
 
 class CountingExperts(Experts):
-    """Count their calls, or their tokens by expert."""
+    """Count their tokens, or by expert."""
+
+    calls: torch.Tensor
 
     def __init__(self, count: int, places: int) -> None:
         super().__init__(count)
-        self.register_buffer("calls", torch.zeros(places))
+        self.register_buffer("calls", torch.zeros(places), persistent=False)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -386,24 +386,23 @@ class OddExperts(Mixture):
 
     def model(self) -> nn.Module:
         model = super().model()
-        experts: Any = model.blocks[1].experts  # type: ignore[index]
+        blocks: Any = model.blocks
+        experts = blocks[1].experts
         kind = self.settings["experts"]
         if kind == "scaled":
             experts.scale = nn.Parameter(torch.ones(8))
         elif kind == "tied":
             model.up = experts.up
-        elif kind == "at times":
-            model.blocks[1].__class__ = SometimesMixtureBlock  # type: ignore[index]
         elif kind in ("per expert", "in all"):
-            model.blocks[1].experts = CountingExperts(6, 6 if kind == "per expert" else 1)  # type: ignore[index]
+            blocks[1].experts = CountingExperts(6, 6 if kind == "per expert" else 1)
+        elif kind == "one of two alike":
+            for number, block in enumerate(blocks):
+                block.experts.__class__ = SwitchedExperts
+                block.experts.normalises = number == 1
         elif kind in _ODD_EXPERTS:
             experts.__class__ = _ODD_EXPERTS[kind]
         if kind in _ODD_BLOCKS:
-            model.blocks[1].__class__ = _ODD_BLOCKS[kind]  # type: ignore[index]
-        if kind == "one of two alike":
-            for number, block in enumerate(model.blocks):  # type: ignore[arg-type]
-                block.experts.__class__ = SwitchedExperts
-                block.experts.normalises = number == 1
+            blocks[1].__class__ = _ODD_BLOCKS[kind]
         return model
 
 
@@ -415,7 +414,11 @@ _ODD_EXPERTS = {
     "sparing": SparingExperts,
     "sequences": SequenceExperts,
 }
-_ODD_BLOCKS = {"sparing": SparingMixtureBlock, "sequences": SequenceMixtureBlock}
+_ODD_BLOCKS = {
+    "at times": SometimesMixtureBlock,
+    "sparing": SparingMixtureBlock,
+    "sequences": SequenceMixtureBlock,
+}
 
 
 class Skipping(Gpt):
