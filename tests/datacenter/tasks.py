@@ -120,6 +120,20 @@ class Drawn(Table):
         return model(inputs * model.scale)
 
 
+class Anchored(Table):
+    """Has copies of its first values, in a buffer or in a list, as of a reference for a penalty."""
+
+    def model(self) -> nn.Module:
+        model: Any = super().model()
+        first = model[0].weight.detach().clone()
+        if self.settings.get("listed"):
+            model.first = [first]
+        else:
+            model.register_buffer("first", first, persistent=False)
+        output: nn.Module = model
+        return output
+
+
 class Outside(Table):
     """Uses a parameter while its module is not called."""
 
