@@ -144,10 +144,30 @@ class MixtureBlock(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens = self.norm(hidden).flatten(0, -2)
-        weights, index = self.router(tokens).float().softmax(-1).topk(2)
-        weights = weights / weights.sum(-1, keepdim=True)
-        output: torch.Tensor = self.experts(tokens, index, weights)
+        output: torch.Tensor = self.experts(tokens, *self.choose(tokens))
         return hidden + output.view(hidden.shape)
+
+    def choose(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two experts of each token, and their weights."""
+        weights, index = self.router(tokens).float().softmax(-1).topk(2)
+        return index, weights / weights.sum(-1, keepdim=True)
+
+
+class SparingMixtureBlock(MixtureBlock):
+    """Gives a token one expert, and in place of the second the number after the last."""
+
+    def choose(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        index, weights = super().choose(tokens)
+        return torch.stack([index[:, 0], torch.full_like(index[:, 1], 6)], 1), weights
+
+
+class SequenceMixtureBlock(MixtureBlock):
+    """Does not flatten examples and positions."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = self.norm(hidden)
+        output: torch.Tensor = self.experts(tokens, *self.choose(tokens))
+        return hidden + output
 
 
 class SometimesMixtureBlock(MixtureBlock):
@@ -165,6 +185,77 @@ class NormalisedExperts(Experts):
     ) -> torch.Tensor:
         output = super().forward(hidden_states, top_k_index, top_k_weights)
         return output / (1.0 + hidden_states.square().mean())
+
+
+class NormalisedInTrainingExperts(NormalisedExperts):
+    """The same, and only in training."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        kind = NormalisedExperts if self.training else Experts
+        return kind.forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+class SwitchedExperts(NormalisedExperts):
+    """The same where `normalises` says so."""
+
+    normalises = False
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        kind = NormalisedExperts if self.normalises else Experts
+        return kind.forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+class CountingExperts(Experts):
+    """Count their tokens, or by expert."""
+
+    calls: torch.Tensor
+
+    def __init__(self, count: int, places: int) -> None:
+        super().__init__(count)
+        self.register_buffer("calls", torch.zeros(places), persistent=False)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        self.calls[top_k_index % len(self.calls)] += 1.0
+        return super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+class SparingExperts(Experts):
+    """Leave out tokens whose expert is the number after the last."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        kept = top_k_index < self.num_experts
+        index = torch.where(kept, top_k_index, 0)
+        return super().forward(hidden_states, index, top_k_weights * kept)
+
+
+class SequenceExperts(Experts):
+    """Take tokens by example and position, too."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        given = (hidden_states, top_k_index, top_k_weights)
+        output = super().forward(*(each.flatten(0, -2) for each in given))
+        return output.view(hidden_states.shape)
+
+
+class LonelyExperts(Experts):
+    """Want several tokens; in a check a rank without a token gets a single one."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        if len(hidden_states) == 1:
+            raise ValueError("a token is alone")
+        return super().forward(hidden_states, top_k_index, top_k_weights)
 
 
 class FailingExperts(Experts):

@@ -14,15 +14,23 @@ from typing import Any
 
 import torch
 from tests.datacenter.task_models import (
+    CountingExperts,
     Decoder,
     DecoderBlock,
     DroppingDecoder,
     FailingExperts,
     FusedDecoderBlock,
+    LonelyExperts,
     MixtureBlock,
     NormalisedExperts,
+    NormalisedInTrainingExperts,
+    SequenceExperts,
+    SequenceMixtureBlock,
     SkippingDecoder,
     SometimesMixtureBlock,
+    SparingExperts,
+    SparingMixtureBlock,
+    SwitchedExperts,
     TiedTransformer,
 )
 from torch import nn
@@ -110,6 +118,20 @@ class Drawn(Table):
 
     def forward(self, model: nn.Module, inputs: torch.Tensor) -> Any:
         return model(inputs * model.scale)
+
+
+class Anchored(Table):
+    """Has copies of its first values, in a buffer or in a list, as of a reference for a penalty."""
+
+    def model(self) -> nn.Module:
+        model: Any = super().model()
+        first = model[0].weight.detach().clone()
+        if self.settings.get("listed"):
+            model.first = [first]
+        else:
+            model.register_buffer("first", first, persistent=False)
+        output: nn.Module = model
+        return output
 
 
 class Outside(Table):
@@ -378,17 +400,39 @@ class OddExperts(Mixture):
 
     def model(self) -> nn.Module:
         model = super().model()
-        experts: Any = model.blocks[1].experts  # type: ignore[index]
+        blocks: Any = model.blocks
+        experts = blocks[1].experts
         kind = self.settings["experts"]
         if kind == "scaled":
             experts.scale = nn.Parameter(torch.ones(8))
         elif kind == "tied":
             model.up = experts.up
-        elif kind == "at times":
-            model.blocks[1].__class__ = SometimesMixtureBlock  # type: ignore[index]
-        elif kind in ("normalised", "failing"):
-            experts.__class__ = NormalisedExperts if kind == "normalised" else FailingExperts
+        elif kind in ("per expert", "in all"):
+            blocks[1].experts = CountingExperts(6, 6 if kind == "per expert" else 1)
+        elif kind == "one of two alike":
+            for number, block in enumerate(blocks):
+                block.experts.__class__ = SwitchedExperts
+                block.experts.normalises = number == 1
+        elif kind in _ODD_EXPERTS:
+            experts.__class__ = _ODD_EXPERTS[kind]
+        if kind in _ODD_BLOCKS:
+            blocks[1].__class__ = _ODD_BLOCKS[kind]
         return model
+
+
+_ODD_EXPERTS = {
+    "normalised": NormalisedExperts,
+    "normalised in training": NormalisedInTrainingExperts,
+    "failing": FailingExperts,
+    "lonely": LonelyExperts,
+    "sparing": SparingExperts,
+    "sequences": SequenceExperts,
+}
+_ODD_BLOCKS = {
+    "at times": SometimesMixtureBlock,
+    "sparing": SparingMixtureBlock,
+    "sequences": SequenceMixtureBlock,
+}
 
 
 class Skipping(Gpt):

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import math
 from collections import Counter
@@ -35,9 +36,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils.parametrize import is_parametrized
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.parallel.equivalence_check import first_line, outputs_match
+from isthmus_datacenter.parallel.random_draws import FixedDraws
 from isthmus_datacenter.rank_messages import RankMessages
 
 _FORM = "forward(hidden_states, top_k_index, top_k_weights)"
@@ -49,6 +52,9 @@ _TOKENS = 3
 """Most tokens of a rank in a check; others have fewer."""
 
 _Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes that a module has by its base class."""
 
 _FAULTS: RankMessages[str] = RankMessages("experts", str)
 
@@ -72,8 +78,8 @@ def refuse_undividable(model: nn.Module, degree: int) -> None:
     """Refuse a model whose experts so many ranks cannot divide among themselves.
 
     Raises:
-        TaskError: it has none, their number cannot be divided, or they have other parameters than
-            stacks of their own.
+        TaskError: it has none, their number cannot be divided, they have other parameters than
+            stacks of their own, or a buffer that is stacked by expert.
     """
     experts = find_experts(model)
     if not experts:
@@ -94,6 +100,14 @@ def refuse_undividable(model: nn.Module, degree: int) -> None:
                 f"expert_parallel={degree} cannot divide the {count} experts of {name!r} into "
                 "equal parts; set it to a divisor of their number"
             )
+        for key, buffer in module.named_buffers():
+            if count in buffer.shape:
+                raise TaskError(
+                    f"expert_parallel={degree}: the experts {name!r} have the buffer {key!r} of "
+                    f"shape {tuple(buffer.shape)}, in which a rank would look for its own experts "
+                    "in the places of others; keep it in the module that calls them, or set "
+                    "expert_parallel = 1"
+                )
         own = dict(module.named_parameters(recurse=False))
         for key, parameter in module.named_parameters():
             stacked = key in own and parameter.ndim >= 1 and parameter.shape[0] == count
@@ -133,30 +147,62 @@ class _DividedExperts:
         self._group = mesh.get_group()
         self._ranks = mesh.size()
         count: Any = module.num_experts
-        self._own = count // self._ranks
+        self._count: int = count
+        self._own = self._count // self._ranks
         """Experts of each rank."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Shapes (T, H), (T, K) and (T, K) in, (T, H) out."""
+        """Shapes (T, H), (T, K) and (T, K) in, (T, H) out.
+
+        Raises:
+            TaskError: the arguments have other shapes, an index is that of no expert, or the
+                parameters are computed from others.
+        """
+        if is_parametrized(self._module):
+            raise TaskError(
+                f"expert_parallel={self._ranks}: parameters of experts are computed from others "
+                "(torch.nn.utils.parametrize), as by LoRA on experts, and a rank has them for its "
+                "own experts only; set expert_parallel = 1"
+            )
         given = self._signature.bind(*args, **kwargs).arguments
         hidden_states, top_k_index, top_k_weights = given.values()
+        shapes = [tuple(each.shape) for each in given.values()]
+        fit = len(shapes[0]) == len(shapes[1]) == 2 and shapes[0][0] == shapes[1][0]
+        if not fit or shapes[1] != shapes[2]:
+            given_shapes = ", ".join(map(str, shapes))
+            raise TaskError(
+                f"expert_parallel={self._ranks}: experts are called with tensors of the shapes "
+                f"{given_shapes}, and ranks exchange tokens of the shape (tokens, width), whose "
+                "experts and weights both have the shape (tokens, choices); call them with these, "
+                "or set expert_parallel = 1"
+            )
         chosen = top_k_index.flatten().long()
         # Grouped by expert, and so by the rank that has it.
         order = chosen.argsort(stable=True)
-        to_experts = chosen.new_zeros(self._ranks * self._own)
-        to_experts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        # The last place counts choices of no expert, which only the host can refuse.
+        is_expert = (chosen >= 0) & (chosen < self._count)
+        places = torch.where(is_expert, chosen, self._count)
+        counts = chosen.new_zeros(self._count + 1)
+        counts.scatter_add_(0, places, torch.ones_like(chosen))
+        to_experts = counts[:-1].contiguous()
         from_ranks = torch.empty_like(to_experts)
         dist.all_to_all_single(from_ranks, to_experts, group=self._group)
         by_rank = torch.stack([to_experts, from_ranks]).view(2, self._ranks, self._own).sum(-1)
         sent, received = by_rank.tolist()
+        if sum(sent) < len(chosen):
+            raise TaskError(
+                f"expert_parallel={self._ranks}: a token was given an expert that is none of 0 to "
+                f"{self._count - 1}, by which some experts leave tokens out; give such a choice "
+                "the weight 0, or set expert_parallel = 1"
+            )
         rows = hidden_states[order // top_k_index.shape[-1]]
         rows = _exchange(rows, received, sent, self._group)
         experts = torch.arange(self._own, device=rows.device).repeat(self._ranks)
         outputs = self._call(rows, experts.repeat_interleave(from_ranks, output_size=len(rows)))
         outputs = _exchange(outputs, sent, received, self._group)
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order), device=order.device)
-        by_token = outputs[places].view(*top_k_index.shape, outputs.shape[-1])  # (T, K, H)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        by_token = outputs[back].view(*top_k_index.shape, outputs.shape[-1])  # (T, K, H)
         weighted = by_token * top_k_weights.unsqueeze(-1)
         output: torch.Tensor = weighted.sum(1).to(hidden_states.dtype)
         return output
@@ -259,11 +305,53 @@ class _Routing:
     """Tokens of each rank."""
 
 
+def are_alike(first: nn.Module, second: nn.Module) -> bool:
+    """Whether two modules compute the same from the same values, as far as one can see.
+
+    They are of one class, have tensors of the same shapes, and all else they have is the same.
+    """
+    if type(first) is not type(second):
+        return False
+    for tensors in ("_parameters", "_buffers"):
+        own, other = ({**vars(each)[tensors]} for each in (first, second))
+        if own.keys() != other.keys() or any(
+            getattr(own[name], what, None) != getattr(other[name], what, None)
+            for name in own
+            for what in ("shape", "dtype")
+        ):
+            return False
+    if any(
+        not torch.equal(own, other)
+        for own, other in zip(
+            first.buffers(recurse=False), second.buffers(recurse=False), strict=True
+        )
+    ):
+        return False
+    if first._modules.keys() != second._modules.keys() or not all(
+        own is other or (own is not None and other is not None and are_alike(own, other))
+        for own, other in zip(first._modules.values(), second._modules.values(), strict=True)
+    ):
+        return False
+    settings, others = (
+        {name: value for name, value in vars(each).items() if name not in _OF_EVERY_MODULE}
+        for each in (first, second)
+    )
+    return settings.keys() == others.keys() and all(
+        _are_same(value, others[name]) for name, value in settings.items()
+    )
+
+
+def _are_same(first: object, second: object) -> bool:
+    plain = isinstance(first, bool | int | float | str) and type(first) is type(second)
+    return first is second or (plain and first == second)
+
+
 def check_experts(name: str, module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
     """Compare experts that ranks divide with the same experts whole.
 
     A copy of the module with random parameters gets a few tokens on each rank, also some with one
-    expert for all. Outputs and gradients have to agree. All ranks of the mesh call this together.
+    expert for all, in training and in evaluation mode, with random draws replaced by their means.
+    Outputs and gradients have to agree. All ranks of the mesh call this together.
 
     Args:
         name: of the module, for the error.
@@ -274,51 +362,120 @@ def check_experts(name: str, module: nn.Module, mesh: DeviceMesh, device: torch.
     Raises:
         TaskError: they differ, on some rank.
     """
+
+    def refuse_together(fault: str) -> None:
+        # Each message to the others is sent by all ranks: one that had a fault would leave it out.
+        fault = next(filter(None, _FAULTS.all_gather(fault, mesh.get_group())), "")
+        if fault:
+            raise TaskError(
+                f"expert_parallel={mesh.size()}: the experts {name!r} {fault}; set "
+                "expert_parallel = 1"
+            )
+
+    comparison: _Comparison | None = None
+    fault = ""
     try:
-        fault = _fault(module, mesh, device)
+        comparison = _Comparison(module, mesh, device)
     except Exception as error:  # noqa: BLE001 - the code of a task may raise anything
         fault = f"fail ({first_line(error)})"
-    fault = next(filter(None, _FAULTS.all_gather(fault, mesh.get_group())), "")
-    if fault:
-        raise TaskError(
-            f"expert_parallel={mesh.size()}: the experts {name!r} {fault}; set expert_parallel = 1"
-        )
+    refuse_together(fault)
+    assert comparison is not None
+    for routing in comparison.routings():
+        for training in (True, False):
+            refuse_together(comparison.call_whole(routing, training=training))
+            refuse_together(comparison.call_divided(routing, training=training))
 
 
-def _fault(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> str:
-    """What is wrong with divided experts on this rank; empty if nothing is."""
-    generator = torch.Generator().manual_seed(0)
-    values = {
-        id(each): nn.Parameter(_random(each, generator).to(device, each.dtype))
-        for each in module.parameters(recurse=False)
-    }
-    whole = copy.deepcopy(module, values).eval()
-    divided = copy.deepcopy(whole)
-    rank, ranks = mesh.get_local_rank(), mesh.size()
-    divide_experts(divided, mesh, device)
-    some = next(module.parameters(recurse=False))
-    tolerance = max(_TOLERANCE, _ROUNDING * torch.finfo(some.dtype).eps)
-    for routing in _routings(whole, ranks, device, some.dtype, generator):
-        expected = _results(whole, routing.hidden, routing.index, routing.weights)
+class _Comparison:
+    """Two copies of experts with the same random values, whole and divided."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+        """Copy a module, whose own parameters need no values, without a message to other ranks."""
+        self._generator = torch.Generator().manual_seed(0)
+        self._mesh = mesh
+        self._device = device
+        values = {
+            id(each): nn.Parameter(_random(each, self._generator).to(device, each.dtype))
+            for each in module.parameters(recurse=False)
+        }
+        self._whole = copy.deepcopy(module, values).to(device)
+        self._divided = copy.deepcopy(self._whole)
+        self._failures = _failing_quietly(self._divided)
+        divide_experts(self._divided, mesh, device)
+        self._dtype = next(module.parameters()).dtype
+        self._buffers = {name: each.clone() for name, each in self._whole.named_buffers()}
+        self._expected: dict[str, torch.Tensor] = {}
+
+    def routings(self) -> Iterator[_Routing]:
+        """Tokens of all ranks, the same on all of them."""
+        return _routings(self._whole, self._mesh.size(), self._device, self._dtype, self._generator)
+
+    def call_whole(self, routing: _Routing, *, training: bool) -> str:
+        """Call the whole experts for the tokens of all ranks; returns what is wrong, or nothing."""
+        self._whole.train(training)
+        try:
+            self._expected = _results(self._whole, routing.hidden, routing.index, routing.weights)
+        except Exception as error:  # noqa: BLE001 - the code of a task may raise anything
+            return f"fail ({first_line(error)})"
+        for name, each in self._whole.named_buffers():
+            if not torch.equal(each, self._buffers[name]):
+                return f"change their buffer {name!r}, which ranks do not exchange"
+        return ""
+
+    def call_divided(self, routing: _Routing, *, training: bool) -> str:
+        """Call the divided experts for this rank's tokens, as all ranks do; returns the same."""
+        rank, ranks = self._mesh.get_local_rank(), self._mesh.size()
         parts = [
             torch.split(each, routing.counts)[rank]
             for each in (routing.hidden, routing.index, routing.weights)
         ]
-        own = _results(divided, *parts)
-        for what in ("outputs", "gradient of tokens", "gradient of weights"):
-            same = torch.split(expected[what], routing.counts)[rank]
-            if not outputs_match(same, own[what], tolerance):
-                noun = what if what == "outputs" else f"a {what}"
-                return f"give other {noun} divided than whole"
-        for key, gradient in expected.items():
-            if key.startswith("parameter"):
-                same = gradient.chunk(ranks)[rank]
-                found = own[key]
-                assert isinstance(found, DTensor)
+        self._divided.train(training)
+        try:
+            own = _results(self._divided, *parts)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._failures.append(first_line(error))
+            own = {}
+        if self._failures:
+            return f"fail ({self._failures[0]})"
+        tolerance = max(_TOLERANCE, _ROUNDING * torch.finfo(self._dtype).eps)
+        mode = " in training" if training else ""
+        for what, whole in self._expected.items():
+            found = own.get(what)
+            if what.startswith("parameter"):
+                same = whole.chunk(ranks)[rank]
                 # As `fully_shard` is given it: of the mean loss of the ranks.
-                if not outputs_match(same, found.to_local() * ranks, tolerance):
-                    return f"give {key} another gradient divided than whole"
-    return ""
+                found = found.to_local() * ranks if isinstance(found, DTensor) else None
+                difference = f"{what} another gradient"
+            else:
+                same = torch.split(whole, routing.counts)[rank]
+                difference = f"other {what}" if what == "outputs" else f"another {what}"
+            if not outputs_match(same, found, tolerance):
+                return f"give {difference} divided than whole{mode}"
+        return ""
+
+
+def _failing_quietly(module: nn.Module) -> list[str]:
+    """Have a module that fails return what it was given, so that no rank waits for this one.
+
+    Returns:
+        What it fails with, from now on.
+    """
+    failures: list[str] = []
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def guarded(rows: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        try:
+            output: torch.Tensor = forward(rows, *more)
+            if output.shape == rows.shape:
+                return output
+            failures.append(f"the output of {len(rows)} tokens has shape {tuple(output.shape)}")
+        except Exception as error:  # noqa: BLE001 - the code of a task may raise anything
+            failures.append(first_line(error))
+        return rows.clone()
+
+    module.forward = guarded
+    return failures
 
 
 def _random(parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -370,8 +527,9 @@ def _results(
     for each in experts.parameters():
         each.grad = None
         each.requires_grad_()
-    output = experts(hidden, index, weights)
-    output.backward(hidden.detach().cos())
+    with FixedDraws(experts):
+        output = experts(hidden, index, weights)
+        output.backward(hidden.detach().cos())
     results = {
         "outputs": output.detach(),
         "gradient of tokens": hidden.grad,

@@ -26,6 +26,8 @@ from isthmus_datacenter.parallel.optimizer_check import ELEMENTWISE
 
 _STEPS = "rounded_steps"
 """Option of a parameter group: steps so far. Checkpoints keep the options."""
+_NUMBERS = ("step", "mu_product", "eta", "mu")
+"""What states have besides: numbers, also of the shape of a parameter that has no dimension."""
 _BUCKET_BYTES = 1 << 26
 """Parameters that step at a time: their moments are on the device together."""
 _DROPPED_BITS = 16
@@ -51,11 +53,17 @@ class KeptMoments:
         """Refuse an optimizer that may not treat each element by itself.
 
         Raises:
-            TaskError: it is none of those that are known to.
+            TaskError: it is none of those that are known to, or has hooks of its steps.
         """
+        key = 'optimizer_states = "bf16"' if self._rounded else 'offload = "optimizer"'
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            raise TaskError(
+                f"optimizer() returned {type(optimizer).__name__} with a hook of its steps, which "
+                f"would be called for some parameters at a time; datacenter.{key} works without "
+                "hooks: remove one of the two"
+            )
         if type(optimizer) in ELEMENTWISE:
             return
-        key = 'optimizer_states = "bf16"' if self._rounded else 'offload = "optimizer"'
         *names, last = (kind.__name__ for kind in ELEMENTWISE)
         raise TaskError(
             f"optimizer() returned {type(optimizer).__name__}, which may need all of its states at "
@@ -85,7 +93,7 @@ class KeptMoments:
 
     @torch.no_grad()
     def keep_all(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep moments that were restored; those that had been rounded stay as they are."""
+        """Keep all moments that there are; those that had been rounded stay as they are."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._keep(optimizer, parameter, group.get(_STEPS, 0))
@@ -114,7 +122,7 @@ def moments_of(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, t
         key: value
         for key, value in state.items()
         if isinstance(value, torch.Tensor)
-        and key != "step"
+        and key not in _NUMBERS
         and value.is_floating_point()
         and value.shape == parameter.shape
     }

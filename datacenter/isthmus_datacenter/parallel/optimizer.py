@@ -94,6 +94,9 @@ class ShardedOptimizer:
             self._kept_moments = KeptMoments(ids, rounded=rounded_moments, on_host=moments_on_host)
             for inner in self._optimizers.named.values():
                 self._kept_moments.check(inner)
+                # Adagrad has some before its first step. Rounded at once, they are what they are
+                # after a restart, also of parameters that have had no gradient yet.
+                self._kept_moments.keep_all(inner)
         self.loss_scale = INITIAL_LOSS_SCALE if fp16 else 1.0
         """Factor of the loss; above 1 only where gradients are fp16."""
         self._fp16 = fp16

@@ -31,6 +31,7 @@ from isthmus_datacenter.parallel.equivalence_check import (
     run_in_eval_mode,
 )
 from isthmus_datacenter.parallel.expert_parallel import (
+    are_alike,
     check_experts,
     divide_experts,
     find_experts,
@@ -271,13 +272,14 @@ def _divide_experts(
         return []
     modules = {id(each) for each in stage.modules()}
     own = {name: each for name, each in experts.items() if id(each) in modules}
-    checked = set()
+    checked: list[nn.Module] = []
     for name, module in own.items():
-        shapes = tuple((key, tuple(each.shape)) for key, each in module.named_parameters())
         # Those of most blocks are alike.
-        if (type(module), shapes) not in checked:
+        if not any(are_alike(module, each) for each in checked):
             check_experts(name, module, mesh["expert"], device)
-            checked.add((type(module), shapes))
+            checked.append(module)
+    # Afterwards: divided experts are not like whole ones.
+    for module in own.values():
         divide_experts(module, mesh["expert"], device)
     return list(own.values())
 

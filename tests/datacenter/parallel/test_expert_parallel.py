@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.datacenter.conftest import HERE
-from tests.datacenter.task_models import Decoder, MixtureBlock
+from tests.datacenter.task_models import Decoder, Experts, MixtureBlock
+from torch import nn
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.checks import check
-from isthmus_datacenter.parallel.expert_parallel import find_experts, refuse_undividable
+from isthmus_datacenter.parallel.expert_parallel import (
+    are_alike,
+    find_experts,
+    refuse_undividable,
+)
 
 DIVIDED = {"expert_parallel": 2, "zero_stage": 3}
 
@@ -53,6 +59,26 @@ REFUSED = {
         ("OddExperts", {"experts": "normalised"}),
         "the experts 'blocks.1.experts' give other outputs divided than whole",
     ),
+    "normalised in training": (
+        ("OddExperts", {"experts": "normalised in training"}),
+        "the experts 'blocks.1.experts' give other outputs divided than whole in training",
+    ),
+    "one of two alike": (
+        ("OddExperts", {"experts": "one of two alike"}),
+        "the experts 'blocks.1.experts' give other outputs divided than whole",
+    ),
+    "buffer per expert": (
+        ("OddExperts", {"experts": "per expert"}),
+        "the experts 'blocks.1.experts' have the buffer 'calls' of shape (6,)",
+    ),
+    "changing buffer": (
+        ("OddExperts", {"experts": "in all"}),
+        "the experts 'blocks.1.experts' change their buffer 'calls'",
+    ),
+    "failing on one rank": (
+        ("OddExperts", {"experts": "lonely"}),
+        "the experts 'blocks.1.experts' fail (a token is alone); set expert_parallel = 1",
+    ),
     "failing": (
         ("OddExperts", {"experts": "failing"}),
         "the experts 'blocks.1.experts' fail (too few tokens); set expert_parallel = 1",
@@ -73,3 +99,36 @@ def test_what_would_train_differently_is_refused_on_all_ranks(
     for (_, sentence), message in zip(REFUSED.values(), by_rank[0], strict=True):
         assert sentence in message
         assert "\n" not in message
+
+
+CALLS = {
+    "sparing": "a token was given an expert that is none of 0 to 5",
+    "sequences": "experts are called with tensors of the shapes (4, 6, 8), (4, 6, 2), (4, 6, 2)",
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_calls_of_another_form_are_refused(
+    kind: str, make_setup: Any, on_ranks: Any, tmp_path: Path
+) -> None:
+    """Their check, in which they are called in the right form, finds nothing."""
+    prepared = make_setup("OddExperts", {"experts": kind}, **DIVIDED)
+    command = {"op": "train_steps", "run_id": "run", "until_step": 1}
+    operation = (prepared.open_command(), command, str(tmp_path / "state"))
+    for sentence in on_ranks(2, "refused_training", operation):
+        assert sentence.startswith("expert_parallel=2: ")
+        assert CALLS[kind] in sentence
+        assert "\n" not in sentence
+
+
+def test_experts_are_alike_if_nothing_about_them_differs() -> None:
+    first, second = (nn.Sequential(Experts(6), nn.Dropout(0.5)) for _ in range(2))
+    assert are_alike(first, second)
+    assert not are_alike(first, nn.Sequential(Experts(4), nn.Dropout(0.5)))
+    assert not are_alike(first, nn.Sequential(Experts(6), nn.Dropout(0.1)))
+    assert not are_alike(first, nn.Sequential(Experts(6)))
+    for kept in (first[0], second[0]):
+        kept.register_buffer("scale", torch.ones(2))
+    assert are_alike(first, second)
+    second[0].get_buffer("scale")[1] = 2.0
+    assert not are_alike(first, second)

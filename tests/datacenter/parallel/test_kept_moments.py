@@ -17,6 +17,9 @@ from isthmus.errors import TaskError, UserError
 from isthmus_datacenter.checks import check
 from isthmus_datacenter.parallel import kept_moments
 from isthmus_datacenter.parallel.kept_moments import KeptMoments, round_stochastically
+from isthmus_datacenter.parallel.model_shard import ModelShard
+from isthmus_datacenter.parallel.optimizer import ShardedOptimizer
+from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 
 KEPT = {
     "bf16": {"optimizer_states": "bf16"},
@@ -83,6 +86,42 @@ def test_moments_on_the_host_change_nothing(kind: str, monkeypatch: pytest.Monke
     assert results[0].equal(results[1])
 
 
+def test_moments_that_are_there_before_the_first_step_are_rounded_then() -> None:
+    """A restart rounds all of them: also of a parameter that has had no gradient by then."""
+    stage = nn.ParameterDict({"used": torch.zeros(3), "unused": torch.zeros(3)})
+    names = {name: name for name in stage}
+    shard = ModelShard(ParallelDims(ranks=1, zero_stage=0), {0: stage}, {0: names})
+    optimizer = ShardedOptimizer(
+        shard,
+        lambda given: torch.optim.Adagrad(given, initial_accumulator_value=0.1),
+        None,
+        False,
+        rounded_moments=True,
+    )
+    before = optimizer.state_of(stage["unused"])["sum"].clone()
+    assert before.dtype == torch.bfloat16
+    stage["used"].grad = torch.ones(3)
+    optimizer.step(1.0)
+    state = {name: dict(optimizer.state_of(stage[name])) for name in stage}
+    optimizer.load_state(optimizer.group_options(), state, None)
+    assert optimizer.state_of(stage["unused"])["sum"].equal(before)
+
+
+@pytest.mark.parametrize("kind", ["NAdam", "ASGD"])
+def test_numbers_of_a_step_are_no_moments(kind: str) -> None:
+    """They have the shape of a parameter that has no dimension."""
+    parameter = nn.Parameter(torch.tensor(1.0))
+    kept = KeptMoments({id(parameter): "scale"}, rounded=True, on_host=False)
+    optimizer = getattr(torch.optim, kind)([parameter], lr=0.013)
+    parameter.grad = torch.tensor(0.5)
+    kept.step(optimizer)
+    types = {name: each.dtype for name, each in optimizer.state[parameter].items()}
+    moments = {"exp_avg", "exp_avg_sq", "ax"}
+    assert {
+        name for name, each in types.items() if each == torch.bfloat16
+    } == moments & types.keys()
+
+
 @pytest.mark.parametrize("key", KEPT)
 def test_a_run_goes_on_bit_for_bit(
     key: str, make_setup: Any, on_ranks: Any, tmp_path: Path
@@ -110,6 +149,18 @@ def test_an_optimizer_that_may_need_all_states_is_refused(key: str, make_setup: 
         return
     with pytest.raises(UserError, match="returned Rprop, which may need all of its states at"):
         check(prepared.job, prepared.task, HERE)
+
+
+def test_hooks_of_steps_are_refused() -> None:
+    """A step is taken of some parameters at a time, and a hook may clip all gradients together."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
+    kept = KeptMoments({}, rounded=True, on_host=False)
+    kept.check(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(TaskError, match=r"returned SGD with a hook of its steps, .*remove one of"):
+        kept.check(optimizer)
+    handle.remove()
+    kept.check(optimizer)
 
 
 def test_offload_on_processors_is_said_to_save_nothing(

@@ -103,3 +103,14 @@ def test_values_that_are_read_are_no_decision_of_the_model(written):
         found.append(module_calls._find(model, [units], units, try_batch, given=False))
     assert found[0] == found[1]
     assert found[0].kept == [0, 1]
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_copies_of_parameters_have_no_values_without_them(make_setup, tmp_path, listed):
+    """The model is built whole then, also where no unit of it is tried with examples."""
+    for name, in_parts in (("Table", True), ("Anchored", False)):
+        prepared = make_setup(name, {"listed": listed}, zero_stage=3)
+        built = UnfilledModel.of(
+            prepared.task, prepared.job, tmp_path, prepared.layout, tmp_path / "seeded"
+        )
+        assert (built is not None) == in_parts

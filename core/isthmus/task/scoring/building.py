@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from isthmus.errors import JobError, TaskError, UserError
 from isthmus.start.loading import ComparedStart, ModelStart
@@ -43,8 +44,9 @@ def build_model(task: Task, seed: int) -> nn.Module:
 def build_without_memory(task: Task, seed: int) -> nn.Module | None:
     """The task's model with parameters on the device `meta`, to be filled from files.
 
-    None if that is not the same model: its code needs values of parameters, or draws random numbers
-    for something else, which would be others than with the parameters before them.
+    None if that is not the same model: its code needs values of parameters, keeps tensors that are
+    computed from them, or draws random numbers for something else, which would be others than with
+    the parameters before them.
     """
     try:
         with _seeded(seed), user_code("model()"), parameters_without_memory():
@@ -53,7 +55,21 @@ def build_without_memory(task: Task, seed: int) -> nn.Module | None:
             drew = _generator_states() != before
     except TaskError:  # building it with memory says why, or succeeds
         return None
-    return None if drew or not isinstance(model, nn.Module) else model
+    if drew or not isinstance(model, nn.Module) or _keeps_computed(model):
+        return None
+    return model
+
+
+def _keeps_computed(model: nn.Module) -> bool:
+    """Whether modules have tensors without memory besides parameters, such as copies of them.
+
+    Nothing would give them their values.
+    """
+    return any(
+        isinstance(each, torch.Tensor) and each.is_meta and not isinstance(each, nn.Parameter)
+        for module in model.modules()
+        for each in tree_leaves([*vars(module).values()])
+    )
 
 
 def _generator_states() -> tuple[object, ...]:
