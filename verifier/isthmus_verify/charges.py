@@ -73,6 +73,8 @@ class Charges:
         """The last line that `epsilon_at` has added."""
         self._last_head = 0
         self.count = 0
+        self.of_others = 0
+        """Attempts that were charged by another run alone."""
         self.of_examples = False
         """Whether charges name no devices, but the examples of a datacenter."""
 
@@ -98,7 +100,7 @@ class Charges:
             charge = _charge(number, fields.table("charge"))
             self._charges[number] = charge
             self.of_examples |= charge.unit != DEVICE
-            if (charge.run, charge.unit, charge.what) == (self._run_id, DEVICE, ROUND):
+            if (charge.unit, charge.what) == (DEVICE, ROUND):
                 self._of_round.setdefault((charge.round, charge.attempt), []).append(charge)
             return
         fields.only("number", "outcome", "previous", "settles")
@@ -161,6 +163,10 @@ class Charges:
             for charge in self._of_round.get((round_, attempt), [])
             if charge.devices == frozenset(invited)
         ]
+        own = [charge for charge in found if charge.run == self._run_id]
+        # A branch has the rounds and the charges of the run that it began with.
+        self.of_others += bool(found and not own)
+        found = own or found
         if not found:
             raise Violation(f"{where} asked devices without a charge that names just these")
         if answered and not any(charge.is_spent for charge in found):
@@ -235,7 +241,13 @@ class Charges:
                     )
         if self.epsilon_at(len(self._lines) - 1, privacy) is None:
             return False
-        for name, epsilon in _epsilons(self._spent or {}, delta).items():
+        # Others may have been asked for more by runs with a larger budget, of which a branch has
+        # the charges.
+        own = {""}.union(
+            *(charge.devices for charge in self._charges.values() if charge.run == self._run_id)
+        )
+        asked = {name: each for name, each in (self._spent or {}).items() if name in own}
+        for name, epsilon in _epsilons(asked, delta).items():
             if epsilon > budget * (1 + TOLERANCE):
                 raise Violation(
                     f"{shown(name)} has spent epsilon {epsilon:.6g}, and the job allows "

@@ -308,6 +308,11 @@ class _Pass:
                 "What epsilon is: the run has charges of a kind that only its own accountant "
                 "adds up."
             )
+        if self._charges.of_others:
+            yield (
+                f"What {self._charges.of_others} attempts that another run was charged for have to "
+                "do with this one: a branch has those of the run that it began with."
+            )
         if self._charges.of_examples:
             yield "What epsilon of a datacenter's examples is: `isthmus privacy ledger` says it."
         if not with_model:

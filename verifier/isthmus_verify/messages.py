@@ -192,6 +192,11 @@ class Config:
         corrupt = -(-clients * self.corrupt_permille // 1000)
         return (clients + corrupt) // 2 + 1
 
+    def survivors_min(self, clients: int) -> int:
+        """Fewest devices in a sum, in a roster of so many."""
+        dropped = clients * self.dropout_permille // 1000
+        return max(self.clients_min, self.quorum(clients), clients - dropped)
+
 
 @dataclasses.dataclass(frozen=True)
 class Member:

@@ -165,10 +165,11 @@ def _survivors(
         raise Violation(f"the survivors in {where} are of a roster of another size")
     if not survivors.positions <= owners.positions:
         raise Violation(f"{where} has a survivor that has shared no secrets")
-    if len(survivors.positions) < config.clients_min or len(roster) > config.clients_max:
+    least = config.survivors_min(len(roster))
+    if len(survivors.positions) < least or len(roster) > config.clients_max:
         raise Violation(
             f"{where} is a sum over {len(survivors.positions)} of {len(roster)} devices; its "
-            f"configuration allows from {config.clients_min}, of at most {config.clients_max}"
+            f"configuration allows from {least}, of at most {config.clients_max}"
         )
     signatures = read_signatures(signature_bytes, f"the signatures in {where}")
     quorum = config.quorum(len(roster))
