@@ -6,7 +6,9 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
+from isthmus_verify.chain import canonical
 from isthmus_verify.charges import TOLERANCE, Charge, Charges
 from isthmus_verify.fields import Fields
 from isthmus_verify.sums import SignedSum, SignedSums
@@ -33,6 +35,42 @@ _RECEIPT = (
     "status",
     "steps",
 )
+_STAGES = ("invited", "started", "sent", "accepted", "rejected", "dropped")
+_COST = (
+    "bytes_down",
+    "bytes_up",
+    "datacenter_seconds",
+    "device_bytes",
+    "device_seconds",
+    "price",
+)
+_ATTEMPT = (
+    "attempt",
+    "cost",
+    "elapsed",
+    "epsilon",
+    "metrics",
+    "model_sha256",
+    "participants",
+    "reason",
+    "receipts",
+    "regime",
+    "round",
+    "seconds",
+    "started_at",
+)
+_ROUND = (
+    *_ATTEMPT,
+    "comparisons",
+    "cosine",
+    "evaluation",
+    "gradients",
+    "groups",
+    "noise",
+    "norms",
+    "training",
+)
+_FAILED = (*_ATTEMPT, "error", "given_up")
 _REGIMES = ("federated", "datacenter", "hybrid")
 
 
@@ -112,6 +150,8 @@ class Rounds:
         self.signed_starts = 0
         self.served: dict[int, str] = {}
         """Digest of the served model by committed round."""
+        self._metrics: dict[int, dict[str, Any]] = {}
+        """Figures of the evaluation by committed round; empty for one that was not evaluated."""
         self._best: dict[int, str] = {}
         self._current: dict[int, str] = {}
         """Digest of the current model by committed round, where the server has it."""
@@ -136,6 +176,8 @@ class Rounds:
         start = content.table("start")
         start.only("name", "sha256")
         digest = start.digest("sha256") if start.has("sha256") else ""
+        if content.count("draw") and not self._job.secure:
+            raise Violation(f"{where} has a draw, and its devices were not drawn")
         answer = content.table("decision").table("answer")
         if answer.text("start") != start.text("name"):
             raise Violation(
@@ -205,6 +247,7 @@ class Rounds:
             )
         self.models = models
         self.served[plan.round] = stated
+        self._metrics[plan.round] = record.table("metrics").values
         self._best[plan.round] = models.get("best", "")
         if not self._in_datacenter:
             self._current[plan.round] = models.get(CURRENT, "")
@@ -216,6 +259,7 @@ class Rounds:
     def _record(self, record: Fields, *, committed: bool) -> Plan:
         """Check what the records of both kinds of outcome have."""
         plan = self._plan
+        record.only(*(_ROUND if committed else _FAILED))
         round_ = record.count("round")
         attempt = record.count("attempt")
         where = f"round {round_} attempt {attempt}"
@@ -233,8 +277,10 @@ class Rounds:
         self._check_cost(record, where, committed=committed)
         for key in ("started_at", "seconds", "elapsed"):
             record.number(key)
-        if record.has("epsilon") and record.number("epsilon") < 0:
-            raise Violation(f"{where} has an epsilon below 0")
+        if record.has("epsilon") and (self._job.privacy is None or record.number("epsilon") < 0):
+            raise Violation(
+                f"{where} states epsilon {shown(record.get('epsilon'))}, which no such job has"
+            )
         self._charged = []
         if self._job.privacy is not None and started:
             self._charged = self._charges.check_round(
@@ -297,7 +343,10 @@ class Rounds:
             receipt.only(*_RECEIPT)
             for key in ("examples", "steps", "staleness"):
                 receipt.count(key)
-            receipt.flag("late")
+            if receipt.flag("late") and status != "dropped":
+                raise Violation(f"{where} has {status} a result of {shown(name)} that was late")
+            if receipt.count("staleness") and not self._job.buffered:
+                raise Violation(f"{where} has a result of {shown(name)} for an earlier round")
             if receipt.number("seconds") < 0:
                 raise Violation(f"{where} has a receipt of {shown(name)} with less than no time")
             if status == "accepted" and not {"started", "sent"} <= flags:
@@ -311,7 +360,8 @@ class Rounds:
             for flag in flags:
                 devices[flag].add(name)
         stated = record.table("participants")
-        for key in ("invited", "started", "sent", "accepted", "rejected", "dropped"):
+        stated.only(*_STAGES)
+        for key in _STAGES:
             if stated.count(key) != counted[key]:
                 raise Violation(
                     f"{where} counts {stated.count(key)} participants as {key}, and its receipts "
@@ -383,6 +433,7 @@ class Rounds:
             prices.append(evaluation.number("price"))
             found.update(device_bytes=measured, bytes_down=down, bytes_up=measured - down)
         cost = record.table("cost")
+        cost.only(*_COST)
         least = math.fsum(prices)
         more = cost.number("price") - least
         close = math.isclose(more, 0.0, abs_tol=1e-6 * (1 + least))
@@ -518,6 +569,8 @@ class Rounds:
             )
         if final.flag("best"):
             known = self._best.get(self.committed, "")
+            if not known:
+                raise Violation("the final model is the best one, and the run has kept none")
         else:
             known = self.served.get(round_, "")
             if round_ != self.committed:
@@ -529,6 +582,9 @@ class Rounds:
             raise Violation(
                 f"the final model has the digest {digest}, and the run has committed {known}"
             )
+        metrics = self._metrics.get(round_)
+        if metrics and canonical(metrics) != canonical(final.table("metrics").values):
+            raise Violation(f"the final model has other metrics than round {round_}")
         return digest
 
     @property

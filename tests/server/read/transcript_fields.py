@@ -37,7 +37,7 @@ def opened(data: bytes) -> Entries:
             content = json.loads(content["line"])
             del content["previous"]
         if table["kind"] == "round":
-            content["ledger_head"] = content["ledger_head"].partition(":")[0]
+            content["ledger_head"] = content["ledger_head"].partition(":")[0]  # its number
         entries.append((table["kind"], content))
     return entries
 
@@ -53,7 +53,7 @@ def closed(entries: Entries) -> bytes:
             line = canonical({**content, "previous": ledger[-1]})
             ledger.append(hashlib.sha256(line).hexdigest())
             content = {"line": line.decode()}
-        elif kind == "round" and content.get("ledger_head"):
+        elif kind == "round" and str(content.get("ledger_head")).isdecimal():
             at = int(content["ledger_head"])
             digest = ledger[at] if at < len(ledger) else _BEFORE_FIRST
             content = {**content, "ledger_head": f"{at}:{digest}"}
