@@ -63,7 +63,7 @@ class Charges:
     """The lines of a run's ledger."""
 
     def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+        self.run_id = run_id
         self._lines = [BEFORE_FIRST]
         self._charges: dict[int, Charge] = {}
         self._of_round: dict[tuple[int, int], list[Charge]] = {}
@@ -73,6 +73,8 @@ class Charges:
         """The last line that `epsilon_at` has added."""
         self._last_head = 0
         self.count = 0
+        self._own = False
+        """Whether an attempt was charged by this run."""
         self.of_others = 0
         """Attempts that were charged by another run alone."""
         self.of_examples = False
@@ -163,9 +165,16 @@ class Charges:
             for charge in self._of_round.get((round_, attempt), [])
             if charge.devices == frozenset(invited)
         ]
-        own = [charge for charge in found if charge.run == self._run_id]
-        # A branch has the rounds and the charges of the run that it began with.
-        self.of_others += bool(found and not own)
+        own = [charge for charge in found if charge.run == self.run_id]
+        # A branch has the rounds and the charges of the run that it began with, before its own.
+        if found and not own:
+            if self._own:
+                raise Violation(
+                    f"{where} was charged by the run {shown(found[0].run)}, and an earlier one by "
+                    "this run"
+                )
+            self.of_others += 1
+        self._own = self._own or bool(own)
         found = own or found
         if not found:
             raise Violation(f"{where} asked devices without a charge that names just these")
@@ -232,7 +241,7 @@ class Charges:
             most = privacy.count("participations")
             rounds = Counter[str]()
             for charge in self._charges.values():
-                if charge.run == self._run_id and charge.what == ROUND and charge.is_spent:
+                if charge.run == self.run_id and charge.what == ROUND and charge.is_spent:
                     rounds.update(charge.devices)
             for name, count in rounds.items():
                 if count > most:
@@ -244,7 +253,7 @@ class Charges:
         # Others may have been asked for more by runs with a larger budget, of which a branch has
         # the charges.
         own = {""}.union(
-            *(charge.devices for charge in self._charges.values() if charge.run == self._run_id)
+            *(charge.devices for charge in self._charges.values() if charge.run == self.run_id)
         )
         asked = {name: each for name, each in (self._spent or {}).items() if name in own}
         for name, epsilon in _epsilons(asked, delta).items():

@@ -40,7 +40,7 @@ DEVICES = {
     "plain": (PLAIN,),
     "a range for elements": ("federated.clip=4",),
     "compressed": ("federated.compression={}",),
-    "compressed, plain": ("federated.compression={bits=8, one_in=1}", PLAIN),
+    "rounded, plain": ("federated.codec=rounded", PLAIN),
     "rounded downloads": ("federated.download_bits=4",),
     "personal": ("exchange.personal=['bias']",),
     "control variates": ("federated.control_variates=3", PLAIN),

@@ -16,7 +16,8 @@ CLIENTS = tuple(f"client-{index}" for index in range(4))
 REPEATABLE = {
     "plain": (PLAIN,),
     "secure": (),
-    "compressed": ("federated.compression={}", PLAIN),
+    "compressed": ("federated.compression={}",),
+    "rounded": ("federated.codec=rounded", PLAIN),
     "median": (PLAIN, "federated.aggregation=median"),
     "momentum": (
         PLAIN,
