@@ -48,7 +48,11 @@ DEVICES = {
     "proximal": ("federated.proximal=0.5",),
     "equal weights": ('federated.weights="equal"',),
     "median": ("federated.aggregation=median", PLAIN),
-    "norm bound": ("federated.aggregation=norm-bound", PLAIN),
+    "norm bound": (
+        "federated.aggregation=norm-bound",
+        "federated.aggregation_settings.norm=1.0",
+        PLAIN,
+    ),
     "served average": ("strategy.served_average=0.5",),
     "buffered": ("federated.mode=buffered", "federated.buffer={concurrency=3}"),
     "buffered, plain": ("federated.mode=buffered", "federated.buffer={concurrency=3}", PLAIN),

@@ -104,8 +104,8 @@ class Replay(LocalRun):
             UserError: see `Recording.of`; or the directory cannot be written.
         """
         recording = Recording.of(recorded)
-        # The same id, so that nothing that depends on it is another one.
-        store = Store.create(directory, recorded.job, recorded.base, recorded.run_id)
+        # With an id of its own: no model depends on it, and devices take part in no round twice.
+        store = Store.create(directory, recorded.job, recorded.base)
         return cls(store, recording)
 
     def _made_loop(self, link: Link, events: EventStream) -> ReplayCoordinator:

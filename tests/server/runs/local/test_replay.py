@@ -50,7 +50,7 @@ def record(deployment):
 
 def second(deployment, tmp_path, store, recording):
     """What trains a recorded run again, in another directory."""
-    again = Store.create(tmp_path / "again", store.job, store.base, store.run_id)
+    again = Store.create(tmp_path / "again", store.job, store.base)
     deployment._stores.append(again)
     return ReplayCoordinator(RunParts.of(again, deployment.link), recording)
 
