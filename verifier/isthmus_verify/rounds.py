@@ -274,7 +274,7 @@ class Rounds:
                 f"planned as {shown(plan.regime)} because {shown(plan.reason)}"
             )
         accepted, sent, started = self._check_receipts(record, plan, where, committed=committed)
-        self._check_cost(record, where, committed=committed)
+        self._check_cost(record, plan, where, committed=committed)
         for key in ("started_at", "seconds", "elapsed"):
             record.number(key)
         if record.has("epsilon") and (self._job.privacy is None or record.number("epsilon") < 0):
@@ -349,12 +349,12 @@ class Rounds:
                 raise Violation(f"{where} has a result of {shown(name)} for an earlier round")
             if receipt.number("seconds") < 0:
                 raise Violation(f"{where} has a receipt of {shown(name)} with less than no time")
+            if regime != "federated":
+                continue
             if status == "accepted" and not {"started", "sent"} <= flags:
                 raise Violation(
                     f"{where} has accepted a result of {shown(name)}, which has sent none"
                 )
-            if regime != "federated":
-                continue
             if status == "accepted":
                 devices["accepted"].add(name)
             for flag in flags:
@@ -396,7 +396,7 @@ class Rounds:
                 f"{accepted - unusable:g} devices with a usable update"
             )
 
-    def _check_cost(self, record: Fields, where: str, *, committed: bool) -> None:
+    def _check_cost(self, record: Fields, plan: Plan, where: str, *, committed: bool) -> None:
         """Check that the bytes and seconds are those of the receipts and of what was measured.
 
         The price of a datacenter's steps follows from its plan, of which the server makes more than
@@ -437,7 +437,8 @@ class Rounds:
         least = math.fsum(prices)
         more = cost.number("price") - least
         close = math.isclose(more, 0.0, abs_tol=1e-6 * (1 + least))
-        exact = record.text("regime") == "federated" or not committed
+        without_steps = plan.regime == "federated" and not plan.measures
+        exact = without_steps or not committed
         if min(prices) < 0 or (more < 0 and not close) or (exact and not close):
             raise Violation(
                 f"{where} has the price {cost.number('price'):.6g}, and its devices and "

@@ -148,7 +148,7 @@ class CohortSelector:
             self._repeated = interrupted
 
     async def replay(self, planned: PlannedAttempt) -> bool:
-        """Select exactly the devices of a recorded plan for its round, whoever else is ready.
+        """Select exactly the devices of a recorded plan for its round, also if others are ready.
 
         Returns whether all of its participants are.
         """
