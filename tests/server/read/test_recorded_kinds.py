@@ -3,7 +3,9 @@
 The fixture `deployment` has the verifier check every run of every other test of the server, too.
 """
 
+import contextlib
 import io
+import shutil
 
 import pytest
 from tests.server.deployment import Killed, SimulatedDatacenter, verified
@@ -14,7 +16,8 @@ from isthmus_server.read.transcript import Transcript, head_of
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.measurements.statistics import StatisticsRun
 from isthmus_server.rounds.run_parts import RunParts
-from isthmus_server.runs.operations.run_copies import branch_run
+from isthmus_server.runs.operations.run_copies import branch_run, copy_run
+from isthmus_server.storage.events import RoundCommitted
 from isthmus_server.storage.store import Store
 from isthmus_verify.check import check
 
@@ -187,6 +190,33 @@ async def test_statistics(deployment):
     store = deployment.create_run("run", *keys)
     await StatisticsRun(RunParts.of(store, deployment.link)).run()
     assert verified(store.directory).unknown
+
+
+async def test_a_run_that_goes_on_while_it_is_proven_or_copied(deployment, tmp_path):
+    """Its ledger and its signed sums are then newer than its log."""
+    await deployment.start()
+    private = (*BUDGET, "privacy.mechanism=distributed", "privacy.participations=3")
+    store = deployment.create_run("run", "rounds=2", *private)
+    early = await deployment.run_until_killed(
+        Coordinator(RunParts.of(store, deployment.link)), RoundCommitted, 1
+    )
+    early.close()
+    log = (store.directory / "run.sqlite").read_bytes()
+    again = deployment.reopen(store)
+    await Coordinator(RunParts.of(again, deployment.link)).run()
+    again.close()
+    shutil.copytree(store.directory, tmp_path / "early")
+    for path in (tmp_path / "early").glob("run.*"):
+        path.unlink()
+    (tmp_path / "early/run.sqlite").write_bytes(log)
+    (tmp_path / "early/model.safetensors").unlink()
+    with contextlib.closing(Store.open(tmp_path / "early")) as behind:
+        data = b"".join(Transcript(behind).lines())
+    verdict = check(io.BytesIO(data))
+    assert "1 committed rounds and 0 failed attempts" in " ".join(verdict.holds)
+    copy_run(tmp_path / "early", tmp_path / "copy", with_key=True)
+    sums = (tmp_path / "copy/signed-sums.jsonl").read_text().count('"roster"')
+    assert sums == (tmp_path / "early/signed-sums.jsonl").read_text().count('"roster"') - 1
 
 
 @pytest.mark.parametrize("mechanism", ["none", "distributed"])
