@@ -16,8 +16,10 @@ from isthmus_server.read.transcript import Transcript, head_of
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.measurements.statistics import StatisticsRun
 from isthmus_server.rounds.run_parts import RunParts
+from isthmus_server.runs.operations.databases import copy_database
 from isthmus_server.runs.operations.run_copies import branch_run, copy_run
 from isthmus_server.storage.events import RoundCommitted
+from isthmus_server.storage.schema import SCHEMA
 from isthmus_server.storage.store import Store
 from isthmus_verify.check import check
 
@@ -201,14 +203,14 @@ async def test_a_run_that_goes_on_while_it_is_proven_or_copied(deployment, tmp_p
         Coordinator(RunParts.of(store, deployment.link)), RoundCommitted, 1
     )
     early.close()
-    log = (store.directory / "run.sqlite").read_bytes()
+    copy_database(store.directory / "run.sqlite", tmp_path / "log", SCHEMA)
     again = deployment.reopen(store)
     await Coordinator(RunParts.of(again, deployment.link)).run()
     again.close()
     shutil.copytree(store.directory, tmp_path / "early")
     for path in (tmp_path / "early").glob("run.*"):
         path.unlink()
-    (tmp_path / "early/run.sqlite").write_bytes(log)
+    shutil.copyfile(tmp_path / "log", tmp_path / "early/run.sqlite")
     (tmp_path / "early/model.safetensors").unlink()
     with contextlib.closing(Store.open(tmp_path / "early")) as behind:
         data = b"".join(Transcript(behind).lines())

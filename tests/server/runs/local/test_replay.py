@@ -153,7 +153,7 @@ async def test_what_does_not_repeat_is_refused(record, kind):
 async def test_a_round_that_lost_a_device_is_refused(record, deployment):
     deployment.faults["client-1"] = {(1, 1): "the battery is empty"}
     store = await record(PLAIN, "federated.quorum=2", "federated.cohort=4")
-    with pytest.raises(UserError, match=r"'client-1' was dropped in round 1, and when that"):
+    with pytest.raises(UserError, match=r"'client-1' was rejected in round 1, and when that"):
         Recording.of(store)
 
 
