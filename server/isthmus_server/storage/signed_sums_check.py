@@ -57,11 +57,11 @@ def check_signed_sums(store: Store) -> str:
         checked.sums += 1
         where = f"sum {checked.sums} of {store.directory / FILE}"
         try:
-            config, devices = _check_sum(line, checked, where)
+            config, in_sum = _check_sum(line, checked, where)
         except PeerMisbehaved as error:
             raise _damaged(where, str(error)) from error
         if config.run_id == store.run_id:
-            checked.devices.setdefault((config.round, config.attempt), set()).update(devices)
+            checked.devices.setdefault((config.round, config.attempt), set()).update(in_sum)
     rounds = 0
     with_sums = 0
     for logged, _ in store.proved_attempts():
