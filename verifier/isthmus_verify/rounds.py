@@ -216,7 +216,10 @@ class Rounds:
     def failed(self, content: Fields) -> None:
         """Check a failed attempt."""
         content.only("record")
-        self._record(content.table("record"), committed=False)
+        record = content.table("record")
+        plan = self._record(record, committed=False)
+        if record.has("model_sha256"):
+            raise Violation(f"round {plan.round} attempt {plan.attempt} failed, and names a model")
         self._plan = None
         self.counts["failed"] += 1
 

@@ -30,6 +30,7 @@ SERVERS_WORD = (
     "plan.decision",
     # Figures, times and reasons.
     "failed.record.elapsed",
+    "failed.record.epsilon",
     "failed.record.error",
     "failed.record.given_up",
     "failed.record.metrics",
