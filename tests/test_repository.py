@@ -92,7 +92,7 @@ COMMANDS = [
     "isthmus pause --proxy --proxy-login --state JOB",
     "isthmus privacy ledger --json RUN_DIR",
     "isthmus privacy plan --find --json --noise --set --signal-to-noise --unit JOB",
-    "isthmus prove --output RUN_DIR",
+    "isthmus prove --output --replay RUN_DIR",
     "isthmus report --html --json --schema RUN_DIR",
     "isthmus resume --proxy --proxy-login --state JOB",
     ("isthmus run --address --log-format --metrics --quiet --resume --run-dir --set --track JOB"),

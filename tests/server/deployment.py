@@ -1,23 +1,27 @@
 """Whole runs in one process: devices, a simulated datacenter, and run directories."""
 
 import asyncio
+import contextlib
 import hashlib
+import io
 
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.server.waiting import wait_until
 
-from isthmus.errors import TaskError
+from isthmus.errors import TaskError, UserError
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_clients.device.agent import Agent
 from isthmus_clients.device.owner_limits import LimitsGuard, parse
 from isthmus_clients.training.history_files import EMPTY, head_of, write_head
 from isthmus_server.read.report.report import read_report
+from isthmus_server.read.transcript import Transcript
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.storage.store import Store
+from isthmus_verify.check import check
 
 NAMES = ("a", "b", "c")
 
@@ -154,6 +158,8 @@ class Deployment:
         self.of_one_machine = False
         """Whether devices have no identity of their own, as those of `isthmus run`."""
         self._stores = []
+        self.honest = True
+        """Whether all runs are as they were recorded: then their transcripts hold."""
 
     async def start(self, methods="pass", names=NAMES):
         """Write the task, with some methods replaced, and connect devices of these names."""
@@ -220,5 +226,19 @@ class Deployment:
         return self.reopen(coordinator.store)
 
     def close(self):
+        """Close all runs, and have the stand-alone verifier check the transcript of each."""
         for store in self._stores:
             store.close()
+        if self.honest:
+            for directory in dict.fromkeys(store.directory for store in self._stores):
+                verified(directory)
+
+
+def verified(directory):
+    """What `isthmus-verify` says of a run; None for one that was damaged on purpose."""
+    try:
+        store = Store.open(directory, check=True)
+    except UserError:
+        return None
+    with contextlib.closing(store):
+        return check(io.BytesIO(b"".join(Transcript(store).lines())))

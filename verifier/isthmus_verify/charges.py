@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from isthmus_verify.chain import BEFORE_FIRST, parsed
 from isthmus_verify.fields import Fields
@@ -14,16 +15,35 @@ from isthmus_verify.violation import Violation, shown
 
 DEVICE = "device"
 ROUND = "round"
-_TOLERANCE = 1e-6
+TOLERANCE = 1e-6
 """Relative: the run's own figure is from another method, and no smaller than the exact one."""
+_EVENTS = {
+    "zero-concentrated": ("kind", "rho"),
+    "gaussian": ("kind", "noise_multiplier"),
+    "correlated": ("kind", "noise_multiplier", "run"),
+    "sampled-gaussian": ("kind", "noise_multiplier", "sampling_probability", "steps"),
+}
+"""What is charged, and what each kind has."""
+_MECHANISMS = {
+    "distributed": "zero-concentrated",
+    "gaussian": "gaussian",
+    "correlated": "correlated",
+}
+"""Mechanisms of the noise in devices' updates, and what a round with each is charged as."""
+_UNITS = {"device": "zero-out", "example": "add-or-remove"}
+"""What neighbouring data differ in, and how."""
+_KINDS_OF_CHARGES = ("round", "evaluation", "comparison", "training")
 
 
 @dataclasses.dataclass
 class Charge:
     """One line that reserves."""
 
+    number: int
+    """Of the line."""
     run: str
     unit: str
+    mechanism: str
     what: str
     round: int
     attempt: int
@@ -43,11 +63,20 @@ class Charges:
     """The lines of a run's ledger."""
 
     def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+        self.run_id = run_id
         self._lines = [BEFORE_FIRST]
         self._charges: dict[int, Charge] = {}
         self._of_round: dict[tuple[int, int], list[Charge]] = {}
+        self._spent: dict[str, _Spent] | None = {}
+        """By device, as far as `epsilon_at` has added up; None for what only the accountant can."""
+        self._added = 0
+        """The last line that `epsilon_at` has added."""
+        self._last_head = 0
         self.count = 0
+        self._own = False
+        """Whether an attempt was charged by this run."""
+        self.of_others = 0
+        """Attempts that were charged by another run alone."""
         self.of_examples = False
         """Whether charges name no devices, but the examples of a datacenter."""
 
@@ -70,10 +99,10 @@ class Charges:
         self.count += 1
         if "charge" in table:
             fields.only("charge", "number", "previous")
-            charge = _charge(fields.table("charge"))
+            charge = _charge(number, fields.table("charge"))
             self._charges[number] = charge
             self.of_examples |= charge.unit != DEVICE
-            if (charge.run, charge.unit, charge.what) == (self._run_id, DEVICE, ROUND):
+            if (charge.unit, charge.what) == (DEVICE, ROUND):
                 self._of_round.setdefault((charge.round, charge.attempt), []).append(charge)
             return
         fields.only("number", "outcome", "previous", "settles")
@@ -84,18 +113,29 @@ class Charges:
         if settled.outcome not in ("committed", "failed", "released"):
             raise Violation(f"{where} has the outcome {shown(settled.outcome)}")
 
-    def check_head(self, head: str, where: str) -> None:
+    def check_head(self, head: str, where: str) -> int:
         """Check that the ledger has the line that a commit remembers.
 
+        Returns:
+            Its number; 0 for none.
+
         Raises:
-            Violation: it has not.
+            Violation: it has not, or an earlier commit remembers a later line.
         """
-        if not head:
-            return
-        number, _, digest = head.partition(":")
-        known = number.isdecimal() and len(number) < 10 and 0 < int(number) < len(self._lines)
-        if not known or self._lines[int(number)] != digest:
-            raise Violation(f"{where} remembers a line of the privacy ledger that is not there")
+        line = 0
+        if head:
+            number, _, digest = head.partition(":")
+            known = number.isdecimal() and len(number) < 10 and 0 < int(number) < len(self._lines)
+            if not known or self._lines[int(number)] != digest or head != f"{int(number)}:{digest}":
+                raise Violation(f"{where} remembers a line of the privacy ledger that is not there")
+            line = int(number)
+        if line < self._last_head:
+            raise Violation(
+                f"{where} remembers line {line} of the privacy ledger, and an earlier commit line "
+                f"{self._last_head}"
+            )
+        self._last_head = line
+        return line
 
     def check_round(
         self,
@@ -104,15 +144,17 @@ class Charges:
         *,
         invited: Collection[str],
         answered: Collection[str],
+        privacy: Fields,
         where: str,
-    ) -> None:
-        """Check that those who were asked were charged for it.
+    ) -> list[Charge]:
+        """Check that those who were asked were charged for it, and return the charges.
 
         Args:
             round_: of the attempt.
             attempt: its number.
             invited: devices of the plan.
             answered: those whose receipts say that they sent a result.
+            privacy: the table of the job.
             where: for sentences.
 
         Raises:
@@ -123,10 +165,64 @@ class Charges:
             for charge in self._of_round.get((round_, attempt), [])
             if charge.devices == frozenset(invited)
         ]
+        own = [charge for charge in found if charge.run == self.run_id]
+        # A branch has the rounds and the charges of the run that it began with, before its own.
+        if found and not own:
+            if self._own:
+                raise Violation(
+                    f"{where} was charged by the run {shown(found[0].run)}, and an earlier one by "
+                    "this run"
+                )
+            self.of_others += 1
+        self._own = self._own or bool(own)
+        found = own or found
         if not found:
             raise Violation(f"{where} asked devices without a charge that names just these")
         if answered and not any(charge.is_spent for charge in found):
             raise Violation(f"the charge of {where} was released, although a device has answered")
+        mechanism = privacy.text("mechanism")
+        for charge in found:
+            if charge.population != privacy.text("population"):
+                raise Violation(
+                    f"{where} was charged to the population {shown(charge.population)}, and the "
+                    f"job's is {shown(privacy.text('population'))}"
+                )
+            kind = charge.event.text("kind")
+            if charge.mechanism != mechanism or kind != _MECHANISMS.get(mechanism):
+                raise Violation(
+                    f"{where} was charged as {shown(kind)} of {shown(charge.mechanism)}, and the "
+                    f"job's mechanism is {shown(mechanism)}"
+                )
+        return found
+
+    def epsilon_at(self, line: int, privacy: Fields) -> float | None:
+        """The least epsilon that the device that was asked most had spent by a line.
+
+        Args:
+            line: of the ledger; no smaller than in the call before.
+            privacy: the table of the job.
+
+        Returns:
+            None if it has a kind of charge that only the run's own accountant adds up.
+        """
+        spent = self._spent
+        for number in range(self._added + 1, line + 1):
+            charge = self._charges.get(number)
+            if spent is None or charge is None or not self._counts(charge, privacy):
+                continue
+            for name in charge.devices or {""}:
+                if not spent.setdefault(name, _Spent()).add(charge.event):
+                    spent = None
+                    break
+        self._spent = spent
+        self._added = max(line, self._added)
+        if spent is None:
+            return None
+        return max(_epsilons(spent, privacy.number("delta")).values(), default=0.0)
+
+    def _counts(self, charge: Charge, privacy: Fields) -> bool:
+        population = privacy.text("population")
+        return charge.unit == DEVICE and charge.is_spent and charge.population == population
 
     def check_budget(self, privacy: Fields) -> bool:
         """Check that no device was asked for more than the job allows.
@@ -141,36 +237,27 @@ class Charges:
         delta = privacy.number("delta")
         if not (budget > 0 and 0 < delta < 1):
             raise Violation(f"{privacy.where} has a budget that is none")
-        spent = [
-            charge
-            for charge in self._charges.values()
-            if charge.unit == DEVICE
-            and charge.is_spent
-            and charge.population == privacy.text("population")
-        ]
         if privacy.has("participations"):
             most = privacy.count("participations")
             rounds = Counter[str]()
-            for charge in spent:
-                if charge.run == self._run_id and charge.what == ROUND:
+            for charge in self._charges.values():
+                if charge.run == self.run_id and charge.what == ROUND and charge.is_spent:
                     rounds.update(charge.devices)
             for name, count in rounds.items():
                 if count > most:
                     raise Violation(
                         f"{shown(name)} was asked for {count} rounds, and the job allows {most}"
                     )
-        by_device: dict[str, _Spent] = {}
-        for charge in spent:
-            for name in charge.devices or {""}:
-                if not by_device.setdefault(name, _Spent()).add(charge.event):
-                    return False
-        everybody = by_device.pop("", _Spent())
-        sums = {(one.rho, one.precision): name for name, one in by_device.items()} or {
-            (0.0, 0.0): ""
-        }
-        for (rho, precision), name in sums.items():
-            epsilon = _epsilon(rho + everybody.rho, precision + everybody.precision, delta)
-            if epsilon > budget * (1 + _TOLERANCE):
+        if self.epsilon_at(len(self._lines) - 1, privacy) is None:
+            return False
+        # Others may have been asked for more by runs with a larger budget, of which a branch has
+        # the charges.
+        own = {""}.union(
+            *(charge.devices for charge in self._charges.values() if charge.run == self.run_id)
+        )
+        asked = {name: each for name, each in (self._spent or {}).items() if name in own}
+        for name, epsilon in _epsilons(asked, delta).items():
+            if epsilon > budget * (1 + TOLERANCE):
                 raise Violation(
                     f"{shown(name)} has spent epsilon {epsilon:.6g}, and the job allows "
                     f"{budget:.6g}"
@@ -213,7 +300,19 @@ def _positive(event: Fields, key: str) -> float:
     return value
 
 
-def _charge(table: Fields) -> Charge:
+def _epsilons(spent: Mapping[str, _Spent], delta: float) -> dict[str, float]:
+    """The least epsilon of one device of each sum of charges; the device "" is everybody."""
+    everybody = spent.get("", _Spent())
+    sums = {
+        (one.rho + everybody.rho, one.precision + everybody.precision): name
+        for name, one in spent.items()
+        if name
+    }
+    sums.setdefault((everybody.rho, everybody.precision), "")
+    return {name: _epsilon(*each, delta) for each, name in sums.items()}
+
+
+def _charge(number: int, table: Fields) -> Charge:
     table.only(
         "adjacency",
         "attempt",
@@ -226,18 +325,34 @@ def _charge(table: Fields) -> Charge:
         "unit",
         "what",
     )
+    unit = table.text("unit")
+    if table.text("adjacency") != _UNITS.get(unit):
+        raise Violation(
+            f"{table.where} has the unit {shown(unit)}, of which neighbours differ "
+            f"otherwise than by {shown(table.text('adjacency'))}"
+        )
+    if table.text("what") not in _KINDS_OF_CHARGES:
+        raise Violation(f"{table.where} is for {shown(table.text('what'))}")
+    event = table.table("event")
+    keys = _EVENTS.get(event.text("kind"))
+    if keys is None:
+        raise Violation(f"{event.where} has the kind {shown(event.text('kind'))}")
+    event.only(*keys)
     return Charge(
+        number=number,
         run=table.text("run"),
-        unit=table.text("unit"),
+        unit=unit,
+        mechanism=table.text("mechanism"),
         what=table.text("what"),
         round=table.count("round"),
         attempt=table.count("attempt"),
         population=table.text("population"),
         devices=frozenset(table.texts("devices")),
-        event=table.table("event"),
+        event=event,
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def _epsilon(rho: float, precision: float, delta: float) -> float:
     """The least epsilon that follows from what was spent, no larger than that of an accountant.
 

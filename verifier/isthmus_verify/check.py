@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from io import BufferedReader, BytesIO
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from isthmus_verify.chain import Entry, canonical, entries
 from isthmus_verify.charges import Charges
@@ -17,6 +17,22 @@ from isthmus_verify.sums import SignedSums
 from isthmus_verify.violation import Violation, shown
 
 FORMAT = 1
+_DEFAULTS: dict[tuple[str, ...], object] = {
+    ("federated", "secure_aggregation"): True,
+    ("federated", "mode"): "rounds",
+    ("federated", "quorum"): None,
+    ("federated", "privacy"): None,
+    ("datacenter", "privacy"): None,
+    ("prices", "client_update"): 1.0,
+    ("privacy",): None,
+    ("privacy", "clip"): 1.0,
+    ("privacy", "noise"): None,
+    ("privacy", "participations"): None,
+    ("privacy", "population"): "devices",
+}
+"""Defaults of the values of a job on which checks depend."""
+_REQUIRED_TABLES = ("federated", "datacenter", "prices")
+"""Tables that each job has, also one that devices have opened without."""
 _PHASES = {"run": 0, "charge": 1, "sum": 2, "plan": 3, "round": 3, "failed": 3, "end": 4}
 """Kinds of entries, and in which part of a transcript they are."""
 
@@ -123,7 +139,10 @@ class _Pass:
         self._job = content.table("job")
         self._run_id = content.text("run")
         jobs = set()
-        for text in content.texts("opened"):
+        opened = content.texts("opened")
+        if not opened:
+            raise Violation("the transcript has no job that devices have opened")
+        for text in opened:
             self._check_opened(text)
             jobs.add(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
         self._charges = Charges(self._run_id)
@@ -140,7 +159,9 @@ class _Pass:
             opened = json.loads(text)
         except (ValueError, RecursionError):
             opened = None
-        for key, value in _leaves(Fields(opened, "the job that devices have opened").values):
+        fields = Fields(opened, "the job that devices have opened")
+        self._check_defaults(fields.values)
+        for key, value in _leaves(fields.values):
             # Found by the server from the budget of the job, for all ranks.
             if key == ("datacenter", "privacy", "noise"):
                 continue
@@ -156,6 +177,26 @@ class _Pass:
                     f"{shown(found)} in that of the run"
                 )
 
+    def _check_defaults(self, opened: dict[str, Any]) -> None:
+        """Check that what devices have not opened is what this program knows as its default.
+
+        Raises:
+            Violation: it is something else.
+        """
+        for key, default in _DEFAULTS.items():
+            given: object = opened
+            found: object = self._job.values
+            for part in key:
+                given = _part(given, part)
+                found = _part(found, part)
+            table = _part(opened, key[0]) if len(key) > 1 else opened
+            within = key[0] in _REQUIRED_TABLES or table is not None
+            if given is None and within and canonical(found) != canonical(default):
+                raise Violation(
+                    f"{shown('.'.join(key))} is {shown(found)} in the job of the run, and devices "
+                    f"have opened the job without it, which means {shown(default)}"
+                )
+
     def _end(self, content: Fields) -> None:
         content.only("entries", "final", "status")
         if content.count("entries") != self._count:
@@ -164,6 +205,7 @@ class _Pass:
                 f"{content.count('entries')}"
             )
         self._status = content.text("status")
+        self._rounds.end()
         if self._job.has("privacy"):
             self._epsilon_known = self._charges.check_budget(self._job.table("privacy"))
         final = content.optional("final")
@@ -213,9 +255,10 @@ class _Pass:
         )
         if self._sums.count:
             yield (
-                f"{self._sums.count} sums are signed by enough of the devices that are in "
-                "them, each with a certificate of its authority"
-                + (", which is the given one." if self._authority is not None else ".")
+                f"{self._sums.count} sums of this run are signed by enough of the devices that "
+                "are in them, each with a certificate of its authority"
+                + (", which is the given one; " if self._authority is not None else "; ")
+                + "the signatures cover the job."
             )
         if rounds.signed_rounds:
             yield (
@@ -224,8 +267,6 @@ class _Pass:
                 f"{rounds.signed_starts} of them the devices have signed the last committed "
                 "model as the one that they start from."
             )
-        if self._sums.naming_job:
-            yield f"In {self._sums.naming_job} of these sums the signatures cover the job."
         if self._charges.count:
             yield f"The privacy ledger of {self._charges.count} lines is one chain."
         if self._charges.count and self._job.has("privacy"):
@@ -249,6 +290,13 @@ class _Pass:
                 "Without --authority: whether the authority that signed the certificates is "
                 "that of your fleet."
             )
+            if len(self._sums.authorities) > 1:
+                yield f"Why the certificates are of {len(self._sums.authorities)} authorities."
+        for run_id, count in sorted(self._sums.of_others.items()):
+            yield (
+                f"What {count} sums of another run, {shown(run_id)}, have to do with this one: a "
+                "branch has those of the run that it began with."
+            )
         if missing := rounds.secure_rounds - rounds.signed_rounds:
             yield f"Which devices were in {missing} secure rounds: their signed sums were not kept."
         if self._status != "finished":
@@ -259,6 +307,11 @@ class _Pass:
             yield (
                 "What epsilon is: the run has charges of a kind that only its own accountant "
                 "adds up."
+            )
+        if self._charges.of_others:
+            yield (
+                f"What {self._charges.of_others} attempts that another run was charged for have to "
+                "do with this one: a branch has those of the run that it began with."
             )
         if self._charges.of_examples:
             yield "What epsilon of a datacenter's examples is: `isthmus privacy ledger` says it."

@@ -74,6 +74,18 @@ class Reader:
         """An unsigned number of 64 bits."""
         return int.from_bytes(self.take(8), "little")
 
+    def real(self) -> float:
+        """A number in double precision."""
+        (value,) = struct.unpack("<d", self.take(8))
+        return float(value)
+
+    def flag(self) -> bool:
+        """A byte that is 0 or 1."""
+        value = self.take(1)[0]
+        if value > 1:
+            raise Violation(f"{self.where} has a flag that is neither 0 nor 1")
+        return value == 1
+
     def text(self, most: int) -> str:
         """UTF-8, not empty."""
         raw = self.take(self.length(most))
@@ -123,11 +135,14 @@ class Config:
     clients_min: int
     corrupt_permille: int
     dropout_permille: int
+    draw: int
+    noise_multiplier: float | None
+    """Of the noise that the devices add; None if they add none."""
     hash: bytes
 
     @classmethod
     def read(cls, data: bytes, where: str) -> Config:
-        """Read the fields that come first; the hash covers the others too."""
+        """Read all but the codec, which comes last; the hash covers that too."""
         reader = Reader(data, where)
         reader.tag("round-config")
         run_id = reader.text(128)
@@ -144,6 +159,19 @@ class Config:
         clients_min = reader.number()
         corrupt = reader.number()
         dropout = reader.number()
+        reader.take(3 * 8)  # size of a complete graph, bits of the ring, levels of an element
+        reader.real()  # clipping bound of an element
+        reader.flag()  # whether elements are whole numbers
+        reader.number()  # largest weight
+        draw = reader.number()
+        reader.number()  # millionths of the devices that were drawn
+        multiplier = None
+        if reader.flag():
+            reader.tag("distributed-noise")
+            reader.real()  # clipping bound of an update
+            multiplier = reader.real()
+            reader.number()  # devices whose noise is counted on
+            reader.real()  # integers per unit of the update
         return cls(
             run_id=run_id,
             round=round_,
@@ -154,6 +182,8 @@ class Config:
             clients_min=clients_min,
             corrupt_permille=corrupt,
             dropout_permille=dropout,
+            draw=draw,
+            noise_multiplier=multiplier,
             hash=tagged_hash("config-hash", data),
         )
 
@@ -161,6 +191,11 @@ class Config:
         """Signatures that make a set of survivors final, in a roster of so many."""
         corrupt = -(-clients * self.corrupt_permille // 1000)
         return (clients + corrupt) // 2 + 1
+
+    def survivors_min(self, clients: int) -> int:
+        """Fewest devices in a sum, in a roster of so many."""
+        dropped = clients * self.dropout_permille // 1000
+        return max(self.clients_min, self.quorum(clients), clients - dropped)
 
 
 @dataclasses.dataclass(frozen=True)

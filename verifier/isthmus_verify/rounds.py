@@ -5,15 +5,72 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
-from isthmus_verify.charges import Charges
+from isthmus_verify.chain import canonical
+from isthmus_verify.charges import TOLERANCE, Charge, Charges
 from isthmus_verify.fields import Fields
-from isthmus_verify.sums import SignedSums
+from isthmus_verify.sums import SignedSum, SignedSums
 from isthmus_verify.violation import Violation, shown
 
 CURRENT = "current"
 SERVED = "served"
 _STATUSES = ("accepted", "rejected", "dropped")
+_RECEIPT = (
+    "bytes_in",
+    "bytes_out",
+    "examples",
+    "late",
+    "loss",
+    "messages_in",
+    "messages_out",
+    "participant",
+    "reason",
+    "regime",
+    "seconds",
+    "sent",
+    "staleness",
+    "started",
+    "status",
+    "steps",
+)
+_STAGES = ("invited", "started", "sent", "accepted", "rejected", "dropped")
+_COST = (
+    "bytes_down",
+    "bytes_up",
+    "datacenter_seconds",
+    "device_bytes",
+    "device_seconds",
+    "price",
+)
+_ATTEMPT = (
+    "attempt",
+    "cost",
+    "elapsed",
+    "epsilon",
+    "metrics",
+    "model_sha256",
+    "participants",
+    "reason",
+    "receipts",
+    "regime",
+    "round",
+    "seconds",
+    "started_at",
+)
+_ROUND = (
+    *_ATTEMPT,
+    "comparisons",
+    "cosine",
+    "evaluation",
+    "gradients",
+    "groups",
+    "noise",
+    "norms",
+    "training",
+)
+_FAILED = (*_ATTEMPT, "error", "given_up")
 _REGIMES = ("federated", "datacenter", "hybrid")
 
 
@@ -23,17 +80,27 @@ class JobFacts:
 
     secure: bool
     buffered: bool
-    private: bool
-    """Whether devices are charged for rounds."""
+    privacy: Fields | None
+    """The table of the job, if devices are charged for rounds."""
+    distributed: bool
+    """Whether devices add noise themselves."""
+    quorum: int
+    """Fewest updates of a round; 0 if the job leaves it to its default."""
+    client_update: float
+    """Price of a device in a round."""
 
     @classmethod
     def of(cls, job: Fields) -> JobFacts:
         """Read them."""
         federated = job.table("federated")
+        privacy = job.table("privacy") if job.has("privacy") else None
         return cls(
             secure=federated.flag("secure_aggregation"),
             buffered=federated.text("mode") == "buffered",
-            private=job.has("privacy"),
+            privacy=privacy,
+            distributed=privacy is not None and privacy.text("mechanism") == "distributed",
+            quorum=federated.count("quorum") if federated.has("quorum") else 0,
+            client_update=job.table("prices").number("client_update"),
         )
 
 
@@ -45,10 +112,15 @@ class Plan:
     attempt: int
     invited: frozenset[str]
     datacenters: frozenset[str]
+    draw: int
     start: str
     """SHA-256 of the model that it begins with; empty if the server did not have it."""
+    regime: str
+    reason: str
     measures: bool
     """Whether datacenters that do not train in it may give a gradient."""
+    by_group: bool
+    """Whether there may be a sum for each group of devices."""
 
 
 class Rounds:
@@ -59,6 +131,7 @@ class Rounds:
         self._sums = sums
         self._charges = charges
         self._plan: Plan | None = None
+        self._planned: set[tuple[int, int]] = set()
         self._attempt = 0
         """Last attempt at the next round."""
         self.committed = 0
@@ -66,6 +139,8 @@ class Rounds:
         self.models: dict[str, str] = {}
         """Digests of the models that the last commit has, by name."""
         self._in_datacenter = False
+        self._charged: list[Charge] = []
+        """Charges of the attempt that is checked."""
         self._initial = ""
         """Digest of the model that the run began with, as soon as it is known."""
         self.counts = Counter[str]()
@@ -75,6 +150,8 @@ class Rounds:
         self.signed_starts = 0
         self.served: dict[int, str] = {}
         """Digest of the served model by committed round."""
+        self._metrics: dict[int, dict[str, Any]] = {}
+        """Figures of the evaluation by committed round; empty for one that was not evaluated."""
         self._best: dict[int, str] = {}
         self._current: dict[int, str] = {}
         """Digest of the current model by committed round, where the server has it."""
@@ -99,14 +176,27 @@ class Rounds:
         start = content.table("start")
         start.only("name", "sha256")
         digest = start.digest("sha256") if start.has("sha256") else ""
+        if content.count("draw") and not self._job.secure:
+            raise Violation(f"{where} has a draw, and its devices were not drawn")
+        answer = content.table("decision").table("answer")
+        if answer.text("start") != start.text("name"):
+            raise Violation(
+                f"{where} starts from {shown(start.text('name'))}, and was decided to start from "
+                f"{shown(answer.text('start'))}"
+            )
         self._check_start(start.text("name"), digest, where)
+        self._planned.add((round_, attempt))
         self._plan = Plan(
             round=round_,
             attempt=attempt,
             invited=frozenset(content.texts("invited")),
             datacenters=frozenset(content.texts("datacenters")),
+            draw=content.count("draw"),
             start=digest,
-            measures=_measures(content.table("decision").table("answer")),
+            regime=answer.text("regime"),
+            reason=answer.text("reason"),
+            measures=answer.flag("measure_gradients"),
+            by_group=answer.flag("by_group"),
         )
         self.counts["plan"] += 1
 
@@ -126,7 +216,10 @@ class Rounds:
     def failed(self, content: Fields) -> None:
         """Check a failed attempt."""
         content.only("record")
-        self._record(content.table("record"), committed=False)
+        record = content.table("record")
+        plan = self._record(record, committed=False)
+        if record.has("model_sha256"):
+            raise Violation(f"round {plan.round} attempt {plan.attempt} failed, and names a model")
         self._plan = None
         self.counts["failed"] += 1
 
@@ -143,7 +236,7 @@ class Rounds:
         models = content.digests("models")
         if content.has("optimizer"):
             content.digest("optimizer")
-        self._charges.check_head(content.text("ledger_head"), where)
+        self._check_ledger(plan, record, content.text("ledger_head"), where)
         self._in_datacenter = content.flag("model_in_datacenter")
         served = models.get(SERVED, models.get(CURRENT, ""))
         stated = record.digest("model_sha256") if record.has("model_sha256") else ""
@@ -157,6 +250,7 @@ class Rounds:
             )
         self.models = models
         self.served[plan.round] = stated
+        self._metrics[plan.round] = record.table("metrics").values
         self._best[plan.round] = models.get("best", "")
         if not self._in_datacenter:
             self._current[plan.round] = models.get(CURRENT, "")
@@ -168,6 +262,7 @@ class Rounds:
     def _record(self, record: Fields, *, committed: bool) -> Plan:
         """Check what the records of both kinds of outcome have."""
         plan = self._plan
+        record.only(*(_ROUND if committed else _FAILED))
         round_ = record.count("round")
         attempt = record.count("attempt")
         where = f"round {round_} attempt {attempt}"
@@ -176,20 +271,53 @@ class Rounds:
         regime = record.text("regime")
         if regime not in _REGIMES:
             raise Violation(f"{where} has the regime {shown(regime)}")
-        accepted, sent, started = self._check_receipts(record, plan, where)
-        self._check_cost(record, where)
-        if record.has("epsilon") and record.number("epsilon") < 0:
-            raise Violation(f"{where} has an epsilon below 0")
-        if self._job.private and started:
-            self._charges.check_round(
-                round_, attempt, invited=plan.invited, answered=sent, where=where
+        if (regime, record.text("reason")) != (plan.regime, plan.reason):
+            raise Violation(
+                f"{where} was {shown(regime)} because {shown(record.text('reason'))}, and was "
+                f"planned as {shown(plan.regime)} because {shown(plan.reason)}"
             )
+        accepted, sent, started = self._check_receipts(record, plan, where, committed=committed)
+        self._check_cost(record, plan, where, committed=committed)
+        for key in ("started_at", "seconds", "elapsed"):
+            record.number(key)
+        if record.has("epsilon") and (self._job.privacy is None or record.number("epsilon") < 0):
+            raise Violation(
+                f"{where} states epsilon {shown(record.get('epsilon'))}, which no such job has"
+            )
+        self._charged = []
+        if self._job.privacy is not None and started:
+            self._charged = self._charges.check_round(
+                round_,
+                attempt,
+                invited=plan.invited,
+                answered=sent,
+                privacy=self._job.privacy,
+                where=where,
+            )
+        sums = self._sums.of_round.get((round_, attempt), [])
+        for each in sums:
+            self._check_sum(each, plan, where)
         if committed:
-            self._check_sums(plan, accepted, regime, where)
+            self._check_sums(sums, plan, accepted, regime, where)
         return plan
 
+    def _check_ledger(self, plan: Plan, record: Fields, head: str, where: str) -> None:
+        """Check what a commit remembers of the ledger, and the epsilon that its record states."""
+        line = self._charges.check_head(head, where)
+        privacy = self._job.privacy
+        if any(charge.number > line for charge in self._charged):
+            raise Violation(f"{where} remembers no line of the privacy ledger with its own charge")
+        if privacy is None:
+            return
+        stated = record.number("epsilon")
+        least = self._charges.epsilon_at(line, privacy)
+        if least is not None and stated < least * (1 - TOLERANCE):
+            raise Violation(
+                f"{where} states epsilon {stated:.6g}, and its charges add up to {least:.6g}"
+            )
+
     def _check_receipts(
-        self, record: Fields, plan: Plan, where: str
+        self, record: Fields, plan: Plan, where: str, *, committed: bool
     ) -> tuple[set[str], set[str], set[str]]:
         """The devices that were accepted, have sent, and have started."""
         seen = set[tuple[str, str]]()
@@ -215,21 +343,40 @@ class Rounds:
             counted[status] += 1
             flags = {key for key in ("started", "sent") if receipt.flag(key)}
             counted.update(flags)
-            receipt.count("examples")
-            receipt.count("steps")
+            receipt.only(*_RECEIPT)
+            for key in ("examples", "steps", "staleness"):
+                receipt.count(key)
+            if receipt.flag("late") and status != "dropped":
+                raise Violation(f"{where} has {status} a result of {shown(name)} that was late")
+            if receipt.count("staleness") and not self._job.buffered:
+                raise Violation(f"{where} has a result of {shown(name)} for an earlier round")
+            if receipt.number("seconds") < 0:
+                raise Violation(f"{where} has a receipt of {shown(name)} with less than no time")
             if regime != "federated":
                 continue
+            if status == "accepted" and not {"started", "sent"} <= flags:
+                raise Violation(
+                    f"{where} has accepted a result of {shown(name)}, which has sent none"
+                )
             if status == "accepted":
                 devices["accepted"].add(name)
             for flag in flags:
                 devices[flag].add(name)
         stated = record.table("participants")
-        for key in ("invited", "started", "sent", "accepted", "rejected", "dropped"):
+        stated.only(*_STAGES)
+        for key in _STAGES:
             if stated.count(key) != counted[key]:
                 raise Violation(
                     f"{where} counts {stated.count(key)} participants as {key}, and its receipts "
                     f"{counted[key]}"
                 )
+        if committed and not self._job.buffered:
+            # In buffered mode a device that was asked here may answer in a later round.
+            expected = {(name, "federated") for name in plan.invited}
+            expected |= {(name, "datacenter") for name in plan.datacenters}
+            if missing := expected - seen:
+                name, _ = min(missing)
+                raise Violation(f"{where} has no receipt of {shown(name)}, whom its plan has asked")
         self.receipts += counted["invited"]
         self._check_weights(record, len(devices["accepted"]), where)
         return devices["accepted"], devices["sent"], devices["started"]
@@ -240,7 +387,7 @@ class Rounds:
         Who has which weight is nobody's to see, and with noise the total is not exact.
         """
         training = record.table("training") if record.has("training") else None
-        if training is None or not training.has("federated") or self._job.private:
+        if training is None or not training.has("federated") or self._job.privacy is not None:
             return
         figures = training.table("federated")
         unusable = figures.number("unusable") if figures.has("unusable") else 0.0
@@ -252,9 +399,14 @@ class Rounds:
                 f"{accepted - unusable:g} devices with a usable update"
             )
 
-    def _check_cost(self, record: Fields, where: str) -> None:
-        """Check that the bytes and seconds are those of the receipts and of what was measured."""
+    def _check_cost(self, record: Fields, plan: Plan, where: str, *, committed: bool) -> None:
+        """Check that the bytes and seconds are those of the receipts and of what was measured.
+
+        The price of a datacenter's steps follows from its plan, of which the server makes more than
+        is known here; that of all else is checked.
+        """
         found = Counter[str]()
+        prices = [0.0]
         seconds: dict[str, list[float]] = {"federated": [], "datacenter": []}
         for receipt in record.tables("receipts"):
             up = receipt.count("bytes_in") + receipt.count("messages_in")
@@ -265,10 +417,14 @@ class Rounds:
                 raise Violation(f"{where} has a receipt with the regime {shown(regime)}")
             if regime == "federated":
                 found["device_bytes"] += up + down
+                # Of a failed attempt those are paid for whom it has reached.
+                if committed or receipt.flag("started"):
+                    prices.append(self._job.client_update)
             seconds[regime].append(receipt.number("seconds"))
         if record.has("comparisons"):
             for comparison in record.tables("comparisons"):
                 found["device_bytes"] += comparison.count("device_bytes")
+                prices.append(comparison.number("price"))
                 for receipt in comparison.tables("receipts"):
                     up = receipt.count("bytes_in") + receipt.count("messages_in")
                     down = receipt.count("bytes_out") + receipt.count("messages_out")
@@ -277,10 +433,20 @@ class Rounds:
             evaluation = record.table("evaluation")
             measured = evaluation.count("device_bytes")
             down = evaluation.count("bytes_down")
+            prices.append(evaluation.number("price"))
             found.update(device_bytes=measured, bytes_down=down, bytes_up=measured - down)
         cost = record.table("cost")
-        if cost.number("price") < 0:
-            raise Violation(f"{where} has a price below 0")
+        cost.only(*_COST)
+        least = math.fsum(prices)
+        more = cost.number("price") - least
+        close = math.isclose(more, 0.0, abs_tol=1e-6 * (1 + least))
+        without_steps = plan.regime == "federated" and not plan.measures
+        exact = without_steps or not committed
+        if min(prices) < 0 or (more < 0 and not close) or (exact and not close):
+            raise Violation(
+                f"{where} has the price {cost.number('price'):.6g}, and its devices and "
+                f"measurements {least:.6g}"
+            )
         for key in ("bytes_up", "bytes_down", "device_bytes"):
             if cost.count(key) != found[key]:
                 raise Violation(
@@ -290,13 +456,64 @@ class Rounds:
             if not math.isclose(cost.number(key), math.fsum(seconds[regime]), abs_tol=1e-6):
                 raise Violation(f"{where} counts other {key} than its receipts")
 
-    def _check_sums(self, plan: Plan, accepted: set[str], regime: str, where: str) -> None:
+    def _check_sum(self, signed: SignedSum, plan: Plan, where: str) -> None:
+        """Check a sum that devices have signed against the plan that asked them."""
+        if not self._job.buffered and not signed.roster <= plan.invited:
+            raise Violation(
+                f"{shown(min(signed.roster - plan.invited))} has signed a sum of {where}, whose "
+                "plan did not ask it"
+            )
+        if signed.draw != plan.draw:
+            raise Violation(
+                f"the devices of {where} have signed the draw {signed.draw}, and its plan has "
+                f"{plan.draw}"
+            )
+        grouped = plan.by_group
+        if not self._job.buffered and not grouped and signed.clients_min < self._job.quorum:
+            raise Violation(
+                f"the devices of {where} have signed a sum over at least {signed.clients_min}, and "
+                f"the job's quorum is {self._job.quorum}"
+            )
+        if self._job.distributed != (signed.noise_multiplier is not None):
+            raise Violation(
+                f"the devices of {where} have signed a sum "
+                + ("with noise" if signed.noise_multiplier is not None else "without noise")
+                + ", and the job is another"
+            )
+        if signed.noise_multiplier is None:
+            return
+        # Theorem 1 of Kairouz et al. 2021: at least this, whatever the discrete noise adds.
+        least = 0.5 / signed.noise_multiplier**2 if signed.noise_multiplier > 0 else math.inf
+        for charge in self._charged:
+            if charge.run != self._charges.run_id:
+                raise Violation(
+                    f"{where} was charged by the run {shown(charge.run)}, and its devices have "
+                    "signed a sum of this one"
+                )
+            if charge.event.number("rho") < least * (1 - TOLERANCE):
+                raise Violation(
+                    f"{where} was charged with rho {charge.event.number('rho'):.6g}, and the noise "
+                    f"that its devices have signed costs {least:.6g}"
+                )
+
+    def _check_sums(
+        self,
+        sums: Sequence[SignedSum],
+        plan: Plan,
+        accepted: set[str],
+        regime: str,
+        where: str,
+    ) -> None:
         """Check that the devices of a secure round are those that have signed its sum."""
         if not self._job.secure or not accepted:
             return
         self.secure_rounds += 1
-        sums = self._sums.of_round.get((plan.round, plan.attempt), [])
         if not sums:
+            if self.signed_rounds:
+                raise Violation(
+                    f"{where} has no signed sum, and an earlier round has one: from then on they "
+                    "are all kept"
+                )
             return
         self.signed_rounds += 1
         signed = frozenset[str]().union(*(each.devices for each in sums))
@@ -338,6 +555,14 @@ class Rounds:
 
     # -- end -----------------------------------------------------------------------------------
 
+    def end(self) -> None:
+        """Check what has to be there when there are no more rounds.
+
+        Raises:
+            Violation: something is missing.
+        """
+        self._sums.check_planned(self._planned)
+
     def final(self, final: Fields) -> str:
         """Check the final model; returns its digest.
 
@@ -353,6 +578,8 @@ class Rounds:
             )
         if final.flag("best"):
             known = self._best.get(self.committed, "")
+            if not known:
+                raise Violation("the final model is the best one, and the run has kept none")
         else:
             known = self.served.get(round_, "")
             if round_ != self.committed:
@@ -364,13 +591,12 @@ class Rounds:
             raise Violation(
                 f"the final model has the digest {digest}, and the run has committed {known}"
             )
+        metrics = self._metrics.get(round_)
+        if metrics and canonical(metrics) != canonical(final.table("metrics").values):
+            raise Violation(f"the final model has other metrics than round {round_}")
         return digest
 
     @property
     def final_is_known(self) -> bool:
         """Whether a commit names the digest of the final model."""
         return bool(self.served.get(self.committed))
-
-
-def _measures(answer: Fields) -> bool:
-    return answer.has("measure_gradients") and answer.flag("measure_gradients")

@@ -6,6 +6,7 @@ import base64
 import binascii
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Collection
 
 from isthmus_verify.fields import Fields
@@ -29,6 +30,12 @@ class SignedSum:
     model: str
     """SHA-256 of the model that they name, in hexadecimal."""
     devices: frozenset[str]
+    roster: frozenset[str]
+    """All devices that have signed the configuration."""
+    draw: int
+    clients_min: int
+    noise_multiplier: float | None
+    """Of the noise that the devices add; None if they add none."""
     starts: dict[int, str]
     """In buffered mode, the models that updates start from, by the round that asked for them."""
 
@@ -53,9 +60,12 @@ class SignedSums:
         """Certificates that were checked, by authority."""
         self.of_round: dict[tuple[int, int], list[SignedSum]] = {}
         """By round and attempt."""
+        self._where: dict[tuple[int, int], str] = {}
         self.count = 0
-        self.naming_job = 0
-        """Sums of the run in which the devices' signatures cover its job."""
+        """Sums of the run; in each the devices' signatures cover its job."""
+        self.of_others: Counter[str] = Counter()
+        """Sums of other runs, by their ids: a branch has those of the run that it began with."""
+        self.authorities: set[bytes] = set()
 
     def add(self, content: Fields) -> None:
         """Check one sum.
@@ -85,18 +95,44 @@ class SignedSums:
         for member in roster:
             self._check_member(member, authority, config, where)
         devices = _survivors(config, roster, roster_bytes, survivor_bytes, signature_bytes, where)
+        self.authorities.add(authority)
+        if tagged_hash("purpose", purpose) != config.purpose:
+            raise Violation(f"the purpose in {where} is not the one that the devices signed")
+        job, starts = read_purpose(purpose, f"the purpose in {where}")
+        if config.run_id != self._run_id:
+            self.of_others[config.run_id] += 1
+            return
+        if job not in self._jobs:
+            raise Violation(f"the devices of {where} had opened another job than this one")
         self.count += 1
-        starts: dict[int, str] = {}
-        if purpose:
-            if tagged_hash("purpose", purpose) != config.purpose:
-                raise Violation(f"the purpose in {where} is not the one that the devices signed")
-            job, starts = read_purpose(purpose, f"the purpose in {where}")
-            if config.run_id == self._run_id and job not in self._jobs:
-                raise Violation(f"the devices of {where} had opened another job than this one")
-        if config.run_id == self._run_id:
-            self.naming_job += bool(purpose)
-            found = SignedSum(config.model_hash.hex(), devices, starts)
-            self.of_round.setdefault((config.round, config.attempt), []).append(found)
+        found = SignedSum(
+            model=config.model_hash.hex(),
+            devices=devices,
+            roster=frozenset(member.name for member in roster),
+            draw=config.draw,
+            clients_min=config.clients_min,
+            noise_multiplier=config.noise_multiplier,
+            starts=starts,
+        )
+        attempt = (config.round, config.attempt)
+        self.of_round.setdefault(attempt, []).append(found)
+        self._where.setdefault(attempt, where)
+
+    def check_planned(self, planned: Collection[tuple[int, int]]) -> None:
+        """Check that a transcript has the plans of all its sums.
+
+        Args:
+            planned: rounds and attempts of its plans.
+
+        Raises:
+            Violation: a plan is missing, as after its round was left out.
+        """
+        for attempt, where in self._where.items():
+            if attempt not in planned:
+                raise Violation(
+                    f"devices have signed {where} for round {attempt[0]} attempt {attempt[1]}, of "
+                    "which the transcript has no plan"
+                )
 
     def _check_member(self, member: Member, authority: bytes, config: Config, where: str) -> None:
         # A device has the same certificate in many rounds.
@@ -129,10 +165,11 @@ def _survivors(
         raise Violation(f"the survivors in {where} are of a roster of another size")
     if not survivors.positions <= owners.positions:
         raise Violation(f"{where} has a survivor that has shared no secrets")
-    if len(survivors.positions) < config.clients_min or len(roster) > config.clients_max:
+    least = config.survivors_min(len(roster))
+    if len(survivors.positions) < least or len(roster) > config.clients_max:
         raise Violation(
             f"{where} is a sum over {len(survivors.positions)} of {len(roster)} devices; its "
-            f"configuration allows from {config.clients_min}, of at most {config.clients_max}"
+            f"configuration allows from {least}, of at most {config.clients_max}"
         )
     signatures = read_signatures(signature_bytes, f"the signatures in {where}")
     quorum = config.quorum(len(roster))

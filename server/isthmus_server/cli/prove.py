@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from isthmus.errors import UserError
+
+if TYPE_CHECKING:
+    from isthmus_server.runs.local.fork_server import ParticipantForkServer
 
 
 @click.command()
@@ -17,13 +22,31 @@ from isthmus.errors import UserError
     type=click.Path(dir_okay=False, path_type=Path),
     help="File of the transcript. Default: RUN.transcript.jsonl, next to RUN.",
 )
-def prove(run_dir: Path, output: Path | None) -> None:
+@click.option(
+    "--replay",
+    is_flag=True,
+    help="Then train RUN again on this machine, and compare the model of each round.",
+)
+def prove(run_dir: Path, output: Path | None, replay: bool) -> None:
     """Write the transcript of the run in the directory RUN, and print its head.
 
     It has the plans, receipts, charges and model digests of the run, and what devices have signed,
     in one chain of hashes, of which the head is the last one. `isthmus-verify` checks it on another
     machine, without Isthmus. It names the participants. RUN is only read.
+
+    --replay carries out the recorded plans of a run of `isthmus run` in a temporary directory. It
+    takes about as long as the run has taken, and ends at the first model that is another one.
     """
+    if replay:
+        # Before this process opens files or starts threads.
+        with _forked() as fork_server:
+            _write(run_dir, output)
+            _replay(run_dir, fork_server)
+    else:
+        _write(run_dir, output)
+
+
+def _write(run_dir: Path, output: Path | None) -> None:
     from isthmus_server.read.transcript import Transcript
     from isthmus_server.storage.checkpoints import replacing
     from isthmus_server.storage.store import Store
@@ -40,6 +63,32 @@ def prove(run_dir: Path, output: Path | None) -> None:
             path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
             raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
     click.echo(f"transcript  {path}  ({transcript.entries} entries)\nhead        {transcript.head}")
+
+
+def _forked() -> contextlib.AbstractContextManager[ParticipantForkServer]:
+    from isthmus_server.runs.local.fork_server import ParticipantForkServer
+
+    return ParticipantForkServer.fork(ranks=True)
+
+
+def _replay(run_dir: Path, fork_server: ParticipantForkServer) -> None:
+    from rich.console import Console
+
+    from isthmus_server.cli.run import prepare, run_until_stopped
+    from isthmus_server.runs.local.replay import Replay
+    from isthmus_server.storage.store import Store
+
+    prepare()
+    with contextlib.ExitStack() as stack:
+        recorded = stack.enter_context(contextlib.closing(Store.open(run_dir)))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="isthmus-replay-"))
+        replay = Replay.begin(recorded, Path(folder) / "run")
+        work = replay.run(None, Console(stderr=True), fork_server)
+        final = run_until_stopped(work, replay.leave)
+    click.echo(
+        f"replay      {len(replay.recording.rounds)} rounds, trained again, gave the same models; "
+        f"the last is {final.model_sha256}"
+    )
 
 
 def _next_to(run_dir: Path) -> Path:

@@ -27,7 +27,7 @@ from isthmus.errors import UserError
 from isthmus.job import write_job
 from isthmus_privacy.dp.ledger import LEDGER_FILE, Ledger, last_known
 from isthmus_server.storage.records import CommittedState, FailedAttempt, PlannedAttempt
-from isthmus_server.storage.signed_sums import read_signed_sums
+from isthmus_server.storage.signed_sums import config_of, read_signed_sums
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.policy import CURRENT, Plan
 
@@ -59,8 +59,11 @@ class Transcript:
         Raises:
             UserError: the run is damaged, or has an entry that is too long.
         """
-        for kind, content in self._contents():
-            yield self._line(kind, content)
+        # The log first: another process may go on, and what a round of the log has been charged and
+        # signed is on disk by then.
+        with self._store.snapshot():
+            for kind, content in self._contents():
+                yield self._line(kind, content)
 
     def _line(self, kind: str, content: dict[str, Any]) -> bytes:
         self.entries += 1
@@ -121,9 +124,18 @@ class Transcript:
         yield from texts or [write_job(self._store.job)]
 
     def _signed_sums(self) -> Iterator[dict[str, str]]:
-        for line in read_signed_sums(self._store.directory):
-            if "job" not in line:
-                yield line
+        """The sums of attempts that the log has; a run under way may have signed another one."""
+        store = self._store
+        ended = store.status()[0] == "finished"
+        planned = store.planned_attempts()
+        for line in read_signed_sums(store.directory):
+            if "job" in line:
+                continue
+            if not ended:
+                config = config_of(line)
+                if config.run_id == store.run_id and (config.round, config.attempt) not in planned:
+                    continue
+            yield line
 
     def _ledger(self) -> Iterator[str]:
         """The lines of the run's privacy ledger, if it has one.

@@ -132,6 +132,7 @@ class CohortSelector:
         self._unmaskings = unmaskings
         self._ranges = ranges
         self._repeated: PlannedAttempt | None = None
+        self._replayed: PlannedAttempt | None = None
         self._selection = CheckedSelection(job.federated)
 
     async def repeat(self, interrupted: PlannedAttempt) -> None:
@@ -145,6 +146,14 @@ class CohortSelector:
         invited = interrupted.invited
         if summed and invited and await self._roster.wait_for(devices=invited):
             self._repeated = interrupted
+
+    async def replay(self, planned: PlannedAttempt) -> bool:
+        """Select exactly the devices of a recorded plan for its round, also if others are ready.
+
+        Returns whether all of its participants are.
+        """
+        self._replayed = planned
+        return await self._roster.wait_for(devices=planned.invited, datacenters=planned.datacenters)
 
     def select(
         self,
@@ -167,6 +176,9 @@ class CohortSelector:
         Raises:
             NoAllowedCohort: too few devices may take part.
         """
+        replayed = self._replayed
+        if replayed is not None and replayed.round == round_:
+            return self._cohort(sorted(replayed.invited))
         ready = set(self._roster.available()) - set(busy)
         if settings.mode == "buffered":
             unmasked = self._unmasked(round_, None, buffer_name(self._run_id, round_), ready)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 from isthmus.job import Job
 from isthmus.wire import link_pb2
@@ -15,15 +16,26 @@ from isthmus_server.rounds.cohort_selection import (
     SelectedCohort,
 )
 from isthmus_server.rounds.roster import ParticipantRoster
-from isthmus_server.strategy.limits import RunLimits
 from isthmus_server.strategy.policy import CURRENT, Plan, Stop
+
+
+class PlanLimits(Protocol):
+    """What limits the plans that are carried out."""
+
+    async def wait_for(self, plan: Plan) -> Stop | None:
+        """Wait until a plan may be carried out; the stop that ends the run if it never may."""
+        ...
+
+    def allow(self, plan: Plan) -> bool:
+        """Whether a plan may be carried out now."""
+        ...
 
 
 class RoundReadiness:
     """Brings a plan to the point at which its round can begin."""
 
     def __init__(
-        self, job: Job, roster: ParticipantRoster, cohorts: CohortSelector, limits: RunLimits
+        self, job: Job, roster: ParticipantRoster, cohorts: CohortSelector, limits: PlanLimits
     ) -> None:
         self._job = job
         self._roster = roster

@@ -87,6 +87,12 @@ def _ledger(store: Store, head: str) -> str:
     return f"privacy ledger: {ledger.head.number} lines"
 
 
+def _signed_sums(store: Store) -> str:
+    from isthmus_server.storage.signed_sums_check import check_signed_sums  # loads PyTorch
+
+    return check_signed_sums(store)
+
+
 def _findings(store: Store) -> Iterator[Finding]:
     rows = 0
 
@@ -115,6 +121,8 @@ def _findings(store: Store) -> Iterator[Finding]:
     yield from _start(store)
     if (head := store.run_state().ledger_head) or (store.directory / LEDGER_FILE).exists():
         yield _finding("privacy ledger", lambda: _ledger(store, head))
+    if (store.directory / signed_sums.FILE).exists():
+        yield _finding(signed_sums.FILE, lambda: _signed_sums(store))
     verified = set()
     for round_, state in store.newest_commits():
         paths = {saved: store.checkpoints.directory / saved.file for saved in state.files}

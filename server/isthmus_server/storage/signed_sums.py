@@ -15,14 +15,17 @@ import dataclasses
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import DamagedError
 from isthmus.system.chained_log import append_line
 from isthmus_privacy.purpose import BufferedPurpose, TrainingPurpose
 from isthmus_server.storage.checkpoints import replacing
+
+if TYPE_CHECKING:
+    from isthmus_privacy.secagg.config import RoundConfig
 
 FILE = "signed-sums.jsonl"
 MAX_LINE = 16 << 20
@@ -137,18 +140,44 @@ def drop_after(directory: Path, round_: int) -> None:
     Raises:
         DamagedError, OSError: as `read_signed_sums`, or the file cannot be written.
     """
+    _keep(directory, lambda about: about.round <= round_)
+
+
+def drop_unplanned(directory: Path, run_id: str, planned: Collection[tuple[int, int]]) -> None:
+    """Remove the sums of a run that its log does not have, as of a copy that was made meanwhile.
+
+    Args:
+        directory: of the run.
+        run_id: of the run; sums of others are kept.
+        planned: rounds and attempts in its log.
+
+    Raises:
+        DamagedError, OSError: as `read_signed_sums`, or the file cannot be written.
+    """
+    _keep(
+        directory, lambda about: about.run_id != run_id or (about.round, about.attempt) in planned
+    )
+
+
+def config_of(line: dict[str, str]) -> RoundConfig:
+    """The configuration of a sum.
+
+    Raises:
+        PeerMisbehaved, ValueError: the line has none.
+    """
+    from isthmus_privacy.secagg.config import RoundConfig  # loads PyTorch
+
+    return RoundConfig.from_bytes(base64.b64decode(line["config"]))
+
+
+def _keep(directory: Path, kept: Callable[[RoundConfig], bool]) -> None:
+    """Leave only some sums, and all jobs."""
     if not (directory / FILE).exists():
         return
     with replacing(directory / FILE) as file:
         for line in read_signed_sums(directory):
-            if "job" in line or _round_of(line) <= round_:
+            if "job" in line or kept(config_of(line)):
                 file.write(_line(line) + b"\n")
-
-
-def _round_of(line: dict[str, str]) -> int:
-    from isthmus_privacy.secagg.config import RoundConfig  # loads PyTorch
-
-    return RoundConfig.from_bytes(base64.b64decode(line["config"])).round
 
 
 def _line(table: dict[str, Any]) -> bytes:

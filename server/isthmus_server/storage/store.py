@@ -390,6 +390,20 @@ class Store:
         for row in rows:
             yield _logged(*row)
 
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Read the log as it is now during the block, whatever another process writes to it."""
+        self._db.execute("BEGIN")
+        try:
+            self._db.execute("SELECT 1 FROM run").fetchone()  # from the first read on
+            yield
+        finally:
+            self._db.execute("ROLLBACK")
+
+    def planned_attempts(self) -> set[tuple[int, int]]:
+        """Round and number of all attempts, ended or not."""
+        return set(self._db.execute("SELECT round, attempt FROM attempts"))
+
     def proved_attempts(self) -> Iterator[tuple[LoggedAttempt, CommittedState | None]]:
         """All attempts in order, one at a time, and the state that each commit left."""
         rows = self._db.execute(

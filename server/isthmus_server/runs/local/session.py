@@ -118,7 +118,7 @@ class LocalRun:
             stack.enter_context(store.locked())
             await stack.enter_async_context(observers.serving())
             await stack.enter_async_context(observers.watching(store, events, store.job.name))
-            loop = self._loop = run_loop(store, link, events, installed=False)
+            loop = self._loop = self._made_loop(link, events)
             loop.roster.started_here = started_roles(store.job)
             trains = isinstance(loop, Coordinator)
             if isinstance(loop, Coordinator) and loop.parts.evaluator.known_metrics == []:
@@ -134,6 +134,9 @@ class LocalRun:
                 store.ranks_job, link, address, self.directory, fork_server, loop.roster.decline
             ):
                 return await loop.run()
+
+    def _made_loop(self, link: Link, events: EventStream) -> RunLoop:
+        return run_loop(self.store, link, events, installed=False)
 
     def leave(self) -> None:
         """End `run` after the running round, or at once if there is none."""

@@ -15,6 +15,7 @@ from isthmus_server.budgets.populations import SHARED, Populations, shared_by, s
 from isthmus_server.budgets.server_noise import KEY_FILE
 from isthmus_server.runs.operations.databases import copy_database
 from isthmus_server.runs.operations.manifest import copy_private
+from isthmus_server.storage import signed_sums
 from isthmus_server.storage.damage_checks import FINAL_MODEL
 from isthmus_server.storage.run_description import FILE as DESCRIPTION
 from isthmus_server.storage.run_description import RunDescription, new_run_id
@@ -113,6 +114,8 @@ def _copy(source: Path, target: Path, left_out: set[str]) -> int:
                         raise _changed_or(error, source, before) from error
         head = LedgerHead.of(copy.run_state().ledger_head)
         finished, _, final = copy.status()
+        run_id = copy.run_id
+        planned = copy.planned_attempts()
     for path in source.iterdir():
         name = path.name
         copied = {DESCRIPTION, LEDGER_FILE, HEAD_FILE}
@@ -121,6 +124,8 @@ def _copy(source: Path, target: Path, left_out: set[str]) -> int:
         ):
             continue
         copy_tree(path, target / name)
+    # The run may have gone on since its log was copied.
+    signed_sums.drop_unplanned(target, run_id, planned)
     if (source / LEDGER_FILE).exists():
         copy_ledger(source / LEDGER_FILE, target / LEDGER_FILE, head)
     if finished == "finished" and final is not None:

@@ -1,0 +1,164 @@
+"""Check what devices of secure rounds have signed against the log of their run."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+
+from isthmus.errors import DamagedError, PeerMisbehaved
+from isthmus_privacy.crypto import keys
+from isthmus_privacy.crypto.canonical import tagged_hash
+from isthmus_privacy.secagg.cohort import keys_are_signed
+from isthmus_privacy.secagg.config import RoundConfig
+from isthmus_privacy.secagg.graph import corrupt_clients
+from isthmus_privacy.secagg.identity import Enrolment
+from isthmus_privacy.secagg.messages import (
+    ConsistencySignature,
+    ConsistencySignatures,
+    Roster,
+    Survivors,
+)
+from isthmus_server.storage.records import RoundRecord
+from isthmus_server.storage.signed_sums import FILE, SignedSum, read_signed_sums
+from isthmus_server.storage.store import Store
+
+
+@dataclasses.dataclass
+class _Checked:
+    """What is known of the lines so far."""
+
+    enrolments: set[tuple[bytes, Enrolment]] = dataclasses.field(default_factory=set)
+    """Certificates whose signature was verified, by authority; a device has one for many sums."""
+    configs: set[bytes] = dataclasses.field(default_factory=set)
+    devices: dict[tuple[int, int], set[str]] = dataclasses.field(default_factory=dict)
+    """In the sums of this run, by round and attempt."""
+    sums: int = 0
+
+
+def check_signed_sums(store: Store) -> str:
+    """Check all signatures, and that committed rounds have accepted those who have signed.
+
+    Returns what was checked, as a sentence.
+
+    Args:
+        store: of the run, open to read.
+
+    Raises:
+        DamagedError: a line, a signature or a set of devices is another one.
+        OSError: the file cannot be read.
+    """
+    checked = _Checked()
+    jobs = set()
+    for line in read_signed_sums(store.directory):
+        if "job" in line:
+            jobs.add(hashlib.sha256(line["job"].encode()).digest())
+            continue
+        checked.sums += 1
+        where = f"sum {checked.sums} of {store.directory / FILE}"
+        try:
+            config, in_sum = _check_sum(line, checked, where)
+        except PeerMisbehaved as error:
+            raise _damaged(where, str(error)) from error
+        if config.run_id == store.run_id:
+            checked.devices.setdefault((config.round, config.attempt), set()).update(in_sum)
+    rounds = 0
+    with_sums = 0
+    for logged, _ in store.proved_attempts():
+        attempt = (logged.planned.round, logged.planned.attempt)
+        devices = checked.devices.pop(attempt, set())
+        if not isinstance(logged.record, RoundRecord):
+            continue
+        accepted = {
+            receipt.participant
+            for receipt in logged.record.receipts
+            if (receipt.regime, receipt.status) == ("federated", "accepted")
+        }
+        rounds += bool(accepted)
+        with_sums += bool(devices)
+        if devices and devices != accepted:
+            raise _damaged(
+                str(store.directory / FILE),
+                f"the devices that have signed the sum of round {attempt[0]} are not those that "
+                "its record accepts",
+            )
+    if checked.devices:
+        round_, number = min(checked.devices)
+        raise _damaged(
+            str(store.directory / FILE),
+            f"it has a sum of round {round_} attempt {number}, which the round log has not",
+        )
+    return (
+        f"{FILE}: {checked.sums} sums with valid signatures, of {with_sums} of {rounds} committed "
+        "rounds with devices"
+    )
+
+
+def _check_sum(
+    line: dict[str, str], checked: _Checked, where: str
+) -> tuple[RoundConfig, frozenset[str]]:
+    """Check one sum; returns its configuration and who is in it.
+
+    Raises:
+        DamagedError, PeerMisbehaved: something about it does not hold.
+    """
+    signed = _decoded(line, where)
+    config = RoundConfig.from_bytes(signed.config)
+    roster = Roster.from_bytes(signed.roster)
+    survivors = Survivors.from_bytes(signed.survivors)
+    signatures = ConsistencySignatures.from_bytes(signed.signatures)
+    if config.hash in checked.configs:
+        raise _damaged(where, "it was there before")
+    checked.configs.add(config.hash)
+    if signed.purpose and tagged_hash("purpose", signed.purpose) != config.purpose:
+        raise _damaged(where, "its purpose is not the one that the devices have signed")
+    for entry in roster.entries:
+        certificate = (signed.authority, entry.enrolment)
+        if certificate not in checked.enrolments:
+            enrolment = entry.enrolment
+            fields = enrolment.signed_fields()
+            if not keys.verify(signed.authority, enrolment.signature, "enrolment", *fields):
+                raise _damaged(where, f"the certificate of {entry.name!r} is not of its authority")
+            checked.enrolments.add(certificate)
+        if not keys_are_signed(config, entry):
+            raise _damaged(where, f"{entry.name!r} has not signed its configuration")
+    if survivors.roster_hash != roster.hash(config.hash):
+        raise _damaged(where, "its survivors are of another roster")
+    count = len(roster.entries)
+    if survivors.survivors.size != count or survivors.share_owners.size != count:
+        raise _damaged(where, "its survivors are of a roster of another size")
+    if len(survivors.survivors) < config.clients_min:
+        raise _damaged(where, f"fewer than {config.clients_min} devices are in it")
+    fields = survivors.signed_fields()
+    signers = {position for position, _ in signatures.signatures}
+    if len(signers) < (count + corrupt_clients(count, config.corrupt_permille)) // 2 + 1:
+        raise _damaged(where, "too few of its devices have signed the survivors")
+    for position, signature in signatures.signatures:
+        valid = position in survivors.survivors and keys.verify(
+            roster.entries[position].enrolment.identity_key,
+            signature,
+            ConsistencySignature.TAG,
+            *fields,
+        )
+        if not valid:
+            raise _damaged(where, f"signature {position} of its survivors is not valid")
+    return config, frozenset(roster.names[at] for at in survivors.survivors.indices)
+
+
+def _decoded(line: dict[str, str], where: str) -> SignedSum:
+    try:
+        values = {
+            name: base64.b64decode(text, validate=True)
+            for name, text in line.items()
+            if name != "authority"
+        }
+        return SignedSum(authority=bytes.fromhex(line["authority"]), **values)
+    except ValueError as error:
+        raise _damaged(where, "it is not base64") from error
+
+
+def _damaged(what: str, reason: str) -> DamagedError:
+    return DamagedError(
+        f"{what} is damaged: {reason}; restore the file from a backup, or remove it, and the run "
+        "has no signed sums any more"
+    )
