@@ -57,10 +57,11 @@ class LoaderRows(Dataset[Row]):
                 f"{what} returned a {type(loader).__name__}, whose __iter__() is not called, "
                 "because a job says how large batches are; do what it does in collate_fn"
             )
-        sampler = loader.sampler
-        dataset = loader.dataset
-        subset = type(sampler) is SubsetRandomSampler
-        if subset:
+        sampler: object = loader.sampler
+        dataset: Dataset[Any] = loader.dataset
+        subset = False
+        if type(sampler) is SubsetRandomSampler:
+            subset = True
             dataset = Subset(dataset, [int(index) for index in sampler.indices])
         plain = subset or _draws_all(sampler, len(dataset))  # type: ignore[arg-type]  # map-style
         if type(loader.batch_sampler) is not BatchSampler:

@@ -22,7 +22,13 @@ from typing import Any, ClassVar
 import torch
 
 from isthmus.errors import UserError
-from isthmus.start.safetensors_file import PIECE_BYTES, stored_dtype, write_file
+from isthmus.start.safetensors_file import (
+    MAX_DIMENSIONS,
+    MAX_NUMBER,
+    PIECE_BYTES,
+    stored_dtype,
+    write_file,
+)
 from isthmus.tensors.exchange_set import matches
 
 DESCRIPTION = ".metadata"
@@ -30,12 +36,6 @@ _MAX_DESCRIPTION_BYTES = 256 << 20
 
 TRAINING_STATE = ("optimizer.*", "optim.*", "lr_scheduler.*", "dataloader.*", "train_state.*")
 """Names by which torchtitan and PyTorch's recipes store what is not the model."""
-
-_MAX_DIMENSIONS = 64
-"""Of a tensor of PyTorch."""
-
-_MAX_NUMBER = (1 << 63) - 1
-"""The largest size, and the largest position in a file."""
 
 
 class _Described:
@@ -303,14 +303,45 @@ class DistributedCheckpoint:
         return values
 
 
+def _build(reader: Any) -> None:
+    """Give an object its attributes: no class, and by no method of its own."""
+    state = reader.stack.pop()
+    described = reader.stack[-1]
+    if not isinstance(described, _Described):
+        raise UserError("it changes an object that PyTorch does not write there")
+    described.set_attributes(state)
+
+
+def _set_item(reader: Any) -> None:
+    """Add to a table."""
+    _check_keys(reader.stack[-2:])
+    _LOADING[pickle.SETITEM[0]](reader)
+
+
+def _set_items(reader: Any) -> None:
+    """Add to a table all that follows a mark."""
+    _check_keys(reader.stack)
+    _LOADING[pickle.SETITEMS[0]](reader)
+
+
+def _check_keys(items: list[Any]) -> None:
+    """Refuse keys that are made of others: the hash of deep ones ends the process."""
+    if not all(type(key) is str or isinstance(key, _MetadataIndex) for key in items[::2]):
+        raise UserError("it has a key that PyTorch does not write there")
+
+
+_LOADING = pickle._Unpickler.dispatch
+
+
 # The one of Python, since that of C allocates what a description says and not what it has.
 class _Unpickler(pickle._Unpickler):
     """Reads a description, and nothing that names other objects than `_NAMES`."""
 
     dispatch: ClassVar[dict[int, Any]] = {
-        code: load
-        for code, load in pickle._Unpickler.dispatch.items()
-        if bytes([code]) not in _OTHER_OPCODES
+        **{code: load for code, load in _LOADING.items() if bytes([code]) not in _OTHER_OPCODES},
+        pickle.BUILD[0]: _build,
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
     }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -322,35 +353,6 @@ class _Unpickler(pickle._Unpickler):
                 "execute code; nothing was read"
             )
         return _NAMES[module, name]
-
-    def load_build(self) -> None:
-        """Give an object its attributes: no class, and by no method of its own."""
-        state = self.stack.pop()
-        if not isinstance(self.stack[-1], _Described):
-            raise UserError("it changes an object that PyTorch does not write there")
-        self.stack[-1].set_attributes(state)
-
-    dispatch[pickle.BUILD[0]] = load_build
-
-    def load_setitem(self) -> None:
-        """Add to a table, see `_check_keys`."""
-        self._check_keys(self.stack[-2:])
-        super().load_setitem()
-
-    dispatch[pickle.SETITEM[0]] = load_setitem
-
-    def load_setitems(self) -> None:
-        """Add to a table, see `_check_keys`."""
-        self._check_keys(self.stack)  # since the last mark
-        super().load_setitems()
-
-    dispatch[pickle.SETITEMS[0]] = load_setitems
-
-    @staticmethod
-    def _check_keys(items: list[Any]) -> None:
-        """Refuse keys that are made of others: the hash of deep ones ends the process."""
-        if not all(type(key) is str or isinstance(key, _MetadataIndex) for key in items[::2]):
-            raise UserError("it has a key that PyTorch does not write there")
 
 
 def _read_description(described: Any) -> tuple[dict[str, _Tensor], tuple[str, ...]]:
@@ -387,8 +389,8 @@ def _check_name(name: object) -> None:
 def _tensor(name: str, each: Any, storage: Mapping[tuple[str, tuple[int, ...]], Any]) -> _Tensor:
     """A tensor of a description, of which nothing is believed that was not compared."""
     shape = _sizes(name, each.size)
-    if len(shape) > _MAX_DIMENSIONS:
-        raise UserError(f"{name!r} has more than {_MAX_DIMENSIONS} dimensions")
+    if len(shape) > MAX_DIMENSIONS:
+        raise UserError(f"{name!r} has more than {MAX_DIMENSIONS} dimensions")
     dtype = each.properties.dtype
     if not isinstance(dtype, torch.dtype):
         raise UserError(f"it does not say of which type {name!r} is")
@@ -419,6 +421,6 @@ def _tensor(name: str, each: Any, storage: Mapping[tuple[str, tuple[int, ...]], 
 
 def _sizes(name: str, values: Any) -> tuple[int, ...]:
     found = tuple(values)
-    if any(type(value) is not int or not 0 <= value <= _MAX_NUMBER for value in found):
-        raise UserError(f"{name!r} has a size that is no whole number of 63 bits")
+    if any(type(value) is not int or not 0 <= value <= MAX_NUMBER for value in found):
+        raise UserError(f"{name!r} has a size that is no whole number of at most 63 bits")
     return found

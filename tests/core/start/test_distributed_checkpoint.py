@@ -28,7 +28,8 @@ def write_sharded(rank, path):
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3).to(torch.bfloat16), nn.BatchNorm1d(3))
+    layers = [nn.Linear(5, 7), nn.Linear(7, 3).to(torch.bfloat16), nn.BatchNorm1d(3)]
+    model = nn.Sequential(*layers, nn.Linear(3, 1))  # of the last one, a rank has no row
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for each in model:
         fully_shard(each, mesh=mesh)
@@ -235,7 +236,7 @@ CHANGES = {
     "which is no name of a file": lambda each: setattr(
         first(each.storage_data), "relative_path", "a\0b"
     ),
-    "no whole number of 63 bits": lambda each: setattr(first(each.storage_data), "offset", 1 << 70),
+    "number of at most 63 bits": lambda each: setattr(first(each.storage_data), "offset", 1 << 70),
     "has more than 64 dimensions": lambda each: setattr(
         each.state_dict_metadata["w"], "size", torch.Size([1] * 65)
     ),
