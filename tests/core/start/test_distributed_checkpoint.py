@@ -333,6 +333,16 @@ def test_every_file_that_is_cut_short_is_refused_and_leaves_nothing(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
 
 
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path):
+    folder = write(tmp_path / "a", {"w": torch.ones(2, 3)})
+    (tmp_path / ".out.safetensors.part").symlink_to("/dev/full")
+    with pytest.raises(
+        UserError, match=r"out\.safetensors cannot be written: No space left on dev"
+    ):
+        DistributedCheckpoint.open(folder).write(tmp_path / "out.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_a_folder_of_another_kind_is_refused(tmp_path):
     with pytest.raises(UserError, match="name the folder of a distributed checkpoint of PyTorch"):
         DistributedCheckpoint.open(tmp_path)
