@@ -336,9 +336,7 @@ def test_every_file_that_is_cut_short_is_refused_and_leaves_nothing(tmp_path):
 def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path):
     folder = write(tmp_path / "a", {"w": torch.ones(2, 3)})
     (tmp_path / ".out.safetensors.part").symlink_to("/dev/full")
-    with pytest.raises(
-        UserError, match=r"out\.safetensors cannot be written: No space left on dev"
-    ):
+    with pytest.raises(UserError, match=r"out\.safetensors cannot be written: No space left on"):
         DistributedCheckpoint.open(folder).write(tmp_path / "out.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
