@@ -138,7 +138,7 @@ class SafetensorsFile:
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
         try:
-            table = json.loads(text)
+            table = json.loads(text.decode(), object_pairs_hook=_without_repeats)
             metadata = table.pop("__metadata__", {})
             rows = [_row(name, row, _LENGTH.size + length) for name, row in table.items()]
             texts = {str(key): str(value) for key, value in metadata.items()}
@@ -253,6 +253,14 @@ def write_file(
 def _state(found: os.stat_result) -> tuple[int, ...]:
     """What changes with the content of a file: of the two times, only the second cannot be set."""
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of a header, of which two readers cannot take different rows."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("its header has a name twice")
+    return table
 
 
 def _row(name: str, row: Mapping[str, Any], data: int) -> StoredTensor:

@@ -96,6 +96,10 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
             header_of({"a": F32 | {"shape": [0, 1 << 63], "data_offsets": [0, 0]}}),
             "that is no whole number of at most 63 bits",
         ),
+        (
+            header_of({"a": F32, "b": F32}, bytes(8)).replace(b'"b"', b'"a"'),
+            "is no safetensors file: its header has a name twice",
+        ),
         (header_of({"a": F32, "b": F32}, bytes(8)), "'b' is not where it should"),
         (header_of({"a": F32 | {"data_offsets": [8, 16]}}, bytes(16)), "'a' is not where"),
         (header_of({"a": F32, "__metadata__": [1]}, bytes(8)), "is no safetensors file: "),
