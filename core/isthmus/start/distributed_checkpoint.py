@@ -59,19 +59,24 @@ class _BytesStorageMetadata(_Described):
 
 
 class _ChunkStorageMetadata(_Described):
-    pass
+    offsets: Any
+    sizes: Any
 
 
 class _Metadata(_Described):
-    pass
+    state_dict_metadata: Any
+    storage_data: Any
 
 
 class _MetadataIndex(_Described):
-    pass
+    fqn: Any
+    offset: Any
 
 
 class _StorageInfo(_Described):
-    pass
+    relative_path: Any
+    offset: Any
+    length: Any
 
 
 class _StorageMeta(_Described):
@@ -79,11 +84,13 @@ class _StorageMeta(_Described):
 
 
 class _TensorProperties(_Described):
-    pass
+    dtype: Any
 
 
 class _TensorStorageMetadata(_Described):
-    pass
+    properties: Any
+    size: Any
+    chunks: Any
 
 
 _OTHER_OPCODES = (
