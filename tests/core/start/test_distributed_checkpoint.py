@@ -28,8 +28,7 @@ def write_sharded(rank, path):
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(1)
-    layers = [nn.Linear(5, 7), nn.Linear(7, 3).to(torch.bfloat16), nn.BatchNorm1d(3)]
-    model = nn.Sequential(*layers, nn.Linear(3, 1))  # of the last one, a rank has no row
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3).to(torch.bfloat16), nn.BatchNorm1d(3))
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for each in model:
         fully_shard(each, mesh=mesh)
