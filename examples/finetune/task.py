@@ -51,8 +51,9 @@ class Finetune(isthmus.Task):
         """Pairs of the tokens of a dialogue, and what follows each in its last message."""
         folder = Path(__file__).parent / self.settings["tokenizer"]
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        lines = (self.data / name).read_text().splitlines()
-        return [self.row(tokenizer, json.loads(line)["messages"]) for line in lines]
+        with (self.data / name).open(encoding="utf-8") as lines:
+            rows = [json.loads(line)["messages"] for line in lines if not line.isspace()]
+        return [self.row(tokenizer, messages) for messages in rows]
 
     def row(self, tokenizer, messages):
         form = {"tokenize": True, "return_dict": False}

@@ -92,6 +92,18 @@ def test_only_answers_are_learned(example):
     assert (target[7:] == -100).all()
 
 
+def test_a_dialogue_is_a_line_whatever_its_text_has(example):
+    _, task = loaded(example)
+    spaced = dialogue(3, 4)
+    spaced[0]["content"] = "3 \u2028 plus \x85 4"  # ends of lines for str.splitlines()
+    row = json.dumps({"messages": spaced}, ensure_ascii=False)
+    path = example / "dialogues/held_out.jsonl"
+    path.write_bytes(f"{row}\r\n\r\n{row}".encode())
+    (first, _), (second, _) = task.eval_data()
+    assert [WORDS[each] for each in first][:5] == ["<user>", "3", "plus", "4", "<end>"]
+    assert first.equal(second)
+
+
 def test_the_loss_is_that_of_transformers_with_labels(example):
     _, task = loaded(example)
     rows = task.local_data(DATACENTER)[:12]

@@ -127,6 +127,17 @@ def overridden(cls: type, base: type, names: Collection[str]) -> list[str]:
     ]
 
 
+def replaced(cls: type, base: type, packages: Collection[str]) -> list[str]:
+    """Names that a class defines and its library's base class defines too, sorted.
+
+    What the library takes over from elsewhere, such as `torch.nn.Module`, is left out.
+    """
+    derived = cls.__mro__[: cls.__mro__.index(base)]
+    own = {name for each in derived for name in vars(each) if not name.startswith("_")}
+    libraries = [each for each in base.__mro__ if each.__module__.partition(".")[0] in packages]
+    return sorted(own & {name for each in libraries for name in vars(each)})
+
+
 def library_class(cls: type, name: str, packages: Collection[str]) -> type | None:
     """The class of a library that another one is derived from, without importing the library."""
     for each in cls.__mro__:

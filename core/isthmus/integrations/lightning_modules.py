@@ -23,12 +23,16 @@ from isthmus.integrations.carrying import (
     overridden,
     refuse,
 )
-from isthmus.integrations.lightning_trainer import REFUSED_HOOKS, UNUSED_HOOKS, check_arguments
+from isthmus.integrations.lightning_trainer import (
+    UNUSED_HOOKS,
+    check_arguments,
+    refused_hooks,
+    refused_of_data,
+)
 from isthmus.integrations.loader_rows import LoaderRows, collated
 from isthmus.task.definition import Parameters, Participant, StepLoss
 
 _PACKAGES = ("lightning", "pytorch_lightning")
-_BATCH_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
 _INDEX = "Lightning's index of the batch in an epoch"
 
 
@@ -85,6 +89,8 @@ class LightningTask(CarriedTask):
     """Names of hooks on which nothing of the result depends."""
     unused_arguments: Sequence[str] = ()
     """Arguments of the `Trainer` that are left out."""
+    _evaluating: Sequence[str] = ()
+    """Names of the model's modules that are in evaluation mode also while it is trained."""
 
     def lightning_module(self) -> Any:
         """A new `LightningModule`."""
@@ -101,7 +107,7 @@ class LightningTask(CarriedTask):
         base = library_class(type(model), "LightningModule", _PACKAGES)
         assert base is not None  # model() has checked it
         hooks = [f"{name}()" for name in overridden(type(model), base, UNUSED_HOOKS)]
-        ignored = [f"{name}()" for name in overridden(type(model), base, REFUSED_HOOKS)]
+        ignored = [f"{name}()" for name in refused_hooks(type(model), base, _PACKAGES)]
         return (*hooks, *ignored, *self.unused_arguments, "batch sizes and workers of the loaders")
 
     def model(self) -> nn.Module:
@@ -115,22 +121,25 @@ class LightningTask(CarriedTask):
         name = type(module).__name__
         if base is None:
             raise TaskError(f"{name} is not derived from lightning.LightningModule")
+        refuse(name, refused_hooks(type(module), base, _PACKAGES), self.ignore)
+        with _attached(module, training=True):
+            module.prepare_data()
+            module.setup("fit")
+            module.configure_model()
         if not module.automatic_optimization:
             raise TaskError(
                 f"{name} has automatic_optimization=False, and a run calls the optimizer itself; "
                 "write the task with training_step(model, batch, optimizer=name)"
             )
-        found = {
-            each: REFUSED_HOOKS[each] for each in overridden(type(module), base, REFUSED_HOOKS)
-        }
-        refuse(name, found, self.ignore)
-        with _attached(module, training=True):
-            module.setup("fit")
-            module.configure_model()
+        self._evaluating = tuple(path for path, each in module.named_modules() if not each.training)
         return self._remember(module)
 
     def training_step(self, model: nn.Module, batch: Any) -> StepLoss:
-        """The module's own, with what it logs as parts."""
+        """The module's own, with what it logs as parts.
+
+        Modules that were in evaluation mode when the model was made stay in it, as in Lightning.
+        """
+        _keep_evaluating(model, self._evaluating)
         output, logged = _step(model, "training_step", batch)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, torch.Tensor):
@@ -164,7 +173,11 @@ class LightningTask(CarriedTask):
         base = library_class(type(data), "LightningDataModule", _PACKAGES)
         assert base is not None  # _prepared has checked it
         own = "val_dataloader" in vars(data) or overridden(type(data), base, ["val_dataloader"])
-        return LoaderRows(data.val_dataloader(), "val_dataloader()") if own else None
+        if not own:
+            return None
+        rows = LoaderRows(data.val_dataloader(), "val_dataloader()")
+        rows.check_all_are_drawn()
+        return rows
 
     def collate(self, rows: list[Any]) -> Any:
         """A batch, as the loader makes it that the rows come from."""
@@ -190,16 +203,27 @@ class LightningTask(CarriedTask):
         base = library_class(type(data), "LightningDataModule", _PACKAGES)
         if base is None:
             raise TaskError(f"{name} is not derived from lightning.LightningDataModule")
-        found = dict.fromkeys(
-            overridden(type(data), base, _BATCH_HOOKS), "do it in the module's steps"
-        )
-        refuse(name, found, self.ignore)
+        refuse(name, refused_of_data(type(data), base, _PACKAGES), self.ignore)
+        data.trainer = _NoTrainerOfData(training=True)
         data.prepare_data()
         data.setup("fit")
         return data
 
 
 # -- calling a module -----------------------------------------------------------------------------
+
+
+def _keep_evaluating(model: nn.Module, names: Sequence[str]) -> None:
+    """Put modules into evaluation mode, in which they were before the model's was changed."""
+    module: Any = getattr(model, "_orig_mod", model)
+    for name in names:
+        try:
+            module.get_submodule(name).training = False
+        except AttributeError:
+            raise TaskError(
+                f"{name!r} was in evaluation mode when the model was made, and is no module of it "
+                "now; call eval() on it in training_step()"
+            ) from None
 
 
 def _step(model: nn.Module, name: str, batch: Any) -> tuple[Any, dict[str, Any]]:
@@ -254,6 +278,7 @@ class _NoTrainer:
     """In the place of a module's trainer."""
 
     sanity_checking = False
+    _asking = "LightningModule"
 
     def __init__(self, training: bool) -> None:
         self.training = training
@@ -263,9 +288,17 @@ class _NoTrainer:
         if name.startswith("__"):
             raise AttributeError(name)
         raise TaskError(
-            f"the LightningModule asks its Trainer for {name!r}, and a run has no Trainer; use "
+            f"the {self._asking} asks its Trainer for {name!r}, and a run has no Trainer; use "
             "what the batch and the module have, or the task's settings"
         )
+
+
+class _NoTrainerOfData(_NoTrainer):
+    """In the place of a data module's trainer: who trains divides the rows among ranks."""
+
+    _asking = "LightningDataModule"
+    world_size = num_nodes = num_devices = 1
+    global_rank = local_rank = node_rank = 0
 
 
 class _NoIndex:

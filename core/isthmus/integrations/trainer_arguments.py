@@ -23,7 +23,7 @@ _UNUSED_BEGINNINGS = ("dataloader_", "ddp_", "eval_", "hub_", "logging_", "log_"
 _UNUSED = frozenset(
     {
         *("activation_checkpointing", "activation_checkpointing_kwargs", "batch_eval_metrics"),
-        *("data_seed", "debug", "deepspeed", "disable_tqdm", "do_eval", "do_predict", "do_train"),
+        *("data_seed", "debug", "disable_tqdm", "do_eval", "do_predict", "do_train"),
         *("enable_jit_checkpoint", "fsdp", "fsdp_config", "full_determinism"),
         *("gradient_checkpointing", "gradient_checkpointing_kwargs", "greater_is_better"),
         *("ignore_data_skip", "include_for_metrics", "include_num_input_tokens_seen"),
@@ -47,6 +47,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 _REMEDIES: Mapping[str, str] = {
     "bf16": "set federated.precision and datacenter.precision of the job",
+    "deepspeed": "set what it says in [datacenter] of the job, and the rest as arguments",
     "fp16": "set federated.precision and datacenter.precision of the job",
     "gradient_accumulation_steps": "set batch_size and accumulate in [federated] and [datacenter]",
     "label_smoothing_factor": "do it in compute_loss()",
@@ -139,9 +140,16 @@ def check_pieces(others: Mapping[str, Any], ignore: Collection[str]) -> list[str
     unknown = [each for each in others if each not in (*_PIECES, *_UNUSED_PIECES, "model")]
     if unknown:
         raise TaskError(f"trainer_task() has no argument {unknown[0]!r}, nor has a Trainer")
-    given = [name for name, value in others.items() if value is not None and value != (None, None)]
+    given = [name for name, value in others.items() if not _is_nothing(value)]
     refuse("the Trainer", {name: _PIECES[name] for name in given if name in _PIECES}, ignore)
     return [f"Trainer({name}=...)" for name in given]
+
+
+def _is_nothing(value: object) -> bool:
+    """Whether a piece was left out: None, or a list or a pair of nothing else."""
+    return value is None or (
+        isinstance(value, (list, tuple)) and all(each is None for each in value)
+    )
 
 
 def check_methods(trainer: type, base: type, ignore: Collection[str]) -> list[str]:
@@ -159,5 +167,13 @@ def check_methods(trainer: type, base: type, ignore: Collection[str]) -> list[st
     }
     unused = sorted(own & _UNUSED_METHODS)
     refused = sorted(own - _UNUSED_METHODS - _CARRIED_METHODS)
-    refuse(trainer.__name__, dict.fromkeys(refused, "a run trains instead of it"), ignore)
-    return [f"{name}()" for name in [*unused, *refused]]
+    found = dict.fromkeys(refused, "a run trains instead of it")
+    if any("__init__" in vars(each) for each in derived if not _is_of(each, base)):
+        found["__init__"] = "a run makes no Trainer; set what it sets as attributes of the class"
+    refuse(trainer.__name__, found, ignore)
+    return [f"{name}()" for name in [*unused, *found]]
+
+
+def _is_of(cls: type, base: type) -> bool:
+    """Whether a class is of the library of another one."""
+    return cls.__module__.partition(".")[0] == base.__module__.partition(".")[0]

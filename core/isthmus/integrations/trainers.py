@@ -76,6 +76,8 @@ def trainer_task(
         *check_methods(cls, base, ignore),
         *check_arguments(args, ignore),
     ]
+    if args.dataloader_drop_last and eval_dataset is not None:
+        unused.append("TrainingArguments(dataloader_drop_last=...) of evaluations")
     pieces = SimpleNamespace(
         trainer=cls,
         args=args,

@@ -31,6 +31,11 @@ _LENGTH = struct.Struct("<Q")
 PIECE_BYTES = 16 << 20
 """Bytes that are read at a time."""
 
+MAX_DIMENSIONS = 64
+"""Of a tensor of PyTorch."""
+MAX_NUMBER = (1 << 63) - 1
+"""The largest size of a tensor of PyTorch, and the largest position in a file."""
+
 _DTYPES = {
     "BOOL": ("bool", 1),
     "U8": ("uint8", 1),
@@ -133,7 +138,7 @@ class SafetensorsFile:
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
         try:
-            table = json.loads(text)
+            table = json.loads(text.decode(), object_pairs_hook=_without_repeats)
             metadata = table.pop("__metadata__", {})
             rows = [_row(name, row, _LENGTH.size + length) for name, row in table.items()]
             texts = {str(key): str(value) for key, value in metadata.items()}
@@ -250,6 +255,14 @@ def _state(found: os.stat_result) -> tuple[int, ...]:
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of a header, of which two readers cannot take different rows."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("its header has a name twice")
+    return table
+
+
 def _row(name: str, row: Mapping[str, Any], data: int) -> StoredTensor:
     """The entry of a tensor in a header; `data` is where the values begin in the file."""
     dtype = row["dtype"]
@@ -257,8 +270,13 @@ def _row(name: str, row: Mapping[str, Any], data: int) -> StoredTensor:
     begin, end = row["data_offsets"]
     if dtype not in _DTYPES:
         raise ValueError(f"{name!r} has the type {dtype!r}, which this version does not read")
-    if any(type(each) is not int or each < 0 for each in (*shape, begin, end)):
-        raise ValueError(f"{name!r} has a size or a position that is no whole number")
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"{name!r} has more than {MAX_DIMENSIONS} dimensions")
+    numbers = (*shape, begin, end)
+    if any(type(each) is not int or not 0 <= each <= MAX_NUMBER for each in numbers):
+        raise ValueError(
+            f"{name!r} has a size or a position that is no whole number of at most 63 bits"
+        )
     if end - begin != math.prod(shape) * _DTYPES[dtype][1]:
         raise ValueError(f"{name!r} of shape {shape} in {dtype} does not have {end - begin} bytes")
     return StoredTensor(name, dtype, shape, data + begin, data + end)

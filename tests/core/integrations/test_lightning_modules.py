@@ -11,7 +11,12 @@ import sys
 import pytest
 import torch
 from tests.core.integrations.conftest import REGIMES, STEPS, assert_moved_alike, start_of
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from isthmus.errors import TaskError
 from isthmus.integrations import lightning_task
@@ -116,6 +121,18 @@ def batch_of(task):
         ),
         ({"automatic_optimization": False}, "Changed has automatic_optimization=False, and a run"),
         (
+            {"setup": lambda self, stage: setattr(self, "automatic_optimization", False)},
+            "Changed has automatic_optimization=False, and a run",
+        ),
+        ({"on_train_end": lambda self: None}, "on_train_end (a run keeps the model that its last"),
+        ({"clip_gradients": lambda self, *_: None}, "clip_gradients (set federated.clip_norm and"),
+        ({"manual_backward": lambda self, _: None}, "manual_backward (a run does not call it)"),
+        ({"training_step_end": lambda self, _: None}, "training_step_end (Lightning 2 has no such"),
+        (
+            {"on_validation_model_train": lambda self: None},
+            "on_validation_model_train (a run sets the modes of modules itself)",
+        ),
+        (
             {"setup": lambda self, stage: self.trainer.max_epochs},
             "the LightningModule asks its Trainer for 'max_epochs', and a run has no Trainer",
         ),
@@ -150,6 +167,65 @@ def test_a_step_that_needs_the_trainer_is_refused(script, step, sentence):
         training_step(task, model, batch_of(task))
     assert "log" not in vars(model)  # it is the user's again
     assert model.current_epoch == 0
+
+
+def test_modules_in_evaluation_mode_stay_in_it_as_in_lightning(script):
+    class Frozen(script.LitRows):
+        def setup(self, stage):
+            self.body.eval()
+
+    task = lightning_task(Frozen, script.RowsData)({})
+    model = task.model().train()
+    training_step(task, model, batch_of(task))
+    assert model.training
+    assert model.head.training
+    assert not model.body[1].training
+    assert model.body[1].num_batches_tracked == 0
+    model.body = None
+    with pytest.raises(TaskError, match="'body' was in evaluation mode when the model was made"):
+        training_step(task, model, batch_of(task))
+
+
+def test_a_module_prepares_its_own_data_before_it_is_set_up(script):
+    class Prepared(script.LitRows):
+        def prepare_data(self):
+            type(self).calls = ["prepare_data"]
+
+        def setup(self, stage):
+            self.calls.append("setup")
+
+    lightning_task(Prepared, script.RowsData)({}).model()
+    assert Prepared.calls == ["prepare_data", "setup"]
+
+
+@pytest.mark.parametrize(
+    ("members", "sentence"),
+    [
+        (
+            {"setup": lambda self, stage: self.trainer.current_epoch},
+            "the LightningDataModule asks its Trainer for 'current_epoch', and a run has no Traine",
+        ),
+        (
+            {"on_after_batch_transfer": lambda self, batch, _: batch},
+            "on_after_batch_transfer (do it in the module's steps)",
+        ),
+    ],
+)
+def test_a_data_module_that_needs_the_trainer_is_refused(script, members, sentence):
+    task = lightning_task(script.LitRows, type("Changed", (script.RowsData,), members))({})
+    with pytest.raises(TaskError, match=re.escape(sentence)):
+        task.eval_data()
+
+
+def test_a_data_module_may_divide_by_the_number_of_ranks(script):
+    class Divided(script.RowsData):
+        name = "rows"
+
+        def setup(self, stage):
+            super().setup(stage)
+            self.size = 20 // self.trainer.world_size
+
+    assert len(lightning_task(script.LitRows, Divided)({}).eval_data()) == 20
 
 
 def one_by_epoch(self):
@@ -208,11 +284,41 @@ def test_loaders_keep_their_order_and_whole_batches_or_are_refused(script):
     assert list(orders(batch_size=8)) == list(range(48))
     assert list(orders(batch_size=8, drop_last=True)) == list(range(40))
     assert orders(batch_size=8, shuffle=True) is None
+    assert orders(batch_size=8, sampler=SubsetRandomSampler(range(0, 48, 2))) is None
     drawn = orders(batch_size=8, shuffle=True, drop_last=True)
     assert len(set(drawn)) == 40 > sum(a == b for a, b in enumerate(drawn))
     weighted = WeightedRandomSampler([1.0] * 48, 48)
     with pytest.raises(TaskError, match="draws rows by WeightedRandomSampler, which is not carr"):
         orders(batch_size=8, sampler=weighted)
+
+
+class Doubled(DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield from (batch, batch)
+
+
+def test_held_out_rows_are_those_of_the_loader_or_are_refused(script):
+    def rows(loader=DataLoader, **options):
+        class Data(script.RowsData):
+            def val_dataloader(self):
+                return loader(self.held_out, **options)
+
+        return lightning_task(script.LitRows, Data)({}).eval_data()
+
+    chosen = rows(sampler=SubsetRandomSampler([3, 5]))
+    assert [chosen.dataset[each][0].tolist() for each in range(len(chosen))] == [
+        rows()[each].value[0].tolist() for each in (3, 5)
+    ]
+    assert len(rows(batch_size=5, drop_last=True)) == 20
+    for options, sentence in (
+        ({"sampler": WeightedRandomSampler([1.0] * 20, 20)}, "draws rows by WeightedRandomSampler"),
+        ({"sampler": SequentialSampler(range(7))}, "draws rows by SequentialSampler, and a run ev"),
+        ({"batch_size": 8, "drop_last": True}, "which leaves out 4 of 20 rows, and a run evaluat"),
+        ({"loader": Doubled}, "returned a Doubled, whose __iter__() is not called, because a job"),
+    ):
+        with pytest.raises(TaskError, match=re.escape(sentence)):
+            rows(**options)
 
 
 def test_arguments_of_the_trainer_are_refused_or_listed(script):
@@ -228,5 +334,11 @@ def test_arguments_of_the_trainer_are_refused_or_listed(script):
         trainer=clipped,
         ignore=["gradient_clip_val", "callbacks"],
     )
+    with pytest.raises(TaskError, match=r"limit_train_batches \(a job has no such key\)"):
+        lightning_task(script.LitRows, script.RowsData, trainer={"limit_train_batches": 1})
+    lightning_task(script.LitRows, script.RowsData, trainer={"limit_train_batches": 1.0})
+    trainer = type("Trainer", (), {})()
+    with pytest.raises(TaskError, match="trainer is a Trainer, and not the arguments of a Trainer"):
+        lightning_task(script.LitRows, script.RowsData, trainer=trainer)
     with pytest.raises(TaskError, match="needs classes or functions, and got a LitRows; each part"):
         lightning_task(script.LitRows(), script.RowsData)

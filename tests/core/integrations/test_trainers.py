@@ -119,6 +119,34 @@ def test_methods_of_a_derived_trainer_are_refused_or_listed(script):
     assert "TrainingArguments(max_grad_norm=...)" in task.not_carried_over
 
 
+def test_what_a_derived_trainer_is_made_with_is_refused(script):
+    class Smoothed(script.Weighted):
+        def __init__(self, *args, smoothing=0.1, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.smoothing = smoothing
+
+    with pytest.raises(TaskError, match=r"__init__ \(a run makes no Trainer; set what it sets as"):
+        pieces(script, Smoothed)
+    task = pieces(script, Smoothed, ignore=["max_grad_norm", "__init__"])({})
+    assert "__init__()" in task.not_carried_over
+    from transformers import Seq2SeqTrainer
+
+    pieces(script, Seq2SeqTrainer, callbacks=[], optimizers=(None, None))
+
+
+def test_the_configuration_of_another_library_is_refused(script):
+    args = dataclasses.replace(script.ARGUMENTS)
+    args.deepspeed = {"gradient_clipping": 1.0}  # to make them with it, that library is needed
+    with pytest.raises(TaskError, match=r"deepspeed \(set what it says in \[datacenter\] of"):
+        trainer_task(args=args, model_init=script.build, train_dataset=script.TRAIN)
+
+
+def test_evaluations_of_all_rows_are_named_where_the_trainer_leaves_some_out(script):
+    whole = {"dataloader_drop_last": True}
+    named = pieces(script, arguments=whole, eval_dataset=script.HELD_OUT)({}).not_carried_over
+    assert "TrainingArguments(dataloader_drop_last=...) of evaluations" in named
+
+
 def test_a_loss_that_needs_a_running_trainer_is_refused(script):
     class Late(script.Trainer):
         def compute_loss(self, model, inputs, **_):

@@ -91,6 +91,15 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (header_of({"a": F32 | {"shape": [3]}}, bytes(8)), r"'a' of shape \(3,\) in F32 does not"),
         (header_of({"a": F32 | {"dtype": "F4"}}, bytes(8)), "the type 'F4', which this version"),
         (header_of({"a": F32 | {"shape": [-2]}}, bytes(8)), "that is no whole number"),
+        (header_of({"a": F32 | {"shape": [1] * 65}}, bytes(4)), "'a' has more than 64 dimensions"),
+        (
+            header_of({"a": F32 | {"shape": [0, 1 << 63], "data_offsets": [0, 0]}}),
+            "that is no whole number of at most 63 bits",
+        ),
+        (
+            header_of({"a": F32, "b": F32}, bytes(8)).replace(b'"b"', b'"a"'),
+            "is no safetensors file: its header has a name twice",
+        ),
         (header_of({"a": F32, "b": F32}, bytes(8)), "'b' is not where it should"),
         (header_of({"a": F32 | {"data_offsets": [8, 16]}}, bytes(16)), "'a' is not where"),
         (header_of({"a": F32, "__metadata__": [1]}, bytes(8)), "is no safetensors file: "),

@@ -195,9 +195,11 @@ def _check_same(written: nn.Module, loaded: nn.Module, report: dict[str, Any]) -
 
 @contextlib.contextmanager
 def _errors_of_the_library(doing: str) -> Iterator[None]:
+    # What its files are written and read with has an error of its own, also for a full disk.
+    of_files = importlib.import_module("safetensors").SafetensorError
     try:
         yield
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, of_files) as error:
         first = " ".join(str(error).split())[:300]
         raise UserError(
             f"transformers cannot {doing}: {first}; use --format safetensors"

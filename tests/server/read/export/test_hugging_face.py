@@ -232,6 +232,14 @@ def test_a_folder_that_loads_as_another_model_is_refused(tmp_path, job):
         export_folder(job(), tmp_path, model, tmp_path / "out", merged=False)
 
 
+def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path, job):
+    config = saved(tmp_path / "start", *text_model("llama"), dtype=torch.float32)
+    folder = tmp_path / "out"
+    (folder / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"transformers cannot write the model: .*; use --format"):
+        export_folder(job(), tmp_path, TEXT.from_config(config), folder, merged=False)
+
+
 DECODER = """
     def model(self):
         from transformers import AutoModelForCausalLM, LlamaConfig
