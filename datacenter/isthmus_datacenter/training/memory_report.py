@@ -304,7 +304,7 @@ def _readable_meshes() -> Iterator[None]:
     try:
         yield
     finally:
-        DeviceMesh._concatenate = staticmethod(joined)  # type: ignore[method-assign]
+        DeviceMesh._concatenate = staticmethod(joined)  # type: ignore[method-assign]  # as it was
 
 
 @contextlib.contextmanager

@@ -104,7 +104,7 @@ def _kind(block: nn.Module, operators: Hashable) -> Hashable:
 
 def _operators(blocks: Sequence[nn.Module], run: Callable[[], object]) -> dict[nn.Module, Hashable]:
     """The operators that each block calls, with shapes; only of those that are called once."""
-    recorder = _Recorder()
+    recorder = _OperatorRecorder()
     calls: dict[nn.Module, list[Hashable]] = {}
 
     def begin(block: nn.Module, *_: object) -> None:
@@ -127,7 +127,7 @@ def _operators(blocks: Sequence[nn.Module], run: Callable[[], object]) -> dict[n
     return {block: operators[0] for block, operators in calls.items() if len(operators) == 1}
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # of PyTorch
+class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # of PyTorch
     """Notes operators with the shapes of what they take and return."""
 
     def __init__(self) -> None:
