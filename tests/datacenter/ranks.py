@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.data import Dataset
@@ -32,16 +35,18 @@ from isthmus_datacenter.checkpointing.model_file import load_shards, store_shard
 from isthmus_datacenter.checkpointing.named_state import named_state
 from isthmus_datacenter.checkpointing.shard_files import read_shards, write_shards
 from isthmus_datacenter.messages import Command, ControlSignal
+from isthmus_datacenter.parallel import host_messages
 from isthmus_datacenter.parallel.gradient_check import Reductions
+from isthmus_datacenter.parallel.host_messages import send_without_overlap
 from isthmus_datacenter.parallel.model_shard import GradientAllReduce, ModelShard, local
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 from isthmus_datacenter.parallel.tensor_styles import FusedOutputExchange, heads_of_part
-from isthmus_datacenter.training import memory_report
 from isthmus_datacenter.training.consensus import StoppedError
 from isthmus_datacenter.training.data import ExampleOrder
 from isthmus_datacenter.training.engine import Engine, RankPlacement
 from isthmus_datacenter.training.mean_gradient import mean_gradient
+from isthmus_datacenter.training.memory_report import memory_of_tensors
 from isthmus_datacenter.training.round import train_round
 
 CPU = torch.device("cpu")
@@ -106,14 +111,40 @@ def memory_of_state(rank: int, open_command: dict[str, Any], state: str) -> list
     return [count([*parameters, *buffers]), count(trained), count(kept)]
 
 
+def messages_of_processors(rank: int) -> tuple[bool, list[int]]:
+    """Whether gradients are those of PyTorch's own messages, and peaks with its and with ours."""
+    host_messages.GATHERED_BYTES = 1000  # several messages for each unit
+    gradients, peaks = [], []
+    for overlaps in (True, False):
+        torch.manual_seed(1)
+        # Rows that two and three ranks share unevenly.
+        model = nn.Sequential(*(nn.Linear(45, 45) for _ in range(6)))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+            if not overlaps:
+                send_without_overlap(module)
+        batch = torch.randn(4, 45, generator=torch.Generator().manual_seed(rank))
+        model(batch).square().sum().backward()  # prepares the units
+        model.zero_grad()
+        tracker = MemTracker()
+        tracker.track_external(model, batch)
+        with tracker:
+            model(batch).square().sum().backward()
+        (kinds,) = tracker.get_tracker_snapshot("peak").values()
+        peaks.append(kinds["Total"])
+        gradients.append([local(each.grad) for each in model.parameters()])
+    return all(map(torch.equal, *gradients)), peaks
+
+
 def memory_of_real_tensors(rank: int, open_command: dict[str, Any], rows: int) -> dict[str, int]:
     """What the report finds on ranks that are there, with tensors that have values."""
     job = Job.model_validate_json(open_command["job"])
     task = load_task(job.task.source, job.task.settings, base=Path(open_command["base"]))
     data: Any = task.local_data(Participant(name="test", regime="datacenter"))
-    batch = task.collate([data[index] for index in range(rows)])
-    dims = ParallelDims.from_section(job.datacenter, dist.get_world_size())
-    return dataclasses.asdict(memory_report._measured(task, job, dims, batch))
+    examples = [data[index] for index in range(rows)]
+    found = memory_of_tensors(task, job, examples, dist.get_world_size())
+    return dataclasses.asdict(found)
 
 
 def refused_training(rank: int, operation: Operation) -> str:

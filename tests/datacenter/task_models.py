@@ -321,3 +321,15 @@ class DroppingDecoder(nn.Module):
             hidden = block(hidden)
         output: torch.Tensor = self.head(hidden)
         return output
+
+
+class ResidualBlock(nn.Module):
+    """Adds to its inputs what two layers make of them."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.down(torch.tanh(self.up(inputs)))

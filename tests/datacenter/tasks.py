@@ -24,6 +24,7 @@ from tests.datacenter.task_models import (
     MixtureBlock,
     NormalisedExperts,
     NormalisedInTrainingExperts,
+    ResidualBlock,
     SequenceExperts,
     SequenceMixtureBlock,
     SkippingDecoder,
@@ -106,6 +107,14 @@ class Deep(Table):
     def model(self) -> nn.Module:
         layers = [nn.Linear(2048, 2048) for _ in range(16)]
         return nn.Sequential(nn.Linear(6, 2048), *layers, nn.Linear(2048, 3))
+
+
+class Stacked(Table):
+    """Residual blocks, each with as many hidden units as `hidden` says."""
+
+    def model(self) -> nn.Module:
+        blocks = [ResidualBlock(128, hidden) for hidden in self.settings["hidden"]]
+        return nn.Sequential(nn.Linear(6, 128), *blocks, nn.Linear(128, CLASSES))
 
 
 class Drawn(Table):
@@ -379,6 +388,13 @@ class Gpt(_Small):
         parts[0].insert(0, model.embed)
         parts[-1] += [model.norm, model.head]
         return [nn.Sequential(*part) for part in parts]
+
+
+class Padded(Gpt):
+    """Words that are not scored are masked, and not selected."""
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> Any:
+        return cross_entropy(output.transpose(1, 2), target.clamp(min=0)), target >= 0
 
 
 class Mixture(Gpt):

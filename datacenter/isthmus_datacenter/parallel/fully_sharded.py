@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from isthmus.errors import TaskError
+from isthmus_datacenter.parallel.host_messages import send_without_overlap
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.recomputation import recompute
 
@@ -68,6 +69,7 @@ def apply_zero_stage(
             mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype, output_dtype),
             offload_policy=_offload(dims, mesh),
         )
+        _choose_messages(module, dims, mesh)
 
 
 def shard_experts(experts: Sequence[nn.Module], dims: ParallelDims, mesh: DeviceMesh) -> None:
@@ -86,6 +88,13 @@ def shard_experts(experts: Sequence[nn.Module], dims: ParallelDims, mesh: Device
             mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False),
             offload_policy=_offload(dims, mesh),
         )
+        _choose_messages(module, dims, mesh)
+
+
+def _choose_messages(module: nn.Module, dims: ParallelDims, mesh: DeviceMesh) -> None:
+    if not dims.overlaps_messages(mesh.device_type):
+        assert isinstance(module, FSDPModule)
+        send_without_overlap(module)
 
 
 def _offload(dims: ParallelDims, mesh: DeviceMesh) -> OffloadPolicy:

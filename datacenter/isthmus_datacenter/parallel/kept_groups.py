@@ -9,6 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
 _Params = ParamSpec("_Params")
 _Made = TypeVar("_Made")
 
@@ -26,3 +28,5 @@ def forget_groups() -> None:
     """Forget what was made; for a process that ends its world and may begin another."""
     for forget in _forget:
         forget()
+    # What PyTorch remembers of operators on equal meshes has the names of their groups.
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # of PyTorch

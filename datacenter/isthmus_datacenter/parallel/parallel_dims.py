@@ -211,6 +211,11 @@ class ParallelDims:
         whole = self.zero_stage == 0 and self.expert == 1 and not self.offload
         return device_type == "cpu" and whole and self.precision == "fp32"
 
+    def overlaps_messages(self, device_type: str) -> bool:
+        """Whether messages of `fully_shard` are sent while other units compute."""
+        # Those between processors end before the call returns.
+        return device_type != "cpu"
+
     def coordinates(self, rank: int) -> Coordinates:
         """Position of a rank on the mesh."""
         rest, tensor = divmod(rank, self.tensor)

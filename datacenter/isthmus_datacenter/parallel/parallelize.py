@@ -85,6 +85,7 @@ def parallelize(
     unfilled: UnfilledModel | None = None,
     smallest_unit: int = SMALLEST_UNIT,
     backend: Any = "inductor",
+    compared: bool = True,
 ) -> ModelShard:
     """Build this rank's shard of the model, on the device. All ranks call this together.
 
@@ -100,6 +101,8 @@ def parallelize(
         unfilled: where the values of a model without memory are; None for a model with values.
         smallest_unit: number of parameters below which a block is no sharding unit.
         backend: of `torch.compile`.
+        compared: whether a partitioned model is compared with the whole one. Tensors without values
+            cannot be; what is made of them is not to be trained.
 
     Raises:
         TaskError: the model cannot be distributed like this, and what to do about it.
@@ -130,8 +133,11 @@ def parallelize(
                 model, task_units, smallest_unit, try_batch, experts
             )
         # What outputs are compared with later is computed here, while the model is whole.
-        stages, traces = _stages(task, model, dims, sample, flop_counter, run, unfilled)
-        plan, notes = _tensor_plan(task, model, dims, stages, traces, run)
+        if compared or dims.tensor == 1:
+            stages, traces = _stages(task, model, dims, sample, flop_counter, run, unfilled)
+        else:
+            stages, traces = [model], [((sample(),), None)]
+        plan, notes = _tensor_plan(task, model, dims, stages, traces, run, compared=compared)
     stage_names = [_parameter_names(names, stage) for stage in stages]
     _check_complete(names, stage_names)
     own_stages = {index: stages[index] for index in dims.stages_of(rank)}
@@ -148,7 +154,11 @@ def parallelize(
         else:
             units = units_in_stage(stage, task_units)
         own_experts = _divide_experts(stage, experts, expert_mesh, device)
-        if dims.tensor > 1:
+        if dims.tensor > 1 and not compared:
+            assert mesh is not None
+            _place(stage, device)
+            _shard_matrices(stage, plan, mesh["tensor"])
+        elif dims.tensor > 1:
             assert mesh is not None
             called = _CalledByTask(task, stage) if dims.pipeline == 1 else stage
             with _named_by_its_key(dims):
@@ -428,6 +438,8 @@ def _tensor_plan(
     stages: Sequence[nn.Module],
     traces: Sequence[StageTrace],
     run: RunModule,
+    *,
+    compared: bool,
 ) -> tuple[list[tuple[nn.Module, Any]], list[str]]:
     """Modules to shard with their styles, and notes for the user."""
     if dims.tensor == 1:
@@ -453,6 +465,7 @@ def _tensor_plan(
         stages,
         lambda: run(called, inputs),
         sequence=dims.sequence,
+        compared=compared,
     )
     if not plan:
         raise TaskError(

@@ -85,6 +85,7 @@ def default_tensor_plan(
     run: Callable[[], Any],
     *,
     sequence: bool = False,
+    compared: bool = True,
 ) -> tuple[list[tuple[nn.Module, ParallelStyle]], list[str]]:
     """Plan how to shard a model's layers over `degree` tensor-parallel ranks.
 
@@ -98,6 +99,7 @@ def default_tensor_plan(
         run: sends a few examples through the whole model.
         sequence: whether activations within blocks are sharded along the sequence
             (`sequence_parallel`).
+        compared: whether the heads of attentions are compared by value; see `find_head_sharding`.
 
     Returns:
         Modules with their styles, maybe none; and notes for the user on what stays inefficient.
@@ -131,7 +133,7 @@ def default_tensor_plan(
 
     # First: what is sharded by heads needs one collective, and its layers would match later rules,
     # too.
-    attentions, others = find_head_sharding(model, degree, run)
+    attentions, others = find_head_sharding(model, degree, run, compared=compared)
     attentions = [
         each
         for each in attentions

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from isthmus.errors import TaskError
 from isthmus.job import Job
@@ -39,6 +42,15 @@ from isthmus_datacenter.parallel.model_shard import ModelShard, local
 from isthmus_datacenter.parallel.parallel_dims import LayoutError, ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 from isthmus_datacenter.training.forward_backward import ForwardBackward
+from isthmus_datacenter.training.repeated_blocks import (
+    SHORTENED,
+    Counts,
+    Repetition,
+    blocks_of,
+    extended,
+    find_repetition,
+    shortened,
+)
 
 _CPU = torch.device("cpu")
 _WANT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -65,26 +77,118 @@ class RankMemory:
 
 
 class _OnAccelerators(ParallelDims):
-    """A layout as it is on GPUs: processors have another way to sum gradients of whole replicas."""
+    """A layout as it is on GPUs: processors have another way to sum gradients of whole replicas.
+
+    They also send their messages one by one.
+    """
 
     def uses_all_reduce(self, device_type: str) -> bool:
         return False
 
+    def overlaps_messages(self, device_type: str) -> bool:
+        return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What was counted of a model, by what it is, and by the index of a block where it is at one.
+
+    The numbers of a model with many alike blocks follow from those with few.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    before: int
+    """What there is before the step, with its batch."""
+    kept: Counts
+    """Activations that each part of the batch keeps."""
+    totals: Counts
+    """The most between two calls of blocks, with parameters and gradients, without the optimizer"""
+
+    def counts(self) -> Counts:
+        """All of them, to be extended together."""
+        numbers = ("parameters", "gradients", "optimizer", "before")
+        found: dict[tuple[Hashable, int | None], int] = {
+            (name, None): getattr(self, name) for name in numbers
+        }
+        for name in ("kept", "totals"):
+            for (what, block), count in getattr(self, name).items():
+                found[(name, what), block] = count
+        return found
+
+    def memory(self) -> RankMemory:
+        """The figures of the report."""
+        return _memory(self.counts())
+
+
+def _memory(counts: Mapping[Any, int]) -> RankMemory:
+    """The figures of the report from what was counted, whatever the blocks."""
+    numbers = {what: count for (what, _), count in counts.items() if isinstance(what, str)}
+    kept, totals = (
+        max(count for (what, *_), count in counts.items() if what[0] == name)
+        for name in ("kept", "totals")
+    )
+    return RankMemory(
+        parameters=numbers["parameters"],
+        gradients=numbers["gradients"],
+        optimizer=numbers["optimizer"],
+        activations=kept,
+        peak=max(totals, numbers["before"] + numbers["gradients"]) + numbers["optimizer"],
+    )
+
 
 class _PeakTracker(MemTracker):  # type: ignore[misc]  # untyped in PyTorch
-    """Keeps the peak of the whole model, and not that of each module.
+    """Keeps the peaks between calls of blocks, and not that of each module.
 
     PyTorch's tracker looks at all modules in each operation, which takes most of the time of a
     model with many layers.
     """
 
+    def __init__(self, part: int = 0) -> None:
+        super().__init__()
+        self.part = part
+        """Number of the part of the batch."""
+        self.totals: dict[tuple[Hashable, int | None], int] = {}
+        """Peaks by what happens, and by the index of the block to which it does."""
+        self._place: tuple[Hashable, int | None] | None = None
+
+    def now(self, what: str, block: int | None = None) -> None:
+        """Begin to keep the peak of what happens from now on."""
+        self._place = ((self.part, what), block)
+        self._update_peak_stats(None)
+
     def _update_peak_stats(self, peak_state: Any) -> None:
         del peak_state
-        for device, kinds in self._curr_mem_snap.items():
-            total = kinds["Total"]
-            if self._peak_mem.get(device, 0) < total:
-                self._peak_mem[device] = total
-                self._peak_mem_snap[device] = dict(kinds)
+        if self._place is None:
+            return
+        total = sum(kinds["Total"] for kinds in self._curr_mem_snap.values())
+        if self.totals.get(self._place, -1) < total:
+            self.totals[self._place] = total
+
+    def watch(self, blocks: Sequence[nn.Module]) -> None:
+        """Keep peaks by the calls of blocks, and by the gradients of their outputs."""
+        for index, block in enumerate(blocks):
+            block.register_forward_pre_hook(self._hook("forward", index))
+            block.register_forward_hook(self._hook("after", index))
+            block.register_forward_hook(self._before_backward(index))
+
+    def _hook(self, what: str, index: int) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            self.now(what, index)
+
+        return hook
+
+    def _before_backward(self, index: int) -> Callable[..., None]:
+        begin = self._hook("backward", index)
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            tensors = (each for each in tree_leaves(output) if isinstance(each, torch.Tensor))
+            trained = next((each for each in tensors if each.requires_grad), None)
+            if trained is not None:
+                trained.register_hook(begin)  # type: ignore[no-untyped-call]  # of PyTorch
+
+        return hook
 
 
 def memory_of(
@@ -112,8 +216,14 @@ def memory_of(
             batch = task.collate(list(rows))
         mode = FakeTensorMode()
         try:
-            with mode:
-                return _measured(task, job, dims, map_tensors(mode.from_tensor, batch))
+            with mode, _readable_meshes(), warnings.catch_warnings():
+                # Of the places of tensors in memory, which are compared, and here are nowhere.
+                warnings.filterwarnings(
+                    "ignore", "Accessing the data pointer of FakeTensor", UserWarning
+                )
+                # Of hooks that an in-place change would lose: nothing is trained.
+                warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+                return _found(task, job, dims, map_tensors(mode.from_tensor, batch))
         except (*_WANT_VALUES, TaskError) as error:
             cause = error.__cause__ if isinstance(error, TaskError) else error
             if isinstance(cause, NotImplementedError) and _TWICE in str(cause):
@@ -127,6 +237,21 @@ def memory_of(
                 "the memory of a rank is found with tensors that have no values, and the code of "
                 f"the task reads some, or selects by them ({error}); return a mask instead"
             ) from None
+
+
+def memory_of_tensors(task: Task, job: Job, rows: Sequence[Any], ranks: int) -> RankMemory:
+    """What `memory_of` finds, counted of tensors with values, on processors that are there.
+
+    All ranks of the process group call this together. The arguments are those of `memory_of`.
+
+    Raises:
+        LayoutError: see `memory_of`.
+        TaskError: the model cannot be built or trained.
+    """
+    dims = _dims(job, ranks, accelerators=False)
+    with user_code("collate()"):
+        batch = task.collate(list(rows))
+    return _measured(task, _built(task, job), job, dims, batch).memory()
 
 
 def examples_at_once(job: Job, ranks: int) -> int:
@@ -143,19 +268,16 @@ def examples_at_once(job: Job, ranks: int) -> int:
 
 def _dims(job: Job, ranks: int, accelerators: bool) -> ParallelDims:
     section = job.datacenter
-    known = {
-        "layout": "given",
-        "tensor_parallel": 1,
-        "context_parallel": 1,
-        "expert_parallel": 1,
-        "pipeline_parallel": 1,
+    unknown_unless = {
+        "layout": ("given", "ranks choose another"),
+        "expert_parallel": (1, "how many tokens a rank gets depends on their values"),
+        "pipeline_parallel": (1, "ranks of a pipeline tell each other the shapes they exchange"),
     }
-    for key, one in known.items():
-        if getattr(section, key) != one:
+    for key, (known, why) in unknown_unless.items():
+        if getattr(section, key) != known:
             raise LayoutError(
-                f"the memory of a rank is known for {key}={one!r} only, and the job has "
-                f"{getattr(section, key)!r}: such layouts are compared with the whole model by its "
-                "values"
+                f"the memory of a rank is known for {key}={known!r} only, and the job has "
+                f"{getattr(section, key)!r}: {why}"
             )
     unknown = {
         "compile": section.compile,
@@ -170,6 +292,22 @@ def _dims(job: Job, ranks: int, accelerators: bool) -> ParallelDims:
 
 
 @contextlib.contextmanager
+def _readable_meshes() -> Iterator[None]:
+    """Within it meshes may be joined, which reads the numbers of their ranks."""
+    joined = DeviceMesh._concatenate
+
+    def join(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with _disable_current_modes():
+            return joined(meshes)
+
+    DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign, assignment]  # for a while
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = staticmethod(joined)  # type: ignore[method-assign]  # as it was
+
+
+@contextlib.contextmanager
 def _pretended_ranks(ranks: int) -> Iterator[None]:
     """A process group of so many ranks, of which this process is the first and the only one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -180,14 +318,64 @@ def _pretended_ranks(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _measured(task: Task, job: Job, dims: ParallelDims, batch: Any) -> RankMemory:
+def _found(task: Task, job: Job, dims: ParallelDims, batch: Any) -> RankMemory:
+    """The memory of a rank with tensors that have no values."""
+    model = _built(task, job)
+    every = dims.checkpoint_every if dims.checkpoint_activations else 1
+    repetition = find_repetition(model, lambda: _loss(task, model, batch), every)
+    if repetition is not None:
+        # Of any kind: counts that are on no line, or code of the task that wants all blocks.
+        with contextlib.suppress(Exception):
+            return _extended(task, job, dims, batch, model, repetition)
+    return _measured(task, model, job, dims, batch).memory()
+
+
+def _built(task: Task, job: Job) -> nn.Module:
     with user_code("model()"):
         model = task.model()
-    with warnings.catch_warnings():
-        # Of the places of tensors in memory, which are compared, and here are nowhere.
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
-        divide(model, job.exchange)
-    shard = parallelize(task, model, dims, 0, _CPU, sample=lambda: None)
+    divide(model, job.exchange)
+    return model.train()
+
+
+def _extended(
+    task: Task,
+    job: Job,
+    dims: ParallelDims,
+    batch: Any,
+    model: nn.Module,
+    repetition: Repetition,
+) -> RankMemory:
+    """The memory with all repetitions, from models with a few of them.
+
+    Raises:
+        NotOnALineError: it does not follow from them.
+    """
+    counts = []
+    for times in SHORTENED:
+        short = shortened(model, repetition, times)
+        blocks = blocks_of(short, repetition, times)
+        counts.append(_measured(task, short, job, dims, batch, blocks).counts())
+    return _memory(extended(counts, repetition.period, repetition.times))
+
+
+def _measured(
+    task: Task,
+    model: nn.Module,
+    job: Job,
+    dims: ParallelDims,
+    batch: Any,
+    blocks: Sequence[nn.Module] = (),
+) -> _Measured:
+    """Distribute a model, and count what a step with a batch takes, by calls of `blocks`."""
+    shard = parallelize(
+        task,
+        model,
+        dims,
+        0,
+        _CPU,
+        sample=lambda: pair_of(task, batch)[0],
+        compared=False,
+    )
     steps = ForwardBackward(task, shard, 0, _CPU, job.datacenter.batch_size)
     stage = shard.stages[0]
     stage.train()
@@ -196,41 +384,34 @@ def _measured(task: Task, job: Job, dims: ParallelDims, batch: Any) -> RankMemor
     _clear(shard)
     tracker = _PeakTracker()
     tracker.track_external(stage, *_tensors(batch))
-    parts = dims.accumulate
+    tracker.watch(blocks)
     before = _total(tracker)
-    activations = 0
+    kept: dict[tuple[Hashable, int | None], int] = {}
+    parts = dims.accumulate
     with tracker:
         # Gradients of a first part are there while others are trained.
         for last in (False, True)[-min(parts, 2) :]:
             steps.set_gradient_sync(last)
-            kept = _pass(task, stage, batch, tracker)
-            activations = max(activations, kept)
+            tracker.now("begin")
+            kept[tracker.part, None] = _pass(task, stage, batch, tracker)
             tracker.reset_mod_stats()
-    peak = _total(tracker, "peak")
+            tracker.part += 1
     trained = {name: each for name, each in shard.parameters().items() if each.requires_grad}
     rounded = job.datacenter.optimizer_states == "bf16"
-    optimizer = _optimizer_bytes(task, trained, rounded=rounded)
-    parameters = _bytes(shard.parameters().values()) + _bytes(shard.buffers().values())
-    gradients = _bytes(trained.values())
-    return RankMemory(
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=activations,
-        peak=max(peak, before + gradients) + optimizer,
+    return _Measured(
+        parameters=_bytes(shard.parameters().values()) + _bytes(shard.buffers().values()),
+        gradients=_bytes(trained.values()),
+        optimizer=_optimizer_bytes(task, trained, rounded=rounded),
+        before=before,
+        kept=kept,
+        totals=tracker.totals,
     )
 
 
 def _pass(task: Task, model: nn.Module, batch: Any, tracker: MemTracker | None = None) -> int:
     """Pass a batch forward and backward; returns the bytes that were kept between the two."""
     before = {} if tracker is None else _kinds(tracker)
-    if defines(task, "training_step"):
-        total = training_step(task, model, batch).loss
-    else:
-        inputs, target = pair_of(task, batch)
-        output, values = losses(task, model, inputs, target)
-        total = values.total()
-        del output, values
+    total = _loss(task, model, batch)
     after = {} if tracker is None else _kinds(tracker)
     total.backward()  # type: ignore[no-untyped-call]  # untyped in PyTorch
     # Gathered parameters are there too, and no activations.
@@ -238,23 +419,30 @@ def _pass(task: Task, model: nn.Module, batch: Any, tracker: MemTracker | None =
     return sum(after[kind] - before.get(kind, 0) for kind in kinds)
 
 
+def _loss(task: Task, model: nn.Module, batch: Any) -> torch.Tensor:
+    if defines(task, "training_step"):
+        return training_step(task, model, batch).loss
+    inputs, target = pair_of(task, batch)
+    return losses(task, model, inputs, target)[1].total()
+
+
 def _clear(shard: ModelShard) -> None:
     for parameter in shard.parameters().values():
         parameter.grad = None
 
 
-def _kinds(tracker: MemTracker, which: str = "current") -> dict[str, int]:
+def _kinds(tracker: MemTracker) -> dict[str, int]:
     """Bytes by kind, on all devices together."""
     bytes_by_kind: dict[str, int] = {}
-    for kinds in tracker.get_tracker_snapshot(which).values():
+    for kinds in tracker.get_tracker_snapshot().values():
         for kind, count in kinds.items():
             name = str(getattr(kind, "value", kind))
             bytes_by_kind[name] = bytes_by_kind.get(name, 0) + int(count)
     return bytes_by_kind
 
 
-def _total(tracker: MemTracker, which: str = "current") -> int:
-    return _kinds(tracker, which).get("Total", 0)
+def _total(tracker: MemTracker) -> int:
+    return _kinds(tracker).get("Total", 0)
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
@@ -280,7 +468,7 @@ def _optimizer_bytes(
     Raises:
         TaskError: `optimizer()` raised.
     """
-    with torch.utils._python_dispatch._disable_current_modes():
+    with _disable_current_modes():
         small = {
             name: nn.Parameter(torch.zeros(_PRIMES[: each.ndim], dtype=each.dtype))
             for name, each in trained.items()
