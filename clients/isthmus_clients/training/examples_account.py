@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 LEDGER_NAME = "examples.ledger"
 _HEAD_NAME = "examples.head"
 _POPULATION = "this-device"
-_BEYOND_JOB = "examples-beyond-the-jobs-budget"
 
 
 class ExamplesAccount:
@@ -110,7 +109,7 @@ class ExamplesAccount:
         of_run = [_event(each) for each in charges if each.run == run]
         if epsilon_of_steps(of_run + after, privacy.delta) > privacy.epsilon:
             refusal.refuse(
-                _BEYOND_JOB,
+                "examples-beyond-the-jobs-budget",
                 f"this device has trained {len(of_run)} times in this run, and once more would "
                 f"exceed an epsilon of {privacy.epsilon:g} at delta {privacy.delta:g} for one of "
                 "its examples (federated.privacy)",
@@ -156,7 +155,7 @@ class RunAccount:
         try:
             self.account.charge(self.plan, self.run, round_, attempt)
         except PeerMisbehaved as refused:
-            if not self.withheld or refused.code != _BEYOND_JOB:
+            if not self.withheld or refused.code != "examples-beyond-the-jobs-budget":
                 raise
             log.error("this device takes part in %s without effect: %s", self.run, refused)
             return False
