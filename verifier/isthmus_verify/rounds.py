@@ -88,6 +88,8 @@ class JobFacts:
     """Fewest updates of a round; 0 if the job leaves it to its default."""
     client_update: float
     """Price of a device in a round."""
+    recomputes: bool
+    """Whether a datacenter computes the running statistics of each round."""
 
     @classmethod
     def of(cls, job: Fields) -> JobFacts:
@@ -101,6 +103,7 @@ class JobFacts:
             distributed=privacy is not None and privacy.text("mechanism") == "distributed",
             quorum=federated.count("quorum") if federated.has("quorum") else 0,
             client_update=job.table("prices").number("client_update"),
+            recomputes=job.table("exchange").text("buffers") == "recompute",
         )
 
 
@@ -334,7 +337,8 @@ class Rounds:
             seen.add((name, regime))
             asked = plan.invited if regime == "federated" else plan.datacenters
             late = self._job.buffered and regime == "federated"  # invited in an earlier round
-            measured = plan.measures and regime == "datacenter"  # it gives a gradient, no update
+            # It gives a gradient or running statistics, and no update.
+            measured = (plan.measures or self._job.recomputes) and regime == "datacenter"
             if name not in asked and not late and not measured:
                 raise Violation(
                     f"{where} has a receipt of {shown(name)}, whom its plan did not ask"
