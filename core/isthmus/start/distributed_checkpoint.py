@@ -70,7 +70,8 @@ class _Metadata(_Described):
 
 class _MetadataIndex(_Described):
     fqn: Any
-    offset: Any
+    offset: Any = None
+    """Of PyTorch's class, too: the index of what is no tensor of several ranks has none."""
 
 
 class _StorageInfo(_Described):
