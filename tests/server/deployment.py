@@ -237,8 +237,8 @@ class Deployment:
 def verified(directory):
     """What `isthmus-verify` says of a run; None for one that was damaged on purpose."""
     try:
-        store = Store.open(directory, check=True)
+        with contextlib.closing(Store.open(directory, check=True)) as store:
+            transcript = b"".join(Transcript(store).lines())
     except UserError:
         return None
-    with contextlib.closing(store):
-        return check(io.BytesIO(b"".join(Transcript(store).lines())))
+    return check(io.BytesIO(transcript))
