@@ -114,7 +114,8 @@ def memory_of_state(rank: int, open_command: dict[str, Any], state: str) -> list
 def messages_of_processors(rank: int) -> tuple[bool, list[int]]:
     """Whether gradients are those of PyTorch's own messages, and peaks with its and with ours."""
     host_messages.GATHERED_BYTES = 1000  # several messages for each unit
-    gradients, peaks = [], []
+    gradients = []
+    peaks = []
     for overlaps in (True, False):
         torch.manual_seed(1)
         # Rows that two and three ranks share unevenly.

@@ -311,7 +311,8 @@ def _proxy_of(url: str, source: str, login: str) -> Proxy:
         UserError: it is not of that form. No message has what is before its `@`.
     """
     # Not any text before `://`, which may be of a password.
-    scheme, rest = "http", url
+    scheme = "http"
+    rest = url
     if match := _SCHEME.match(url):
         scheme = match[1]
         rest = url[match.end() :]

@@ -136,7 +136,8 @@ def parallelize(
         if compared or dims.tensor == 1:
             stages, traces = _stages(task, model, dims, sample, flop_counter, run, unfilled)
         else:
-            stages, traces = [model], [((sample(),), None)]
+            stages = [model]
+            traces = [((sample(),), None)]
         plan, notes = _tensor_plan(task, model, dims, stages, traces, run, compared=compared)
     stage_names = [_parameter_names(names, stage) for stage in stages]
     _check_complete(names, stage_names)
