@@ -90,8 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds, memory, lines = measure(size, ranks)
         results[f"cpu_seconds/{size}/{ranks}"] = seconds
         results[f"memory_gib/{size}/{ranks}"] = memory / 2**30
-        peak = next(" ".join(line.split()[1:3]) for line in lines if line.startswith("peak"))
-        rows.append((size, f"{ranks:,}", f"{seconds:.0f} s", f"{memory / 2**20:,.0f} MiB", peak))
+        rows.append(
+            (size, f"{ranks:,}", f"{seconds:.0f} s", f"{memory / 2**20:,.0f} MiB", _peak(lines))
+        )
     print(figures.table(("model", "ranks", "CPU time", "memory", "peak of a rank"), rows))
     layouts = _layouts()
     if options.smoke:
@@ -128,6 +129,15 @@ def measure(size: str, ranks: int) -> tuple[float, int, list[str]]:
         raise UserError(f"`{' '.join(command)}` failed: {output[-500:].strip()}")
     seconds = usage.ru_utime + usage.ru_stime
     return seconds, 1024 * usage.ru_maxrss, output.splitlines()
+
+
+def _peak(lines: Sequence[str]) -> str:
+    """Number and unit of the line `peak 58.2 MiB of a step, ...` of the command's report."""
+    for line in lines:
+        match line.split():
+            case ["peak", number, unit, *_]:
+                return f"{number} {unit}"
+    raise UserError("`isthmus job check --memory` reported no peak")
 
 
 def compare(layouts: Mapping[str, Layout]) -> dict[str, float]:
