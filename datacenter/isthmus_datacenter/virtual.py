@@ -160,6 +160,12 @@ class VirtualRun:
                 "a simulated datacenter trains on a processor, and the job has datacenter.float8; "
                 "use a real one, or remove it"
             )
+        precision = self.job.datacenter.precision
+        if precision != "fp32":
+            raise TaskError(
+                "a simulated datacenter trains in float32, and the job has datacenter.precision = "
+                f"{precision!r}; use a real one, or simulate with --set datacenter.precision=fp32"
+            )
         self.model.train()
         self.participant = Participant(name=name, regime="datacenter")
         with user_code("local_data()"):

@@ -323,6 +323,40 @@ class DroppingDecoder(nn.Module):
         return output
 
 
+class ScaledByFunction(nn.Module):
+    """Scales by its parameter in a function that has kept it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        scale = nn.Parameter(torch.ones(width))
+        self.scale = scale
+        self.scaled = lambda rows: rows * scale
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.scaled(rows)
+        return output
+
+
+class Clamped(nn.Module):
+    """Scales by a parameter that it keeps within a range."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale.clamp_(0.5, 0.9)
+        return rows * self.scale
+
+
+class Signs(nn.Module):
+    """Whole numbers by the signs of its inputs: 0 or 1."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return (rows > 0).long()
+
+
 class ResidualBlock(nn.Module):
     """Adds to its inputs what two layers make of them."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from tests.datacenter.task_models import (
+    Clamped,
     CountingExperts,
     Decoder,
     DecoderBlock,
@@ -25,8 +26,10 @@ from tests.datacenter.task_models import (
     NormalisedExperts,
     NormalisedInTrainingExperts,
     ResidualBlock,
+    ScaledByFunction,
     SequenceExperts,
     SequenceMixtureBlock,
+    Signs,
     SkippingDecoder,
     SometimesMixtureBlock,
     SparingExperts,
@@ -148,6 +151,32 @@ class Outside(Table):
 
     def forward(self, model: nn.Module, inputs: torch.Tensor) -> Any:
         return model(inputs) + model[0].bias.sum()  # type: ignore[index]
+
+
+class Peculiar(Table):
+    """Its model has what names and values of parameters do not tell; `kind` says what."""
+
+    def model(self) -> nn.Module:
+        layers: Any = super().model()
+        match self.settings["kind"]:
+            case "hooked":
+                layers[3].weight.register_hook(lambda gradient: 0.1 * gradient)
+            case "rated":
+                layers[3].weight.rate = 0.5
+            case "kept":
+                layers.append(ScaledByFunction(CLASSES))
+            case "clamped":
+                layers.append(Clamped(CLASSES))
+            case "renormalised":
+                return nn.Sequential(Signs(), nn.EmbeddingBag(2, 17, max_norm=0.1), *layers[1:])
+        output: nn.Module = layers
+        return output
+
+    def optimizer(
+        self, parameters: Iterable[nn.Parameter], participant: Participant
+    ) -> torch.optim.Optimizer:
+        groups = [{"params": [each], "lr": getattr(each, "rate", 0.05)} for each in parameters]
+        return torch.optim.SGD(groups, lr=0.05)
 
 
 class Text(_Small):

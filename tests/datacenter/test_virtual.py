@@ -77,6 +77,12 @@ def test_a_simulated_datacenter_keeps_the_state_before_its_last_command(make_set
     assert train(late, 10, 13, middle) != middle
 
 
+def test_a_simulated_datacenter_trains_in_float32_only(make_setup: Any) -> None:
+    setup = make_setup("Table", ranks=1, precision="bf16")
+    with pytest.raises(TaskError, match=r"in float32, .* has datacenter.precision = 'bf16'; use"):
+        send(VirtualDatacenter(), open=setup.open_request("run"))
+
+
 @pytest.mark.parametrize("task", ["Table", "Masked", "ByBatch"])
 @pytest.mark.parametrize("clip_norm", [None, 0.3])
 def test_a_simulated_datacenter_trains_as_plain_pytorch_does(

@@ -57,6 +57,7 @@ class DatacenterCompression(Section):
 
 
 _CHOSEN = (
+    "zero_stage",
     "data_parallel",
     "shard_groups",
     "tensor_parallel",
@@ -64,8 +65,8 @@ _CHOSEN = (
     "context_parallel",
     "pipeline_parallel",
 )
-"""What ranks choose with `layout = "auto"`, or do without. They choose zero_stage too, but its
-default cannot be told from a value that was given."""
+"""What ranks choose with `layout = "auto"`, or do without. A default cannot be told from a value
+that was given."""
 
 _SHARDED = (
     "fully_shard gathers parameters and reduces gradients by hooks for a batch as a whole, so that "

@@ -9,28 +9,59 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 
 from torch import nn
 
 
+class Originals:
+    """The parameters as they were made, with memory, before one without took the place of each."""
+
+    def __init__(self) -> None:
+        self._parameters: list[weakref.ref[nn.Parameter]] = []
+        self._marked = False
+
+    def replaced(self, parameter: nn.Parameter) -> None:
+        """Note that another object takes the place of a parameter."""
+        self._parameters.append(weakref.ref(parameter))
+        hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        self._marked |= bool(vars(parameter)) or any(hooks)
+
+    def are_missed(self) -> bool:
+        """Whether the code of the model has one of them still, or had given it more than values.
+
+        That is an attribute or a hook of the parameter, or a reference from somewhere other than
+        its module.
+        """
+        if self._marked:
+            return True
+        if all(each() is None for each in self._parameters):
+            return False
+        gc.collect()  # what is in a cycle of references is no use of it
+        return any(each() is not None for each in self._parameters)
+
+
 @contextlib.contextmanager
-def parameters_without_memory() -> Iterator[None]:
+def parameters_without_memory() -> Iterator[Originals]:
     """Put the parameters of modules that are built in the block on the device `meta`.
 
     Each is made with memory, which is freed when it is registered; initialising it afterwards does
     nothing. Buffers and other tensors have their values. Not for several threads.
     """
     register = nn.Module.register_parameter
+    originals = Originals()
 
     def without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
         # A parameter of another module that is tied stays the same object.
         if param is not None and not param.is_meta:
+            originals.replaced(param)
             self._parameters[name] = nn.Parameter(param.to("meta"), param.requires_grad)
 
     nn.Module.register_parameter = without_memory  # type: ignore[method-assign] # PyTorch has no hook
     try:
-        yield
+        yield originals
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign] # PyTorch has no hook

@@ -27,7 +27,7 @@ def values_while_called(root: nn.Module, read: Read, take: Take | None = None) -
     """Within it, modules have the values of their own parameters while they are called.
 
     Code that uses a parameter while its module is not called finds it without memory, which raises
-    a `RuntimeError`.
+    a `RuntimeError`. So does code that changes a parameter in place, as the change is lost.
 
     Args:
         root: a module whose parameters have no memory; it is as before afterwards.
@@ -140,6 +140,8 @@ class _Calls:
         self._gradients = gradients
         self._depth = 0
         """Calls of the module that have begun and not ended."""
+        self._given: dict[str, tuple[torch.Tensor, int]] = {}
+        """Values of the parameters in this call, by name, and their version before it."""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -175,14 +177,22 @@ class _Calls:
         self._depth += 1
         if self._depth == 1:
             for name, parameter in self._own.items():
-                self._module._parameters[name] = self._give(self._paths[parameter], parameter)
+                # Another tensor may stand in for it, as in `torch.func.functional_call`.
+                if self._module._parameters.get(name) is parameter:
+                    values = self._give(self._paths[parameter], parameter)
+                    self._module._parameters[name] = values
+                    self._given[name] = (values, values._version)
 
     def _end(self, *_: object) -> None:
         if not self._depth:  # a hook before the first of these has failed
             return
         self._depth -= 1
         if not self._depth:
-            self._module._parameters.update(self._own)
+            given = self._given
+            self._given = {}
+            self._module._parameters.update({name: self._own[name] for name in given})
+            if any(values._version != version for values, version in given.values()):
+                raise RuntimeError("a parameter is changed while its module is called")
 
     def _give(self, path: str, parameter: nn.Parameter) -> Any:
         gradients = self._gradients

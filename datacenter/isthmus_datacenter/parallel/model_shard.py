@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from isthmus.errors import TaskError
 from isthmus.tensors.structure import Structure, added
+from isthmus_datacenter.parallel.built_parameters import BuiltParameters
 from isthmus_datacenter.parallel.gradient_check import Reductions
 from isthmus_datacenter.parallel.kept_groups import kept
 from isthmus_datacenter.parallel.module_calls import REDUCES_UNUSED
@@ -179,6 +180,7 @@ class ModelShard:
         sample_flops: int = 0,
         notes: Sequence[str] = (),
         all_names: Sequence[str] = (),
+        built: BuiltParameters | None = None,
     ) -> None:
         """Collect the stages of one rank.
 
@@ -195,6 +197,7 @@ class ModelShard:
             sample_flops: operations of the whole model's forward pass of the sample; 0 if unknown.
             notes: for the user, on how the model was sharded.
             all_names: names of all parameters of the whole model, in the same order on all ranks.
+            built: the parameters before they were distributed; None if they were not.
         """
         self.dims = dims
         self.stages = dict(stages)
@@ -208,6 +211,7 @@ class ModelShard:
         self._structures = {index: Structure.of(stage) for index, stage in self.stages.items()}
         self.notes = list(notes)
         self._all_names = all_names
+        self._built = built
         self._gradients: WatchedGradients | None = None
 
     def modules(self) -> Iterator[nn.Module]:
@@ -283,9 +287,16 @@ class ModelShard:
         return bool(count)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Existing gradients, sharded as their parameters are."""
+        """Existing gradients, sharded as their parameters are.
+
+        Raises:
+            TaskError: the model does not use the parameters that are trained.
+        """
         gradients = {}
-        for name, parameter in self.parameters().items():
+        parameters = self.parameters()
+        if self._built is not None:
+            self._built.check(parameters.values())
+        for name, parameter in parameters.items():
             gradient = parameter.grad
             if gradient is None:
                 continue

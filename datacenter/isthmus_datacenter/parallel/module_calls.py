@@ -96,18 +96,17 @@ def find_units(
         given: whether the task chose the candidates, so that none may be left out.
 
     Raises:
-        TaskError: a candidate that the task chose is not called by every batch.
+        TaskError: a candidate that the task chose is not called by every batch, or the model
+            changes its parameters.
     """
     modules = [module for group in candidates for module in group]
-    if not modules:
-        return SharedCalls([], [], [])
     own = _find(model, candidates, modules, try_batch, given=given)
     by_rank = _FINDINGS.all_gather(own)
     refusal = next((each.refusal for each in by_rank if each.refusal is not None), None)
     if refusal is not None:
         raise TaskError(refusal)
     # The model may have failed on some ranks only, whose examples differ.
-    if any(each != by_rank[0] for each in by_rank):
+    if modules and any(each != by_rank[0] for each in by_rank):
         note = "the model is gathered as one, because its ranks call different modules"
         own = _Findings(range(len(modules))) if given else _Findings(notes=[note])
     units = [modules[index] for index in own.kept]
@@ -131,12 +130,19 @@ def _find(
             for calls in _record(model, modules, examples, True, try_batch)
         ]
         evaluated = _record(model, modules, TRY_EXAMPLES[0], False, try_batch)
+    except _ParameterChangedError as changed:
+        refusal = (
+            f"the forward pass of the model changes its parameter {changed.name!r}, and ranks "
+            "change a copy of it that they have gathered, which is forgotten; make it a buffer, "
+            "or train with datacenter.zero_stage=0"
+        )
+        return _Findings(refusal=refusal)
     except Exception as error:  # noqa: BLE001 - it may work with batches of the job's size only
         why = " ".join(str(error).split())[:200] or type(error).__name__
         note = (
             f"the model is gathered as one, because it failed with a batch of a few examples: {why}"
         )
-        return everything if given else _Findings(notes=[note])
+        return everything if given or not modules else _Findings(notes=[note])
     if not trained:  # the task calls parts of the model only
         return everything
     kept: list[int] = []
@@ -219,7 +225,7 @@ def _record(
     try_batch: Callable[[int, bool], object],
 ) -> list[list[_Call]]:
     """The calls of the modules in each forward pass of the model, for one batch."""
-    recorder = _Recorder(examples)
+    recorder = _Recorder(model, examples)
     handles = [
         model.register_forward_pre_hook(lambda *_: recorder.begin(), prepend=True),
         model.register_forward_hook(lambda *_: recorder.finish(), always_call=True),
@@ -236,13 +242,27 @@ def _record(
     finally:
         for handle in handles:
             handle.remove()
+    if recorder.changed is not None:
+        raise _ParameterChangedError(recorder.changed)
     return recorder.passes
+
+
+class _ParameterChangedError(Exception):
+    """The forward pass of a model has changed a parameter in place."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
 
 
 class _Recorder:
     """Notes calls, and when Python could have decided by values which call is next."""
 
-    def __init__(self, examples: int) -> None:
+    def __init__(self, model: nn.Module, examples: int) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._versions: dict[str, int] = {}
+        self.changed: str | None = None
+        """A parameter that was changed while the model was called."""
         self._examples = examples
         self.passes: list[list[_Call]] = []
         self._open = False
@@ -258,9 +278,13 @@ class _Recorder:
         self._depth = 0
         self._decided = self._decided_since = False
         self._random = random.getstate()
+        self._versions = {name: each._version for name, each in self._parameters.items()}
 
     def finish(self) -> None:
         self._open = False
+        for name, each in self._parameters.items():
+            if each._version != self._versions.get(name, each._version):
+                self.changed = name
 
     def decide(self) -> None:
         if self._open and not self._depth:

@@ -8,6 +8,7 @@ again the parameters that this untied, compile and recompute the sharding units,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
 from isthmus.tensors.structure import Structure
+from isthmus_datacenter.parallel.built_parameters import BuiltParameters
 from isthmus_datacenter.parallel.context_parallel import SharesAttention, context_plan
 from isthmus_datacenter.parallel.equivalence_check import (
     PartitionError,
@@ -114,6 +116,7 @@ def parallelize(
     mesh = dims.mesh(device.type) if dims.ranks > 1 or dims.needs_fully_shard else None
     # By identity, so before anything below replaces a parameter by its shard.
     names = ParameterNames.of(model)
+    built = BuiltParameters.of(model)
     with user_code("shard_units()"):
         task_units = task.shard_units(model)
     shares_calls = dims.needs_fully_shard and not dims.uses_all_reduce(device.type)
@@ -138,6 +141,10 @@ def parallelize(
         else:
             stages = [model]
             traces = [((sample(),), None)]
+        expert_calls = None
+        if experts and dims.pipeline > 1:
+            (inputs,), _ = traces[0]
+            expert_calls = _calls_of_experts(task, model, experts, inputs, run, unfilled)
         plan, notes = _tensor_plan(task, model, dims, stages, traces, run, compared=compared)
     stage_names = [_parameter_names(names, stage) for stage in stages]
     _check_complete(names, stage_names)
@@ -198,8 +205,11 @@ def parallelize(
             apply_zero_stage(stage, units, dims, mesh, is_last_stage=index == dims.stages - 1)
             if shared_calls is not None:
                 CallOrder(stage, shared_calls)
+        if expert_calls is not None:
+            CallOrder(stage, expert_calls.of(own_experts))
         if unfilled is not None:
             unfilled.fill(stage, own_names[index], device, offload=dims.offload)
+        built.give_attributes(stage, own_names[index])
     return ModelShard(
         dims,
         own_stages,
@@ -214,6 +224,7 @@ def parallelize(
         ),
         sample_flops=int(flop_counter.get_total_flops()),
         all_names=list(names.parameters.values()),
+        built=built,
         notes=[*notes, *(shared_calls.notes if shared_calls is not None else ())],
     )
 
@@ -293,6 +304,58 @@ def _divide_experts(
     for module in own.values():
         divide_experts(module, mesh["expert"], device)
     return list(own.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _ExpertCalls:
+    """The calls of experts in a pass of the whole model, in order."""
+
+    training: Sequence[nn.Module]
+    evaluation: Sequence[nn.Module]
+
+    def of(self, experts: Sequence[nn.Module]) -> SharedCalls:
+        """Those of a stage, which each of its micro-batches has to make."""
+        index = {id(each): number for number, each in enumerate(experts)}
+        training, evaluation = (
+            [index[id(each)] for each in calls if id(each) in index]
+            for calls in (self.training, self.evaluation)
+        )
+        return SharedCalls(experts, training, evaluation)
+
+
+def _calls_of_experts(
+    task: Task,
+    model: nn.Module,
+    experts: Mapping[str, nn.Module],
+    inputs: Any,
+    run: RunModule,
+    unfilled: UnfilledModel | None,
+) -> _ExpertCalls:
+    """The calls of experts for a few examples, in a pipeline.
+
+    Ranks of different data exchange tokens in each of them: one that calls others would exchange
+    those of other layers.
+    """
+    calls: list[nn.Module] = []
+
+    def called(module: nn.Module, *_: Any) -> None:
+        calls.append(module)
+
+    whole = _CalledByTask(task, model)
+    with contextlib.ExitStack() as hooks:
+        for each in experts.values():
+            hooks.callback(each.register_forward_pre_hook(called).remove)
+        hooks.enter_context(user_code("the model's forward pass on two examples"))
+        run(whole, inputs)
+        evaluation = list(calls)
+        calls.clear()
+        with (
+            in_training(whole),
+            torch.no_grad(),
+            contextlib.nullcontext() if unfilled is None else unfilled.called_in_parts(whole),
+        ):
+            whole(inputs)
+    return _ExpertCalls(list(calls), evaluation)
 
 
 # -- stages ---------------------------------------------------------------------------------------
@@ -400,10 +463,13 @@ def refuse_unshardable(model: nn.Module, dims: ParallelDims, device_type: str) -
 
     Raises:
         TaskError: a parameter has no dimension, one that is trained has no elements, or a gradient
-            is sparse; or experts cannot be divided.
+            is sparse or changed by a hook; the forward pass changes parameters; or experts cannot
+            be divided.
     """
     if dims.expert > 1:
         refuse_undividable(model, dims.expert)
+    if dims.ranks > 1:
+        _refuse_renormalised(model)
     if not dims.needs_fully_shard and dims.tensor == 1:
         return
     shards = dims.needs_fully_shard and not dims.uses_all_reduce(device_type)
@@ -421,11 +487,36 @@ def refuse_unshardable(model: nn.Module, dims: ParallelDims, device_type: str) -
                 f"parameter {name!r} has no dimension, and the datacenter shards along the "
                 "first one; give it the shape (1,)"
             )
+        if (shards or dims.tensor > 1) and (
+            parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        ):
+            raise TaskError(
+                f"parameter {name!r} has a hook that gets its gradient, and here each rank has a "
+                "part of the parameter, without the hook; change gradients in the task's "
+                "optimizer(), or train with datacenter.zero_stage=0 in one part"
+            )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise TaskError(
                 f"module {name!r} has sparse=True, and gradients of several ranks cannot be "
                 "summed sparsely; set sparse=False"
+            )
+
+
+def _refuse_renormalised(model: nn.Module) -> None:
+    """Refuse embeddings that change their rows when they are called.
+
+    Each rank would change the rows of its own examples, and shards forget the change.
+
+    Raises:
+        TaskError: there is one.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise TaskError(
+                f"module {name!r} has max_norm={module.max_norm:g}, which changes rows of its "
+                "weight in the forward pass, and each of several ranks would change those of its "
+                "own examples; scale the output of the embedding instead, or train on one rank"
             )
 
 

@@ -2,7 +2,8 @@
 
 What a rank's memory is with eighty layers follows from three, four and five of them, if they are
 alike: everything that is counted grows by the same number of bytes with each. Blocks are alike if
-they have the same class and tensors, and call the same operators with the same shapes.
+they have the same class and tensors, call the same operators with the same shapes, and keep the
+same tensors for the backward pass.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -103,23 +105,34 @@ def _kind(block: nn.Module, operators: Hashable) -> Hashable:
 
 
 def _operators(blocks: Sequence[nn.Module], run: Callable[[], object]) -> dict[nn.Module, Hashable]:
-    """The operators that each block calls, with shapes; only of those that are called once."""
+    """The operators that each block calls, with shapes; only of those that are called once.
+
+    With them is what the block keeps for the backward pass: a model may recompute some of its
+    blocks, which call the same operators.
+    """
     recorder = _OperatorRecorder()
     calls: dict[nn.Module, list[Hashable]] = {}
+    kept: list[Hashable] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
 
     def begin(block: nn.Module, *_: object) -> None:
         recorder.operators = []
+        kept.clear()
 
     def finish(block: nn.Module, *_: object) -> None:
-        calls.setdefault(block, []).append(tuple(recorder.operators))
+        calls.setdefault(block, []).append((tuple(recorder.operators), tuple(kept)))
         recorder.operators = []
+        kept.clear()
 
     handles: list[Any] = []
     for block in blocks:
         handles.append(block.register_forward_pre_hook(begin))
         handles.append(block.register_forward_hook(finish))
     try:
-        with recorder:
+        with recorder, saved_tensors_hooks(keep, lambda tensor: tensor):
             run()
     finally:
         for handle in handles:

@@ -231,6 +231,15 @@ class RunAdopted(ReportedEvent):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RunBranched(ReportedEvent):
+    """The run begins with the model of another one; the rounds before are those of that one."""
+
+    kind: Literal["branched"] = "branched"
+    round: int
+    """The last round of the other run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutChanged(ReportedEvent):
     """Ranks train in another layout from a round on; the job of the run stays what it was."""
 
@@ -305,6 +314,7 @@ LoggedEvent = Annotated[
     | ParticipantDeclined
     | ParticipantLeft
     | RunAdopted
+    | RunBranched
     | RunServed
     | RunStopped
     | LayoutChanged,

@@ -42,6 +42,7 @@ from isthmus_server.storage.events import (
     LayoutChanged,
     LoggedEvent,
     ReportedEvent,
+    RunBranched,
     logged_event_from_json,
 )
 from isthmus_server.storage.range_log import RangeLog
@@ -349,6 +350,8 @@ class Store:
         )
         self._db.execute("COMMIT")
         self.log.write_head()
+        if round_:
+            self.log_event(RunBranched(round=round_))
 
     def change_layout(self, changes: Mapping[str, Any]) -> None:
         """Store that ranks train in another layout from the next round on.

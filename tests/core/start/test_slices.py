@@ -114,6 +114,9 @@ def test_values_that_are_not_of_the_files_are_not_enough(tmp_path):
         ("model.weight[0, 0].item()", False),
         ("nn.init.zeros_(model.bias); nn.init.normal_(model.weight)", True),
         ("model.weight = nn.Parameter(torch.randn(3, 4))", False),
+        ("one = nn.Parameter(torch.ones(3)); model.one = one", True),
+        ("one = nn.Parameter(torch.ones(3)); model.one = one; model.get = lambda: one", False),
+        ("one = nn.Parameter(torch.ones(3)); one.rate = 0.5; model.one = one", False),
     ],
 )
 def test_a_model_is_built_without_memory_only_if_it_is_the_same(

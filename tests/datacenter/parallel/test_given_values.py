@@ -178,3 +178,26 @@ def test_a_parameter_used_elsewhere_is_refused(models: tuple[Model, Model, Reade
         rows = empty.blocks[0](ROWS)
         with pytest.raises(RuntimeError, match="used while its module is not called"):
             nn.functional.linear(rows, empty.first.weight)
+
+
+def test_a_tensor_that_stands_in_for_a_parameter_is_used() -> None:
+    class Switched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.other = nn.Parameter(torch.rand(WIDTH, WIDTH))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            given = {"weight": self.other}
+            output: torch.Tensor = torch.func.functional_call(self.layer, given, (rows,))
+            return output
+
+    torch.manual_seed(5)
+    model = Switched()
+    with parameters_without_memory():
+        empty = Switched()
+    weight = empty.layer.weight
+    with values_while_called(empty, Reader(model)):
+        output = run_in_eval_mode(empty, ROWS)
+    assert output.equal(run_in_eval_mode(model, ROWS))
+    assert empty.layer.weight is weight

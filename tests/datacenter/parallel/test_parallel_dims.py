@@ -79,6 +79,10 @@ from isthmus_datacenter.parallel.parallel_dims import LayoutError
                 "pipeline_parallel",
             )
         ),
+        *(
+            ({"zero_stage": stage, "layout": "auto"}, "choose the layout and ignore zero_stage;")
+            for stage in (0, 1, 3)
+        ),
         ({"batch_size": 10, "accumulate": 4}, "batch_size=10 cannot be divided into 4 equal parts"),
         (
             {"pipeline_parallel": 2, "schedule": "zero_bubble", "zero_stage": 3},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from isthmus_datacenter.training.repeated_blocks import (
     NotOnALineError,
@@ -32,7 +33,8 @@ def stack(kinds: str) -> nn.Sequential:
 def test_the_longest_repetition_is_found() -> None:
     assert found(stack("n" + "l" * 30 + "n")) == Repetition("", 1, 1, 30)
     assert found(stack("dd" + "ln" * 30 + "dd")) == Repetition("", 2, 2, 30)
-    assert found(stack("l" * 40), multiple=2) == Repetition("", 0, 2, 20)
+    # The first keeps less: its inputs have no gradient.
+    assert found(stack("l" * 40), multiple=2) == Repetition("", 1, 2, 19)
     # So few that taking all is faster.
     assert found(stack("l" * 12)) is None
     nested = nn.Sequential(stack("n"), nn.Sequential(*stack("l" * 30)))
@@ -43,7 +45,7 @@ def test_blocks_that_differ_do_not_repeat() -> None:
     frozen = stack("l" * 30)
     for block in list(frozen)[::2]:
         block.requires_grad_(False)
-    assert found(frozen) == Repetition("", 0, 2, 15)
+    assert found(frozen) == Repetition("", 1, 2, 14)
     shared = nn.Sequential(*[nn.Linear(4, 4)] * 30)
     assert found(shared) is None
 
@@ -57,6 +59,22 @@ def test_blocks_that_differ_do_not_repeat() -> None:
             return self.layer(inputs) if self.number < 10 else self.layer(inputs).tanh()
 
     assert found(nn.Sequential(*map(Numbered, range(80)))) == Repetition("", 10, 1, 70)
+
+
+def test_blocks_that_the_model_recomputes_are_not_like_others() -> None:
+    class Recomputed(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+            self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if self.number > 10:
+                return self.layers(inputs)
+            output: torch.Tensor = checkpoint(self.layers, inputs, use_reentrant=False)
+            return output
+
+    assert found(nn.Sequential(*map(Recomputed, range(60)))) == Repetition("", 11, 1, 49)
 
 
 def test_a_shortened_model_is_another_one() -> None:

@@ -44,18 +44,20 @@ def build_model(task: Task, seed: int) -> nn.Module:
 def build_without_memory(task: Task, seed: int) -> nn.Module | None:
     """The task's model with parameters on the device `meta`, to be filled from files.
 
-    None if that is not the same model: its code needs values of parameters, keeps tensors that are
-    computed from them, or draws random numbers for something else, which would be others than with
-    the parameters before them.
+    None if that is not the same model: its code needs values of parameters, keeps them elsewhere
+    than in their modules, or tensors that are computed from them, or draws random numbers for
+    something else, which would be others than with the parameters before them.
     """
     try:
-        with _seeded(seed), user_code("model()"), parameters_without_memory():
+        with _seeded(seed), user_code("model()"), parameters_without_memory() as originals:
             before = _generator_states()
             model = task.model()
             drew = _generator_states() != before
     except TaskError:  # building it with memory says why, or succeeds
         return None
-    if drew or not isinstance(model, nn.Module) or _keeps_computed(model):
+    if drew or not isinstance(model, nn.Module):
+        return None
+    if _keeps_computed(model) or originals.are_missed():
         return None
     return model
 

@@ -17,6 +17,7 @@ from isthmus_server.storage.events import (
     ParticipantLate,
     ParticipantLeft,
     RunAdopted,
+    RunBranched,
     RunServed,
     RunStopped,
 )
@@ -88,7 +89,7 @@ def _of_run(source: ConsoleSource) -> list[DeviceRow]:
     run = source.run(source.run_names()[0])
     for event in run.store.events():
         # Of the run, and of no device; or of one whose state another event says.
-        others = RunStopped | RunAdopted | RunServed | LayoutChanged | CohortAwaited
+        others = RunStopped | RunAdopted | RunBranched | RunServed | LayoutChanged | CohortAwaited
         if isinstance(event, others | ParticipantLate):
             continue
         reason = event.reason if isinstance(event, ParticipantDeclined | ParticipantLeft) else ""

@@ -29,6 +29,7 @@ from isthmus_server.storage.events import (
     ParticipantDeclined,
     ParticipantLeft,
     RunAdopted,
+    RunBranched,
     RunServed,
 )
 from isthmus_server.storage.records import (
@@ -274,6 +275,11 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
         f"{event.by} had this copy take the place of {event.original}, and stated: {event.stated}"
         for event in report.events
         if isinstance(event, RunAdopted)
+    ]
+    lines += [
+        f"the rounds up to {event.round} are those of another run, of which this is a branch"
+        for event in report.events
+        if isinstance(event, RunBranched)
     ]
     # Of several in one round only the last was trained in.
     layouts = {each.round: each for each in report.events if isinstance(each, LayoutChanged)}

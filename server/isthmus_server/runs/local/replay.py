@@ -18,7 +18,7 @@ from isthmus_server.rounds.readiness import RoundReadiness
 from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.runs.local.processes import started_roles
 from isthmus_server.runs.local.session import LocalRun
-from isthmus_server.storage.events import EventStream
+from isthmus_server.storage.events import EventStream, RunAdopted, RunBranched
 from isthmus_server.storage.records import CommittedState, FinalModel, PlannedAttempt
 from isthmus_server.storage.run_description import is_simulated
 from isthmus_server.storage.store import Store
@@ -197,6 +197,15 @@ def _not_repeatable(store: Store) -> str:
         return "it adds noise, which is drawn anew each time"
     if store.layout_changes():
         return "the layout of its ranks was changed while it ran"
+    # What participants keep between rounds, such as the state of an optimizer, is in no copy.
+    events = store.events()
+    if any(isinstance(each, RunAdopted) for each in events):
+        return "it went on in a copy, where its participants began without what they had kept"
+    for each in events:
+        if isinstance(each, RunBranched):
+            return (
+                f"its rounds up to {each.round} are those of another run, of which it is a branch"
+            )
     return ""
 
 

@@ -9,6 +9,8 @@ from isthmus.errors import UserError
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.runs.local.replay import Recording, ReplayCoordinator
+from isthmus_server.runs.operations.run_copies import branch_run
+from isthmus_server.storage.events import RoundPlanned, RunAdopted
 from isthmus_server.storage.store import Store
 
 PLAIN = "federated.secure_aggregation=false"
@@ -155,6 +157,30 @@ async def test_a_round_that_lost_a_device_is_refused(record, deployment):
     store = await record(PLAIN, "federated.quorum=2", "federated.cohort=4")
     with pytest.raises(UserError, match=r"'client-1' was rejected in round 1, and when that"):
         Recording.of(store)
+
+
+async def test_a_run_that_went_on_in_a_copy_is_refused(record):
+    """A copy has nothing of what devices and ranks had kept, such as the state of an optimizer."""
+    store = await record(PLAIN)
+    store.log_event(RunAdopted(original="/runs/one", by="ann", stated="original is gone"))
+    with pytest.raises(UserError, match="it went on in a copy, where its participants began"):
+        Recording.of(store)
+
+
+async def test_a_branch_is_refused(deployment, tmp_path):
+    deployment.of_one_machine = True
+    await deployment.start(names=CLIENTS)
+    store = deployment.create_run("first", "rounds=2", PLAIN)
+    again = await deployment.run_until_killed(
+        Coordinator(RunParts.of(store, deployment.link)), RoundPlanned, 2
+    )
+    again.close()
+    branch_run(again.directory, tmp_path / "branch")
+    branch = Store.open_to_continue(tmp_path / "branch")
+    deployment._stores.append(branch)
+    await Coordinator(RunParts.of(branch, deployment.link)).run()
+    with pytest.raises(UserError, match="its rounds up to 1 are those of another run, of which"):
+        Recording.of(branch)
 
 
 async def test_a_run_under_way_is_refused(deployment):
