@@ -388,8 +388,12 @@ class CallOrder:
     Without a message to other ranks: all ranks have tried the same examples.
     """
 
-    def __init__(self, root: nn.Module, calls: SharedCalls) -> None:
-        """Compare from now on; after `fully_shard` was applied, whose hooks then come later."""
+    def __init__(self, root: nn.Module, calls: SharedCalls, remedy: str = _REMEDY) -> None:
+        """Compare from now on; after `fully_shard` was applied, whose hooks then come later.
+
+        `remedy` says what to do about other calls.
+        """
+        self._remedy = remedy
         self._root = root
         self._calls = calls
         self._names = [name_in(root, unit) for unit in calls.units]
@@ -422,7 +426,7 @@ class CallOrder:
 
     def _refuse(self, index: int) -> None:
         self._expected = None
-        raise TaskError(f"the model has {self._names[index]!r}, {_NOT_ALWAYS}; {_REMEDY}")
+        raise TaskError(f"the model has {self._names[index]!r}, {_NOT_ALWAYS}; {self._remedy}")
 
 
 def _recomputes() -> bool:

@@ -71,6 +71,10 @@ from isthmus_datacenter.parallel.tensor_plans import default_tensor_plan, resolv
 from isthmus_datacenter.parallel.tensor_styles import apply_style
 from isthmus_datacenter.parallel.unfilled_model import UnfilledModel
 
+_REMEDY_FOR_EXPERTS = (
+    "ranks exchange tokens when all of them call the experts, in each micro-batch; set "
+    "expert_parallel = 1"
+)
 SMALLEST_UNIT = 1 << 16
 """Parameters below which a block is gathered with the root: a separate all-gather costs more."""
 
@@ -206,7 +210,7 @@ def parallelize(
             if shared_calls is not None:
                 CallOrder(stage, shared_calls)
         if expert_calls is not None:
-            CallOrder(stage, expert_calls.of(own_experts))
+            CallOrder(stage, expert_calls.of(own_experts), _REMEDY_FOR_EXPERTS)
         if unfilled is not None:
             unfilled.fill(stage, own_names[index], device, offload=dims.offload)
         built.give_attributes(stage, own_names[index])

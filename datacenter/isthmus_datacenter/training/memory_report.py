@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -322,7 +322,8 @@ def _found(task: Task, job: Job, dims: ParallelDims, batch: Any) -> RankMemory:
     """The memory of a rank with tensors that have no values."""
     model = _built(task, job)
     every = dims.checkpoint_every if dims.checkpoint_activations else 1
-    repetition = find_repetition(model, lambda: _loss(task, model, batch), every)
+    states = _kinds_of_states(task, model)
+    repetition = find_repetition(model, lambda: _loss(task, model, batch), every, states)
     if repetition is not None:
         # Of any kind: counts that are on no line, or code of the task that wants all blocks.
         with contextlib.suppress(Exception):
@@ -468,6 +469,24 @@ def _optimizer_bytes(
     Raises:
         TaskError: `optimizer()` raised.
     """
+    return sum(
+        _state_bytes(
+            value.bfloat16() if rounded and key in moments else value,
+            local(trained[name]).shape,
+        )
+        for name, states, moments in _states(task, trained)
+        for key, value in states.items()
+    )
+
+
+def _states(
+    task: Task, trained: Mapping[str, torch.Tensor]
+) -> list[tuple[str, Mapping[str, torch.Tensor], Collection[str]]]:
+    """By parameter, the optimizers' states after a step on small ones, and which are moments.
+
+    Raises:
+        TaskError: `optimizer()` raised.
+    """
     with _disable_current_modes():
         small = {
             name: nn.Parameter(torch.zeros(_PRIMES[: each.ndim], dtype=each.dtype))
@@ -481,17 +500,26 @@ def _optimizer_bytes(
         for parameter in small.values():
             parameter.grad = torch.ones_like(parameter)
         optimizers.step()
-        sizes = {id(each): local(trained[name]).shape for name, each in small.items()}
-        return sum(
-            _state_bytes(
-                value.bfloat16() if rounded and key in moments_of(state, parameter) else value,
-                sizes[id(parameter)],
+        names = {id(each): name for name, each in small.items()}
+        return [
+            (
+                names[id(parameter)],
+                {key: each for key, each in state.items() if isinstance(each, torch.Tensor)},
+                frozenset(moments_of(state, parameter)),
             )
             for inner in optimizers.named.values()
             for parameter, state in inner.state.items()
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor)
-        )
+        ]
+
+
+def _kinds_of_states(task: Task, model: nn.Module) -> Mapping[nn.Parameter, Hashable]:
+    """What tells the optimizers' states of one parameter from those of another."""
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    kinds: dict[nn.Parameter, tuple[Hashable, ...]] = {}
+    for name, states, moments in _states(task, trained):
+        shapes = [(key, tuple(each.shape), each.dtype) for key, each in sorted(states.items())]
+        kinds[trained[name]] = (*kinds.get(trained[name], ()), tuple(shapes), moments)
+    return kinds
 
 
 def _state_bytes(state: torch.Tensor, shape: Sequence[int]) -> int:

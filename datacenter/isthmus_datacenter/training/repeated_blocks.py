@@ -3,7 +3,7 @@
 What a rank's memory is with eighty layers follows from three, four and five of them, if they are
 alike: everything that is counted grows by the same number of bytes with each. Blocks are alike if
 they have the same class and tensors, call the same operators with the same shapes, and keep the
-same tensors for the backward pass.
+same tensors for the backward pass and in the optimizer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Repetition:
 
 
 def find_repetition(
-    model: nn.Module, run: Callable[[], object], multiple: int = 1
+    model: nn.Module,
+    run: Callable[[], object],
+    multiple: int = 1,
+    states: Mapping[nn.Parameter, Hashable] | None = None,
 ) -> Repetition | None:
     """Find the blocks whose repetition makes most of a model; None if it is faster to take all.
 
@@ -55,6 +58,8 @@ def find_repetition(
         model: the model.
         run: passes a batch through it.
         multiple: of the period.
+        states: what optimizers keep of parameters, which is alike in blocks that are; None if that
+            does not count.
     """
     containers = {
         name: list(each.children())
@@ -68,7 +73,7 @@ def find_repetition(
     operators = _operators(blocks, run)
     longest = None
     for name, children in containers.items():
-        kinds = [_kind(block, operators.get(block)) for block in children]
+        kinds = [_kind(block, operators.get(block), states or {}) for block in children]
         found = _longest(name, kinds, multiple)
         if found is not None and (longest is None or found.blocks > longest.blocks):
             longest = found
@@ -95,13 +100,16 @@ def _longest(container: str, kinds: Sequence[Hashable], multiple: int) -> Repeti
     return found
 
 
-def _kind(block: nn.Module, operators: Hashable) -> Hashable:
+def _kind(
+    block: nn.Module, operators: Hashable, states: Mapping[nn.Parameter, Hashable]
+) -> Hashable:
     """What blocks have in common that are alike; None if it is not known."""
     if operators is None:
         return None
+    kept = tuple(states.get(each) for each in block.parameters())
     tensors = (*block.named_parameters(), *block.named_buffers())
     known = [(name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in tensors]
-    return (type(block), tuple(known), operators)
+    return (type(block), tuple(known), operators, kept)
 
 
 def _operators(blocks: Sequence[nn.Module], run: Callable[[], object]) -> dict[nn.Module, Hashable]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.datacenter.conftest import HERE
 from tests.datacenter.task_models import Decoder, Experts, MixtureBlock
+from tests.warm_ranks import Ranks
 from torch import nn
 
 from isthmus.errors import TaskError
@@ -132,3 +133,18 @@ def test_experts_are_alike_if_nothing_about_them_differs() -> None:
     assert are_alike(first, second)
     second[0].get_buffer("scale")[1] = 2.0
     assert not are_alike(first, second)
+
+
+def test_a_micro_batch_that_leaves_out_experts_is_refused(make_setup: Any, tmp_path: Path) -> None:
+    """In a pipeline other ranks would take its next tokens for those of these experts."""
+    layout = {"data_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}
+    odd = {"batch_size": 6, "microbatches": 2}
+    prepared = make_setup("OddExperts", {"experts": "at times"}, ranks=4, **layout, **odd)
+    command = {"op": "train_steps", "run_id": "run", "until_step": 1}
+    operation = (prepared.open_command(), command, str(tmp_path))
+    last_stage = 2
+    with Ranks(4) as ranks:
+        said = ranks.run_until(last_stage, HERE / "ranks.py", "refused_training", operation)
+    assert (
+        "experts', which a batch does not call, or not in the order of others; ranks exch" in said
+    )

@@ -42,10 +42,10 @@ def test_the_longest_repetition_is_found() -> None:
 
 
 def test_blocks_that_differ_do_not_repeat() -> None:
-    frozen = stack("l" * 30)
+    frozen = stack("l" * 40)
     for block in list(frozen)[::2]:
         block.requires_grad_(False)
-    assert found(frozen) == Repetition("", 1, 2, 14)
+    assert found(frozen) == Repetition("", 2, 2, 19)
     shared = nn.Sequential(*[nn.Linear(4, 4)] * 30)
     assert found(shared) is None
 
@@ -75,6 +75,13 @@ def test_blocks_that_the_model_recomputes_are_not_like_others() -> None:
             return output
 
     assert found(nn.Sequential(*map(Recomputed, range(60)))) == Repetition("", 11, 1, 49)
+
+
+def test_blocks_whose_parameters_have_other_optimizers_are_not_alike() -> None:
+    model = stack("l" * 60)
+    states = {each: "momentum" for block in model[:20] for each in block.parameters()}
+    repetition = find_repetition(model, lambda: model(torch.randn(2, 4)), 1, states)
+    assert repetition == Repetition("", 20, 1, 40)
 
 
 def test_a_shortened_model_is_another_one() -> None:

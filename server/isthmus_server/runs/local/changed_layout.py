@@ -18,7 +18,8 @@ def check_examples_at_once(store: Store, changes: Mapping[str, Any]) -> None:
     """Refuse other numbers of examples that are computed together, if the task depends on them.
 
     As many examples in a step are not enough then: BatchNorm normalises by those that a replica
-    computes at once, and a `training_step` may compare them with each other.
+    computes at once, and a `training_step` may compare them with each other. An `order()` of the
+    task is for batches of one size.
 
     Args:
         store: of the run.
@@ -30,10 +31,20 @@ def check_examples_at_once(store: Store, changes: Mapping[str, Any]) -> None:
     """
     job = store.job
     changed = with_layout(job, {**store.layout_changes(), **changes})
-    if are_as_many_at_once(job.datacenter, changed.datacenter):
+    as_many_at_once = are_as_many_at_once(job.datacenter, changed.datacenter)
+    batch = job.datacenter.batch_size
+    if as_many_at_once and changed.datacenter.batch_size == batch:
         return
     data = job.task.data_in(store.base)
     task = load_task(job.task.source, job.task.settings, base=store.base, data=data)
+    if defines(task, "order") and changed.datacenter.batch_size != batch:
+        raise JobError(
+            f"order() orders an epoch for batches of {batch} examples, and with this layout they "
+            f"would have {changed.datacenter.batch_size}, so that the rest of the epoch would have "
+            "other examples; keep batch_size and the number of replicas, or begin a new run"
+        )
+    if as_many_at_once:
+        return
     frozen = job.exchange.buffers == "frozen"
     statistics = [] if frozen else [*find_statistics(build_model(task, job.seed))]
     if defines(task, "training_step"):

@@ -90,3 +90,21 @@ def test_other_tasks_take_any_number(change, changes):
 
 def test_a_model_that_normalises_by_its_own_statistics_takes_any_number(change):
     assert change(NORMALISES, FEWER_AT_ONCE, 'exchange.buffers="frozen"') == FEWER_AT_ONCE
+
+
+def test_batches_of_another_size_are_refused_where_the_task_orders_them(
+    tmp_path, make_job, write_task
+):
+    write_task("""
+def order(self, dataset, batch_size, generator):
+    return torch.randperm(len(dataset), generator=generator)
+""")
+    directory = tmp_path / "run"
+    ranks = [each for each in RANKS if "global_batch" not in each]
+    LocalRun.new(make_job(*ranks), tmp_path, directory).store.close()
+    smaller = {"datacenter.ranks": 4, "datacenter.batch_size": 4}
+    with pytest.raises(
+        JobError, match=r"^order\(\) orders an epoch for batches of 8 examples, and"
+    ):
+        LocalRun.resumed(directory, smaller)
+    LocalRun.resumed(directory, AS_MANY_AT_ONCE).store.close()
