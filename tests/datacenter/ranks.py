@@ -5,6 +5,8 @@ import ctypes
 import dataclasses
 import functools
 import gc
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 import isthmus_datacenter.parallel.optimizer
@@ -130,12 +133,58 @@ def messages_of_processors(rank: int) -> tuple[bool, list[int]]:
         model.zero_grad()
         tracker = MemTracker()
         tracker.track_external(model, batch)
-        with tracker:
+        with tracker, _messages_are_let_go():
             model(batch).square().sum().backward()
         (kinds,) = tracker.get_tracker_snapshot("peak").values()
         peaks.append(kinds["Total"])
         gradients.append([local(each.grad) for each in model.parameters()])
     return all(map(torch.equal, *gradients)), peaks
+
+
+def unit_without_elements(rank: int) -> bool:
+    """Whether a model whose root has no element of its own gets a gradient."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_parameter("none", nn.Parameter(torch.empty(0, 3), requires_grad=False))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+        send_without_overlap(module)
+    model(torch.ones(2, 4)).sum().backward()
+    return all(each.grad is not None for each in model.parameters() if each.requires_grad)
+
+
+@contextlib.contextmanager
+def _messages_are_let_go() -> Iterator[None]:
+    """Within it, messages return when Gloo has let go of their tensors.
+
+    Its thread says that a message has ended just before it does so. If the thread has to wait for
+    its turn then, a unit that was freed is in memory for a while.
+    """
+
+    def patient(name: str) -> Any:
+        call = getattr(dist, name)
+
+        @functools.wraps(call)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            tensors = [
+                each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+            ]
+            counts = [each._use_count() for each in tensors]
+            result = call(*args, **kwargs)
+            while any(
+                each._use_count() > count for each, count in zip(tensors, counts, strict=True)
+            ):
+                time.sleep(0)  # other threads have their turn
+            return result
+
+        return called
+
+    names = ("all_gather", "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor")
+    with contextlib.ExitStack() as restored:
+        for name in names:
+            restored.callback(setattr, dist, name, getattr(dist, name))
+            setattr(dist, name, patient(name))
+        yield
 
 
 def memory_of_real_tensors(rank: int, open_command: dict[str, Any], rows: int) -> dict[str, int]:

@@ -350,6 +350,18 @@ class Clamped(nn.Module):
         return rows * self.scale
 
 
+class ScaledByWholeNumbers(nn.Module):
+    """Scales by a frozen parameter of int8."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        numbers = torch.arange(1, width + 1, dtype=torch.int8)
+        self.numbers = nn.Parameter(numbers, requires_grad=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * self.numbers
+
+
 class Signs(nn.Module):
     """Whole numbers by the signs of its inputs: 0 or 1."""
 

@@ -27,6 +27,7 @@ from tests.datacenter.task_models import (
     NormalisedInTrainingExperts,
     ResidualBlock,
     ScaledByFunction,
+    ScaledByWholeNumbers,
     SequenceExperts,
     SequenceMixtureBlock,
     Signs,
@@ -167,6 +168,8 @@ class Peculiar(Table):
                 layers.append(ScaledByFunction(CLASSES))
             case "clamped":
                 layers.append(Clamped(CLASSES))
+            case "whole numbers":
+                layers.append(ScaledByWholeNumbers(CLASSES))
             case "renormalised":
                 return nn.Sequential(Signs(), nn.EmbeddingBag(2, 17, max_norm=0.1), *layers[1:])
         output: nn.Module = layers

@@ -48,7 +48,8 @@ class _AllGather(_Allocates, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        rows = output_tensor.view(group.size(), -1)
+        # Of a unit that has frozen parameters without elements nothing is gathered.
+        rows = output_tensor.view(group.size(), input_tensor.numel())
         length = max(1, GATHERED_BYTES // (group.size() * output_tensor.element_size()))
         for start in range(0, input_tensor.numel(), length):
             part = slice(start, start + length)
@@ -72,6 +73,6 @@ class _ReduceScatter(_Allocates, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         dist.all_reduce(input_tensor, op=op, group=group)
-        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+        output_tensor.copy_(input_tensor.view(group.size(), output_tensor.numel())[group.rank()])
         input_tensor.untyped_storage().resize_(0)
         return None

@@ -497,7 +497,7 @@ def refuse_unshardable(model: nn.Module, dims: ParallelDims, device_type: str) -
             raise TaskError(
                 f"parameter {name!r} has a hook that gets its gradient, and here each rank has a "
                 "part of the parameter, without the hook; change gradients in the task's "
-                "optimizer(), or train with datacenter.zero_stage=0 in one part"
+                "optimizer(), or set datacenter.zero_stage=0 and tensor_parallel=1"
             )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:

@@ -102,7 +102,8 @@ def finite_mean_loss(
     Raises:
         ConsensusError: something is not finite, on some rank.
     """
-    parts = [part for part in map(local, parameters) if part.numel()]
+    # Frozen parameters may be whole numbers.
+    parts = [part for part in map(local, parameters) if part.numel() and part.is_floating_point()]
     # The largest magnitude is not finite exactly if an element is not, and takes no memory.
     # A rank may have no element of a small model.
     norms = torch._foreach_norm(parts, math.inf) if parts else []

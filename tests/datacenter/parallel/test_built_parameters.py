@@ -36,6 +36,11 @@ def test_parameters_that_are_not_sharded_stay_what_they_are(kind: str, differenc
     assert difference(kind, 0) < 1e-6
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_parameters_may_be_whole_numbers(stage: int, difference: Any) -> None:
+    assert difference("whole numbers", stage) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("kind", "layout", "sentence"),
     [

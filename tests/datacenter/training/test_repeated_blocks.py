@@ -78,10 +78,10 @@ def test_blocks_that_the_model_recomputes_are_not_like_others() -> None:
 
 
 def test_blocks_whose_parameters_have_other_optimizers_are_not_alike() -> None:
-    model = stack("l" * 60)
+    model = stack("l" * 100)
     states = {each: "momentum" for block in model[:20] for each in block.parameters()}
     repetition = find_repetition(model, lambda: model(torch.randn(2, 4)), 1, states)
-    assert repetition == Repetition("", 20, 1, 40)
+    assert repetition == Repetition("", 20, 1, 80)
 
 
 def test_a_shortened_model_is_another_one() -> None:
