@@ -131,12 +131,7 @@ def _find(
         ]
         evaluated = _record(model, modules, TRY_EXAMPLES[0], False, try_batch)
     except _ParameterChangedError as changed:
-        refusal = (
-            f"the forward pass of the model changes its parameter {changed.name!r}, and ranks "
-            "change a copy of it that they have gathered, which is forgotten; make it a buffer, "
-            "or train with datacenter.zero_stage=0"
-        )
-        return _Findings(refusal=refusal)
+        return _Findings(refusal=changes_parameter(changed.name))
     except Exception as error:  # noqa: BLE001 - it may work with batches of the job's size only
         why = " ".join(str(error).split())[:200] or type(error).__name__
         note = (
@@ -175,6 +170,29 @@ def _find(
         for calls in (trained, evaluated)
     )
     return _Findings(kept, training, evaluation, notes)
+
+
+def refuse_changed_parameters(model: nn.Module, try_batch: Callable[[int, bool], object]) -> None:
+    """Refuse a model whose forward pass changes a parameter, where a few examples show it.
+
+    Raises:
+        TaskError: it does.
+    """
+    try:
+        _record(model, [], TRY_EXAMPLES[0], True, try_batch)
+    except _ParameterChangedError as changed:
+        raise TaskError(changes_parameter(changed.name)) from None
+    except Exception:  # noqa: BLE001, S110 - it may work with batches of the job's size only
+        pass
+
+
+def changes_parameter(name: str) -> str:
+    """The sentence for a parameter that a forward pass changes."""
+    return (
+        f"the forward pass of the model changes its parameter {name!r}, and here it changes a copy "
+        "that is gathered for the pass and then forgotten; make it a buffer, or train on one rank "
+        "in float32"
+    )
 
 
 def name_in(model: nn.Module, module: nn.Module) -> str:

@@ -62,7 +62,13 @@ from isthmus_datacenter.parallel.model_shard import (
     TiedParameters,
     is_tensor_sharded,
 )
-from isthmus_datacenter.parallel.module_calls import CallOrder, SharedCalls, find_units
+from isthmus_datacenter.parallel.module_calls import (
+    CallOrder,
+    SharedCalls,
+    changes_parameter,
+    find_units,
+    refuse_changed_parameters,
+)
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.parallel.pipeline_stages import split_into_stages
 from isthmus_datacenter.parallel.random_draws import draw_apart, drawing_modules
@@ -139,9 +145,13 @@ def parallelize(
             shared_calls = _units_of_every_batch(
                 model, task_units, smallest_unit, try_batch, experts
             )
+        elif shares_calls and dims.pipeline == 1 and try_batch is not None:
+            refuse_changed_parameters(model, functools.partial(try_batch, model))
         # What outputs are compared with later is computed here, while the model is whole.
         if compared or dims.tensor == 1:
-            stages, traces = _stages(task, model, dims, sample, flop_counter, run, unfilled)
+            stages, traces = _stages(
+                task, model, dims, sample, flop_counter, run, unfilled, gathered=shares_calls
+            )
         else:
             stages = [model]
             traces = [((sample(),), None)]
@@ -373,8 +383,13 @@ def _stages(
     flop_counter: FlopCounterMode,
     run: RunModule,
     unfilled: UnfilledModel | None,
+    *,
+    gathered: bool,
 ) -> tuple[list[nn.Module], list[StageTrace]]:
-    """All pipeline stages, and their outputs for the sample where they must be compared later."""
+    """All pipeline stages, and their outputs for the sample where they must be compared later.
+
+    `gathered`: whether parameters are gathered for each pass.
+    """
     if dims.pipeline == 1 and dims.tensor == 1:
         return [model], []
     inputs = sample()
@@ -384,18 +399,20 @@ def _stages(
     structure.check(model)
     if dims.pipeline == 1:
         return [model], [((inputs,), output)]
-    _check_calls_change_nothing(_CalledByTask(task, model), inputs, unfilled)
+    _check_calls_change_nothing(_CalledByTask(task, model), inputs, unfilled, gathered=gathered)
     return split_into_stages(task, model, dims, inputs, output, run)
 
 
 def _check_calls_change_nothing(
-    called: nn.Module, inputs: Any, unfilled: UnfilledModel | None
+    called: nn.Module, inputs: Any, unfilled: UnfilledModel | None, *, gathered: bool
 ) -> None:
     """Refuse a model that counts its calls in training, of which micro-batches are more.
 
     Raises:
-        TaskError: a buffer changes, such as the vectors of spectral norm.
+        TaskError: a buffer changes, such as the vectors of spectral norm; or a parameter does that
+            is gathered for each pass.
     """
+    versions = {name: each._version for name, each in called.named_parameters()}
     before = {name: each.clone() for name, each in called.named_buffers()}
     with (
         user_code("the model's forward pass on two examples"),
@@ -409,6 +426,9 @@ def _check_calls_change_nothing(
             for name, each in called.named_buffers()
             if each.is_floating_point() and name in before and not torch.equal(each, before[name])
         ]
+    for name, each in called.named_parameters():
+        if gathered and each._version != versions[name]:
+            raise TaskError(changes_parameter(name.removeprefix("model.")))
     if changed:
         raise TaskError(
             f"each call of the model in training changes its buffer "
@@ -497,7 +517,7 @@ def refuse_unshardable(model: nn.Module, dims: ParallelDims, device_type: str) -
             raise TaskError(
                 f"parameter {name!r} has a hook that gets its gradient, and here each rank has a "
                 "part of the parameter, without the hook; change gradients in the task's "
-                "optimizer(), or set datacenter.zero_stage=0 and tensor_parallel=1"
+                "optimizer(), or train on one rank in float32"
             )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:

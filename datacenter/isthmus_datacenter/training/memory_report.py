@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -469,19 +469,20 @@ def _optimizer_bytes(
     Raises:
         TaskError: `optimizer()` raised.
     """
-    return sum(
-        _state_bytes(
-            value.bfloat16() if rounded and key in moments else value,
-            local(trained[name]).shape,
+    with _disable_current_modes():
+        return sum(
+            _state_bytes(
+                value.bfloat16() if rounded and key in moments else value,
+                local(trained[name]).shape,
+            )
+            for name, states, moments in _states(task, trained)
+            for key, value in states.items()
         )
-        for name, states, moments in _states(task, trained)
-        for key, value in states.items()
-    )
 
 
 def _states(
     task: Task, trained: Mapping[str, torch.Tensor]
-) -> list[tuple[str, Mapping[str, torch.Tensor], Collection[str]]]:
+) -> list[tuple[str, Mapping[str, torch.Tensor], frozenset[str]]]:
     """By parameter, the optimizers' states after a step on small ones, and which are moments.
 
     Raises:

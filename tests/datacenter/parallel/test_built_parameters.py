@@ -64,6 +64,15 @@ def test_what_ranks_would_do_otherwise_is_refused(
         assert message.startswith(sentence)
 
 
+def test_a_change_that_one_rank_would_forget_is_refused(
+    make_setup: Any, on_ranks: Any, tmp_path: Path
+) -> None:
+    """In half precision it computes with a copy, too."""
+    setup = make_setup("Peculiar", {"kind": "clamped"}, ranks=1, precision="bf16")
+    ((message,),) = on_ranks(1, "refusals", [setup.open_command()], str(tmp_path))
+    assert message.startswith("the forward pass of the model changes its parameter '6.scale'")
+
+
 def test_a_reference_to_what_is_not_trained_any_more_is_refused(
     make_setup: Any, on_ranks: Any, tmp_path: Path
 ) -> None:
