@@ -99,8 +99,8 @@ class Link(AllTurns):
         self._instance = uuid.uuid4().hex[:12]
         self._ids = itertools.count(1)
         self._server: grpc.aio.Server | None = None
-        self._relay: Relay | None = None
-        self._opened = contextlib.ExitStack()
+        self._passing: Relay | None = None
+        self._private = contextlib.ExitStack()
         self._streams: Counter[bytes] = Counter()
         self._heartbeats = Heartbeats(lease_seconds, PING_GROUPS)
 
@@ -145,10 +145,10 @@ class Link(AllTurns):
         Raises:
             UserError: there can be no socket in the temporary folder.
         """
-        address = self._opened.enter_context(private_socket())
+        address = self._private.enter_context(private_socket())
         await self._listen(address, credentials, services)
-        self._relay = Relay(address.removeprefix("unix:"), CONNECTIONS, RESERVED_FILES)
-        return self._relay.take
+        self._passing = Relay(address.removeprefix("unix:"), CONNECTIONS, RESERVED_FILES)
+        return self._passing.take
 
     async def _listen(
         self, address: str, credentials: grpc.ServerCredentials | None, services: Services
@@ -171,9 +171,9 @@ class Link(AllTurns):
             peer.fail_pending("the server is stopping")
         if self._server is not None:
             await self._server.stop(grace=0.2)
-        if self._relay is not None:
-            await self._relay.stop()
-        self._opened.close()
+        if self._passing is not None:
+            await self._passing.stop()
+        self._private.close()
 
     # -- requests and blobs ------------------------------------------------------------------------
 

@@ -184,9 +184,9 @@ async def test_a_caller_of_the_link_that_leaves_has_no_place(fleet):
     await fleet.listen()
     _, writer = await asyncio.open_connection("127.0.0.1", fleet.server.link_port)
     writer.write(first_message())
-    await wait_until(lambda: len(fleet.link._relay) == 1)
+    await wait_until(lambda: len(fleet.link._passing) == 1)
     writer.close()
-    await wait_until(lambda: len(fleet.link._relay) == 0)
+    await wait_until(lambda: len(fleet.link._passing) == 0)
 
 
 def test_the_option_is_one_of_the_server():

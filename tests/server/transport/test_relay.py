@@ -7,6 +7,7 @@ import random
 import socket
 
 import pytest
+from tests.server.waiting import wait_until
 
 from isthmus_server.transport import relay as relays
 from isthmus_server.transport.relay import Relay
@@ -42,7 +43,8 @@ class Passed:
 
     async def __aexit__(self, *_):
         for writer in self.writers:
-            writer.transport.abort()
+            if not writer.is_closing():
+                writer.transport.abort()
         await self.relay.stop()
         self.listener.close()
         self.server.close()
@@ -96,10 +98,7 @@ async def test_little_waits_for_a_caller_that_takes_nothing(passed, timeouts):
     caller.transport.pause_reading()
     near.write(bytes(30_000_000))
     (connection,) = passed.relay._connections
-
-    async with asyncio.timeout(20):
-        while not connection._waiting:
-            await asyncio.sleep(0)
+    await wait_until(lambda: connection._waiting)
     waiting = [left for left, _ in connection._waiting.values()]
     assert sum(map(len, waiting)) <= relays._PART
     kept = near.transport.get_write_buffer_size()
