@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from tests.server.idle_callers import anyones_tls
 from tests.server.scripted_participant import payload_of, replying, training_request
+from tests.server.service.test_leaving import join, started
 from tests.server.service.test_metrics_access import read
 from tests.server.waiting import wait_until
 
@@ -24,7 +25,7 @@ from isthmus.transport.uplink import CHANNEL_OPTIONS, METHOD
 from isthmus.wire import link_pb2
 from isthmus.wire import operator_pb2 as pb
 from isthmus_server.cli.operators import OperatorClient
-from isthmus_server.cli.server import start
+from isthmus_server.fleet.authority import initialise
 from isthmus_server.observability.listener import MetricsListener
 from isthmus_server.observability.metrics import RunMetrics
 from isthmus_server.observability.observers import Observers
@@ -189,6 +190,18 @@ async def test_a_caller_of_the_link_that_leaves_has_no_place(fleet):
     await wait_until(lambda: len(fleet.link._passing) == 0)
 
 
-def test_the_option_is_one_of_the_server():
-    (option,) = [each for each in start.params if each.name == "one_port"]
-    assert option.opts == ["--one-port"]
+async def test_the_command_has_everything_at_one_address(tmp_path):
+    state = tmp_path / "server"
+    initialise(state, ["localhost", "127.0.0.1"])
+    async with started(state, "--one-port", "--metrics", "127.0.0.1:0") as server:
+        assert server.link == server.joining
+        url = (await server.line(r"metrics at (https://127.0.0.1:\d+)/metrics"))[1]
+        assert url.rpartition(":")[2] == server.link.rpartition(":")[2]
+        operator = await join(server, state, "alice", "operator")
+        assert operator.server == server.link
+        for path, expected in (("/readyz", "ready\n"), ("/metrics", "isthmus_")):
+            status, text = await asyncio.to_thread(read, url + path, operator.authority, operator)
+            assert status == 200
+            assert expected in text
+        with pytest.raises(OSError, match=r"certificate required|closed|EOF|reset"):
+            await asyncio.to_thread(read, url + "/metrics", operator.authority)
