@@ -145,16 +145,14 @@ class Fleet:
 
 
 @pytest.fixture
-def ports():
-    """How many ports the server has; test files that need both override it."""
-    return 2
+async def fleet(tmp_path, request):
+    """A server without participants; call `await fleet.listen()` first.
 
-
-@pytest.fixture
-async def fleet(tmp_path, ports):
-    """A server without participants; call `await fleet.listen()` first."""
+    It has two ports, or as many as the fixture `ports` of a test file says.
+    """
     fleet = Fleet(tmp_path)
-    fleet.one_port = ports == 1
+    if "ports" in request.fixturenames:
+        fleet.one_port = request.getfixturevalue("ports") == 1
     yield fleet
     await fleet.close()
 

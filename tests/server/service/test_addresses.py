@@ -18,15 +18,16 @@ from isthmus.identity.proxies import ProxyChoice, Road
 from isthmus.transport.uplink import CHANNEL_OPTIONS, METHOD
 from isthmus.wire import link_pb2
 
+SOON = 8.0
+"""Seconds within which a dead address is passed over; a connection to it would take 20 or more."""
+
+pytestmark = pytest.mark.usefixtures("ports")
+
 
 @pytest.fixture(params=[2, 1], ids=["two ports", "one port"])
 def ports(request):
     """Each of these tests is run with both."""
     return request.param
-
-
-SOON = 8.0
-"""Seconds within which a dead address is passed over; a connection to it would take 20 or more."""
 
 
 @pytest.mark.skipif(

@@ -35,6 +35,9 @@ events {{}}
 """
 
 
+pytestmark = pytest.mark.usefixtures("ports")
+
+
 @pytest.fixture
 def ports():
     return 1

@@ -32,6 +32,8 @@ from isthmus_server.fleet.registry import Registry
 from isthmus_server.service.server import ControlPlaneServer
 from isthmus_server.transport import fair_port
 
+pytestmark = pytest.mark.usefixtures("ports")
+
 
 @pytest.fixture(params=[2, 1], ids=["two ports", "one port"])
 def ports(request):

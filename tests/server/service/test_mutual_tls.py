@@ -26,6 +26,8 @@ from isthmus_server.transport import link
 from isthmus_server.transport.limits import MAX_STREAMS_PER_CERTIFICATE
 from isthmus_server.transport.link import Link
 
+pytestmark = pytest.mark.usefixtures("ports")
+
 
 @pytest.fixture(params=[2, 1], ids=["two ports", "one port"])
 def ports(request):

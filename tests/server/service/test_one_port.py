@@ -32,6 +32,8 @@ from isthmus_server.observability.observers import Observers
 from isthmus_server.service.operator_service import SERVICE, ObservedServer
 from isthmus_server.transport import one_port
 
+pytestmark = pytest.mark.usefixtures("ports")
+
 
 @pytest.fixture
 def ports():
