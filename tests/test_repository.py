@@ -77,7 +77,7 @@ COMMANDS = [
     ),
     "isthmus doctor datacenter --json --proxy --proxy-login --state",
     "isthmus doctor device --json --proxy --proxy-login STATE",
-    "isthmus doctor server --address --json STATE",
+    "isthmus doctor server --address --json --one-port STATE",
     "isthmus export --format --output RUN_DIR",
     "isthmus fetch --max-mb --output --proxy --proxy-login --state JOB",
     "isthmus job check --device --memory --ranks --set PATH",
@@ -112,8 +112,8 @@ COMMANDS = [
     "isthmus server restore --lost --nothing-ran-since SOURCE STATE",
     "isthmus server revoke --rollout NAME STATE",
     (
-        "isthmus server start --address --console --grace --jobs --log-format --metrics --quiet "
-        "--track STATE"
+        "isthmus server start --address --console --grace --jobs --log-format --metrics --one-port "
+        "--quiet --track STATE"
     ),
     "isthmus server token create --expires --kind --name --uses STATE",
     "isthmus server verify STATE",

@@ -15,7 +15,7 @@ from isthmus.identity.proxies import Road
 async def test_a_connection_that_was_ended_is_tried_again(error, monkeypatch):
     answers = [error("it was ended"), error("it was ended"), "the certificate"]
 
-    async def presented(road, seconds):
+    async def presented(road, seconds, protocols):
         answer = answers.pop(0)
         if isinstance(answer, OSError):
             raise answer

@@ -14,17 +14,17 @@ ADDRESS = "127.0.0.2"
 _HALF_A_HELLO = b"\x16\x03\x01\x02\x00\x01"
 
 
-def anyones_tls():
+def anyones_tls(protocols=("h2",)):
     """TLS of a caller that has no certificate and trusts every server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
+    context.set_alpn_protocols(list(protocols))
     return context
 
 
 @contextlib.asynccontextmanager
-async def idle_callers(port, kind, count=200):
+async def idle_callers(port, kind, count=200, protocols=("h2",)):
     """Hold connections during the block, and open each again soon after it is closed.
 
     They send "nothing", "half a handshake", or finish the handshake of "TLS".
@@ -38,7 +38,7 @@ async def idle_callers(port, kind, count=200):
                     "127.0.0.1",
                     port,
                     local_addr=(ADDRESS, 0),
-                    ssl=anyones_tls() if kind == "TLS" else None,
+                    ssl=anyones_tls(protocols) if kind == "TLS" else None,
                 )
                 opened.append(kind)
                 try:

@@ -20,6 +20,7 @@ import hashlib
 import ipaddress
 import logging
 import random
+import ssl
 import sys
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from google.protobuf.message import DecodeError
 from isthmus.errors import AdmissionRefused, UserError, cause_of
 from isthmus.grpc_errors import details_of, short_message
 from isthmus.identity import tls
+from isthmus.identity.join_channel import JOIN_PROTOCOLS, join_channel, trusting
 from isthmus.identity.membership import Membership, check_issued, prepare
 from isthmus.identity.obstacles import ENDED, check_no_inspection, presented
 from isthmus.identity.proxies import ProxyChoice, Road, road_to
@@ -55,7 +57,6 @@ _LONGEST_PAUSE = 8.0
 _TIMEOUT = 20.0
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_JOIN_BYTES),
-    ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -152,8 +153,7 @@ async def join(
         identity=public,
         proof=identity.sign(statement(token.fingerprint, kind, token.secret, request)),
     )
-    credentials = grpc.ssl_channel_credentials(tls.pem(authority))
-    answer = await _call(road, credentials, JOIN, message.SerializeToString())
+    answer = await _call(road, trusting(authority), JOIN, message.SerializeToString())
     try:
         reply = join_pb2.JoinReply.FromString(answer)
     except DecodeError:
@@ -165,7 +165,7 @@ async def join(
     return await asyncio.to_thread(
         lambda: Membership.save(
             directory,
-            server=reply.server or f"{host}:{reply.link_port}",
+            server=reply.server or f"{host}:{reply.link_port or port}",
             authority=authority,
             enroller=tls.enroller_of(authority),
             key=key,
@@ -180,8 +180,7 @@ async def _fetch_authority(road: Road, host: str, token: Token) -> x509.Certific
     leaf = await _presented_by(road)
     check_no_inspection(road, leaf)
     # This call trusts exactly the certificate that the server has just presented.
-    pinned = grpc.ssl_channel_credentials(tls.pem(leaf))
-    answer = await _call(road, pinned, AUTHORITY, b"", override=_names_of(leaf)[0])
+    answer = await _call(road, trusting(leaf, itself=True), AUTHORITY, b"")
     try:
         authority = tls.read_certificate(join_pb2.AuthorityReply.FromString(answer).certificate)
     except DecodeError:
@@ -207,7 +206,7 @@ async def _presented_by(road: Road) -> x509.Certificate:
     """
     for attempt in range(_TRIES):
         try:
-            return await presented(road, _TIMEOUT)
+            return await presented(road, _TIMEOUT, JOIN_PROTOCOLS)
         except OSError as error:
             # A server without a place for a further connection ends it.
             busy = isinstance(error, ENDED)
@@ -252,38 +251,36 @@ def _canonical(host: str) -> str:
         return host.lower()
 
 
-async def _call(
-    road: Road,
-    credentials: grpc.ChannelCredentials,
-    method: str,
-    message: bytes,
-    *,
-    override: str | None = None,
-) -> bytes:
+async def _call(road: Road, context: ssl.SSLContext, method: str, message: bytes) -> bytes:
     """Call a method, with retries while the server is busy."""
-    more = () if override is None else (("grpc.ssl_target_name_override", override),)
-    options = (*_OPTIONS, *road.options(), *more)
     for attempt in range(_TRIES):
-        async with grpc.aio.secure_channel(road.target, credentials, options) as channel:
-            try:
+        try:
+            async with join_channel(road, context, _OPTIONS, _TIMEOUT) as channel:
                 answer = await channel.unary_unary(method)(message, timeout=_TIMEOUT)
-            except grpc.aio.AioRpcError as error:
-                busy = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
-                if error.code() not in busy or attempt == _TRIES - 1:
-                    raise AdmissionRefused(_failure_message(road, error)) from None
-            else:
-                assert isinstance(answer, bytes)
-                return answer
+        except ENDED as error:  # a server without a place for a further connection
+            if attempt == _TRIES - 1:
+                raise AdmissionRefused(_nobody(road, error.strerror or str(error))) from None
+        except grpc.aio.AioRpcError as error:
+            busy = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+            if error.code() not in busy or attempt == _TRIES - 1:
+                raise AdmissionRefused(_failure_message(road, error)) from None
+        else:
+            assert isinstance(answer, bytes)
+            return answer
         await _pause(attempt)
     raise AssertionError("the last try returns or raises")
 
 
+def _nobody(road: Road, why: str) -> str:
+    return (
+        f"no server accepts joins at {road.address}{road.detour}: unless a server has one port, "
+        f"joining has a port of its own, the one after that of the link; {why}"
+    )
+
+
 def _failure_message(road: Road, error: grpc.aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return (
-            f"no server accepts joins at {road.address}{road.detour}: joining has a port of its "
-            f"own, the one after that of the link; {short_message(details_of(error))}"
-        )
+        return _nobody(road, short_message(details_of(error)))
     return f"the server at {road.address} refused to join this machine: {details_of(error)}"
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import ssl
+from collections.abc import Sequence
 
 from cryptography import x509
 from cryptography.x509.oid import NameOID
@@ -45,18 +46,48 @@ async def obstacle(road: Road, authority: x509.Certificate) -> RoadBlocked | Non
     return None
 
 
-async def presented(road: Road, seconds: float = _SECONDS) -> x509.Certificate:
+async def presented(
+    road: Road, seconds: float = _SECONDS, protocols: Sequence[str] = ("h2",)
+) -> x509.Certificate:
     """The certificate that is presented at the end of a road, unverified.
+
+    `protocols` are those that TLS offers.
 
     Raises:
         RoadBlocked: nothing that speaks TLS is reached.
         OSError: the connection was ended in the handshake; one of `ENDED`.
     """
-    host, port = tls.split_address(road.address, "the server's address")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
+    context.set_alpn_protocols(list(protocols))
+    _, writer = await opened(road, context, seconds)
+    secured = writer.get_extra_info("ssl_object")
+    data = secured.getpeercert(binary_form=True)
+    writer.transport.abort()
+    try:
+        certificate = x509.load_der_x509_certificate(data)
+        certificate.issuer.rfc4514_string()  # which is parsed only now
+    except (ValueError, TypeError, x509.InvalidVersion):
+        raise RoadBlocked(f"what answers at {_end(road)} has no usable certificate") from None
+    return certificate
+
+
+async def opened(
+    road: Road, context: ssl.SSLContext, seconds: float
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a TLS connection to the end of a road, which its caller closes.
+
+    Args:
+        road: to whom; the name in its address is the one that TLS asks for.
+        context: what TLS verifies and offers.
+        seconds: time for the connection and its handshake.
+
+    Raises:
+        RoadBlocked: nothing that speaks TLS is reached, or its certificate is not accepted.
+        OSError: the connection was ended in the handshake; one of `ENDED`.
+    """
+    host, port = tls.split_address(road.address, "the server's address")
     station = road.address if road.proxy is None else f"the proxy {road.proxy}"
     try:
         async with asyncio.timeout(seconds):
@@ -64,12 +95,13 @@ async def presented(road: Road, seconds: float = _SECONDS) -> x509.Certificate:
             try:
                 if road.proxy is not None:
                     await _pass(road, road.proxy, reader, writer)
-                    station = f"{road.address} through the proxy {road.proxy}"
+                    station = _end(road)
                 await writer.start_tls(context, server_hostname=host.strip("[]"))
-                secured = writer.get_extra_info("ssl_object")
-                data = None if secured is None else secured.getpeercert(binary_form=True)
-            finally:
+                if writer.get_extra_info("ssl_object") is None:
+                    raise ConnectionResetError("the connection was ended in the TLS handshake")
+            except BaseException:
                 writer.transport.abort()
+                raise
     except TimeoutError:
         raise RoadBlocked(
             f"{station} did not answer in time",
@@ -79,20 +111,23 @@ async def presented(road: Road, seconds: float = _SECONDS) -> x509.Certificate:
         raise
     except UnicodeError:  # of TLS; without a proxy the look-up of the name has said so
         raise RoadBlocked(f"{host!r} can be no name of a server", "check the address") from None
+    except ssl.SSLCertVerificationError as error:
+        raise RoadBlocked(
+            f"the certificate of {station} does not pass: {in_a_line(error.verify_message)}",
+            "check that all addresses of the name are those of one server",
+        ) from None
     except ssl.SSLError as error:
         reason = in_a_line(error.reason or str(error)).replace("_", " ").lower()
         raise RoadBlocked(
             f"what answers at {station} does not speak TLS as a server does ({reason})",
             "check address and port",
         ) from None
-    if data is None:
-        raise ConnectionResetError("the connection was ended in the TLS handshake")
-    try:
-        certificate = x509.load_der_x509_certificate(data)
-        certificate.issuer.rfc4514_string()  # which is parsed only now
-    except (ValueError, TypeError, x509.InvalidVersion):
-        raise RoadBlocked(f"what answers at {station} has no usable certificate") from None
-    return certificate
+    return reader, writer
+
+
+def _end(road: Road) -> str:
+    """The end of a road, for messages."""
+    return road.address + ("" if road.proxy is None else f" through the proxy {road.proxy}")
 
 
 def check_issuer(road: Road, certificate: x509.Certificate, authority: x509.Certificate) -> None:

@@ -250,6 +250,11 @@ def show_audit(state: Path) -> None:
     help="Where participants connect; the next port is for joining.",
 )
 @click.option(
+    "--one-port",
+    is_flag=True,
+    help="Have joining at the port of --address, too, and --metrics if that is the same address.",
+)
+@click.option(
     "--grace",
     default=30.0,
     show_default=True,
@@ -272,6 +277,7 @@ def show_audit(state: Path) -> None:
 def start(
     state: Path,
     address: str,
+    one_port: bool,
     grace: float,
     console: str | None,
     jobs: int,
@@ -292,18 +298,29 @@ def start(
     from isthmus_server.service.server import ControlPlaneServer
 
     host, port = tls.split_address(address, "--address")
-    if port == LAST_PORT:
-        raise UserError(f"--address {address!r} has no next port, which is needed for joining")
+    if port == LAST_PORT and not one_port:
+        raise UserError(
+            f"--address {address!r} has no next port, which is needed for joining; choose another, "
+            "or add --one-port"
+        )
     shown = None if console is None else tls.split_address(console, "--console")
     prepare()
     for name in ("isthmus_server.service", "isthmus_server.fleet"):  # who joins, and who may not
         logging.getLogger(name).setLevel(logging.INFO)
-    observers = Observers.of_options(log_format, quiet, metrics, track, certified=True)
+    shared = one_port and metrics is not None and _same(metrics, host, port)
+    observers = Observers.of_options(
+        log_format, quiet, metrics, track, certified=True, shared=shared
+    )
     server = ControlPlaneServer(state)
     runner = JobRunner(server.link, state, observers, jobs)
     with contextlib.suppress(click.Abort):  # the queue is kept
-        served = serve_queue(server, runner, host, port, shown)
+        served = serve_queue(server, runner, host, port, shown, one_port=one_port)
         run_until_stopped(served, runner.leave, grace)
+
+
+def _same(metrics: str, host: str, port: int) -> bool:
+    """Whether metrics are to be at the address of the link."""
+    return tls.split_address(metrics, "--metrics") == (host, port)
 
 
 @contextlib.contextmanager

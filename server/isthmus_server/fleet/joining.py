@@ -1,16 +1,18 @@
 """The join service: exchanges a token for a certificate; the only service for unknown callers.
 
-It has its own port and gRPC server, so that its load cannot take resources from the link. All
-callers together may have `MAX_CALLERS` connections, each for a few seconds, which are shared out
-among their addresses; messages are at most a few kilobytes, and failed attempts are limited per
-address.
+It has its own gRPC server, and its own port unless the server has one port for everything, so that
+its load cannot take resources from the link. All callers together may have `MAX_CALLERS`
+connections, each for a few seconds, which are shared out among their addresses; messages are at
+most a few kilobytes, and failed attempts are limited per address.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 import grpc
 import grpc.aio
@@ -25,7 +27,7 @@ from isthmus.wire import join_pb2
 from isthmus_server.fleet.members import Members
 from isthmus_server.fleet.registry import Registry
 from isthmus_server.transport.fair_port import FairPort
-from isthmus_server.transport.limits import CALLER_CONNECTIONS
+from isthmus_server.transport.limits import CALLER_CONNECTIONS, Services
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ MAX_CALLERS = CALLER_CONNECTIONS
 
 _CALLER_SECONDS = 15
 """Maximum duration of a connection."""
+_IDLE_SECONDS = _CALLER_SECONDS / 3
+"""A connection without a call is closed after this time."""
 
 
 class TokenBucket:
@@ -100,18 +104,40 @@ class JoinService:
             UserError: it cannot listen there, see `FairPort.start`.
         """
         self._link_port = link_port
-        methods = {
-            "Authority": grpc.unary_unary_rpc_method_handler(self._show_authority),
-            "Join": grpc.unary_unary_rpc_method_handler(self._join),
-        }
         return await self._port.start(
-            {"isthmus.join.v1.Join": methods},
+            self._services(),
             host,
             port,
             credentials,
             message_bytes=MAX_JOIN_BYTES,
-            idle_seconds=_CALLER_SECONDS / 3,
+            idle_seconds=_IDLE_SECONDS,
         )
+
+    async def start_behind(
+        self, credentials: grpc.ServerCredentials
+    ) -> Callable[[socket.socket], None]:
+        """Serve connections that a port of this process accepts; returns what takes one over.
+
+        The link is at the address at which participants join.
+
+        Raises:
+            UserError: there can be no socket in the temporary folder.
+        """
+        self._link_port = 0
+        await self._port.open(
+            self._services(),
+            credentials,
+            message_bytes=MAX_JOIN_BYTES,
+            idle_seconds=_IDLE_SECONDS,
+        )
+        return self._port.take
+
+    def _services(self) -> Services:
+        methods = {
+            "Authority": grpc.unary_unary_rpc_method_handler(self._show_authority),
+            "Join": grpc.unary_unary_rpc_method_handler(self._join),
+        }
+        return {"isthmus.join.v1.Join": methods}
 
     async def stop(self) -> None:
         """Stop listening."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import SimpleQueue
 from typing import Any
 
 from cryptography import x509
@@ -40,6 +41,9 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 log = logging.getLogger(__name__)
 
+Take = Callable[[socket.socket], None]
+"""Takes over a connection, of which nothing has been read."""
+
 Ready = Callable[[], Sequence[str]]
 """Returns why the process cannot do its work now, one sentence each; none if it can."""
 
@@ -55,7 +59,13 @@ class MetricsListener:
     """
 
     def __init__(
-        self, host: str, port: int, metrics: RunMetrics, *, certified: bool = False
+        self,
+        host: str,
+        port: int,
+        metrics: RunMetrics,
+        *,
+        certified: bool = False,
+        shared: bool = False,
     ) -> None:
         """Prepare; `serving` listens.
 
@@ -64,6 +74,8 @@ class MetricsListener:
             port: 0 for any.
             metrics: what to serve.
             certified: the process has a certificate, and knows its callers by theirs.
+            shared: the port is that of a server, which accepts the connections; see `taking`. There
+                every caller has to present a certificate, on loopback as well.
 
         Raises:
             UserError: others could read the metrics there.
@@ -77,11 +89,34 @@ class MetricsListener:
         self.port = port
         """The port; after `serving` began, the one in use."""
         self._host = host
+        self._shared = shared
+        self._server: _SharedServer | None = None
+
+    def taking(self, port: int) -> Take | None:
+        """What takes over connections that a server has accepted at its one port.
+
+        None if this listener has a port of its own.
+        """
+        if not self._shared:
+            return None
+        self.port = port
+        return self._take
+
+    def _take(self, connection: socket.socket) -> None:
+        if self._server is None:  # it does not serve yet, or not any more
+            connection.close()
+        else:
+            self._server.take(connection)
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether callers need no certificate."""
+        return tls.is_loopback(self._host) and not self._shared
 
     @property
     def url(self) -> str:
         """Where the metrics are."""
-        scheme = "http" if tls.is_loopback(self._host) else "https"
+        scheme = "http" if self._is_open else "https"
         return f"{scheme}://{self._host}:{self.port}/metrics"
 
     def check_free(self) -> None:
@@ -90,6 +125,8 @@ class MetricsListener:
         Raises:
             UserError: it is in use, or not of this machine.
         """
+        if self._shared:
+            return
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         with socket.socket(family) as probe, self._refusing():
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -112,21 +149,27 @@ class MetricsListener:
 
         Args:
             ready: answers `/readyz`.
-            caller_check: knows callers from other machines; needed unless the host is loopback.
+            caller_check: knows callers; needed unless the host is loopback and the port its own.
 
         Raises:
             UserError: the address is in use.
         """
-        check = None if tls.is_loopback(self._host) else caller_check
-        assert check is not None or tls.is_loopback(self._host)
-        with self._refusing():
-            server = _Server((self._host.strip("[]"), self.port), self.metrics, ready, check)
-        self.port = server.server_address[1]
+        check = None if self._is_open else caller_check
+        assert check is not None or self._is_open
+        address = (self._host.strip("[]"), self.port)
+        server: _Server
+        if self._shared:
+            server = self._server = _SharedServer(address, self.metrics, ready, check)
+        else:
+            with self._refusing():
+                server = _Server(address, self.metrics, ready, check)
+            self.port = server.server_address[1]
         thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
         thread.start()
         try:
             yield
         finally:
+            self._server = None
             server.shutdown()
             thread.join()
             server.server_close()
@@ -244,6 +287,50 @@ class _Server(ThreadingHTTPServer):
         """Log an error; a caller that breaks off is none."""
         level = logging.DEBUG if isinstance(sys.exc_info()[1], OSError) else logging.ERROR
         log.log(level, "a request for metrics failed", exc_info=True)
+
+
+class _SharedServer(_Server):
+    """Serves connections that a server's one port has accepted.
+
+    `serve_forever` waits for a byte, which says that there is one.
+    """
+
+    def server_bind(self) -> None:
+        """Listen nowhere."""
+        self._given: SimpleQueue[socket.socket] = SimpleQueue()
+        self.socket.close()
+        self.socket, self._bell = socket.socketpair()
+        self._bell.setblocking(False)
+        self.server_name = "isthmus"
+        self.server_port = self.server_address[1]
+
+    def server_activate(self) -> None:
+        """Likewise."""
+
+    def take(self, connection: socket.socket) -> None:
+        """Serve a connection, unless too many wait."""
+        if self._given.qsize() >= CONNECTIONS:
+            connection.close()
+            return
+        self._given.put(connection)
+        self._bell.send(b"!")
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """The next connection, and its caller's address."""
+        self.socket.recv(1)
+        connection = self._given.get_nowait()
+        try:
+            return connection, connection.getpeername()
+        except OSError:  # it has ended
+            connection.close()
+            raise
+
+    def server_close(self) -> None:
+        """Close what waits, too."""
+        super().server_close()
+        self._bell.close()
+        while not self._given.empty():
+            self._given.get_nowait().close()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -130,10 +130,11 @@ class Observers:
         track: Sequence[str],
         *,
         certified: bool = False,
+        shared: bool = False,
     ) -> Observers:
         """As the options of `observed` say; sets up logging.
 
-        `certified`: a server's, which has a certificate.
+        `certified`: a server's, which has a certificate. `shared`: the metrics are at its one port.
 
         Raises:
             UserError: the address of the metrics is none, is in use, or others could read them
@@ -143,7 +144,7 @@ class Observers:
         listener = None
         if metrics is not None:
             host, port = tls.split_address(metrics, "--metrics")
-            listener = MetricsListener(host, port, RunMetrics(), certified=certified)
+            listener = MetricsListener(host, port, RunMetrics(), certified=certified, shared=shared)
             listener.check_free()
         lines = None
         if log_format == "json":

@@ -312,10 +312,13 @@ async def serve_queue(
     host: str,
     port: int,
     console: tuple[str, int] | None = None,
+    *,
+    one_port: bool = False,
 ) -> None:
     """Listen, and run the jobs that operators submit, until cancelled or until `runner.leave`.
 
-    `console` is where the web console listens; None for nowhere.
+    `console` is where the web console listens; None for nowhere. With `one_port` joining is at the
+    port of the link, and so are the metrics of a listener that is for it.
 
     Raises:
         UserError: it cannot listen at the address.
@@ -323,9 +326,14 @@ async def serve_queue(
     services = {SERVICE: OperatorService(server.members, runner).methods()}
     # Closed after the server, because operators may follow a log until it stops.
     with contextlib.closing(runner.queue):
-        async with server.listening(host, port, services):
+        async with server.listening(host, port, services, one_port=one_port):
+            if server.one_port is not None and (metrics := runner.observers.metrics) is not None:
+                server.one_port.metrics = metrics.taking(server.link_port)
             where = f"link at {host}:{server.link_port}, joining at "
-            where += f"{host}:{server.join_port}" if server.join_port else "its authority"
+            if server.one_port is not None and server.join_port:
+                where = f"link and joining at {host}:{server.link_port}"
+            else:
+                where += f"{host}:{server.join_port}" if server.join_port else "its authority"
             runner.console.print(where, soft_wrap=True)
             presence = FleetPresence(server.members.directory, server.link, runner.waiting)
             runner.observers.followers.append(presence.following)

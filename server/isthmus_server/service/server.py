@@ -19,6 +19,7 @@ from isthmus_server.fleet.members import Members
 from isthmus_server.fleet.remote_authority import RemoteMembers
 from isthmus_server.transport.limits import Services
 from isthmus_server.transport.link import Link
+from isthmus_server.transport.one_port import OnePort
 
 LEASE_SECONDS = 10.0
 """Time without a message after which a participant is removed."""
@@ -65,6 +66,8 @@ class ControlPlaneServer:
             self.members = Members(directory, authority or CertificateAuthority(directory))
             self.joining = JoinService(self.members)
         self.link = Link(lease_seconds, self.members)
+        self.one_port: OnePort | None = None
+        """What accepts the connections of all, if there is one port for everything."""
         self.link_port = 0
         self.join_port = 0
         self.pair = (b"", b"")
@@ -72,11 +75,20 @@ class ControlPlaneServer:
 
     @asynccontextmanager
     async def listening(
-        self, host: str, port: int, services: Services | None = None
+        self,
+        host: str,
+        port: int,
+        services: Services | None = None,
+        *,
+        one_port: bool = False,
     ) -> AsyncIterator[None]:
         """Listen: the link at `port`, joining at the next one (0: any free ports).
 
-        `services` are further gRPC services on the port of the link.
+        Args:
+            host: where to listen.
+            port: of the link.
+            services: further gRPC services on the port of the link.
+            one_port: joining is at the port of the link, too.
 
         Raises:
             UserError: a port is in use.
@@ -84,6 +96,7 @@ class ControlPlaneServer:
         _allow_many_files()
         directory = self.members.directory
         with file_lock(directory / "lock", f"another server runs from {directory}"):
+            self.one_port = OnePort() if one_port else None
             async with self._open(host, port, services or {}):
                 yield
 
@@ -93,16 +106,10 @@ class ControlPlaneServer:
         self.pair = self.members.server_pair()
         tasks: list[asyncio.Task[None]] = []
         try:
-            self.link_port = await self.link.start(
-                host, port, self._credentials(known=True), services
-            )
-            if self.joining is not None:
-                self.join_port = await self.joining.start(
-                    host,
-                    port + 1 if port else 0,
-                    self._credentials(known=False),
-                    link_port=self.link_port,
-                )
+            if self.one_port is None:
+                await self._start_two(host, port, services)
+            else:
+                await self._start_one(self.one_port, host, port, services)
             works = (self._disconnect_revoked(), self._renew(), self.members.follow())
             tasks = [asyncio.create_task(work) for work in works]
             yield
@@ -110,10 +117,29 @@ class ControlPlaneServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self.one_port is not None:
+                await self.one_port.stop()
             if self.joining is not None:
                 await self.joining.stop()
             await self.link.stop()
             self.members.close()
+
+    async def _start_two(self, host: str, port: int, services: Services) -> None:
+        self.link_port = await self.link.start(host, port, self._credentials(known=True), services)
+        if self.joining is not None:
+            self.join_port = await self.joining.start(
+                host,
+                port + 1 if port else 0,
+                self._credentials(known=False),
+                link_port=self.link_port,
+            )
+
+    async def _start_one(self, one: OnePort, host: str, port: int, services: Services) -> None:
+        one.link = await self.link.start_behind(self._credentials(known=True), services)
+        if self.joining is not None:
+            one.joining = await self.joining.start_behind(self._credentials(known=False))
+        self.link_port = await one.start(host, port)
+        self.join_port = self.link_port if self.joining is not None else 0
 
     async def _disconnect_revoked(self) -> None:
         while True:

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
-from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 
-from isthmus_server.transport.limits import Services, cannot_listen, listen, server_options
+from isthmus.system.private_socket import private_socket
+from isthmus_server.transport.limits import Services, listen, server_options
+from isthmus_server.transport.listening import WAITING, listening_sockets
 from isthmus_server.transport.places import least_needed, network_of
-from isthmus_server.transport.private_socket import private_socket
 
 _ANSWER_SECONDS = 5.0
 """Time for a caller to answer the first that it is sent: to go on with its TLS handshake."""
@@ -30,13 +29,8 @@ _SILENT_SECONDS = 4.0
 """One on which nobody has sent anything for this time is idle in any case."""
 _AT_A_TIME = 64
 """Most connections that are accepted before the event loop does anything else."""
-_WAITING = 4096
-"""Most connections that wait in the kernel to be accepted; it drops further ones."""
 _BUFFER_BYTES = 32 << 10
 """Bytes of each direction of a connection that wait in this process."""
-_ALL = "::"
-_ALL_OF_IPV4 = "0.0.0.0"  # noqa: S104 - where the operator wants it
-_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 class FairPort:
@@ -61,7 +55,9 @@ class FairPort:
         """Addresses of open connections, by the names that gRPC has for them."""
         self._grpc: grpc.aio.Server | None = None
         self._servers: list[asyncio.Server] = []
-        self._connecting: set[asyncio.Task[None]] = set()
+        self._connecting: set[asyncio.Task[Any]] = set()
+        self._target = ""
+        """The socket on which gRPC listens."""
         self._opened = contextlib.ExitStack()
         self._ends = False
 
@@ -89,38 +85,60 @@ class FairPort:
             UserError: the port is in use, the host is not an address of this machine, or there can
                 be no socket in the temporary folder.
         """
-        # Twice as many: gRPC sees later than this process that a connection is closed.
-        options = server_options(2 * self._places, message_bytes, idle_seconds)
-        address = self._opened.enter_context(private_socket())
+        await self.open(
+            services, credentials, message_bytes=message_bytes, idle_seconds=idle_seconds
+        )
         try:
-            self._grpc, _ = await listen(services, address, credentials, options, self._places)
-            return await self._listen(host, port, address.removeprefix("unix:"))
+            return await self._listen(host, port)
         except BaseException:
             await self.stop()
             raise
 
-    async def _listen(self, host: str, port: int, target: str) -> int:
-        loop = asyncio.get_running_loop()
-        sockets: list[socket.socket] = []
+    async def open(
+        self,
+        services: Services,
+        credentials: grpc.ServerCredentials,
+        *,
+        message_bytes: int,
+        idle_seconds: float,
+    ) -> None:
+        """Have gRPC serve callers whose connections come by `take`.
+
+        The arguments are as in `start`.
+
+        Raises:
+            UserError: there can be no socket in the temporary folder.
+        """
+        # Twice as many: gRPC sees later than this process that a connection is closed.
+        options = server_options(2 * self._places, message_bytes, idle_seconds)
+        address = self._opened.enter_context(private_socket())
+        self._target = address.removeprefix("unix:")
         try:
-            for family, address in await _addresses(host):
-                if sockets and address == _ALL_OF_IPV4:
-                    continue  # the one of IPv6 is for both
-                with _unless_absent():
-                    sockets.append(_listening(family, address, port))
-                    port = int(sockets[-1].getsockname()[1])  # the same for all of them
-            if not sockets:
-                raise OSError(errno.EADDRNOTAVAIL, host)
-            for each in sockets:
-                server = await loop.create_server(
-                    lambda: _Caller(self, target, loop), sock=each, backlog=_AT_A_TIME
-                )
-                self._servers.append(server)
-                each.listen(_WAITING)
-        except OSError:
-            for each in sockets:
-                each.close()
-            raise cannot_listen(f"{host}:{port}") from None
+            self._grpc, _ = await listen(services, address, credentials, options, self._places)
+        except BaseException:
+            await self.stop()
+            raise
+
+    def take(self, connection: socket.socket) -> None:
+        """Serve a connection that another port has accepted; it belongs to this one now."""
+        if self._ends:
+            connection.close()
+            return
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(loop.connect_accepted_socket(self._new_caller, connection))
+        task.add_done_callback(lambda done: connection.close() if done.cancelled() else None)
+        self._keep(task)
+
+    def _new_caller(self) -> _Caller:
+        return _Caller(self, self._target, asyncio.get_running_loop())
+
+    async def _listen(self, host: str, port: int) -> int:
+        loop = asyncio.get_running_loop()
+        sockets, port = await listening_sockets(host, port)
+        for each in sockets:
+            server = await loop.create_server(self._new_caller, sock=each, backlog=_AT_A_TIME)
+            self._servers.append(server)
+            each.listen(WAITING)
         return port
 
     async def stop(self) -> None:
@@ -166,7 +184,9 @@ class FairPort:
 
     def spawn(self, caller: _Caller) -> None:
         """Connect a caller with gRPC, and close it when its time is over."""
-        task = asyncio.get_running_loop().create_task(caller.connect(self._seconds))
+        self._keep(asyncio.get_running_loop().create_task(caller.connect(self._seconds)))
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
@@ -327,39 +347,3 @@ class _Inner(_End):
     def data_received(self, data: bytes) -> None:
         self._caller.answered()
         super().data_received(data)
-
-
-async def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """The families and addresses of a host to listen on, without repetitions.
-
-    Raises:
-        OSError: there are none.
-    """
-    name = host.strip("[]")
-    if name in (_ALL_OF_IPV4, _ALL, ""):
-        both = [(socket.AF_INET6, _ALL)] if socket.has_dualstack_ipv6() else []
-        return [*both, (socket.AF_INET, _ALL_OF_IPV4)]
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys((family, str(where[0])) for family, _, _, _, where in found))
-
-
-def _listening(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        OSError: the port is in use, or the address is not of this machine.
-    """
-    return socket.create_server(
-        (address, port), family=family, backlog=_WAITING, dualstack_ipv6=address == _ALL
-    )
-
-
-@contextlib.contextmanager
-def _unless_absent() -> Iterator[None]:
-    """Pass over an address of a host that this machine does not have."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NOT_HERE:
-            raise

@@ -45,8 +45,9 @@ _TLS_FRAME_BYTES = 4096
 made no measurable difference in time down to this size."""
 CALLER_CONNECTIONS = 128
 """Open connections of callers that may be anybody, at a port that is for them. Each has three open
-files, see `isthmus_server.transport.fair_port`."""
-_RESERVED_FILES = 256 + 3 * CALLER_CONNECTIONS
+files, see `isthmus_server.transport.fair_port`. At one port for everything as many more wait there
+for their first message, see `isthmus_server.transport.one_port`."""
+RESERVED_FILES = 256 + 4 * CALLER_CONNECTIONS
 """Open files of the process that connections never use up."""
 
 REPLY_KINDS = {
@@ -85,7 +86,7 @@ def server_options(
         (_MAX_RECEIVE, message_bytes),
         (
             "grpc.max_allowed_incoming_connections",
-            max(64, min(connections, files - _RESERVED_FILES)),
+            max(64, min(connections, files - RESERVED_FILES)),
         ),
         ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
         ("grpc.max_connection_idle_ms", int(1000 * idle_seconds)),

@@ -7,10 +7,13 @@ when a stream breaks, requests stay pending until the participant reconnects or 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
+import socket
 import uuid
 from collections import Counter
+from collections.abc import Callable
 
 import grpc
 import grpc.aio
@@ -18,6 +21,7 @@ import grpc.aio
 from isthmus.errors import AdmissionRefused, ParticipantLost, UpdateError, UserError
 from isthmus.identity.tls import Subject, is_loopback, is_socket
 from isthmus.system.clocks import CLOCK_METADATA
+from isthmus.system.private_socket import private_socket
 from isthmus.transport.blobs import Buffer, InFile, Piece, Write
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.shared_memory import Take, machine
@@ -34,6 +38,7 @@ from isthmus_server.transport.limits import (
     MAX_STREAMS_PER_CERTIFICATE,
     PARTICIPANT_MESSAGES,
     REPLY_KINDS,
+    RESERVED_FILES,
     Refusal,
     Services,
     abort_stream,
@@ -44,7 +49,11 @@ from isthmus_server.transport.limits import (
     server_options,
 )
 from isthmus_server.transport.peer import ListenerGroup, Peer
+from isthmus_server.transport.relay import Relay
 from isthmus_server.transport.turns import AllTurns
+
+CONNECTIONS = 20_000
+"""Most connections, if the process may open as many files."""
 
 PING_GROUPS = 16
 """Groups in which idle streams are pinged, so that no ping waits for thousands of others."""
@@ -90,6 +99,8 @@ class Link(AllTurns):
         self._instance = uuid.uuid4().hex[:12]
         self._ids = itertools.count(1)
         self._server: grpc.aio.Server | None = None
+        self._passing: Relay | None = None
+        self._private = contextlib.ExitStack()
         self._streams: Counter[bytes] = Counter()
         self._heartbeats = Heartbeats(lease_seconds, PING_GROUPS)
 
@@ -124,6 +135,21 @@ class Link(AllTurns):
         assert is_socket(address)
         await self._listen(address, None, {})
 
+    async def start_behind(
+        self, credentials: grpc.ServerCredentials, services: Services
+    ) -> Callable[[socket.socket], None]:
+        """Serve connections that a port of this process accepts; returns what takes one over.
+
+        The arguments are as in `start`.
+
+        Raises:
+            UserError: there can be no socket in the temporary folder.
+        """
+        address = self._private.enter_context(private_socket())
+        await self._listen(address, credentials, services)
+        self._passing = Relay(address.removeprefix("unix:"), CONNECTIONS, RESERVED_FILES)
+        return self._passing.take
+
     async def _listen(
         self, address: str, credentials: grpc.ServerCredentials | None, services: Services
     ) -> int:
@@ -132,8 +158,8 @@ class Link(AllTurns):
             {"isthmus.link.v1.Link": {"Connect": handler}, **services},
             address,
             credentials,
-            server_options(20_000, MAX_MESSAGE_BYTES, IDLE_SECONDS),
-            calls=20_000,
+            server_options(CONNECTIONS, MAX_MESSAGE_BYTES, IDLE_SECONDS),
+            calls=CONNECTIONS,
         )
         return port
 
@@ -145,6 +171,9 @@ class Link(AllTurns):
             peer.fail_pending("the server is stopping")
         if self._server is not None:
             await self._server.stop(grace=0.2)
+        if self._passing is not None:
+            await self._passing.stop()
+        self._private.close()
 
     # -- requests and blobs ------------------------------------------------------------------------
 

@@ -35,6 +35,9 @@ ROLES = {"client": link_pb2.CLIENT, "datacenter": link_pb2.DATACENTER}
 class Fleet:
     """A listening server, with helpers to join it and to connect to it."""
 
+    one_port = False
+    """Whether it has one port for everything."""
+
     def __init__(self, folder, names=("localhost", "127.0.0.1")):
         self.folder = folder
         self.state = folder / "server"
@@ -56,7 +59,10 @@ class Fleet:
             self.control = OperatorService(self.server.members, self.runner)
             services[SERVICE] = self.control.methods()
             self.connections.append(asyncio.create_task(self.runner.run()))
-        await self.stack.enter_async_context(self.server.listening(host, 0, services))
+        await self.stack.enter_async_context(
+            self.server.listening(host, 0, services, one_port=self.one_port)
+        )
+        assert self.one_port is (self.server.join_port == self.server.link_port)
         self.link = self.server.link
         self.url = f"localhost:{self.server.join_port}"
         self.address = f"localhost:{self.server.link_port}"
@@ -139,9 +145,14 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet(tmp_path):
-    """A server without participants; call `await fleet.listen()` first."""
+async def fleet(tmp_path, request):
+    """A server without participants; call `await fleet.listen()` first.
+
+    It has two ports, or as many as the fixture `ports` of a test file says.
+    """
     fleet = Fleet(tmp_path)
+    if "ports" in request.fixturenames:
+        fleet.one_port = request.getfixturevalue("ports") == 1
     yield fleet
     await fleet.close()
 

@@ -21,13 +21,22 @@ from isthmus.wire import link_pb2
 SOON = 8.0
 """Seconds within which a dead address is passed over; a connection to it would take 20 or more."""
 
+pytestmark = pytest.mark.usefixtures("ports")
+
+
+@pytest.fixture(params=[2, 1], ids=["two ports", "one port"])
+def ports(request):
+    """Each of these tests is run with both."""
+    return request.param
+
 
 @pytest.mark.skipif(
     not socket.has_dualstack_ipv6(), reason="there is no IPv6; load its kernel module"
 )
 @pytest.mark.parametrize("through_a_proxy", [False, True])
-async def test_a_server_with_an_ipv6_address(tmp_path, through_a_proxy):
+async def test_a_server_with_an_ipv6_address(tmp_path, ports, through_a_proxy):
     fleet = Fleet(tmp_path, ["::1"])
+    fleet.one_port = ports == 1
     await fleet.listen(host="[::1]")
     url, address = (f"[::1]:{port}" for port in (fleet.server.join_port, fleet.server.link_port))
     try:

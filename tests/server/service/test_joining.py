@@ -20,8 +20,10 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import joining, membership, tls
+from isthmus.identity.join_channel import JOIN_PROTOCOLS, join_channel, trusting
 from isthmus.identity.joining import JOIN, Token
 from isthmus.identity.membership import Membership
+from isthmus.identity.proxies import Road
 from isthmus.wire import join_pb2
 from isthmus_server.cli.server import server
 from isthmus_server.fleet.authority import initialise
@@ -30,12 +32,24 @@ from isthmus_server.fleet.registry import Registry
 from isthmus_server.service.server import ControlPlaneServer
 from isthmus_server.transport import fair_port
 
+pytestmark = pytest.mark.usefixtures("ports")
+
+
+@pytest.fixture(params=[2, 1], ids=["two ports", "one port"])
+def ports(request):
+    """Each of these tests is run with both."""
+    return request.param
+
 
 async def ask(fleet, request):
     """The reply to a join request, over TLS with the right authority."""
-    roots = tls.pem(fleet.server.members.certificate_authority.certificate)
-    credentials = grpc.ssl_channel_credentials(roots)
-    async with grpc.aio.secure_channel(fleet.url, credentials) as channel:
+    authority = fleet.server.members.certificate_authority.certificate
+    if fleet.one_port:
+        opened = join_channel(Road(fleet.url), trusting(authority), (), 20.0)
+    else:  # as an earlier release does
+        credentials = grpc.ssl_channel_credentials(tls.pem(authority))
+        opened = grpc.aio.secure_channel(fleet.url, credentials)
+    async with opened as channel:
         data = request if isinstance(request, bytes) else request.SerializeToString()
         return await channel.unary_unary(JOIN)(data, timeout=100)
 
@@ -278,10 +292,15 @@ async def test_two_thousand_unfinished_joins_do_not_block_the_server(fleet):
 async def test_idle_connections_of_one_address_keep_nobody_else_out(fleet, kind):
     """All 200 were places of unknown callers, for ten seconds each."""
     await fleet.listen()
-    async with idle_callers(fleet.server.join_port, kind), asyncio.timeout(10):
-        assert len(fleet.server.joining._port._callers) == MAX_CALLERS
+    protocols = JOIN_PROTOCOLS if fleet.one_port else ["h2"]
+    places = fleet.server.joining._port._callers
+    if fleet.one_port and kind != "TLS":
+        places = fleet.server.one_port._arriving
+    crowd = idle_callers(fleet.server.join_port, kind, protocols=protocols)
+    async with crowd, asyncio.timeout(10):
+        assert len(places) == MAX_CALLERS
         assert (await fleet.member("phone-0")).name == "phone-0"
-        assert len(fleet.server.joining._port._callers) <= MAX_CALLERS
+        assert len(places) <= MAX_CALLERS
 
 
 async def test_many_devices_of_one_address_join_at_once(fleet):
@@ -309,7 +328,7 @@ async def test_a_handshake_that_is_not_finished_is_closed_early(fleet, timeouts)
     """Its caller was sent the server's part of it; one that has finished it stays."""
     await fleet.listen()
     port = fleet.server.join_port
-    context = anyones_tls()
+    context = anyones_tls(JOIN_PROTOCOLS)
     finished, finishing = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     hello = ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
@@ -356,7 +375,8 @@ def test_the_last_port_is_refused_because_joining_needs_the_next(fleet):
     arguments = ["start", str(fleet.state), "--address", "127.0.0.1:65535"]
     result = CliRunner().invoke(server, arguments)
     assert str(result.exception) == (
-        "--address '127.0.0.1:65535' has no next port, which is needed for joining"
+        "--address '127.0.0.1:65535' has no next port, which is needed for joining; choose "
+        "another, or add --one-port"
     )
 
 
@@ -395,6 +415,7 @@ def test_a_damaged_registry_is_reported_in_one_sentence(fleet, words):
     )
 
 
+@pytest.mark.parametrize("ports", [2])
 async def test_joining_at_the_port_of_the_link_mentions_the_join_port(fleet, tmp_path, monkeypatch):
     await fleet.listen()
     monkeypatch.setattr(joining, "_TRIES", 1)

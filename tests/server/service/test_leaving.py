@@ -66,8 +66,11 @@ async def started(state, *options):
     pipe.close()
     try:
         server = ServerProcess(process, output)
-        found = await server.line(r"link at 127.0.0.1:(\d+), joining at 127.0.0.1:(\d+)")
-        server.link, server.joining = (f"localhost:{port}" for port in found.groups())
+        found = await server.line(
+            r"link (?:at 127.0.0.1:(?P<own>\d+), |and )joining at 127.0.0.1:(?P<joining>\d+)"
+        )
+        server.joining = f"localhost:{found['joining']}"
+        server.link = f"localhost:{found['own'] or found['joining']}"
         yield server
     finally:
         process.kill()

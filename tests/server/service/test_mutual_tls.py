@@ -13,6 +13,7 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, ParticipantLost, UserError
 from isthmus.identity import tls
+from isthmus.identity.join_channel import JOIN_PROTOCOL
 from isthmus.identity.membership import Membership
 from isthmus.identity.obstacles import presented
 from isthmus.identity.proxies import Road
@@ -24,6 +25,14 @@ from isthmus_server.fleet.authority import CertificateAuthority, initialise
 from isthmus_server.transport import link
 from isthmus_server.transport.limits import MAX_STREAMS_PER_CERTIFICATE
 from isthmus_server.transport.link import Link
+
+pytestmark = pytest.mark.usefixtures("ports")
+
+
+@pytest.fixture(params=[2, 1], ids=["two ports", "one port"])
+def ports(request):
+    """Each of these tests is run with both."""
+    return request.param
 
 
 def issue(fleet, key, member, authority=None, **changes):
@@ -193,8 +202,8 @@ async def test_an_expired_certificate_is_refused(fleet):
 async def test_the_server_s_own_certificate_is_renewed_without_a_restart(fleet, monkeypatch):
     """New connections on both ports get the new certificate; open ones continue."""
 
-    def shown(port):
-        return presented(Road(f"localhost:{port}"))
+    def shown(port, *protocols):
+        return presented(Road(f"localhost:{port}"), protocols=(*protocols, "h2"))
 
     monkeypatch.setattr("isthmus_server.service.server._RENEWAL_SECONDS", 0.05)
     authority = CertificateAuthority(fleet.state, server_life=datetime.timedelta(hours=1))
@@ -206,7 +215,7 @@ async def test_the_server_s_own_certificate_is_renewed_without_a_restart(fleet, 
     authority.server_life *= 3  # so that less than a third of it is left
     await wait_until(lambda: server.pair != pair)
     again = await shown(server.link_port)
-    assert again == await shown(server.join_port)
+    assert again == await shown(server.join_port, JOIN_PROTOCOL)
     assert tls.issued_by(again, authority.certificate)
     assert again.not_valid_after_utc > first.not_valid_after_utc
     assert again.extensions.get_extension_for_class(

@@ -14,6 +14,7 @@ from rich.console import Console
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.job.unused_layout import unused_layout
+from isthmus.system.private_socket import private_socket
 from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.observability.observers import Observers
 from isthmus_server.rounds.coordinator import Coordinator
@@ -32,7 +33,6 @@ from isthmus_server.storage.run_description import (
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.link import Link
-from isthmus_server.transport.private_socket import private_socket
 
 Address = tuple[str, int]
 """Loopback host and port; port 0 selects a free one."""

@@ -34,13 +34,16 @@ _SECRETS = (
 @click.option(
     "--address", default="0.0.0.0:9400", show_default=True, help="Where the server listens."
 )
+@click.option(
+    "--one-port", is_flag=True, help="The server has one port, as with this option of its start."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def doctor_server(state: Path, address: str, as_json: bool) -> None:
+def doctor_server(state: Path, address: str, one_port: bool, as_json: bool) -> None:
     """Check the server, or separate authority, of the state directory DIR."""
-    tell(_results(state, address), as_json=as_json)
+    tell(_results(state, address, one_port), as_json=as_json)
 
 
-def _results(state: Path, address: str) -> Iterator[Diagnosis]:
+def _results(state: Path, address: str, one_port: bool) -> Iterator[Diagnosis]:
     yield from diagnose("versions", checks.versions)
     yield checks.tls_version()
     if not (state / "authority.pem").exists():
@@ -67,7 +70,7 @@ def _results(state: Path, address: str) -> Iterator[Diagnosis]:
             return Diagnosis("OK", what, "it is intact")
 
         yield from diagnose(what, intact)
-    ports = list(diagnose("ports", lambda: _ports(state, address)))
+    ports = list(diagnose("ports", lambda: _ports(state, address, one_port)))
     yield from ports
     fleet = read_snapshot(state)
     free = any("it is free" in port.found for port in ports)
@@ -90,10 +93,12 @@ def _certificate(state: Path) -> Diagnosis:
     return checks.certificate("certificate", found, "start the server, which renews it")
 
 
-def _ports(state: Path, address: str) -> Iterator[Diagnosis]:
+def _ports(state: Path, address: str, one_port: bool) -> Iterator[Diagnosis]:
     host, port = tls.split_address(address, "--address")
-    if not 0 < port < 65535:
+    if port == 0:
+        raise UserError(f"--address {address!r} is no port at which a server is found")
+    if port == 65535 and not one_port:
         raise UserError(f"--address {address!r} has no next port, which is needed for joining")
     yield checks.port(host, port)
-    if not is_separate(state):
+    if not is_separate(state) and not one_port:
         yield checks.port(host, port + 1)

@@ -46,6 +46,14 @@ def test_a_server_in_good_order(state):
     assert f"WARN server: it is not running; isthmus server start {state}\n" in text
 
 
+def test_a_server_with_one_port_needs_no_next_one(state):
+    code, found = examined("server", state, "--address", "127.0.0.1:65535", "--one-port")
+    assert code == 0
+    assert len([what for what in found if "port" in what]) == 1
+    code, found = examined("server", state, "--address", "127.0.0.1:65535")
+    assert (code, found["ports"]["level"]) == (1, "FAIL")
+
+
 def two_ports(sockets):
     """Listen at two ports in a row, as a server does; returns the first."""
     while True:

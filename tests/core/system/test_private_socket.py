@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import UserError
-from isthmus_server.transport.private_socket import private_socket
+from isthmus.system.private_socket import private_socket
 
 KILLED = """
 import os, socket
-from isthmus_server.transport.private_socket import private_socket
+from isthmus.system.private_socket import private_socket
 
 with private_socket() as address:
     socket.socket(socket.AF_UNIX).bind(address.removeprefix("unix:"))

@@ -1,0 +1,132 @@
+"""What is passed on between a caller and gRPC, and how much of it waits here."""
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+
+import pytest
+from tests.server.waiting import wait_until
+
+from isthmus_server.transport import relay as relays
+from isthmus_server.transport.relay import Relay
+
+
+class Passed:
+    """A relay with a server behind it, and connections that pass through it."""
+
+    def __init__(self, path):
+        self.path = str(path)
+        self.near = asyncio.Queue()
+
+    async def __aenter__(self):
+        async def serve(reader, writer):
+            await self.near.put((reader, writer))
+
+        self.server = await asyncio.start_unix_server(serve, self.path)
+        self.relay = Relay(self.path, places=64, reserved=100)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.writers = []
+        return self
+
+    async def open(self):
+        """Both ends of a new connection: the caller's, and that behind the relay."""
+        address = self.listener.getsockname()
+        caller = await asyncio.open_connection(*address)
+        accepted, _ = self.listener.accept()
+        accepted.setblocking(False)
+        self.relay.take(accepted)
+        near = await asyncio.wait_for(self.near.get(), 20)
+        self.writers += [caller[1], near[1]]
+        return caller, near
+
+    async def __aexit__(self, *_):
+        for writer in self.writers:
+            if not writer.is_closing():
+                writer.transport.abort()
+        await self.relay.stop()
+        self.listener.close()
+        self.server.close()
+
+
+@pytest.fixture
+async def passed(tmp_path):
+    async with Passed(tmp_path / "grpc") as passed:
+        yield passed
+
+
+async def test_both_directions_carry_the_same_bytes_at_once(passed):
+    sizes = [1, 100, 4096, 70_000, relays._PART, 3 * relays._PART + 1]
+    chosen = random.Random(7)
+
+    async def send(writer, data):
+        rest = data
+        while rest:
+            count = chosen.choice(sizes)
+            writer.write(rest[:count])
+            await writer.drain()
+            rest = rest[count:]
+
+    ends = [end for _ in range(3) for end in [await passed.open()]]
+    work = []
+    for caller, near in ends:
+        for (_, writer), (reader, _) in ((caller, near), (near, caller)):
+            data = os.urandom(2_000_000)
+            work += [send(writer, data), reader.readexactly(len(data))]
+            work.append(asyncio.sleep(0, data))
+    done = await asyncio.gather(*work)
+    for received, expected in zip(done[1::3], done[2::3], strict=True):
+        assert received == expected
+
+
+async def test_the_end_of_one_side_ends_the_other_after_all_that_came_before(passed):
+    for ending in (0, 1):
+        ends = await passed.open()
+        _, writer = ends[ending]
+        reader, _ = ends[1 - ending]
+        data = os.urandom(3_000_000)
+        writer.write(data)
+        writer.close()
+        assert await reader.read(-1) == data
+    assert len(passed.relay) == 0
+
+
+async def test_little_waits_for_a_caller_that_takes_nothing(passed, timeouts):
+    """And the connection is closed once it has taken nothing for a minute."""
+    (reader, caller), (_, near) = await passed.open()
+    caller.transport.pause_reading()
+    near.write(bytes(30_000_000))
+    (connection,) = passed.relay._connections
+    await wait_until(lambda: connection._waiting)
+    waiting = [left for left, _ in connection._waiting.values()]
+    assert sum(map(len, waiting)) <= relays._PART
+    kept = near.transport.get_write_buffer_size()
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert near.transport.get_write_buffer_size() == kept > 15_000_000
+    await timeouts.expire(relays._STALLED_SECONDS)
+    assert len(passed.relay) == 0
+    caller.transport.resume_reading()
+    with contextlib.suppress(ConnectionError):
+        await asyncio.wait_for(reader.read(), 20)
+
+
+async def test_a_caller_without_a_place_is_closed(passed):
+    for _ in range(passed.relay.places):
+        await passed.open()
+    caller, writer = await asyncio.open_connection(*passed.listener.getsockname())
+    passed.writers.append(writer)
+    accepted, _ = passed.listener.accept()
+    passed.relay.take(accepted)
+    assert await asyncio.wait_for(caller.read(), 20) == b""
+    assert len(passed.relay) == passed.relay.places == 64
+
+
+async def test_without_a_server_behind_it_callers_are_closed(tmp_path):
+    relay = Relay(str(tmp_path / "nothing"), places=64, reserved=100)
+    ours, accepted = socket.socketpair()
+    with ours:
+        relay.take(accepted)
+        assert ours.recv(1) == b""
+    assert len(relay) == 0
