@@ -99,12 +99,12 @@ async def test_little_waits_for_a_caller_that_takes_nothing(passed, timeouts):
     near.write(bytes(30_000_000))
     (connection,) = passed.relay._connections
     await wait_until(lambda: connection._waiting)
-    waiting = [left for left, _ in connection._waiting.values()]
-    assert sum(map(len, waiting)) <= relays._PART
-    kept = near.transport.get_write_buffer_size()
     for _ in range(200):
         await asyncio.sleep(0)
-    assert near.transport.get_write_buffer_size() == kept > 15_000_000
+    waiting = [left for left, _ in connection._waiting.values()]
+    assert sum(map(len, waiting)) <= relays._PART
+    # The sockets' own buffers take more for a while: the rest waits with who has sent it.
+    assert near.transport.get_write_buffer_size() > 15_000_000
     await timeouts.expire(relays._STALLED_SECONDS)
     assert len(passed.relay) == 0
     caller.transport.resume_reading()
