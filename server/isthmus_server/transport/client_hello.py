@@ -52,10 +52,10 @@ def protocols_of(record: bytes) -> tuple[bytes, ...]:
     """
     if len(record) <= RECORD_HEADER or size_of(record) != len(record):
         raise NotAClientHello("its first record is incomplete")
-    outer = _Reader(record[RECORD_HEADER:])
+    outer = _HelloReader(record[RECORD_HEADER:])
     if outer.take(1)[0] != _CLIENT_HELLO:
         raise NotAClientHello("its first message is no ClientHello")
-    hello = _Reader(outer.vector(3))
+    hello = _HelloReader(outer.vector(3))
     outer.check_end()
     hello.take(2 + _RANDOM_BYTES)
     if len(hello.vector(1)) > _LONGEST_SESSION:
@@ -67,7 +67,7 @@ def protocols_of(record: bytes) -> tuple[bytes, ...]:
         raise NotAClientHello("it offers no compression")
     if hello.is_at_end:  # TLS 1.2 without extensions
         return ()
-    extensions = _Reader(hello.vector(2))
+    extensions = _HelloReader(hello.vector(2))
     hello.check_end()
     seen: dict[int, bytes] = {}
     while not extensions.is_at_end:
@@ -80,8 +80,8 @@ def protocols_of(record: bytes) -> tuple[bytes, ...]:
 
 
 def _alpn(content: bytes) -> tuple[bytes, ...]:
-    outer = _Reader(content)
-    names = _Reader(outer.vector(2))
+    outer = _HelloReader(content)
+    names = _HelloReader(outer.vector(2))
     outer.check_end()
     found: list[bytes] = []
     while not names.is_at_end:
@@ -91,7 +91,7 @@ def _alpn(content: bytes) -> tuple[bytes, ...]:
     return tuple(found)
 
 
-class _Reader:
+class _HelloReader:
     """Takes bytes from the front of others, and never more than there are."""
 
     def __init__(self, data: bytes) -> None:
