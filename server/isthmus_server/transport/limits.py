@@ -51,6 +51,7 @@ _RESERVED_FILES = 256 + 3 * CALLER_CONNECTIONS
 
 REPLY_KINDS = {
     "open": {"opened"},
+    "prepare": {"prepared"},
     "train_local": {"trained"},
     "secure_step": {"secure_stepped"},
     "train_steps": {"trained"},
