@@ -22,6 +22,7 @@ SECONDS = 20.0
 
 _ABSENT = (403, 404, 410)
 """What web servers and object stores answer for a file that is not there for this caller."""
+_NO_SUCH_RANGE = 416
 _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
@@ -80,12 +81,18 @@ class HttpsSource:
             error.close()
             if error.code in _ABSENT:
                 return None
+            if error.code == _NO_SUCH_RANGE:
+                raise OSError(f"it has fewer than {size} bytes under this name") from None
             raise OSError(f"{self.named} answers {error.code} {error.reason}") from None
         except urllib.error.URLError as error:
             raise OSError(f"{self.named} cannot be reached: {error.reason}") from None
-        if offset and not _begins_at(answer.headers, answer.status, offset):
-            # It sends all of it: read on to the byte that is wanted.
-            _skip(answer, offset)
+        begin, total = _part(answer.headers, answer.status)
+        if begin not in (0, offset) or total not in (size, None):
+            answer.close()
+            has = "another part" if begin not in (0, offset) else f"{total} bytes"
+            raise OSError(f"it has {has} under this name, and the file has {size} bytes")
+        # It may send all of it: read on to the byte that is wanted.
+        _skip(answer, offset - begin)
         stream: IO[bytes] = answer
         return stream
 
@@ -124,18 +131,15 @@ class _OnlyHttps(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(request, stream, code, message, headers, address)
 
 
-def _begins_at(headers: HTTPMessage, status: int, offset: int) -> bool:
-    """Whether an answer begins at a byte; without, it is of the whole blob.
-
-    Raises:
-        OSError: it begins elsewhere.
-    """
-    if status != 206:
-        return False
-    found = _RANGE.fullmatch(headers.get("Content-Range", ""))
-    if found is None or int(found[1]) != offset:
-        raise OSError("it answers another range than was asked for")
-    return True
+def _part(headers: HTTPMessage, status: int) -> tuple[int, int | None]:
+    """The first byte of an answer, and the size of the whole file if the server says it."""
+    if status == 206:
+        found = _RANGE.fullmatch(headers.get("Content-Range", ""))
+        if found is None:
+            return -1, None
+        return int(found[1]), None if found[2] == "*" else int(found[2])
+    length = headers.get("Content-Length", "")
+    return 0, int(length) if length.isascii() and length.isdigit() else None
 
 
 def _skip(stream: IO[bytes], count: int) -> None:

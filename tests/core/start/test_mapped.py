@@ -40,12 +40,12 @@ def test_frozen_values_are_those_of_the_file_and_take_no_memory_of_the_process(s
     for one, other in zip(filled.parameters(), values.parameters(), strict=True):
         assert one.equal(other)
     assert mapped_bytes(path, "Rss") >= 4 * 300 * 400
-    assert mapped_bytes(path, "Private_Dirty") == 0
+    assert mapped_bytes(path, "Anonymous") == 0
     optimizer = torch.optim.SGD([p for p in filled.parameters() if p.requires_grad], lr=0.1)
     filled(torch.ones(2, 300)).sum().backward()
     optimizer.step()
     assert not filled[1].weight.equal(values[1].weight)
-    assert mapped_bytes(path, "Private_Dirty") == 0
+    assert mapped_bytes(path, "Anonymous") == 0
 
 
 def test_what_is_written_to_a_frozen_parameter_stays_in_the_process(saved):

@@ -68,6 +68,7 @@ class WeightStore:
 
     def __init__(self, directory: Path) -> None:
         """Name the directory; it is made when something is put into it."""
+        directory = directory.absolute()  # a task opens the files from another directory
         self.directory = directory
         self.files = directory / "files"
         self.partial = directory / "partial"

@@ -134,7 +134,7 @@ async def test_bytes_of_several_sources_that_do_not_fit_are_all_fetched_again(
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("truncated", "source 1 of its owner: it ends at 1000 of"),
+        ("truncated", "source 1 of its owner: it has 1000 bytes under this name"),
         ("other", "source 1 of its owner: its bytes are others than the model's"),
         ("gone", "source 1 of its owner: it does not have the file"),
     ],
@@ -234,5 +234,5 @@ async def test_a_link_that_breaks_is_waited_for(device, job, manifest, pull):
 async def test_a_model_that_was_lost_is_named(device, job, manifest, pull):
     await device.get(job, pull=pull)
     device.store.path(manifest.files[0].sha256).unlink()
-    with pytest.raises(TaskError, match="model.safetensors of the model that 'table' starts from"):
+    with pytest.raises(TaskError, match="of the model that 'table' starts from is not here"):
         device.kept.place(job)

@@ -1,10 +1,11 @@
 """The store of models on a device: what is in it is whole, and stays what it is."""
 
-import os
+import dataclasses
 import shutil
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_files_of_several_models_are_kept_until_none_has_them(store, model, tmp_
     assert store.remove(adapted.digest) == adapted.size
     assert store.models() == []
     assert store.used_bytes == 0
-    with pytest.raises(UserError, match="no model in .* begin with 'ab'"):
+    with pytest.raises(UserError, match=r"no model in .* begin with 'ab'"):
         store.remove("ab")
 
 
@@ -79,6 +80,14 @@ def test_a_task_sees_files_and_configuration_as_in_a_folder(store, model, tmp_pa
     assert found.config() == {"model_type": "table"}
     assert place.mapped
     assert set(places.values()) < set(place.readable)
+
+
+def test_a_store_may_be_named_from_the_working_directory(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = WeightStore(Path("here"))
+    manifest = store.add(model).manifest
+    places = {file.sha256: store.path(file.sha256) for file in manifest.files}
+    assert store.view(manifest, places, None).start.is_relative_to(tmp_path)
 
 
 def test_a_damaged_entry_is_as_if_it_were_not_there(store, model):
@@ -110,7 +119,7 @@ def test_a_killed_process_leaves_nothing_that_counts(store, model, manifest):
     assert not store.has(file)
     assert store.begun(file) == file.size // 2
     assert store.add(model).is_whole
-    assert os.listdir(store.partial) == []
+    assert list(store.partial.iterdir()) == []
 
 
 def test_one_process_at_a_time_fills_a_file(store, manifest):
@@ -172,8 +181,6 @@ def test_the_commands_add_list_and_remove(tmp_path, model, manifest):
     ],
 )
 def test_a_list_of_files_is_checked_before_it_is_used(manifest, change, said):
-    import dataclasses
-
     file = dataclasses.replace(manifest.files[0], **change)
     with pytest.raises(UserError, match=said):
         StartManifest((file,))
