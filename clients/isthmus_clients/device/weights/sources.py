@@ -69,7 +69,7 @@ def sources_of(
     for number, named in enumerate(limits.sources, 1):
         public = f"source {number} of its owner"
         if named.startswith("file:"):
-            folder = FileSource(Path(named.removeprefix("file:")), names)
+            folder = NamedFiles(Path(named.removeprefix("file:")), names)
             yield WeightSource(folder, named, public, is_network=False)
         else:
             web = HttpsSource(named.removeprefix("https:"), names)
@@ -92,7 +92,7 @@ def is_allowed(address: str, limits: WeightLimits) -> bool:
     return any(fnmatch.fnmatchcase(address, pattern) for pattern in limits.job_sources)
 
 
-class FileSource:
+class NamedFiles:
     """`file:PATH`: a folder with files named as the model's, or by their SHA-256; or one file."""
 
     def __init__(self, path: Path, names: Mapping[str, str]) -> None:
@@ -130,7 +130,8 @@ class LinkSource:
 
     def open(self, sha256: str, size: int, offset: int) -> IO[bytes] | None:
         """See `BlobSource.open`."""
-        return io.BufferedReader(_LinkStream(self, bytes.fromhex(sha256), size, offset), PULL_BYTES)
+        stream: IO[bytes] = _LinkStream(self, bytes.fromhex(sha256), size, offset)
+        return stream
 
     def piece(self, sha256: bytes, offset: int, length: int) -> bytearray:
         """Wait for a piece.
@@ -152,22 +153,30 @@ class LinkSource:
             raise OSError(str(error)) from None
 
 
-class _LinkStream(io.RawIOBase):
+class _LinkStream(io.BytesIO):
+    """A blob on the link from a position on, of which one piece is in memory at a time."""
+
     def __init__(self, link: LinkSource, sha256: bytes, size: int, offset: int) -> None:
+        super().__init__()
         self._link = link
         self._sha256 = sha256
         self._size = size
         self._at = offset
 
-    def readable(self) -> bool:
-        return True
+    def read(self, size: int | None = -1, /) -> bytes:
+        """The next bytes: fewer than `size` at the end of a piece."""
+        return self.read1(size)
 
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        length = min(len(buffer), PULL_BYTES, self._size - self._at)
-        if length:
-            buffer[:length] = self._link.piece(self._sha256, self._at, length)
-            self._at += length
-        return length
+    def read1(self, size: int | None = -1, /) -> bytes:
+        """See `read`."""
+        if not (data := super().read1(size)):
+            length = min(PULL_BYTES, self._size - self._at)
+            if length:
+                piece = self._link.piece(self._sha256, self._at, length)
+                self._at += length
+                super().__init__(piece)
+                data = super().read1(size)
+        return data
 
 
 def check_sources(limits: WeightLimits) -> None:
