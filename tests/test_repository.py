@@ -59,7 +59,8 @@ COMMANDS = [
     "isthmus client spent --delta --state",
     (
         "isthmus client start --blobs --data --device --die-with-parent --hours --log-file --name "
-        "--policy --print-systemd --proxy --proxy-login --server --shard --state --tasks --threads"
+        "--policy --print-systemd --proxy --proxy-login --server --shard --state --tasks --threads "
+        "--weights"
     ),
     "isthmus client status --state",
     "isthmus compare --json --policies --public-data --run-dir --seeds --set --vary JOB",
@@ -128,6 +129,9 @@ COMMANDS = [
     "isthmus task key FILE",
     "isthmus task pack --key --name --output --version FOLDER",
     "isthmus task show PACKAGE",
+    "isthmus weights add --base --state --weights PATH",
+    "isthmus weights list --json --state --weights",
+    "isthmus weights remove --state --weights DIGEST",
     "isthmus why --json NUMBER RUN_DIR",
 ]
 

@@ -28,6 +28,9 @@ from isthmus_clients.device.owner_limits import LimitsGuard, load
 from isthmus_clients.device.sandbox.process_host import ProcessHost
 from isthmus_clients.device.systemd import GRACE_SECONDS, unit
 from isthmus_clients.device.update_tally import UpdateTally
+from isthmus_clients.device.weights.keeper import WeightKeeper
+from isthmus_clients.device.weights.store import DIRECTORY as WEIGHTS
+from isthmus_clients.device.weights.store import WeightStore
 from isthmus_clients.training.accelerator import check_choice
 from isthmus_clients.training.examples_account import LEDGER_NAME, ExamplesAccount, spent_of
 from isthmus_clients.training.history_files import begin_history, replace_history
@@ -198,6 +201,13 @@ def status(state: Path) -> None:
     help="Where models and packages may be besides the server, such as file:/srv/blobs; may be "
     "repeated.",
 )
+@click.option(
+    "--weights",
+    "store",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Store of the files that models start from, which devices of one machine may share. "
+    "Default: weights in --state.",
+)
 @proxy_options
 @click.option("--print-systemd", is_flag=True, help="Print a systemd unit and exit.")
 @click.option("--die-with-parent", is_flag=True, help="Exit when the parent process exits.")
@@ -218,6 +228,7 @@ def start(
     hours: tuple[str, ...],
     policy_file: Path | None,
     blobs: tuple[str, ...],
+    store: Path | None,
     proxy: str | None,
     proxy_login: Path | None,
     print_systemd: bool,
@@ -244,9 +255,10 @@ def start(
             raise UserError(
                 "--proxy and --proxy-login need a device that has joined; remove --name"
             )
-        if policy_file is not None or tasks is not None or print_systemd:
+        if policy_file is not None or tasks is not None or store is not None or print_systemd:
             raise UserError(
-                "--policy, --tasks and --print-systemd need a device that has joined; remove --name"
+                "--policy, --tasks, --weights and --print-systemd need a device that has joined; "
+                "remove --name"
             )
         if server is None:
             raise UserError("--name is for a server on this machine; give it with --server")
@@ -275,7 +287,7 @@ def start(
         command = [sys.executable, "-m", "isthmus.cli", *sys.argv[1:]]
         command = [word for word in command if word != "--print-systemd"]
         command += _of_variables(member.road(choice, server or ""), choice)
-        writable = [str(path.resolve()) for path in (state, tasks) if path is not None]
+        writable = [str(path.resolve()) for path in (state, tasks, store) if path is not None]
         click.echo(unit(command, str(Path.cwd()), limits, writable))
         return
     process.protect_memory()
@@ -284,9 +296,19 @@ def start(
     participant = Participant(name=member.name, regime="federated", shard=split)
     tasks = tasks or member.tasks
     threads = resource_limits.max_threads(threads, limits)
+    keeper = WeightKeeper(
+        WeightStore(store or state / WEIGHTS), guard, tasks, hours=hours, blobs=sources
+    )
     with member.locked():
         host = ProcessHost(
-            participant, data, tasks, threads, state=state, limits=limits, device=device
+            participant,
+            data,
+            tasks,
+            threads,
+            state=state,
+            limits=limits,
+            device=device,
+            weights=keeper,
         )
         agent = Agent(
             participant,
@@ -303,6 +325,7 @@ def start(
             guard=guard,
             host=host,
             group=limits.privacy.group or "",
+            weights=keeper,
         )
         asyncio.run(_serve_until_stopped(server or member.server, agent, member, sources, choice))
 

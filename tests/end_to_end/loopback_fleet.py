@@ -15,7 +15,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
@@ -35,9 +35,18 @@ DATACENTER = "cluster"
 class LoopbackFleet:
     """Processes of one fleet, which end with the block; `folder/tasks` has the task of all."""
 
-    def __init__(self, folder: Path, devices: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        devices: int,
+        policies: Mapping[str, str] | None = None,
+        device_tasks: str = "tasks",
+    ) -> None:
+        """`policies` are further lines of a device's policy by its name."""
         self.folder = folder
         self._devices = devices
+        self._policies = policies or {}
+        self._device_tasks = device_tasks
         self._state = folder / "state"
         self._environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
         self._running: dict[str, ForkServerProcess] = {}
@@ -59,10 +68,10 @@ class LoopbackFleet:
             self._join(address, "alice", "operator", self.folder / "alice")
             for index in range(self._devices):
                 name = f"phone-{index}"
-                (self.folder / name / "policy.toml").write_text("[privacy]\nclients_min = 2\n")
-                shard = f"{index}/{self._devices}"
-                work = ("client", "start", "--state", name, "--tasks", "tasks", "--shard", shard)
-                self._start(name, *work)
+                policy = "[privacy]\nclients_min = 2\n"
+                policy = self._policies.get(name, "") + policy
+                (self.folder / name / "policy.toml").write_text(policy)
+                self.start_device(index)
         except BaseException:
             self.close()
             raise
@@ -84,6 +93,20 @@ class LoopbackFleet:
             process.join(30)
             process.kill()
             process.join()
+
+    def start_device(self, index: int) -> None:
+        """Start a device, also one that was killed."""
+        name = f"phone-{index}"
+        shard = f"{index}/{self._devices}"
+        where = ("--state", name, "--tasks", self._device_tasks)
+        work = ("client", "start", *where, "--shard", shard)
+        self._start(name, *work)
+
+    def kill(self, name: str) -> None:
+        """End a process at once, as a crash does."""
+        process = self._running.pop(name)
+        process.kill()
+        process.join()
 
     def start_datacenter(self) -> None:
         """Start the datacenter, with one rank."""
@@ -142,7 +165,7 @@ class LoopbackFleet:
             return log.execute(query).fetchall()
 
     def _start(self, name: str, *arguments: str) -> None:
-        with (self.folder / f"{name}.log").open("w") as log:
+        with (self.folder / f"{name}.log").open("a") as log:
             self._running[name] = forked.start_into(
                 log.fileno(), arguments, self.folder, self._environment
             )

@@ -44,6 +44,8 @@ from isthmus_privacy.purpose import check_gradient_scale
 
 if TYPE_CHECKING:
     from isthmus_clients.device.owner_limits import LimitsGuard
+    from isthmus_clients.device.weights.keeper import WeightKeeper
+    from isthmus_clients.device.weights.sources import Pull
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +88,7 @@ class Agent:
         account: ExamplesAccount | None = None,
         tally: UpdateTally | None = None,
         own_figures: OwnFigures | None = None,
+        weights: WeightKeeper | None = None,
     ) -> None:
         """Create a device.
 
@@ -112,6 +115,7 @@ class Agent:
             account: what training has cost the examples of this device.
             tally: counts its updates for its owner.
             own_figures: keeps its own evaluations for its owner; None keeps none.
+            weights: gets the files that models start from; None for those at the job's path.
         """
         self._shares = shares
         self.participant = participant
@@ -121,6 +125,7 @@ class Agent:
         self._account = account or ExamplesAccount(None)
         self._tally = tally or UpdateTally(None)
         self._own_figures = own_figures
+        self._weights = weights
         self._active: ActiveRun | None = None
         self._guard = guard
         self._log_file = log_file
@@ -136,6 +141,7 @@ class Agent:
             participant, data, tasks, threads, pause, device, states, shares=shares
         )
         self.models = ReceivedModels(shares=shares)
+        self._pull: Pull | None = None
         self._link_received = TransferTime()
         self._link_sent = TransferTime()
         self._said_too_slow = ""
@@ -184,6 +190,7 @@ class Agent:
             sources=sources,
             proxy=proxy,
         )
+        self._pull = uplink.piece
         self._link_received = uplink.received
         self._link_sent = uplink.sent
         return uplink
@@ -284,6 +291,8 @@ class Agent:
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
         kind = request.WhichOneof("work")
+        if kind == "prepare":  # besides the work on requests of other runs
+            return await self._prepare(request, progress), None
         if kind == "open":
             async with self._working:
                 return await asyncio.to_thread(self._open, request.open, model), None
@@ -386,6 +395,10 @@ class Agent:
 
     def cancel(self, request: link_pb2.Request, reason: str) -> None:
         """Stop training at the next step: its result is no longer needed."""
+        if request.HasField("prepare"):
+            if self._weights is not None:
+                self._weights.cancel(request.id)
+            return
         self._cancelled[id(request)] = request
         self.host.cancel(request.id)
 
@@ -538,6 +551,8 @@ class Agent:
         self._active = None
         task_delivery.admit_job(work, package, self.tasks, self._guard)
         run = ActiveRun.of(work, self.tasks)
+        if self._weights is not None:
+            self._weights.place(run.job)  # so that the server learns it if they are lost
         run = dataclasses.replace(run, group=self._group_in(run.job))
         if self._guard is not None:
             weights = self._guard.limits.privacy.weights
@@ -563,6 +578,14 @@ class Agent:
         if run.job.federated.groups is not None:
             opened.group = run.group
         return link_pb2.Reply(opened=opened)
+
+    async def _prepare(self, request: link_pb2.Request, progress: ReportProgress) -> link_pb2.Reply:
+        """Get the files that a job's model starts from."""
+        if self._weights is not None:
+            if self._pull is not None:
+                self._weights.connect(self._pull)
+            await self._weights.prepare(request.id, request.prepare, progress)
+        return link_pb2.Reply(prepared=link_pb2.Prepared())
 
     def _group_in(self, job: Job) -> str:
         """The group that the owner has declared; without an owner's limits, by the job."""

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
@@ -93,6 +93,21 @@ class SandboxLimits(Section):
     """Most disk space of a task's scratch directory."""
 
 
+class WeightLimits(Section):
+    """Where files that models start from may come from, see `isthmus_clients.device.weights`."""
+
+    folders: tuple[Path, ...] = ()
+    """Folders in which the owner keeps models, which are used where they are."""
+    sources: tuple[str, ...] = ()
+    """Sources that are asked first: `https://HOST/FOLDER/` or `file:/FOLDER`."""
+    job_sources: tuple[str, ...] = ()
+    """Patterns of the sources that jobs may name (`model.sources`); * matches anything."""
+    link: bool = True
+    """Whether they may come from the server."""
+    kb_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Most thousands of bytes per second that are fetched."""
+
+
 class OwnerLimits(Section):
     """The owner's limits; anything not limited is allowed."""
 
@@ -125,6 +140,10 @@ class OwnerLimits(Section):
     """Disk space for what jobs keep on this device between rounds (`exchange.personal`), of all
     runs; the run that was used longest ago is forgotten first. 0 refuses such jobs: a lying server
     can prepare a device that keeps a state for a later sum."""
+    weights_mb: Annotated[int, Field(ge=0)] = 0
+    """Disk space for files that models start from; 0 fetches none."""
+    weights: WeightLimits = WeightLimits()
+    """Where these files may come from."""
     privacy: PrivacyLimits = PrivacyLimits()
     """Minimum privacy that this device requires."""
     sandbox: SandboxLimits = SandboxLimits()
@@ -312,12 +331,24 @@ class LimitsGuard:
         self._check_now()
         self._use(0, size)
 
-    def _check_now(self) -> None:
+    def check_weights(self, size: int, hours: Sequence[str] = ()) -> None:
+        """Refuse to receive `size` bytes of a model's files now, or count them.
+
+        `hours` are in place of those of the limits, if there are any.
+
+        Raises:
+            AdmissionRefused: not at this time, or the daily limit is reached.
+        """
+        self._check_now(hours)
+        self._use(0, size)
+
+    def _check_now(self, hours: Sequence[str] = ()) -> None:
         limits = self.limits
         now = self.now()
-        hours = [Hours.parse(text) for text in limits.hours]
-        if hours and not any(_is_open(interval, now) for interval in hours):
-            raise AdmissionRefused(f"its owner's hours are {', '.join(limits.hours)} (UTC)")
+        shown = hours or limits.hours
+        intervals = [Hours.parse(text) for text in shown]
+        if intervals and not any(_is_open(interval, now) for interval in intervals):
+            raise AdmissionRefused(f"its owner's hours are {', '.join(shown)} (UTC)")
         if limits.charging_only and not self._charging():
             raise AdmissionRefused("its owner lets it work on mains power only")
         if limits.unmetered_only and not _unmetered():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from isthmus.job import read_job
 from isthmus.job.apps import registered
+from isthmus.start.manifest import StartPlace
 from isthmus.system.memory_file import MemoryFile
 from isthmus.task import Participant
 from isthmus.transport.blobs import Buffer
@@ -195,6 +196,7 @@ class InProcessHost:
         states: PersonalStates | None = None,
         *,
         shares: bool = False,
+        start: StartPlace | None = None,
     ) -> None:
         """Set up; `open` loads the task.
 
@@ -207,8 +209,10 @@ class InProcessHost:
             device: the owner's choice of what to train on.
             states: keeps the personal states of this device; None if the caller has them.
             shares: whether the server may open the memory of updates.
+            start: where the files are that the model starts from; None for where the job says.
         """
         self._shares = shares
+        self._start = start
         self.run: DeviceRun | None = None
         """The open run, unless it has an app."""
         self.app: DeviceApp | None = None
@@ -246,7 +250,9 @@ class InProcessHost:
         from isthmus_clients.training.local_run import DeviceRun
 
         with _random_numbers:
-            run = DeviceRun(work, self._participant, self._data, self._tasks, self._device)
+            run = DeviceRun(
+                work, self._participant, self._data, self._tasks, self._device, start=self._start
+            )
         if self._states is not None:
             controlled = federated.control_variates is not None
             key = states_key(work, self._participant)

@@ -19,6 +19,7 @@ from isthmus.errors import JobError, TaskError
 from isthmus.job import read_job
 from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
+from isthmus.start.manifest import StartPlace
 from isthmus.task import Participant, load_task, user_code
 from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers
@@ -76,11 +77,14 @@ class DeviceRun:
         data: Path | None,
         tasks: Path | None = None,
         device: str = "cpu",
+        *,
+        start: StartPlace | None = None,
     ) -> None:
         """Load the task, build the model and open the data.
 
         If a directory `tasks` is given, only tasks in it are loaded, and the job's data path is
-        ignored. `device` is the owner's choice, see `accelerator.Accelerators.choose`.
+        ignored. `device` is the owner's choice, see `accelerator.Accelerators.choose`. The files
+        that the model starts from are at `start`, or where the job says.
 
         Raises:
             UserError: there is no such device.
@@ -91,7 +95,7 @@ class DeviceRun:
         self.participant = participant
         source = self.job.task.source
         base, data = locate(source, self.job, Path(work.base), data, tasks)
-        if tasks is not None:
+        if tasks is not None and start is None:
             self.job.model.check_inside(tasks)
         self.task = load_task(source, self.job.task.settings, base=base, data=data)
         self.model, division = build_same_model(
@@ -102,6 +106,7 @@ class DeviceRun:
             "this device",
             base=base,
             on_device=True,
+            place=start,
         )
         self.layout = division.exchanged
         self.personal = division.personal

@@ -11,6 +11,7 @@ from isthmus.errors import JobError, UserError
 from isthmus.job.section import Section
 
 Pattern = Annotated[str, Field(min_length=1)]
+Source = Annotated[str, Field(pattern=r"^https://[!-~]+$", max_length=4096)]
 CONFIG = "start_config"
 """The key of the task's settings with the configuration of the start."""
 
@@ -31,10 +32,15 @@ class ModelSection(Section):
     the values that `model()` draws from the seed."""
     unused: tuple[Pattern, ...] = ()
     """Patterns of tensors in `start` that are not loaded."""
+    sources: tuple[Source, ...] = ()
+    """Where devices may get the files of `start`, if their owners allow it: `https://` addresses of
+    a folder, which end in `/`, or of one file each."""
 
     @model_validator(mode="after")
     def _about_a_start(self) -> ModelSection:
-        given = [name for name in ("base", "sha256", "fresh", "unused") if getattr(self, name)]
+        given = [
+            name for name in ("base", "sha256", "fresh", "unused", "sources") if getattr(self, name)
+        ]
         if self.start is None and given:
             raise ValueError(f"{given[0]} has no effect without start; set start, or remove it")
         if self.start is not None and self.sha256 is None:

@@ -116,8 +116,8 @@ class StartFiles:
             raise UserError(f"{path} is no JSON object")
         return config
 
-    def digest(self) -> str:
-        """SHA-256, in hexadecimal: see `digest_of`.
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each file by its name, in hexadecimal, with an adapter's configuration.
 
         Raises:
             UserError: a file cannot be read.
@@ -130,7 +130,15 @@ class StartFiles:
             digests[file.path.name] = hashed.hexdigest()
         if self.is_adapter:
             digests[ADAPTER_CONFIG] = self.config_digest()
-        return digest_of(digests)
+        return digests
+
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal: see `digest_of`.
+
+        Raises:
+            UserError: a file cannot be read.
+        """
+        return digest_of(self.digests())
 
     def check_unchanged(self) -> None:
         """Refuse files that have changed since they were found.
@@ -144,6 +152,11 @@ class StartFiles:
     def config_digest(self) -> str:
         """SHA-256 of an adapter's configuration, by which its weights are scaled."""
         return hashlib.sha256(self._adapter_config).hexdigest()
+
+    @property
+    def config_bytes(self) -> int:
+        """Size of an adapter's configuration; 0 for a model."""
+        return len(self._adapter_config) if self.is_adapter else 0
 
     @functools.cached_property
     def _adapter_config(self) -> bytes:

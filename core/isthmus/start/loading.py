@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
+import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -37,7 +39,13 @@ from isthmus.start.plan import (
     is_of_adapter,
     make_plan,
 )
-from isthmus.start.safetensors_file import SafetensorsFile, StoredTensor, stored_dtype, torch_dtype
+from isthmus.start.safetensors_file import (
+    PIECE_BYTES,
+    SafetensorsFile,
+    StoredTensor,
+    stored_dtype,
+    torch_dtype,
+)
 from isthmus.tensors.fingerprint import same_values
 
 _WIDER = {
@@ -117,12 +125,16 @@ class ModelStart:
         return ComparedStart(found, plan, merged, converted)
 
     @torch.no_grad()
-    def fill(self, model: nn.Module, names: Mapping[str, str] | None = None) -> None:
+    def fill(
+        self, model: nn.Module, names: Mapping[str, str] | None = None, *, mapped: bool = False
+    ) -> None:
         """Copy the tensors of the files into a model. It is not usable after an error.
 
         Args:
             model: as the task has built it; it is changed.
             names: see `compare`.
+            mapped: whether frozen parameters may be mapped from the files instead, which must then
+                never become shorter. What is written to them stays in this process.
 
         Raises:
             JobError: the files cannot be used, do not fit, or do not have the expected digest.
@@ -131,16 +143,17 @@ class ModelStart:
             compared = self.compare(model, names)
             if reason := compared.plan.explain():
                 raise UserError(f"{self.path}: {reason}")
-            check_digest(self.path, self._copy(compared), self.sha256)
+            parameters = {name: each for name, each in model.named_parameters() if mapped}
+            check_digest(self.path, self._copy(compared, parameters), self.sha256)
             # Headers and adapters were read before the digest was computed.
             for files in compared.files:
                 files.check_unchanged()
         except UserError as error:
             raise JobError(f"model.start: {error}") from None
 
-    def _copy(self, compared: ComparedStart) -> str:
-        """Copy all values; returns the digest of the files."""
-        filled = FilledModel(compared.plan)
+    def _copy(self, compared: ComparedStart, mapped: Mapping[str, nn.Parameter]) -> str:
+        """Copy all values, or map those that can be; returns the digest of the files."""
+        filled = FilledModel(compared.plan, {} if compared.merged else mapped)
         filled.check_sums(self.path, compared.merged)
         if compared.converted is not None:
             for name, tensor in compared.converted.tensors.items():
@@ -176,8 +189,12 @@ def _load(files: StartFiles, filled: FilledModel) -> str:
         hashed = hashlib.sha256()
         for piece in file.read_pieces(0, file.values):
             hashed.update(piece)
+        mapping = file.mapping() if any(map(filled.maps, file.tensors.values())) else None
         for stored in file.tensors.values():
-            filled.copy(stored, _hashed_pieces(file, stored, hashed))
+            if mapping is not None and filled.maps(stored):
+                filled.map(stored, _hashed_view(mapping, stored, hashed))
+            else:
+                filled.copy(stored, _hashed_pieces(file, stored, hashed))
         digests[file.path.name] = hashed.hexdigest()
     if files.is_adapter:
         digests[ADAPTER_CONFIG] = files.config_digest()
@@ -193,14 +210,50 @@ def _hashed_pieces(
         yield torch.frombuffer(piece, dtype=torch_dtype(stored.dtype))
 
 
+def _hashed_view(mapping: mmap.mmap, stored: StoredTensor, hashed: hashlib._Hash) -> torch.Tensor:
+    """A tensor in mapped memory, which is added to a digest."""
+    with memoryview(mapping) as view:
+        for start in range(stored.begin, stored.end, PIECE_BYTES):
+            with view[start : min(start + PIECE_BYTES, stored.end)] as piece:
+                hashed.update(piece)
+    values = torch.frombuffer(
+        mapping,
+        dtype=torch_dtype(stored.dtype),
+        count=math.prod(stored.shape),
+        offset=stored.begin,
+    )
+    return values.view(stored.shape)
+
+
 class FilledModel:
     """The tensors of a model while they are filled."""
 
-    def __init__(self, plan: StartPlan) -> None:
-        """`plan` says where stored tensors go."""
+    def __init__(self, plan: StartPlan, mapped: Mapping[str, nn.Parameter]) -> None:
+        """`plan` says where stored tensors go; frozen parameters among `mapped` may be mapped."""
         self._into = plan.into
+        self._mapped = {name: each for name, each in mapped.items() if not each.requires_grad}
         self._filled: set[str] = set()
         """The targets that have their values, by the first of their names."""
+
+    def maps(self, stored: StoredTensor) -> bool:
+        """Whether a tensor's bytes in its file are those of one frozen parameter."""
+        targets = self._into.get(stored.name, [])
+        if len(targets) != 1 or len(targets[0].sources) != 1 or stored.begin == stored.end:
+            return False
+        parameter = self._mapped.get(targets[0].name)
+        return (
+            parameter is not None
+            and parameter.dtype == torch_dtype(stored.dtype)
+            and parameter.is_contiguous()
+            and tuple(parameter.shape) == stored.shape
+            and stored.begin % stored.item_bytes == 0
+        )
+
+    def map(self, stored: StoredTensor, values: torch.Tensor) -> None:
+        """Have a parameter use the memory of a mapped file, see `maps`."""
+        [target] = self._into[stored.name]
+        self._mapped[target.name].data = values
+        self._filled.add(target.name)
 
     def copy(self, stored: StoredTensor, pieces: Iterable[torch.Tensor]) -> None:
         """Copy a tensor to where it goes, or compare it with what was copied there before.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -187,6 +188,20 @@ class SafetensorsFile:
             UserError: the file has become shorter, or cannot be read.
         """
         yield from self.read_pieces(tensor.begin, tensor.end)
+
+    def mapping(self) -> mmap.mmap:
+        """The file in memory, which all processes that map it share as far as they only read it.
+
+        If the file becomes shorter, a process that reads it ends.
+
+        Raises:
+            UserError: it cannot be mapped.
+        """
+        try:
+            with self.path.open("rb") as file:
+                return mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.path} cannot be mapped: {error}") from None
 
     def read_pieces(self, begin: int, end: int) -> Iterator[bytearray]:
         """The bytes of a part of the file, as `pieces` does."""

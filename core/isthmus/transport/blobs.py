@@ -15,6 +15,7 @@ The same two messages serve both directions, and first and resumed transfers.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import os
@@ -139,8 +140,12 @@ class Broadcast:
     _KEPT = 8
     """Latest messages kept for other receivers: a few MB at most."""
 
-    def __init__(self, sha256: bytes, payload: bytes | Buffer | InFile) -> None:
+    def __init__(
+        self, sha256: bytes, payload: bytes | Buffer | InFile, *, together: bool = True
+    ) -> None:
+        """No message is kept of what receivers do not pull `together`."""
         self._sha256 = sha256
+        self._kept = self._KEPT if together else 0
         self.payload = payload if isinstance(payload, InFile) else memoryview(payload)
         """The bytes."""
         least = BROADCAST_BYTES if len(payload) <= SMALL_BYTES else 0
@@ -148,23 +153,28 @@ class Broadcast:
         """Usual size of a chunk."""
         self._made: dict[tuple[int, int], bytes] = {}
 
-    def messages(self, offset: int, chunk_bytes: int | None = None) -> Iterator[tuple[bytes, int]]:
+    def messages(
+        self, offset: int, chunk_bytes: int | None = None, length: int = 0
+    ) -> Iterator[tuple[bytes, int]]:
         """The blob from `offset` on as serialised envelopes, each with the bytes of the blob in it.
 
-        `chunk_bytes` is the size of a chunk; None for the usual one.
+        `chunk_bytes` is the size of a chunk; None for the usual one. `length` limits the bytes; 0
+        is all.
 
         Raises:
             OSError: its file cannot be read.
         """
         step = chunk_bytes or self.chunk_bytes
-        while offset < len(self.payload):
-            end = min(len(self.payload), offset - offset % step + step)
+        last = min(len(self.payload), offset + length) if length else len(self.payload)
+        while offset < last:
+            end = min(last, offset - offset % step + step)
             message = self._made.get((offset, end))
             if message is None:
                 message = _message(self._sha256, offset, _piece(self.payload, offset, end))
-                if len(self._made) >= self._KEPT:
-                    del self._made[next(iter(self._made))]
-                self._made[offset, end] = message
+                if self._kept:
+                    if len(self._made) >= self._kept:
+                        del self._made[next(iter(self._made))]
+                    self._made[offset, end] = message
             yield message, end - offset
             offset = end
 
@@ -255,6 +265,40 @@ class Assembly:
     def complete(self) -> bool:
         """Whether all bytes arrived and match the SHA-256."""
         return self.offset == self.blob.size and self._hash.digest() == self.blob.sha256
+
+
+class WantedPiece:
+    """A piece of a blob while its chunks arrive, in memory of its size."""
+
+    def __init__(self, offset: int, length: int, done: asyncio.Future[bytearray]) -> None:
+        """`done` gets the piece, or why there is none."""
+        self.done = done
+        self._offset = offset
+        self._data = bytearray(length)
+        self._at = 0
+
+    def add(self, chunk: link_pb2.Chunk | Piece) -> None:
+        """Add the next chunk; what was sent beyond the piece is left out."""
+        if self.done.done():
+            return
+        if chunk.absent:
+            self.fail(UpdateError("the server does not have it any more"))
+            return
+        data = chunk.data
+        if chunk.offset != self._offset + self._at or not data:
+            if chunk.offset + len(data) > self._offset + self._at:  # else of an earlier pull
+                self.fail(UpdateError(f"a transfer has a gap at byte {self._offset + self._at}"))
+            return
+        count = min(len(data), len(self._data) - self._at)
+        self._data[self._at : self._at + count] = data[:count]
+        self._at += count
+        if self._at == len(self._data):
+            self.done.set_result(self._data)
+
+    def fail(self, error: Exception) -> None:
+        """There is no such piece."""
+        if not self.done.done():
+            self.done.set_exception(error)
 
 
 def _varint(value: int) -> bytes:

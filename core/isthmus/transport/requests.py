@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 from isthmus.errors import IsthmusError, UpdateError
 from isthmus.job.learning_rate import RoundPosition
+from isthmus.start.manifest import ListedFile, StartManifest
 from isthmus.transport.blob_sources import Filling, NamedSource
 from isthmus.transport.blobs import (
     Assembly,
@@ -234,6 +235,11 @@ def is_step_of_a_sum(request: link_pb2.Request) -> bool:
     return kind in ("train_local", "score", "evaluate") and bool(getattr(request, kind).secure)
 
 
+def ends_at_once(request: link_pb2.Request) -> bool:
+    """Whether a participant that leaves gives up the work: what it has of a download is kept."""
+    return is_step_of_a_sum(request) or request.HasField("prepare")
+
+
 def failure(reason: str, code: str = "") -> link_pb2.Reply:
     """A reply that the work could not be done.
 
@@ -264,6 +270,32 @@ def position_message(position: RoundPosition) -> link_pb2.RoundPosition:
 def position_of(message: link_pb2.RoundPosition) -> RoundPosition:
     """Decode what `position_message` encoded."""
     return RoundPosition(message.start, message.steps, message.cohort)
+
+
+def listed_messages(manifest: StartManifest) -> list[link_pb2.StartFile]:
+    """Encode the list of the files that a model starts from."""
+    return [
+        link_pb2.StartFile(
+            part=file.part,
+            name=file.name,
+            blob=link_pb2.Blob(sha256=bytes.fromhex(file.sha256), size=file.size),
+        )
+        for file in manifest.files
+    ]
+
+
+def manifest_of(messages: Sequence[link_pb2.StartFile]) -> StartManifest:
+    """Decode what `listed_messages` encoded.
+
+    Raises:
+        UserError: no start has such files.
+    """
+    return StartManifest(
+        tuple(
+            ListedFile(each.part, each.name, each.blob.sha256.hex(), each.blob.size)
+            for each in messages
+        )
+    )
 
 
 def model_of(request: link_pb2.Request) -> link_pb2.Blob | None:
@@ -319,6 +351,7 @@ def blobs_of(request: link_pb2.Request) -> list[link_pb2.Blob]:
     """All blobs of which a worker may fetch some for a request."""
     model = model_of(request)
     blobs = [] if model is None else [model]
+    blobs += [file.blob for file in request.prepare.files]
     return [*blobs, *(change.blob for change in changes_of(request))]
 
 

@@ -28,14 +28,22 @@ from isthmus.identity.proxies import ProxyChoice, Road, RoadBlocked
 from isthmus.printable import in_a_line
 from isthmus.transport.backoff import Backoff
 from isthmus.transport.blob_sources import Filling, NamedSource
-from isthmus.transport.blobs import MAX_MESSAGE_BYTES, Assembly, Buffer, InFile, Piece, into
+from isthmus.transport.blobs import (
+    MAX_MESSAGE_BYTES,
+    Assembly,
+    Buffer,
+    InFile,
+    Piece,
+    WantedPiece,
+    into,
+)
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.renewal import CertificateRenewal
 from isthmus.transport.requests import (
     OpenRequest,
     RequestLimits,
+    ends_at_once,
     failure,
-    is_step_of_a_sum,
     model_of,
     send_result,
 )
@@ -166,6 +174,8 @@ class Uplink:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Task[object] | None = None
         self._filling: set[asyncio.Task[None]] = set()
+        self._pieces: dict[bytes, WantedPiece] = {}
+        """Pieces of blobs that are asked for besides requests, by SHA-256."""
         self._leaving = False
         self._ended = asyncio.Event()
         """Set when a request may have ended."""
@@ -226,7 +236,7 @@ class Uplink:
         """
         self._leaving = True
         log.info("%s leaves as soon as its requests have ended", self.name)
-        for job in [job for job in self._jobs.values() if is_step_of_a_sum(job.request)]:
+        for job in [job for job in self._jobs.values() if ends_at_once(job.request)]:
             del self._jobs[job.id]
             self._drop(job, False, f"{self.name} leaves, and is not in the sum")
         with contextlib.suppress(TimeoutError):
@@ -240,6 +250,34 @@ class Uplink:
             self._stream.spawn(self._stream.send(link_pb2.Envelope(leave=link_pb2.Leave())))
             await asyncio.wait((self._running,), timeout=_LEAVE_SECONDS)
         self._running.cancel()
+
+    async def piece(self, sha256: bytes, offset: int, length: int) -> bytearray:
+        """A piece of a blob that the server offers, which is not verified by itself.
+
+        Args:
+            sha256: of the whole blob.
+            offset: of the first byte.
+            length: in bytes; the memory that a server can have this participant use.
+
+        Raises:
+            ConnectionError: there is no stream, or it breaks before the piece is here.
+            UpdateError: the server does not have the blob, or sends something else.
+        """
+        stream = self._stream
+        if stream is None:
+            raise ConnectionError(f"there is no link to {self.address}")
+        wanted = WantedPiece(offset, length, asyncio.get_running_loop().create_future())
+        self._pieces[sha256] = wanted
+        try:
+            pull = link_pb2.Pull(sha256=sha256, offset=offset, length=length)
+            self.received.begin(time.monotonic())
+            await stream.send(link_pb2.Envelope(pull=pull))
+            return await wanted.done
+        except GONE as error:
+            raise ConnectionError(f"the link to {self.address} broke") from error
+        finally:
+            if self._pieces.get(sha256) is wanted:
+                del self._pieces[sha256]
 
     def _channel(self) -> grpc.aio.Channel:
         if self.membership is None:
@@ -280,6 +318,8 @@ class Uplink:
                         self._ended.set()
             finally:
                 self._stream = None
+                for wanted in self._pieces.values():
+                    wanted.fail(ConnectionError(f"the link to {self.address} broke"))
                 call.cancel()
                 stream.close()
 
@@ -414,6 +454,11 @@ class Uplink:
         task.add_done_callback(self._filling.discard)
 
     def _chunk(self, stream: Stream, chunk: link_pb2.Chunk | Piece) -> None:
+        wanted = self._pieces.get(bytes(chunk.sha256))
+        if wanted is not None:
+            self.received.add(len(chunk.data), time.monotonic())
+            wanted.add(chunk)
+            return
         for job in self._jobs.values():
             assembly = job.assembly
             if assembly is None or job.task is not None or job.wanted_on is not stream:

@@ -99,14 +99,16 @@ class Blob(_message.Message):
     def __init__(self, sha256: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Pull(_message.Message):
-    __slots__ = ("sha256", "offset", "machine")
+    __slots__ = ("sha256", "offset", "machine", "length")
     SHA256_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     MACHINE_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
     sha256: bytes
     offset: int
     machine: str
-    def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ..., machine: _Optional[str] = ...) -> None: ...
+    length: int
+    def __init__(self, sha256: _Optional[bytes] = ..., offset: _Optional[int] = ..., machine: _Optional[str] = ..., length: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("sha256", "offset", "data", "absent", "file")
@@ -131,7 +133,7 @@ class OpenFile(_message.Message):
     def __init__(self, process: _Optional[int] = ..., descriptor: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step", "score", "mean_gradient", "agree", "evaluate", "app")
+    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step", "score", "mean_gradient", "agree", "evaluate", "prepare", "app")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     TRAIN_LOCAL_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +145,7 @@ class Request(_message.Message):
     MEAN_GRADIENT_FIELD_NUMBER: _ClassVar[int]
     AGREE_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
     APP_FIELD_NUMBER: _ClassVar[int]
     id: str
     open: OpenRun
@@ -155,8 +158,29 @@ class Request(_message.Message):
     mean_gradient: MeanGradient
     agree: Agree
     evaluate: Evaluate
+    prepare: Prepare
     app: AppMessage
-    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., agree: _Optional[_Union[Agree, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., app: _Optional[_Union[AppMessage, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., agree: _Optional[_Union[Agree, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., app: _Optional[_Union[AppMessage, _Mapping]] = ...) -> None: ...
+
+class Prepare(_message.Message):
+    __slots__ = ("run_id", "job", "files")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    job: str
+    files: _containers.RepeatedCompositeFieldContainer[StartFile]
+    def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., files: _Optional[_Iterable[_Union[StartFile, _Mapping]]] = ...) -> None: ...
+
+class StartFile(_message.Message):
+    __slots__ = ("part", "name", "blob")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BLOB_FIELD_NUMBER: _ClassVar[int]
+    part: str
+    name: str
+    blob: Blob
+    def __init__(self, part: _Optional[str] = ..., name: _Optional[str] = ..., blob: _Optional[_Union[Blob, _Mapping]] = ...) -> None: ...
 
 class OpenRun(_message.Message):
     __slots__ = ("run_id", "job", "base", "layout", "package", "frozen", "task_digest", "personal")
@@ -420,7 +444,7 @@ class CloseRun(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("id", "opened", "trained", "exported", "closed", "failure", "secure_stepped", "scored", "counted", "app_replied")
+    __slots__ = ("id", "opened", "trained", "exported", "closed", "failure", "secure_stepped", "scored", "counted", "prepared", "app_replied")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
@@ -430,6 +454,7 @@ class Reply(_message.Message):
     SECURE_STEPPED_FIELD_NUMBER: _ClassVar[int]
     SCORED_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
     APP_REPLIED_FIELD_NUMBER: _ClassVar[int]
     id: str
     opened: Opened
@@ -440,8 +465,13 @@ class Reply(_message.Message):
     secure_stepped: SecureStepped
     scored: Scored
     counted: Counted
+    prepared: Prepared
     app_replied: AppReply
-    def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., secure_stepped: _Optional[_Union[SecureStepped, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., app_replied: _Optional[_Union[AppReply, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., secure_stepped: _Optional[_Union[SecureStepped, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., app_replied: _Optional[_Union[AppReply, _Mapping]] = ...) -> None: ...
+
+class Prepared(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("examples", "hours", "group")
@@ -592,7 +622,7 @@ class StepFigures(_message.Message):
     def __init__(self, step: _Optional[int] = ..., loss: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., units_per_second: _Optional[float] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("id", "steps", "loss", "total_steps", "examples_per_second", "units_per_second", "note", "step_figures")
+    __slots__ = ("id", "steps", "loss", "total_steps", "examples_per_second", "units_per_second", "note", "step_figures", "fetched")
     ID_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -601,6 +631,7 @@ class Progress(_message.Message):
     UNITS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIGURES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
     id: str
     steps: int
     loss: float
@@ -609,7 +640,18 @@ class Progress(_message.Message):
     units_per_second: float
     note: str
     step_figures: _containers.RepeatedCompositeFieldContainer[StepFigures]
-    def __init__(self, id: _Optional[str] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., total_steps: _Optional[int] = ..., examples_per_second: _Optional[float] = ..., units_per_second: _Optional[float] = ..., note: _Optional[str] = ..., step_figures: _Optional[_Iterable[_Union[StepFigures, _Mapping]]] = ...) -> None: ...
+    fetched: Fetched
+    def __init__(self, id: _Optional[str] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., total_steps: _Optional[int] = ..., examples_per_second: _Optional[float] = ..., units_per_second: _Optional[float] = ..., note: _Optional[str] = ..., step_figures: _Optional[_Iterable[_Union[StepFigures, _Mapping]]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ...) -> None: ...
+
+class Fetched(_message.Message):
+    __slots__ = ("bytes", "of", "pause")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    of: int
+    pause: str
+    def __init__(self, bytes: _Optional[int] = ..., of: _Optional[int] = ..., pause: _Optional[str] = ...) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ("signing_request",)

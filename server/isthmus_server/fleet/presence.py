@@ -121,7 +121,10 @@ class FleetPresence(ParticipantListener):
                 kind = request.WhichOneof("work") or "open"
                 work = getattr(request, kind)
                 job = self._labels.get(work.run_id, "")
-                busy.append({"job": job, "round": getattr(work, "round", 0), "work": kind})
+                doing = {"job": job, "round": getattr(work, "round", 0), "work": kind}
+                if kind == "prepare":
+                    doing["note"] = peer.download_of(request.id)
+                busy.append(doing)
         return self._seen.get(peer.name, Seen()).changed(
             kind=link_pb2.Role.Name(peer.role).lower(),
             online=online,

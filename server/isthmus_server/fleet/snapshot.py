@@ -24,7 +24,8 @@ class Seen:
     version: str = ""
     """Version of Isthmus, as the participant states it."""
     busy: Sequence[Mapping[str, Any]] = ()
-    """What it is asked for: the `job`, the `round` (0 if none) and the kind of `work`."""
+    """What it is asked for: the `job`, the `round` (0 if none) and the kind of `work`;
+    of a download also a `note`, how far it is."""
     declined: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The `job` that it declined last, the `reason`, and when (`at`, Unix seconds)."""
 

@@ -167,6 +167,8 @@ def _say(console: Console, line: str) -> None:
 
 
 def _work(work: dict[str, Any]) -> str:
+    if note := work.get("note"):
+        return f"{work['job'] or 'a run'}: {note}"
     of = f" round {work['round']}" if work["round"] else f" ({work['work'].replace('_', ' ')})"
     return f"{work['job'] or 'a run'}{of}"
 

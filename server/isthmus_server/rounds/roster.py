@@ -27,6 +27,7 @@ from isthmus_server.regimes.opening import (
 from isthmus_server.regimes.reasons import group_reasons
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.cohort_wait import CohortWait
+from isthmus_server.rounds.start_offer import StartOffer
 from isthmus_server.storage.events import (
     CohortAwaited,
     Event,
@@ -41,10 +42,12 @@ from isthmus_server.storage.events import (
 )
 from isthmus_server.strategy.gradients import REST
 from isthmus_server.transport.link import Link
-from isthmus_server.transport.peer import ParticipantListener, Peer
+from isthmus_server.transport.peer import Fetched, ParticipantListener, Peer
 
 log = logging.getLogger(__name__)
 
+_FETCH_AGAIN_SECONDS = 600.0
+"""Until a device that could not get the files of a start is asked again."""
 _REPEAT_SECONDS = 10.0
 """Interval in which it is published again that the run waits."""
 
@@ -79,6 +82,7 @@ class ParticipantRoster(ParticipantListener):
         publish: Callable[[Event], None],
         ranks_job: Job | None = None,
         *,
+        start: StartOffer | None = None,
         now: Callable[[], float] = time.monotonic,
         earlier: Iterable[Event] = (),
     ) -> None:
@@ -92,6 +96,7 @@ class ParticipantRoster(ParticipantListener):
             availability: when each device may be invited.
             publish: receives an event for each participant that joins, leaves or declines.
             ranks_job: the job with the layout of the ranks, if that has changed in the run.
+            start: files that devices need before the run can be opened on them.
             now: seconds of a clock that never jumps, for how late devices are.
             earlier: events of the run before it was stopped.
         """
@@ -102,6 +107,11 @@ class ParticipantRoster(ParticipantListener):
         self._run = run
         self._availability = availability
         self._publish = publish
+        self._start = start
+        self._fetching: dict[str, Fetched] = {}
+        """Devices that get the files which the model starts from, and what they say of it."""
+        self._has_moved = False
+        """Whether one of them got on since the last look."""
         self._declined: dict[str, tuple[link_pb2.Role, str]] = {}
         self._will_not_return: dict[str, tuple[link_pb2.Role, str]] = {}
         self._opening: set[asyncio.Task[None]] = set()
@@ -139,6 +149,8 @@ class ParticipantRoster(ParticipantListener):
         self._publish(RunServed(deployment=self._link.enrolments.deployment))
         if self._package is not None:
             self._link.publish(self._run.package.blob, memoryview(self._package.data))
+        if self._start is not None:
+            self._start.publish(self._link)
         self._link.listeners.attach(self)
         for peer in list(self._link.peers.values()):
             if not peer.is_new and self._link.admits(
@@ -165,6 +177,8 @@ class ParticipantRoster(ParticipantListener):
         ]
         await asyncio.gather(*closing)
         self._link.retract(self._run.package.blob)
+        if self._start is not None:
+            self._start.retract(self._link)
 
     def decline(self, name: str, role: link_pb2.Role, reason: str) -> None:
         """Record why an expected participant will not take part.
@@ -268,6 +282,8 @@ class ParticipantRoster(ParticipantListener):
             )
         if missing:
             reasons = list(missing.values())
+            if self._fetching and link_pb2.CLIENT in missing:
+                reasons.append("; ".join(self._downloads()[:3]))
             if not in_time:
                 waited = f"waited up to {self._job.time.join_seconds:g} s (time.join_seconds)"
                 reasons.append(waited)
@@ -278,6 +294,10 @@ class ParticipantRoster(ParticipantListener):
         """The error of a run that cannot continue without more participants of these roles."""
         ready = [*self.clients, *self.datacenters]
         return ParticipantsMissing(reason, roles=roles, ready=ready, declined=self._declined)
+
+    def _downloads(self) -> list[str]:
+        """What each device says that gets the files which the model starts from."""
+        return [f"{name} is {each.sentence}" for name, each in sorted(self._fetching.items())]
 
     def _reasons_to_decline(self) -> list[str]:
         """Each reason once, with the names of some that gave it."""
@@ -406,14 +426,14 @@ class ParticipantRoster(ParticipantListener):
         """Of these, and of those that are connected or have taken part, who is not ready."""
         # A device that has taken part is expected again: it may only be restarting.
         names = names | self._availability.attendance.records.keys() | self._connected()
-        names = names - self.clients.keys() - self._declined.keys()
+        names = names - self.clients.keys() - self._declined.keys() - self._fetching.keys()
         return {name for name in names if self._link.admits(name)}
 
     def _connected(self) -> set[str]:
-        """Connected devices that have not declined."""
+        """Connected devices that have not declined, nor get files, which may take hours."""
         peers = self._link.peers.values()
         names = {peer.name for peer in peers if peer.role == link_pb2.CLIENT}
-        return names - self._declined.keys()
+        return names - self._declined.keys() - self._fetching.keys()
 
     async def wait_for(
         self, *, devices: Collection[str] = (), datacenters: Collection[str] = ()
@@ -464,7 +484,9 @@ class ParticipantRoster(ParticipantListener):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit) as waiting_until:
                 while not done():
-                    if self._link.waits_for:  # their rounds are not this run's delay
+                    # Rounds of others are not this run's delay, nor is a download that gets on.
+                    if self._link.waits_for or self._has_moved:
+                        self._has_moved = False
                         waiting_until.reschedule(asyncio.get_running_loop().time() + limit)
                     present = self.clients.keys() | self.datacenters.keys() | self._declined.keys()
                     waiting = WaitingForParticipants(
@@ -473,6 +495,7 @@ class ParticipantRoster(ParticipantListener):
                         ready=len(self.available()),
                         missing=sorted(set(missing) - present),
                         reason=reason,
+                        downloads=self._downloads(),
                     )
                     # Anything that changes wakes this loop, such as each of a thousand devices that
                     # join.
@@ -519,9 +542,17 @@ class ParticipantRoster(ParticipantListener):
 
     def progressed(self, name: str, progress: link_pb2.Progress) -> None:
         """Publish the progress that a participant reports."""
+        if progress.HasField("fetched"):
+            known = self._fetching.get(name)
+            if known is not None:
+                self._fetching[name] = Fetched.of(progress.fetched)
+                self._has_moved |= self._fetching[name].percent > known.percent
+            return
         self._publish(ParticipantProgress.from_message(name, progress))
 
     async def _open(self, peer: Peer) -> None:
+        if not await self._prepared(peer):
+            return
         run = self._run_of_ranks if peer.role == link_pb2.DATACENTER else self._run
         request = link_pb2.Request(open=run)
         try:
@@ -543,6 +574,31 @@ class ParticipantRoster(ParticipantListener):
         if (late := self._waits.ready(peer.name, self._now())) is not None:
             self._publish(ParticipantLate(participant=peer.name, **dataclasses.asdict(late)))
         self._changed.set()
+
+    async def _prepared(self, peer: Peer) -> bool:
+        """Have a device get the files which the model starts from; False if it is lost.
+
+        One that cannot is asked again after a while: its disk or a source may be mended meanwhile.
+        """
+        if self._start is None or peer.role != link_pb2.CLIENT:
+            return True
+        while self._link.peers.get(peer.name) is peer:
+            self._fetching[peer.name] = Fetched(0)
+            request = link_pb2.Request(prepare=self._start.request)
+            try:
+                async with call(self._link, peer.name, request, "prepared"):
+                    return True
+            except CallFailed as failed:
+                if failed.status != "rejected":
+                    return False
+                why = failed.reason
+            finally:
+                self._fetching.pop(peer.name, None)
+                self._changed.set()
+            if self._declined.get(peer.name) != (peer.role, why):
+                self.decline(peer.name, peer.role, why)
+            await asyncio.sleep(_FETCH_AGAIN_SECONDS)
+        return False
 
     async def _close(self, name: str, finished: bool) -> None:
         close = link_pb2.CloseRun(run_id=self._run.run_id, finished=finished)

@@ -33,6 +33,7 @@ from isthmus_server.rounds.readiness import RoundReadiness
 from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.rounds.run_progress import RunProgress
 from isthmus_server.rounds.running_statistics import RunningStatistics
+from isthmus_server.rounds.start_offer import StartOffer
 from isthmus_server.rounds.trainer import Trainer
 from isthmus_server.storage.events import EventStream, Paused
 from isthmus_server.storage.run_journal import RunJournal
@@ -178,6 +179,12 @@ class RunParts:
                 availability=availability,
                 publish=journal.publish,
                 ranks_job=store.ranks_job,
+                # Participants that this machine starts have its files.
+                start=(
+                    StartOffer.of(opening, job, store.base, model)
+                    if link.enrolments.certified
+                    else None
+                ),
                 now=clock.now,
                 earlier=store.events("late"),
             )

@@ -69,6 +69,8 @@ class WaitingForParticipants(Event):
     """Names of the participants that are awaited, where they are known."""
     reason: str = ""
     """Why enough are ready and may not be invited; empty if too few are."""
+    downloads: Sequence[str] = ()
+    """Of devices that get the files which the model starts from: how far each of them is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

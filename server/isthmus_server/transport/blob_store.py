@@ -46,10 +46,12 @@ class BlobStore:
         offered = self._broadcasts.get(sha256)
         return offered[-1] if offered else None
 
-    def publish(self, blob: link_pb2.Blob, payload: Buffer | InFile) -> None:
-        """Offer a blob until `retract`."""
+    def publish(
+        self, blob: link_pb2.Blob, payload: Buffer | InFile, *, together: bool = True
+    ) -> None:
+        """Offer a blob until `retract`; `together` if many may pull it at the same time."""
         self.retract(blob)
-        broadcast = self._own[blob.sha256] = Broadcast(blob.sha256, payload)
+        broadcast = self._own[blob.sha256] = Broadcast(blob.sha256, payload, together=together)
         self._broadcasts.setdefault(blob.sha256, []).append(broadcast)
 
     def retract(self, blob: link_pb2.Blob) -> None:
@@ -106,7 +108,7 @@ class BlobStore:
             peer.last_sent = pull.sha256, stream
             again = blob == pull.sha256 and on is not stream
             chunk_bytes = moved.chunk_bytes(broadcast.chunk_bytes, again=again)
-            messages = broadcast.messages(pull.offset, chunk_bytes)
+            messages = broadcast.messages(pull.offset, chunk_bytes, pull.length)
         end = pull.offset
         try:
             # None for a participant that has the whole blob already, and only says so.

@@ -45,6 +45,8 @@ class LinkView(Link):
         self._ids = link._ids
         self._instance = link._instance
         self._admits = admits
+        self.downloads: set[str] = set()
+        """Ids of requests to get files, which participants do besides their work."""
         self._whole = link
         self._relay = _Relay(self)
         link.listeners.attach(self._relay)
@@ -137,6 +139,8 @@ class JobLink(LinkView):
         Raises:
             ParticipantLost: likewise; or it works for another job while this one has a turn.
         """
+        if request.HasField("prepare"):  # in the background, and for as long as it takes
+            return await self._download(name, request)
         if request.HasField("open"):
             return await self._open(name, request)
         peer = self._peer(name)
@@ -145,6 +149,13 @@ class JobLink(LinkView):
         async with self._moment(name):
             await self._reopen(name)
             return await super().ask(name, request)
+
+    async def _download(self, name: str, request: link_pb2.Request) -> link_pb2.Reply:
+        self.downloads.add(request.id)
+        try:
+            return await super().ask(name, request)
+        finally:
+            self.downloads.discard(request.id)
 
     async def _open(self, name: str, request: link_pb2.Request) -> link_pb2.Reply:
         # Once for each participant: starting PyTorch may take as long as a hundred rounds, and a
@@ -218,5 +229,5 @@ class _Relay(ParticipantListener):
         self._view.listeners.left(peer, reason)
 
     def progressed(self, name: str, progress: link_pb2.Progress) -> None:
-        if self._view.works_here(name):
+        if self._view.works_here(name) or progress.id in self._view.downloads:
             self._view.listeners.progressed(name, progress)

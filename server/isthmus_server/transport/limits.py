@@ -52,6 +52,7 @@ RESERVED_FILES = 256 + 4 * CALLER_CONNECTIONS
 
 REPLY_KINDS = {
     "open": {"opened"},
+    "prepare": {"prepared"},
     "train_local": {"trained"},
     "secure_step": {"secure_stepped"},
     "train_steps": {"trained"},

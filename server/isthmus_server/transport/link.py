@@ -48,7 +48,7 @@ from isthmus_server.transport.limits import (
     negotiate,
     server_options,
 )
-from isthmus_server.transport.peer import ListenerGroup, Peer
+from isthmus_server.transport.peer import Fetched, ListenerGroup, Peer
 from isthmus_server.transport.relay import Relay
 from isthmus_server.transport.turns import AllTurns
 
@@ -230,9 +230,14 @@ class Link(AllTurns):
         """Number of blobs that participants can pull now."""
         return len(self._blobs)
 
-    def publish(self, blob: link_pb2.Blob, payload: Buffer | InFile) -> None:
-        """Let participants pull a blob, directly from `payload`, until `retract`."""
-        self._blobs.publish(blob, payload)
+    def publish(
+        self, blob: link_pb2.Blob, payload: Buffer | InFile, *, together: bool = True
+    ) -> None:
+        """Let participants pull a blob, directly from `payload`, until `retract`.
+
+        `together`: many may do so at the same time, and messages are shared.
+        """
+        self._blobs.publish(blob, payload, together=together)
 
     def retract(self, blob: link_pb2.Blob) -> None:
         """Stop offering a blob; its memory belongs to the caller again."""
@@ -396,6 +401,8 @@ class Link(AllTurns):
             if message.progress.id in peer.pending:
                 peer.messages_received.add(message.progress.id.encode(), size)
                 peer.note = (message.progress.id, message.progress.note)
+                if message.progress.HasField("fetched"):
+                    peer.fetched = (message.progress.id, Fetched.of(message.progress.fetched))
                 self.listeners.progressed(peer.name, message.progress)
         elif kind == "renew":
             request = message.renew.signing_request

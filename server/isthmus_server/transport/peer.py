@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.identity.tls import Subject
+from isthmus.printable import in_a_line
 from isthmus.transport.blobs import Assembly, Piece, Write
 from isthmus.transport.shared_memory import Take, opened
 from isthmus.transport.stream import Stream, to_the_end
@@ -22,6 +23,8 @@ MAX_OUTBOX = 64
 """Receipts and cancellations kept for one participant: as many as it may have open requests."""
 THREAD_CHUNK_BYTES = 512 << 10
 """Size from which a chunk is hashed and written in a thread instead of on the event loop."""
+MAX_PAUSE = 200
+"""Characters of why a participant does not download."""
 MAX_ABANDONED = 16
 """Blobs of one participant of which chunks may still be on their way after their transfer ended."""
 
@@ -90,6 +93,28 @@ class Fetch:
             pass
 
 
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """How much of the files that a model starts from a participant has, as it says."""
+
+    percent: int
+    """0 to 100."""
+    pause: str = ""
+    """Why it fetches nothing now, in its words on one line; empty while it does."""
+
+    @classmethod
+    def of(cls, message: link_pb2.Fetched) -> Fetched:
+        """Read a participant's report."""
+        done = min(message.bytes, message.of)
+        return cls(100 * done // max(1, message.of), in_a_line(message.pause[:MAX_PAUSE]))
+
+    @property
+    def sentence(self) -> str:
+        """What to tell of it."""
+        said = f"downloading the model, {self.percent} %"
+        return f"{said} ({self.pause})" if self.pause else said
+
+
 class MovedBytes:
     """Bytes that have moved in one direction and were not charged to a request yet.
 
@@ -142,6 +167,8 @@ class Peer:
         """Requests without a reply, by id."""
         self.note = ("", "")
         """Id of the request of the last progress that it reported, and the note there, if any."""
+        self.fetched: tuple[str, Fetched] | None = None
+        """Id of the request of the last report on a download, and the report."""
         self.unacknowledged: set[str] = set()
         """Requests whose reply has arrived and whose receipt has not been sent yet."""
         self.outbox: deque[bytes] = deque(maxlen=MAX_OUTBOX)
@@ -262,6 +289,11 @@ class Peer:
             await fetch.add(chunk)
             return
         fetch.done.set_exception(UpdateError(f"{self.name} does not hold the blob it named"))
+
+    def download_of(self, request_id: str) -> str:
+        """What the participant has said last of the files that a request is for."""
+        about, fetched = self.fetched or ("", None)
+        return (fetched if fetched and about == request_id else Fetched(0)).sentence
 
     def fail_pending(self, reason: str) -> None:
         """Fail all requests and transfers that wait for this participant."""

@@ -26,6 +26,7 @@ from isthmus_clients.device.sandbox.memory_room import available_memory, memory_
 from isthmus_clients.device.sandbox.settings import WorkerSettings
 from isthmus_clients.device.sandbox.task_process import TaskProcess
 from isthmus_clients.device.task_host import TrainingResult, states_key
+from isthmus_clients.device.weights.keeper import WeightKeeper
 from isthmus_clients.training.accelerator import may_be_nvidia
 from isthmus_clients.training.personal_state import (
     PersonalState,
@@ -86,6 +87,7 @@ class ProcessHost:
         limits: OwnerLimits,
         grace: float = 30.0,
         device: str = "cpu",
+        weights: WeightKeeper | None = None,
     ) -> None:
         """Set up; `open` starts a process.
 
@@ -98,6 +100,7 @@ class ProcessHost:
             limits: of the owner, on CPU and memory and on the sandbox.
             grace: seconds after which a process that does not stop its request is ended.
             device: the owner's choice of what to train on.
+            weights: has the files that models start from; None for those in `tasks`.
 
         Raises:
             UserError: a directory that tasks can read contains the state, or the state cannot be
@@ -106,6 +109,7 @@ class ProcessHost:
         self._state = state.resolve()
         self._scratch = self._state / "scratch"
         self._grace = grace
+        self._weights = weights
         self._tasks = tasks.resolve()
         readable = [self._tasks, *(path.expanduser() for path in limits.sandbox.read)]
         readable += [] if data is None else [data]
@@ -366,8 +370,11 @@ class ProcessHost:
         if opened.process is not None and not opened.process.ended:
             return opened.process
         scratch = Path(tempfile.mkdtemp(dir=self._scratch))
-        confinement = dataclasses.replace(self._settings.confinement, scratch=scratch)
-        settings = self._settings.model_copy(update={"confinement": confinement})
+        start = None if self._weights is None else self._weights.place(opened.run.job)
+        confinement = self._settings.confinement
+        readable = confinement.readable + (() if start is None else start.readable)
+        confinement = dataclasses.replace(confinement, scratch=scratch, readable=readable)
+        settings = self._settings.model_copy(update={"confinement": confinement, "start": start})
         process = TaskProcess(settings)
         with self._lock:
             opened.process = process

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pydantic
 
+from isthmus.start.manifest import StartPlace
 from isthmus.task import Participant
 from isthmus_clients.device.sandbox.confinement import Confinement
 
@@ -21,3 +22,5 @@ class WorkerSettings(pydantic.BaseModel):
     """What to train on, see `isthmus_clients.training.accelerator`."""
     cpu_percent: int | None
     confinement: Confinement
+    start: StartPlace | None = None
+    """Where the files are that the run's model starts from; None for where the job says."""

@@ -47,7 +47,12 @@ class TaskWorker:
         self._throttle = CpuThrottle(settings.cpu_percent, sleep=self._woken.wait)
         who = settings.participant
         self._host = InProcessHost(
-            who, settings.data, settings.tasks, settings.threads, device=settings.device
+            who,
+            settings.data,
+            settings.tasks,
+            settings.threads,
+            device=settings.device,
+            start=settings.start,
         )
 
     def run(self, separate: bool) -> None:

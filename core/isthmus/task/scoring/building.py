@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from isthmus.errors import JobError, TaskError, UserError
 from isthmus.start.loading import ComparedStart, ModelStart
+from isthmus.start.manifest import StartPlace
 from isthmus.start.plan import Exceptions, state_of
 from isthmus.start.slices import StartSlices
 from isthmus.start.unfilled import parameters_without_memory
@@ -121,16 +122,26 @@ def build_start_model(task: Task, job: Job, base: Path) -> nn.Module:
     return model
 
 
-def fill_from_start(model: nn.Module, task: Task, job: Job, base: Path) -> None:
+def fill_from_start(
+    model: nn.Module, task: Task, job: Job, base: Path, place: StartPlace | None = None
+) -> None:
     """Copy the values of the job's `model.start` into a model, if the job has one.
+
+    With a `place` they are read there; what is frozen is then mapped into memory if it can be, so
+    that all processes of a machine have it once.
 
     Raises:
         TaskError: `start_names()` failed.
         JobError: the files of the start cannot be used.
     """
+    if place is not None:
+        base_there = None if place.base is None else str(place.base)
+        there = {"start": str(place.start), "base": base_there}
+        job = job.model_copy(update={"model": job.model.model_copy(update=there)})
     start = start_of(job, base)
     if start is not None:
-        start.fill(model, _start_names(task, model))
+        mapped = place is not None and place.mapped
+        start.fill(model, _start_names(task, model), mapped=mapped)
 
 
 def start_without_memory(task: Task, job: Job, base: Path) -> tuple[nn.Module, StartSlices] | None:
@@ -211,6 +222,7 @@ def build_same_model(
     *,
     base: Path,
     on_device: bool = False,
+    place: StartPlace | None = None,
 ) -> tuple[nn.Module, Division]:
     """Build the task's model, divided as the job says, and check that it equals the server's.
 
@@ -225,6 +237,7 @@ def build_same_model(
         owner: owner of the model for the error message, e.g. "this device".
         base: directory of the job's relative paths on this machine.
         on_device: whether personal parameters are trained.
+        place: where the files of the start are on this machine; None for where the job says.
 
     Raises:
         TaskError: `model()` failed, or the exchange sets or the frozen parameters differ.
@@ -236,7 +249,7 @@ def build_same_model(
     difference = division.exchanged.explain_difference(expected)
     if difference is None:
         if not on_device or not is_all_exchanged(model, division):
-            fill_from_start(model, task, job, base)
+            fill_from_start(model, task, job, base, place)
         difference = explain_difference(model, frozen)
     if difference is not None:
         raise TaskError(f"{owner}'s model is not the server's: {difference}")

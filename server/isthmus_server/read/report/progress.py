@@ -276,6 +276,9 @@ def waiting_for(event: WaitingForParticipants) -> str:
         line += f"; missing: {names}"
     if event.reason and not too_few:
         line += f"; {in_a_line(event.reason)}"
+    if event.downloads:
+        line += f"; {'; '.join(map(in_a_line, event.downloads[:4]))}"
+        line += f" and {len(event.downloads) - 4} more" if len(event.downloads) > 4 else ""
     return line
 
 

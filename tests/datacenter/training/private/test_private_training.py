@@ -115,7 +115,10 @@ def test_gradients_without_noise_are_refused(make_private, warm_datacenter):
     ("changes", "reason"),
     [
         ({"datacenter.zero_stage": 2}, r"zero_stage=2 .* fully_shard .* set zero_stage = 0"),
-        ({"datacenter.layout": "auto"}, r'layout=\'auto\'.* set layout = "given"'),
+        (
+            {"datacenter.layout": "auto", "datacenter.zero_stage": 2},
+            r'layout=\'auto\'.* set layout = "given"',
+        ),
         ({"datacenter.tensor_parallel": 2}, r"tensor_parallel=2 .*the whole gradient"),
         ({"datacenter.pipeline_parallel": 2}, r"pipeline_parallel=2 .*the whole gradient"),
         ({"datacenter.precision": "fp16"}, r"precision='fp16'"),

@@ -1,0 +1,1 @@
+"""Files that models start from, on a device: kept, found and fetched by their digest."""

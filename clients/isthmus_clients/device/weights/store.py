@@ -1,0 +1,423 @@
+"""A device's store of the files that models start from.
+
+    DIR/files/SHA256      whole files, which were verified, readable by their owner only
+    DIR/partial/SHA256    files that are being fetched; a lock says whether a process is at it
+    DIR/models/DIGEST     which files a model has, as JSON
+    DIR/views/DIGEST      folders with links to the files, as tasks open them
+
+Several devices of one machine may share a store.
+
+>>> import tempfile
+>>> WeightStore(Path(tempfile.mkdtemp(), "weights")).models()
+[]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from isthmus.errors import DamagedError, UserError
+from isthmus.start.files import CONFIG, INDEX, WEIGHTS, StartFiles
+from isthmus.start.manifest import ADAPTER, ListedFile, StartManifest, StartPlace
+from isthmus.start.safetensors_file import SafetensorsFile
+from isthmus.system.private_files import sync_directory, write_private_file
+from isthmus.system.sealed_files import read_sealed_bytes, write_sealed_bytes
+
+DIRECTORY = "weights"
+"""Name of a device's own store, in its state directory."""
+PIECE_BYTES = 4 << 20
+"""Bytes that are read, hashed or written at a time."""
+
+
+class DiskFull(UserError):
+    """The disk of the store has no room."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptModel:
+    """A model in the store."""
+
+    manifest: StartManifest
+    added: bool
+    """Whether the owner has added it; else it was fetched for a job."""
+    name: str
+    """The path that was added, or the job's `model.start`."""
+    is_whole: bool
+    """Whether all of its files are in the store."""
+
+
+class WeightStore:
+    """Files by their SHA-256.
+
+    Guarantees:
+      * a file is in `files` only if it was whole and verified, and is then never changed;
+      * what was written before a crash is kept, and nothing that is half written counts;
+      * one process at a time fetches a file; the others wait for it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Name the directory; it is made when something is put into it."""
+        directory = directory.absolute()  # a task opens the files from another directory
+        self.directory = directory
+        self.files = directory / "files"
+        self.partial = directory / "partial"
+        self._models = directory / "models"
+        self._views = directory / "views"
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def path(self, sha256: str) -> Path:
+        """Where a file is, if it is here."""
+        return self.files / sha256
+
+    def has(self, file: ListedFile) -> bool:
+        """Whether a file is here."""
+        try:
+            return self.path(file.sha256).stat().st_size == file.size
+        except OSError:
+            return False
+
+    def begun(self, file: ListedFile) -> int:
+        """Bytes that were fetched of a file; all of them if it is here."""
+        if self.has(file):
+            return file.size
+        try:
+            return min(file.size, (self.partial / file.sha256).stat().st_size)
+        except OSError:
+            return 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files, those included that are being fetched."""
+        total = 0
+        for folder in (self.files, self.partial):
+            with contextlib.suppress(FileNotFoundError):
+                for entry in os.scandir(folder):
+                    with contextlib.suppress(FileNotFoundError):  # it was finished meanwhile
+                        total += entry.stat().st_size
+        return total
+
+    @property
+    def free_bytes(self) -> int:
+        """Free space of its disk for this user."""
+        self._make()
+        return shutil.disk_usage(self.directory).free
+
+    @contextlib.contextmanager
+    def filling(self, file: ListedFile) -> Iterator[PartialFile | None]:
+        """Fill a file; None while another process is at it, or if it is here.
+
+        Raises:
+            DiskFull: there is no room.
+            UserError: the store cannot be written to.
+        """
+        self._make()
+        path = self.partial / file.sha256
+        with _told(self.directory):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with os.fdopen(handle, "r+b", buffering=0) as opened:
+            if self.has(file) or not _locked(opened) or not _is_same(opened, path):
+                yield None
+                return
+            yield PartialFile(self, file, opened)
+
+    # -- models ------------------------------------------------------------------------------------
+
+    def add(self, path: Path, base: Path | None = None) -> KeptModel:
+        """Copy the files of a model into the store; those that are here already are not copied.
+
+        Args:
+            path: a safetensors file, a folder with some, or one with an adapter of PEFT.
+            base: of the model under the adapter.
+
+        Raises:
+            UserError: they cannot be used, they change meanwhile, or there is no room.
+        """
+        found = StartFiles.find_all(path, base)
+        manifest = StartManifest.of(found)
+        folders = [each.path if each.path.is_dir() else each.path.parent for each in found]
+        parts = tuple(dict.fromkeys(file.part for file in manifest.files))
+        for file in manifest.files:
+            source = folders[parts.index(file.part)] / file.name
+            while not self.has(file):
+                with self.filling(file) as partial:
+                    if partial is None:
+                        time.sleep(0.05)  # another process copies the same file
+                        continue
+                    partial.restart()
+                    for piece in _pieces(source):
+                        partial.write(piece)
+                    if not partial.finish():
+                        raise UserError(f"{source} has changed while it was copied; add it again")
+        self.keep(manifest, str(path), added=True)
+        return KeptModel(manifest, True, str(path), True)
+
+    def keep(self, manifest: StartManifest, name: str, *, added: bool = False) -> None:
+        """Note which files a model has; those of the owner stay the owner's.
+
+        Raises:
+            DiskFull: there is no room.
+            UserError: the store cannot be written to.
+        """
+        self._make()
+        known = self._read(self._models / manifest.digest)
+        values = {
+            "added": added or (known is not None and known.added),
+            "name": name if known is None or added else known.name,
+            "files": [dataclasses.asdict(file) for file in manifest.files],
+        }
+        with _told(self.directory):
+            write_sealed_bytes(self._models / manifest.digest, json.dumps(values).encode())
+
+    def model(self, digest: str) -> KeptModel | None:
+        """A model that is known here, whether or not it is whole."""
+        return self._read(self._models / digest)
+
+    def models(self) -> list[KeptModel]:
+        """All models that are known here, by digest."""
+        try:
+            names = sorted(entry.name for entry in os.scandir(self._models))
+        except FileNotFoundError:
+            return []
+        found = [self._read(self._models / name) for name in names if not name.startswith(".")]
+        return [model for model in found if model is not None]
+
+    def remove(self, digest: str) -> int:
+        """Forget a model, and delete the files that no other one has; returns the bytes freed.
+
+        A process that has the files open keeps them.
+
+        Raises:
+            UserError: there is no such model, or several begin so.
+        """
+        found = [each for each in self.models() if each.manifest.digest.startswith(digest)]
+        if len(found) != 1:
+            number = "no model" if not found else f"{len(found)} models"
+            raise UserError(f"{number} in {self.directory} begin with {digest!r}")
+        gone = found[0].manifest
+        (self._models / gone.digest).unlink(missing_ok=True)
+        shutil.rmtree(self._views / gone.digest, ignore_errors=True)
+        kept = {file.sha256 for model in self.models() for file in model.manifest.files}
+        freed = 0
+        for name in {file.sha256 for file in gone.files} - kept:
+            for path in (self.files / name, self.partial / name):
+                with contextlib.suppress(FileNotFoundError):
+                    freed += path.stat().st_size
+                    path.unlink()
+        return freed
+
+    def view(
+        self,
+        manifest: StartManifest,
+        places: Mapping[str, Path],
+        config: Mapping[str, Any] | None,
+    ) -> StartPlace:
+        """A folder with a model's files under the names that a task expects.
+
+        Args:
+            manifest: the model's files.
+            places: where they are, by SHA-256.
+            config: of the model, for `config.json`; None for none.
+
+        Raises:
+            DiskFull: there is no room.
+            UserError: the store cannot be written to, or a file is none of tensors.
+        """
+        self._make()
+        top = self._views / manifest.digest
+        parts = tuple(dict.fromkeys(file.part for file in manifest.files))
+        with _told(self.directory):
+            for part in parts:
+                _private_folder(top / part)
+                files = [file for file in manifest.files if file.part == part]
+                names = _names(files)
+                for file, name in zip(files, names, strict=True):
+                    _link(top / part / name, places[file.sha256])
+                if len(files) > 1 and part != ADAPTER:
+                    index = {
+                        tensor: name
+                        for file, name in zip(files, names, strict=True)
+                        for tensor in SafetensorsFile.open(places[file.sha256]).tensors
+                    }
+                    _write(top / part / INDEX, {"weight_map": index})
+                if config is not None and part != ADAPTER:
+                    _write(top / part / CONFIG, config)
+        targets = tuple(dict.fromkeys(places[file.sha256].resolve() for file in manifest.files))
+        mapped = all(target.parent == self.files.resolve() for target in targets)
+        start = top / parts[-1]
+        base = top / parts[0] if len(parts) > 1 else None
+        return StartPlace(start, base, (top.resolve(), *targets), mapped)
+
+    def _make(self) -> None:
+        with _told(self.directory):
+            for folder in (self.directory, self.files, self.partial, self._models, self._views):
+                _private_folder(folder)
+
+    def _read(self, path: Path) -> KeptModel | None:
+        try:
+            table = json.loads(read_sealed_bytes(path))
+            files = tuple(ListedFile(**file) for file in table["files"])
+            manifest = StartManifest(files)
+            if manifest.digest != path.name:
+                return None
+            whole = all(self.has(file) for file in files)
+            return KeptModel(manifest, bool(table["added"]), str(table["name"]), whole)
+        except (OSError, DamagedError, UserError, ValueError, TypeError, KeyError):
+            return None  # as if it were not known: nothing but its name is lost
+
+
+class PartialFile:
+    """A file that this process fills from its beginning to its end."""
+
+    def __init__(self, store: WeightStore, file: ListedFile, opened: IO[bytes]) -> None:
+        """Read what there is of it already, of which the digest goes on."""
+        self._store = store
+        self._file = file
+        self._opened = opened
+        self._hash = hashlib.sha256()
+        self.offset = 0
+        """Bytes that it has."""
+        if os.fstat(opened.fileno()).st_size > file.size:
+            self.restart()
+        while data := opened.read(PIECE_BYTES):
+            self._hash.update(data)
+            self.offset += len(data)
+
+    @property
+    def missing(self) -> int:
+        """Bytes that it lacks."""
+        return self._file.size - self.offset
+
+    def restart(self) -> None:
+        """Begin again: what it has is of another file."""
+        self._opened.truncate(0)
+        self._opened.seek(0)
+        self._hash = hashlib.sha256()
+        self.offset = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Add the next bytes.
+
+        Raises:
+            DiskFull: there is no room; what was written before stays.
+            UserError: they cannot be written, or are more than the file has.
+        """
+        if len(data) > self.missing:
+            raise UserError(f"more than the {self._file.size} bytes of the file were given")
+        view = memoryview(data)
+        with _told(self._store.directory):
+            while view:
+                count = self._opened.write(view)
+                self._hash.update(view[:count])
+                self.offset += count
+                view = view[count:]
+
+    def finish(self) -> bool:
+        """Put it into the store if it is whole; False if it is another file, which is dropped.
+
+        Raises:
+            DiskFull: there is no room.
+            UserError: it cannot be written.
+        """
+        if self.missing or self._hash.hexdigest() != self._file.sha256:
+            self.restart()
+            return False
+        with _told(self._store.directory):
+            os.fchmod(self._opened.fileno(), 0o400)
+            os.fsync(self._opened.fileno())
+            (self._store.partial / self._file.sha256).replace(self._store.path(self._file.sha256))
+            sync_directory(self._store.files)
+        return True
+
+
+def hash_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _names(files: Sequence[ListedFile]) -> Iterable[str]:
+    """Names by which `StartFiles.find` finds the files of a part in its folder."""
+    if len(files) == 1 and files[0].part != ADAPTER:
+        return [WEIGHTS]
+    return [file.name for file in files]
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while data := file.read(PIECE_BYTES):
+                yield data
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _locked(opened: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_same(opened: IO[bytes], path: Path) -> bool:
+    """Whether an open file is still the one of this name, and not one that was finished."""
+    try:
+        return os.path.samestat(os.fstat(opened.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _private_folder(path: Path) -> None:
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_uid == os.getuid():
+        path.chmod(0o700)
+
+
+def _link(path: Path, target: Path) -> None:
+    """A symbolic link, in place of what was there before."""
+    wanted = target.resolve()
+    with contextlib.suppress(OSError):
+        if path.readlink() == wanted:
+            return
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(wanted)
+    draft.replace(path)
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    data = json.dumps(values).encode()
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == data:
+            return
+    write_private_file(path, data)
+
+
+@contextlib.contextmanager
+def _told(directory: Path) -> Iterator[None]:
+    """Turn errors of the disk into sentences."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(
+                f"the disk of {directory} is full; free some space, or remove a model with "
+                "`isthmus weights remove`"
+            ) from None
+        raise UserError(f"{directory} cannot be used: {error.strerror or error}") from None

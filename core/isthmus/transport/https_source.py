@@ -1,0 +1,150 @@
+"""Blobs of a web server over HTTPS, with ranges, so that an interrupted one continues.
+
+An S3-compatible store is one too: a bucket's files have `https://` addresses, which the store signs
+for a time if they are not public (a "presigned URL").
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from http.client import HTTPMessage
+from typing import IO
+
+from isthmus.errors import UserError
+
+SECONDS = 20.0
+"""Limit for a connection, and for each answer and read on it."""
+
+_ABSENT = (403, 404, 410)
+"""What web servers and object stores answer for a file that is not there for this caller."""
+_NO_SUCH_RANGE = 416
+_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
+
+
+class HttpsSource:
+    """`https://HOST/FOLDER`: files with the SHA-256 of a blob as their names; or with names.
+
+    Guarantees:
+      * no redirection leads out of HTTPS, and the certificate of each server is verified;
+      * a stream begins at the wanted byte, or there is none.
+    """
+
+    def __init__(self, target: str, names: Mapping[str, str] | None = None) -> None:
+        """Name the folder, or one file.
+
+        Args:
+            target: the address without `https:`.
+            names: the name of each blob there by its SHA-256; None for the SHA-256 itself. With
+                names an address that does not end in / is of one file: of the name that it ends
+                with, or of the only one.
+
+        Raises:
+            UserError: the address cannot be used.
+        """
+        address = f"https:{target}"
+        try:
+            parts = urllib.parse.urlsplit(address)
+            usable = bool(parts.hostname) and (parts.port or 1) > 0 and target.startswith("//")
+        except ValueError:
+            usable = False
+        if not usable or not address.isprintable() or " " in address:
+            raise UserError(f"{address[:200]!r} is no address of the form https://HOST/FOLDER")
+        self.named = f"https://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        """The address without what may be secret in it: a login, or a signature."""
+        self._parts = parts
+        self._names = names
+        context = ssl.create_default_context()
+        handlers = (_OnlyHttps(), urllib.request.HTTPSHandler(context=context))
+        self._opener = urllib.request.build_opener(*handlers)
+
+    def open(self, sha256: str, size: int, offset: int) -> IO[bytes] | None:
+        """See `BlobSource.open`.
+
+        Raises:
+            OSError: the server cannot be reached, or answers with an error.
+        """
+        address = self._address(sha256)
+        if address is None:
+            return None
+        headers = {"User-Agent": "isthmus", "Accept-Encoding": "identity"}
+        if offset:
+            headers["Range"] = f"bytes={offset}-{size - 1}"
+        request = urllib.request.Request(address, headers=headers)  # noqa: S310 - it is https
+        try:
+            answer = self._opener.open(request, timeout=SECONDS)
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code in _ABSENT:
+                return None
+            if error.code == _NO_SUCH_RANGE:
+                raise OSError(f"it has fewer than {size} bytes under this name") from None
+            raise OSError(f"{self.named} answers {error.code} {error.reason}") from None
+        except urllib.error.URLError as error:
+            raise OSError(f"{self.named} cannot be reached: {error.reason}") from None
+        begin, total = _part(answer.headers, answer.status)
+        if begin not in (0, offset) or total not in (size, None):
+            answer.close()
+            has = "another part" if begin not in (0, offset) else f"{total} bytes"
+            raise OSError(f"it has {has} under this name, and the file has {size} bytes")
+        # It may send all of it: read on to the byte that is wanted.
+        _skip(answer, offset - begin)
+        stream: IO[bytes] = answer
+        return stream
+
+    def _address(self, sha256: str) -> str | None:
+        """The address of a blob; None if this source does not have it."""
+        path = self._parts.path
+        if self._names is None:
+            name: str | None = sha256
+            path = path.rstrip("/") + "/"
+        else:
+            name = self._names.get(sha256)
+        if name is None:
+            return None
+        if path.endswith("/"):
+            path += urllib.parse.quote(name)
+        elif len(self._names or ()) > 1 and urllib.parse.unquote(path.rpartition("/")[2]) != name:
+            return None  # it is of another file
+        return urllib.parse.urlunsplit(self._parts._replace(path=path, fragment=""))
+
+
+class _OnlyHttps(urllib.request.HTTPRedirectHandler):
+    """Follows redirections, as of a hub to the servers with its files, but not out of HTTPS."""
+
+    def redirect_request(
+        self,
+        request: urllib.request.Request,
+        stream: IO[bytes],
+        code: int,
+        message: str,
+        headers: HTTPMessage,
+        address: str,
+    ) -> urllib.request.Request | None:
+        """See `urllib.request.HTTPRedirectHandler`."""
+        if not address.lower().startswith("https://"):
+            raise OSError("it redirects to an address without HTTPS")
+        return super().redirect_request(request, stream, code, message, headers, address)
+
+
+def _part(headers: HTTPMessage, status: int) -> tuple[int, int | None]:
+    """The first byte of an answer, and the size of the whole file if the server says it."""
+    if status == 206:
+        found = _RANGE.fullmatch(headers.get("Content-Range", ""))
+        if found is None:
+            return -1, None
+        return int(found[1]), None if found[2] == "*" else int(found[2])
+    length = headers.get("Content-Length", "")
+    return 0, int(length) if length.isascii() and length.isdigit() else None
+
+
+def _skip(stream: IO[bytes], count: int) -> None:
+    while count:
+        data = stream.read(min(1 << 20, count))
+        if not data:
+            raise OSError("it ends early")
+        count -= len(data)

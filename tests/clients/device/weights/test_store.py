@@ -1,0 +1,186 @@
+"""The store of models on a device: what is in it is whole, and stays what it is."""
+
+import dataclasses
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from isthmus.errors import UserError
+from isthmus.start.files import StartFiles
+from isthmus.start.manifest import StartManifest
+from isthmus_clients.device.weights.store import WeightStore
+from isthmus_clients.weight_commands import weights
+
+
+@pytest.fixture
+def store(tmp_path):
+    return WeightStore(tmp_path / "weights")
+
+
+def adapter(folder, name="w"):
+    folder.mkdir()
+    tensors = {f"base_model.model.{name}.lora_A.weight": torch.ones(2, 3)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 2}')
+    return folder
+
+
+def test_a_model_is_kept_once_under_its_digest_for_its_owner_only(store, model, manifest, tmp_path):
+    added = store.add(model)
+    assert added.manifest.digest == manifest.digest == StartFiles.find(model).digest()
+    assert store.add(model / "model.safetensors").manifest == added.manifest
+    assert store.used_bytes == manifest.size
+    path = store.path(manifest.files[0].sha256)
+    assert path.read_bytes() == (model / "model.safetensors").read_bytes()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o400
+    for folder in (store.directory, store.files, store.partial):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (model / "model.safetensors").write_bytes(b"something else")
+    assert store.model(manifest.digest).is_whole
+
+
+def test_files_of_several_models_are_kept_until_none_has_them(store, model, tmp_path):
+    both = adapter(tmp_path / "adapter")
+    base = store.add(model).manifest
+    adapted = store.add(both, model).manifest
+    assert adapted.size == base.size + sum(path.stat().st_size for path in both.iterdir())
+    assert store.used_bytes == adapted.size
+    assert store.remove(base.digest[:8]) == 0
+    assert store.model(adapted.digest).is_whole
+    assert store.remove(adapted.digest) == adapted.size
+    assert store.models() == []
+    assert store.used_bytes == 0
+    with pytest.raises(UserError, match=r"no model in .* begin with 'ab'"):
+        store.remove("ab")
+
+
+def test_a_task_sees_files_and_configuration_as_in_a_folder(store, model, tmp_path):
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    for number in (1, 2):
+        save_file(
+            {f"w{number}": torch.ones(number)}, folder / f"model-0000{number}-of-2.safetensors"
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"w1": "model-00001-of-2.safetensors", '
+        '"w2": "model-00002-of-2.safetensors"}}'
+    )
+    manifest = store.add(folder).manifest
+    places = {file.sha256: store.path(file.sha256) for file in manifest.files}
+    place = store.view(manifest, places, {"model_type": "table"})
+    found = StartFiles.find(place.start)
+    assert (found.digest(), sorted(found.tensors)) == (manifest.digest, ["w1", "w2"])
+    assert found.config() == {"model_type": "table"}
+    assert place.mapped
+    assert set(places.values()) < set(place.readable)
+
+
+def test_a_store_may_be_named_from_the_working_directory(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = WeightStore(Path("here"))
+    manifest = store.add(model).manifest
+    places = {file.sha256: store.path(file.sha256) for file in manifest.files}
+    assert store.view(manifest, places, None).start.is_relative_to(tmp_path)
+
+
+def test_a_damaged_entry_is_as_if_it_were_not_there(store, model):
+    digest = store.add(model).manifest.digest
+    (store.directory / "models" / digest).write_text("{")
+    assert store.models() == []
+    store.add(model)
+    assert store.model(digest).is_whole
+
+
+COPY = """
+import os, sys
+from pathlib import Path
+from isthmus_clients.device.weights import store
+write = store.PartialFile.write
+def half(self, data):
+    write(self, data[: len(data) // 2])
+    os.kill(os.getpid(), 9)
+store.PartialFile.write = half
+store.WeightStore(Path(sys.argv[1])).add(Path(sys.argv[2]))
+"""
+
+
+def test_a_killed_process_leaves_nothing_that_counts(store, model, manifest):
+    command = [sys.executable, "-c", COPY, str(store.directory), str(model)]
+    assert subprocess.run(command, check=False).returncode == -9
+    assert store.models() == []
+    [file] = manifest.files
+    assert not store.has(file)
+    assert store.begun(file) == file.size // 2
+    assert store.add(model).is_whole
+    assert list(store.partial.iterdir()) == []
+
+
+def test_one_process_at_a_time_fills_a_file(store, manifest):
+    [file] = manifest.files
+    with store.filling(file) as first, store.filling(file) as second:
+        assert first is not None
+        assert second is None
+
+
+FULL = """
+import sys
+from pathlib import Path
+from isthmus.errors import UserError
+from isthmus_clients.device.weights.store import WeightStore
+try:
+    WeightStore(Path("/mnt/weights")).add(Path(sys.argv[1]))
+except UserError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_a_sentence(model):
+    inside = f"mount -t tmpfs -o size=300k tmpfs /mnt && {sys.executable} -c '{FULL}' {model}"
+    unshare = shutil.which("unshare")
+    if unshare is None or subprocess.run([unshare, "-Urm", "true"], check=False).returncode:
+        pytest.skip("no user namespaces here")
+    command = [unshare, "-Urm", "sh", "-c", inside]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said == (
+        "the disk of /mnt/weights is full; free some space, or remove a model with `isthmus "
+        "weights remove`\n"
+    )
+
+
+def test_the_commands_add_list_and_remove(tmp_path, model, manifest):
+    def isthmus(*arguments):
+        result = CliRunner().invoke(weights, [*arguments, "--state", str(tmp_path)])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert isthmus("add", str(model)) == f"{manifest.digest}  0.8 MB  {model}\n"
+    assert isthmus("list").splitlines() == [
+        f"{manifest.digest}  0.8 MB  {model} (added)",
+        "1 models; 0.8 MB of files",
+    ]
+    assert manifest.digest in isthmus("list", "--json")
+    assert isthmus("remove", manifest.digest[:12]) == "removed; 0.8 MB are free now\n"
+    assert isthmus("list") == "0 models; 0.0 MB of files\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"name": "../model.safetensors"}, "which is no file of a model"),
+        ({"name": "model.bin"}, "which is no file of a model"),
+        ({"sha256": "zz"}, "which is no file of a model"),
+        ({"size": 1 << 62}, "which is no file of a model"),
+        ({"part": "adapter"}, r"in the parts \('adapter',\) is no model's"),
+    ],
+)
+def test_a_list_of_files_is_checked_before_it_is_used(manifest, change, said):
+    file = dataclasses.replace(manifest.files[0], **change)
+    with pytest.raises(UserError, match=said):
+        StartManifest((file,))

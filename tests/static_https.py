@@ -1,0 +1,146 @@
+"""A static web server over HTTPS with ranges, as a mirror of models is, on a port of loopback."""
+
+from __future__ import annotations
+
+import datetime
+import http.server
+import ipaddress
+import re
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+
+class StaticHttps:
+    """What is served, how, and what was asked for."""
+
+    def __init__(self, folder: Path, certificate: Path) -> None:
+        self.folder = folder
+        self.certificate = certificate
+        """Of the server, which clients have to trust (`SSL_CERT_FILE`)."""
+        self.port = 0
+        self.asked: list[tuple[str, str | None]] = []
+        """Path and range of each request."""
+        self.sends: int | None = None
+        """Bytes after which each answer is cut off; None for all of them."""
+        self.gate: threading.Event | None = None
+        """What answers wait for after `sends` bytes, instead of being cut off."""
+        self.sent = threading.Event()
+        """An answer has reached `sends`."""
+        self.redirect = ""
+        """Where to send clients instead."""
+
+    @property
+    def address(self) -> str:
+        """Of the folder."""
+        return f"https://127.0.0.1:{self.port}/"
+
+
+@contextmanager
+def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
+    """Serve a folder during the block; the certificate is written to `keys`."""
+    certificate, key = _certificate(keys)
+    served = StaticHttps(folder, certificate)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+        def do_GET(self) -> None:
+            asked = self.headers.get("Range")
+            served.asked.append((self.path, asked))
+            if served.redirect:
+                self.send_response(302)
+                self.send_header("Location", served.redirect)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            path = served.folder / self.path.partition("?")[0].lstrip("/")
+            data = path.read_bytes() if path.is_file() else None
+            found = re.fullmatch(r"bytes=(\d+)-(\d*)", asked or "bytes=0-")
+            assert found is not None
+            begin = int(found[1])
+            if data is None or begin >= len(data):
+                self.send_response(404 if data is None else 416)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            end = min(int(found[2]) + 1, len(data)) if found[2] else len(data)
+            self.send_response(206 if asked else 200)
+            if asked:
+                self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")
+            self.send_header("Content-Length", str(end - begin))
+            self.end_headers()
+            body = data[begin:end]
+            if served.sends is None or len(body) <= served.sends:
+                self.wfile.write(body)
+                return
+            self.wfile.write(body[: served.sends])
+            self.wfile.flush()
+            gate, rest = served.gate, body[served.sends :]
+            served.sent.set()
+            if gate is not None:
+                gate.wait(60)
+                self.wfile.write(rest)
+            else:
+                self.close_connection = True
+
+    class Server(http.server.ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: Any) -> None:
+            """Clients that end are a part of the tests."""
+
+    server = Server(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    served.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield served
+    finally:
+        if served.gate is not None:
+            served.gate.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _certificate(folder: Path) -> tuple[Path, Path]:
+    folder.mkdir(exist_ok=True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "https.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (folder / "https.key").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return folder / "https.pem", folder / "https.key"
