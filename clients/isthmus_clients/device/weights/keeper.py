@@ -61,7 +61,7 @@ class WeightKeeper:
       * nothing is fetched beyond the owner's limits, outside of the owner's hours, or from where
         the owner does not allow;
       * what was fetched before the process ended is not fetched again;
-      * a file counts only with the SHA-256 that the job's digest implies, whoever gave it.
+      * a file counts only with the SHA-256 that the job's digest implies, from wherever it came.
     """
 
     def __init__(
