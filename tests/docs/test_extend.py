@@ -210,7 +210,9 @@ def test_a_source_that_is_not_installed_is_refused(tmp_path, command):
     words = ("--server", "127.0.0.1:9", "--name", "a", "--state", tmp_path / "state")
     refused = package.isthmus(*command, *words, "--blobs", "http://mirror", cwd=tmp_path)
     assert refused.returncode == 1
-    assert refused.stderr == ("isthmus: --blobs http://mirror is unknown; installed are file\n")
+    assert refused.stderr == (
+        "isthmus: --blobs http://mirror is unknown; did you mean https? installed are file, https\n"
+    )
 
 
 def test_a_launcher_from_outside(tmp_path, monkeypatch):
