@@ -47,7 +47,9 @@ def test_limits_are_refused_for_a_device_that_has_not_joined(tmp_path):
     arguments = ["start", "--server", "127.0.0.1:1", "--name", "a", "--tasks", str(tmp_path)]
     error = CliRunner().invoke(client, arguments).exception
     assert isinstance(error, UserError)
-    assert str(error).startswith("--policy, --tasks and --print-systemd need a device that has ")
+    assert str(error).startswith(
+        "--policy, --tasks, --weights and --print-systemd need a device that has joined"
+    )
 
 
 def test_a_remote_server_is_not_told_where_this_machine_logs(tmp_path):

@@ -146,6 +146,8 @@ class TracedRun:
         data: Path | None,
         tasks: Path | None = None,
         device: str = "cpu",
+        *,
+        start: None = None,
     ) -> None:
         self.job, self.settings, self.code = _traced(work.job, tasks)
         if "versions" in _world.known:
