@@ -32,7 +32,12 @@ from isthmus_clients.device.weights.sources import (
     check_sources,
     sources_of,
 )
-from isthmus_clients.device.weights.store import PartialFile, WeightStore, hash_of
+from isthmus_clients.device.weights.store import (
+    PartialFile,
+    StoreUnusable,
+    WeightStore,
+    hash_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +143,9 @@ class WeightKeeper:
             error: Exception | None = None
             try:
                 fetching.run()
+            except StoreUnusable as raised:
+                log.warning("%s", raised)
+                error = UserError(raised.public)
             except Exception as raised:  # noqa: BLE001 - it is raised where it is awaited
                 error = raised
             if not loop.is_closed():
@@ -177,7 +185,14 @@ class WeightKeeper:
                 f"{missing[0].name} of the model that {job.name!r} starts from is not here; start "
                 "this device again, so that it gets it, or add it with `isthmus weights add`"
             )
-        return self.store.view(manifest, places, job.task.settings.get("start_config"))
+        try:
+            return self.store.view(manifest, places, job.task.settings.get("start_config"))
+        except UserError as error:  # with a path of this device, which the server is not told
+            log.warning("the model that %s starts from: %s", job.name, error)
+            raise TaskError(
+                f"the files of the model that {job.name!r} starts from cannot be used on this "
+                "device; see its log"
+            ) from None
 
     def found(self, manifest: StartManifest, job: Job) -> tuple[dict[str, Path], list[ListedFile]]:
         """Where files of a model are on this device by SHA-256, and those that are not."""
@@ -391,7 +406,7 @@ class _Fetching:
                     else:
                         liars.add(source.named)
                 log.warning("%s: %s: %s", source.named, file.name, why)
-                self._whys[source.public] = why
+                self._whys[source.public] = source.told(why)
         raise UserError(
             f"{file.name} of the model that {self._job.name!r} starts from has no source: "
             f"{self._reasons() or 'its owner allows none'}"

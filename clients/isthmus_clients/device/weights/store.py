@@ -40,8 +40,17 @@ PIECE_BYTES = 4 << 20
 """Bytes that are read, hashed or written at a time."""
 
 
-class DiskFull(UserError):
+class StoreUnusable(UserError):
+    """The store cannot be written to; the sentence names its directory."""
+
+    public = "the store of models cannot be written to; see this device's log"
+    """What the server is told instead."""
+
+
+class DiskFull(StoreUnusable):
     """The disk of the store has no room."""
+
+    public = "the disk of the store of models is full"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,4 +429,4 @@ def _told(directory: Path) -> Iterator[None]:
                 f"the disk of {directory} is full; free some space, or remove a model with "
                 "`isthmus weights remove`"
             ) from None
-        raise UserError(f"{directory} cannot be used: {error.strerror or error}") from None
+        raise StoreUnusable(f"{directory} cannot be used: {error.strerror or error}") from None
