@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,9 @@ from typing import IO
 from isthmus.errors import AdmissionRefused, IsthmusError, JobError, TaskError, UserError
 from isthmus.job import Job, read_job
 from isthmus.printable import in_a_line
+from isthmus.start.files import ADAPTER_CONFIG
 from isthmus.start.manifest import ListedFile, StartManifest, StartPlace
+from isthmus.start.safetensors_file import SafetensorsFile
 from isthmus.transport.blob_sources import SILENT_SECONDS, NamedSource
 from isthmus.transport.requests import manifest_of
 from isthmus.transport.worker import ReportProgress
@@ -53,6 +56,10 @@ _TRIES = 3
 _MAX_FOUND = 20_000
 """Files in the owner's folders that are looked at."""
 _MAX_DEPTH = 6
+_MAX_LISTS = 64
+"""Lists of files in memory, of which the one that was asked for longest ago goes first."""
+_LISTED_BYTES = 200
+"""Of a file in a list on disk, without its name."""
 
 
 class _Stopped(IsthmusError):
@@ -212,9 +219,20 @@ class WeightKeeper:
 
     def note(self, manifest: StartManifest, job: Job) -> None:
         """Remember which files the model of a job has."""
+        self._manifests.pop(manifest.digest, None)
         self._manifests[manifest.digest] = manifest
+        if len(self._manifests) > _MAX_LISTS:
+            del self._manifests[next(iter(self._manifests))]
         assert job.model.start is not None
-        self.store.keep(manifest, job.model.start)
+        if self.has_room(manifest):
+            self.store.keep(manifest, job.model.start)
+
+    def has_room(self, manifest: StartManifest, more: int = 0) -> bool:
+        """Whether the owner's limit has room for a list, and for more bytes of files."""
+        listed = _LISTED_BYTES * len(manifest.files)
+        listed += sum(len(file.name.encode()) for file in manifest.files)
+        used = self.store.used_bytes + self.store.noted_bytes
+        return used + listed + more <= self._guard.limits.weights_mb * 1_000_000
 
     def _owners_files(self, job: Job, sizes: set[int]) -> Iterator[Path]:
         """Files of certain sizes where the owner keeps models: the content decides, no name."""
@@ -236,11 +254,8 @@ class WeightKeeper:
                         place,
                     )
                     return
-                try:
-                    if path.stat().st_size in sizes:
-                        yield path
-                except OSError:
-                    continue
+                if _is_of_a_model(path, sizes):
+                    yield path
 
     def _hash(self, path: Path) -> str:
         """The SHA-256 of a file; empty if it cannot be read."""
@@ -330,15 +345,17 @@ class _Fetching:
     def run(self) -> None:
         """Have all files here."""
         _, missing = self._keeper.found(self._manifest, self._job)
-        self._keeper.note(self._manifest, self._job)
         if not missing:
+            self._keeper.note(self._manifest, self._job)
             return
         missing = list({file.sha256: file for file in missing}.values())
         self._here = self._manifest.size - sum(file.size for file in missing)
         self._check_room(missing)
+        self._keeper.note(self._manifest, self._job)
         for file in missing:
             self._fetch(file)
             self._here += file.size
+        self._keeper.note(self._manifest, self._job)  # it may have been removed meanwhile
         log.info("the model that %s starts from is here", self._job.name)
 
     def _check_room(self, missing: Sequence[ListedFile]) -> None:
@@ -352,7 +369,8 @@ class _Fetching:
                 f"{_mb(self._manifest.size)}, is not here; its owner can add it with `isthmus "
                 "weights add`"
             )
-        if (used := self._store.used_bytes) + needed > limit:
+        used = self._store.used_bytes + self._store.noted_bytes
+        if not self._keeper.has_room(self._manifest, needed):
             raise AdmissionRefused(
                 f"{model} lacks {_mb(needed)} here, and of the {_mb(limit)} that its owner gives "
                 f"to models (weights_mb in policy.toml) {_mb(used)} are used"
@@ -519,6 +537,24 @@ class _Fetching:
         if (tenth := 10 * done // size) != self._logged:
             self._logged = tenth
             log.info("downloading the model of %s, %d %%", self._job.name, 100 * done // size)
+
+
+def _is_of_a_model(path: Path, sizes: set[int]) -> bool:
+    """Whether a file has one of some sizes and can be of a model.
+
+    A server learns whether a file of its SHA-256 is here, so that it is not to ask about others:
+    from the digest of a password one can find the password.
+    """
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size not in sizes:
+            return False
+        if path.name == ADAPTER_CONFIG:
+            return True
+        SafetensorsFile.open(path)
+    except (OSError, UserError):
+        return False
+    return True
 
 
 def _files_below(place: Path) -> Iterator[Path]:
