@@ -66,6 +66,34 @@ class _Stopped(IsthmusError):
     """Nobody waits for the files any more."""
 
 
+class _TooSlow(OSError):
+    """A source gave too little, and is left."""
+
+
+class _Flow:
+    """How much a source has given since it gave as much as it must."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again, after a pause that is not the source's."""
+        self._moved_at = time.monotonic()
+        self._moved = 0
+
+    def add(self, count: int) -> None:
+        """Note bytes that were received.
+
+        Raises:
+            _TooSlow: they are too few for the time.
+        """
+        self._moved += count
+        if self._moved >= _LEAST_BYTES:
+            self.restart()
+        elif time.monotonic() - self._moved_at > SILENT_SECONDS:
+            raise _TooSlow(f"it gave too little for {SILENT_SECONDS:g} s")
+
+
 class WeightKeeper:
     """The models of a device.
 
@@ -107,6 +135,9 @@ class WeightKeeper:
         self._blobs = blobs
         self._look_seconds = look_seconds
         self._link: LinkSource | None = None
+        self.paid_until = 0.0
+        """When, by the owner's rate, all that was received may be here (monotonic); for what holds
+        `one`. A request that is cancelled and comes again gets no new allowance."""
         self._stops: dict[str, threading.Event] = {}
         """Of the requests that are being worked on, by their id."""
         self._one = threading.Lock()
@@ -294,10 +325,12 @@ class WeightKeeper:
         """
         self._guard.check_weights(size, self._hours)
 
-    def sources(self, job: Job, manifest: StartManifest) -> list[WeightSource]:
+    def sources(
+        self, job: Job, manifest: StartManifest, skipped: Callable[[int], None]
+    ) -> list[WeightSource]:
         """Where to ask, in this order."""
         limits = self._guard.limits.weights
-        return list(sources_of(limits, job, manifest, self._blobs, self._link))
+        return list(sources_of(limits, job, manifest, self._blobs, self._link, skipped))
 
 
 def checked_list(work: link_pb2.Prepare, job: Job) -> StartManifest:
@@ -336,9 +369,14 @@ class _Fetching:
         """Bytes of the files that are whole."""
         self._pause = ""
         self._granted = 0
+        """Bytes that may still be received before the owner's limits are asked."""
+        self._is_counted = False
+        """Whether these bytes are of the network, and were counted."""
+        self._asked_at = 0.0
+        """When the owner's limits were asked (monotonic)."""
+        self._reading: tuple[WeightSource, ListedFile, PartialFile] | None = None
+        self._flow = _Flow()
         self._logged = -1
-        self._paid_until = 0.0
-        """When, by the owner's rate, all that was received may be here (monotonic)."""
         self._whys: dict[str, str] = {}
         """Why a source did not give a file, by its name for the server."""
 
@@ -402,12 +440,14 @@ class _Fetching:
     def _fill(self, file: ListedFile, partial: PartialFile) -> None:
         """Fill a file from the sources: go on where it is, and begin again if that was wrong."""
         liars: set[str] = set()
+        if not partial.missing and partial.finish():  # it ended just before that
+            return
         alone = False
         """Whether a source has to give all of it."""
         for pause in _PAUSES:
             if pause:
                 self._wait(min(pause, self._keeper.look_seconds), file, self._reasons())
-            for source in self._keeper.sources(self._job, self._manifest):
+            for source in self._keeper.sources(self._job, self._manifest, self._skipped):
                 if source.named in liars:
                     continue
                 if alone:
@@ -439,7 +479,10 @@ class _Fetching:
         why = ""
         while tries:
             start = partial.offset
+            self._reading = source, file, partial
             try:
+                self._await_permission(source, file, partial)
+                self._flow.restart()
                 stream = source.source.open(file.sha256, file.size, start)
                 if stream is None:
                     return "it does not have the file"
@@ -450,6 +493,8 @@ class _Fetching:
                 why = f"it ends at {partial.offset} of {file.size} bytes"
             except (_Stopped, UserError):
                 raise
+            except _TooSlow as error:
+                return str(error)
             except ConnectionError as error:
                 why = in_a_line(str(error))
                 if source.is_link:  # the server asks again, or has this request cancelled
@@ -457,7 +502,8 @@ class _Fetching:
                     continue
             except Exception as error:  # noqa: BLE001 - a package may raise anything
                 why = in_a_line(str(error) or type(error).__name__)
-            tries = _TRIES if partial.offset > start else tries - 1
+            # One that gives a byte for each connection is left, too.
+            tries = _TRIES if partial.offset - start >= _LEAST_BYTES else tries - 1
             if tries:
                 self._wait(min(0.5, self._keeper.look_seconds), file)
         return why
@@ -466,29 +512,32 @@ class _Fetching:
         self, source: WeightSource, file: ListedFile, partial: PartialFile, stream: IO[bytes]
     ) -> None:
         read: Callable[[int], bytes] = getattr(stream, "read1", stream.read)
-        moved_at = time.monotonic()
-        moved = 0
+        self._flow.restart()
         while partial.missing:
             if self._await_permission(source, file, partial):
-                moved_at = time.monotonic()
-                moved = 0
-            wanted = min(_READ_BYTES, partial.missing)
+                self._flow.restart()
+            wanted = min(_READ_BYTES, partial.missing, self._granted)
             data = read(wanted)
             if not data:
                 return
             if len(data) > wanted:
                 raise OSError(f"it gave {len(data)} bytes where {wanted} were wanted")
             partial.write(data)
-            self._granted -= len(data)
             self._report(file, partial.offset)
-            moved += len(data)
-            if moved >= _LEAST_BYTES:
-                moved_at = time.monotonic()
-                moved = 0
-            elif time.monotonic() - moved_at > SILENT_SECONDS:
-                raise OSError(f"it gave too little for {SILENT_SECONDS:g} s")
-            if source.is_network and self._pace(len(data), file):
-                moved_at = time.monotonic()
+            self._received(source, len(data))
+
+    def _received(self, source: WeightSource, count: int) -> None:
+        self._granted -= count
+        self._flow.add(count)
+        if source.is_network and self._pace(count):
+            self._flow.restart()
+
+    def _skipped(self, count: int) -> None:
+        """Count what a source gives before the byte that is wanted, as it does with the rest."""
+        assert self._reading is not None
+        self._received(self._reading[0], count)
+        if self._await_permission(*self._reading):
+            self._flow.restart()
 
     def _await_permission(
         self, source: WeightSource, file: ListedFile, partial: PartialFile
@@ -496,25 +545,34 @@ class _Fetching:
         """Wait for the owner's hours and limits; whether it had to."""
         if self._stop.is_set():
             raise _Stopped("nobody waits for the files any more")
-        waited = False
-        while self._granted <= 0:
-            size = min(_GRANTED_BYTES, partial.missing)
+        # What an earlier request has received is paid before anything more is.
+        waited = source.is_network and self._pace(0)
+        if source.is_network and not self._is_counted:
+            self._granted = 0
+        while (
+            self._granted <= 0
+            # At a low rate, what is granted may last longer than the owner's hours.
+            or time.monotonic() - self._asked_at > self._keeper.look_seconds
+        ):
+            size = 0 if self._granted > 0 else min(_GRANTED_BYTES, partial.missing)
             try:
                 self._keeper.check_now(size if source.is_network else 0)
-                self._granted = size
+                self._granted += size
+                self._is_counted = source.is_network
+                self._asked_at = time.monotonic()
             except AdmissionRefused as refused:
                 waited = True
                 self._wait(self._keeper.look_seconds, file, str(refused), partial.offset)
         return waited
 
-    def _pace(self, count: int, file: ListedFile) -> bool:
+    def _pace(self, count: int) -> bool:
         """Wait as the owner's limit on the rate says; whether it had to for long."""
         rate = self._keeper.guard.limits.weights.kb_per_second
         if rate is None:
             return False
         now = time.monotonic()
-        self._paid_until = max(self._paid_until, now) + count / (1000 * rate)
-        ahead = self._paid_until - now
+        self._keeper.paid_until = max(self._keeper.paid_until, now) + count / (1000 * rate)
+        ahead = self._keeper.paid_until - now
         if ahead > 0.05 and self._stop.wait(ahead):
             raise _Stopped("nobody waits for the files any more")
         return ahead > 1

@@ -71,6 +71,7 @@ def sources_of(
     manifest: StartManifest,
     blobs: Sequence[NamedSource],
     link: LinkSource | None,
+    skipped: Callable[[int], None] | None = None,
 ) -> Iterator[WeightSource]:
     """The sources for a job's model.
 
@@ -80,6 +81,7 @@ def sources_of(
         manifest: the model's files.
         blobs: sources of blobs that the owner has named for this process.
         link: the server; None without a connection.
+        skipped: see `HttpsSource`.
 
     Raises:
         UserError: an address cannot be used.
@@ -90,7 +92,7 @@ def sources_of(
             folder = NamedFiles(Path(named.removeprefix("file:")), names)
             yield WeightSource(folder, named, is_network=False)
         else:
-            web = HttpsSource(named.removeprefix("https:"), names)
+            web = HttpsSource(named.removeprefix("https:"), names, skipped)
             yield WeightSource(web, web.named)
     for blob in blobs:
         if not blob.rests:
@@ -98,7 +100,7 @@ def sources_of(
             yield WeightSource(blob, f"--blobs {blob.named}", is_network=is_network)
     for address in job.model.sources:
         if is_allowed(address, limits):
-            web = HttpsSource(address.removeprefix("https:"), names)
+            web = HttpsSource(address.removeprefix("https:"), names, skipped)
             yield WeightSource(web, web.named, web.named)
     if link is not None and limits.link:
         yield WeightSource(link, "the server", "this server", is_link=True)
