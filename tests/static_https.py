@@ -8,6 +8,7 @@ import ipaddress
 import re
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,10 @@ class StaticHttps:
         """What answers wait for after `sends` bytes, instead of being cut off."""
         self.sent = threading.Event()
         """An answer has reached `sends`."""
+        self.slow: float | None = None
+        """Seconds between two bytes after `sends`, instead of being cut off."""
+        self.has_ranges = True
+        """Whether parts of a file can be asked for; else all of it is sent."""
         self.redirect = ""
         """Where to send clients instead."""
 
@@ -66,6 +71,8 @@ def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
                 return
             path = served.folder / self.path.partition("?")[0].lstrip("/")
             data = path.read_bytes() if path.is_file() else None
+            if not served.has_ranges:
+                asked = None
             found = re.fullmatch(r"bytes=(\d+)-(\d*)", asked or "bytes=0-")
             assert found is not None
             begin = int(found[1])
@@ -88,7 +95,11 @@ def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
             self.wfile.flush()
             gate, rest = served.gate, body[served.sends :]
             served.sent.set()
-            if gate is not None:
+            if served.slow is not None:
+                for byte in rest:
+                    time.sleep(served.slow)
+                    self.wfile.write(bytes([byte]))
+            elif gate is not None:
                 gate.wait(60)
                 self.wfile.write(rest)
             else:

@@ -66,6 +66,9 @@ class StartManifest:
                 raise UserError(f"{file.name[:80]!r} is listed, which is no file of a model")
         if len({(file.part, file.name) for file in self.files}) != len(self.files):
             raise UserError("a list of a model's files has a name twice")
+        sizes = {(file.sha256, file.size) for file in self.files}
+        if len({sha256 for sha256, _ in sizes}) != len(sizes):
+            raise UserError("a list of a model's files has two sizes for one SHA-256")
 
     @classmethod
     def of(cls, found: Sequence[StartFiles]) -> StartManifest:

@@ -11,8 +11,8 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
-from http.client import HTTPMessage
+from collections.abc import Callable, Mapping
+from http.client import HTTPMessage, HTTPResponse
 from typing import IO
 
 from isthmus.errors import UserError
@@ -20,6 +20,7 @@ from isthmus.errors import UserError
 SECONDS = 20.0
 """Limit for a connection, and for each answer and read on it."""
 
+_SKIP_BYTES = 256 << 10
 _ABSENT = (403, 404, 410)
 """What web servers and object stores answer for a file that is not there for this caller."""
 _NO_SUCH_RANGE = 416
@@ -34,7 +35,12 @@ class HttpsSource:
       * a stream begins at the wanted byte, or there is none.
     """
 
-    def __init__(self, target: str, names: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        target: str,
+        names: Mapping[str, str] | None = None,
+        skipped: Callable[[int], None] | None = None,
+    ) -> None:
         """Name the folder, or one file.
 
         Args:
@@ -42,6 +48,8 @@ class HttpsSource:
             names: the name of each blob there by its SHA-256; None for the SHA-256 itself. With
                 names an address that does not end in / is of one file: of the name that it ends
                 with, or of the only one.
+            skipped: is called with the size of each piece that a server without ranges sends
+                before the wanted byte; what it raises ends that.
 
         Raises:
             UserError: the address cannot be used.
@@ -54,8 +62,14 @@ class HttpsSource:
             usable = False
         if not usable or not address.isprintable() or " " in address:
             raise UserError(f"{address[:200]!r} is no address of the form https://HOST/FOLDER")
-        self.named = f"https://{parts.netloc.rpartition('@')[2]}{parts.path}"
-        """The address without what may be secret in it: a login, or a signature."""
+        if "@" in parts.netloc:
+            raise UserError(
+                f"https://...@{parts.netloc.rpartition('@')[2]} has a login, which is not sent; "
+                "use an address without one, such as a presigned one"
+            )
+        self.named = f"https://{parts.netloc}{parts.path}"
+        """The address without what may be secret in it, a signature."""
+        self._skipped = skipped
         self._parts = parts
         self._names = names
         context = ssl.create_default_context()
@@ -92,9 +106,22 @@ class HttpsSource:
             has = "another part" if begin not in (0, offset) else f"{total} bytes"
             raise OSError(f"it has {has} under this name, and the file has {size} bytes")
         # It may send all of it: read on to the byte that is wanted.
-        _skip(answer, offset - begin)
+        try:
+            self._skip(answer, offset - begin)
+        except BaseException:
+            answer.close()
+            raise
         stream: IO[bytes] = answer
         return stream
+
+    def _skip(self, stream: HTTPResponse, count: int) -> None:
+        while count:
+            data = stream.read1(min(_SKIP_BYTES, count))
+            if not data:
+                raise OSError("it ends early")
+            count -= len(data)
+            if self._skipped is not None:
+                self._skipped(len(data))
 
     def _address(self, sha256: str) -> str | None:
         """The address of a blob; None if this source does not have it."""
@@ -140,11 +167,3 @@ def _part(headers: HTTPMessage, status: int) -> tuple[int, int | None]:
         return int(found[1]), None if found[2] == "*" else int(found[2])
     length = headers.get("Content-Length", "")
     return 0, int(length) if length.isascii() and length.isdigit() else None
-
-
-def _skip(stream: IO[bytes], count: int) -> None:
-    while count:
-        data = stream.read(min(1 << 20, count))
-        if not data:
-            raise OSError("it ends early")
-        count -= len(data)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,9 @@ from typing import IO
 from isthmus.errors import AdmissionRefused, IsthmusError, JobError, TaskError, UserError
 from isthmus.job import Job, read_job
 from isthmus.printable import in_a_line
+from isthmus.start.files import ADAPTER_CONFIG
 from isthmus.start.manifest import ListedFile, StartManifest, StartPlace
+from isthmus.start.safetensors_file import SafetensorsFile
 from isthmus.transport.blob_sources import SILENT_SECONDS, NamedSource
 from isthmus.transport.requests import manifest_of
 from isthmus.transport.worker import ReportProgress
@@ -32,7 +35,12 @@ from isthmus_clients.device.weights.sources import (
     check_sources,
     sources_of,
 )
-from isthmus_clients.device.weights.store import PartialFile, WeightStore, hash_of
+from isthmus_clients.device.weights.store import (
+    PartialFile,
+    StoreUnusable,
+    WeightStore,
+    hash_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +56,42 @@ _TRIES = 3
 _MAX_FOUND = 20_000
 """Files in the owner's folders that are looked at."""
 _MAX_DEPTH = 6
+_MAX_LISTS = 64
+"""Lists of files in memory, of which the one that was asked for longest ago goes first."""
+_LISTED_BYTES = 200
+"""Of a file in a list on disk, without its name."""
 
 
 class _Stopped(IsthmusError):
     """Nobody waits for the files any more."""
+
+
+class _TooSlow(OSError):
+    """A source gave too little, and is left."""
+
+
+class _Flow:
+    """How much a source has given since it gave as much as it must."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again, after a pause that is not the source's."""
+        self._moved_at = time.monotonic()
+        self._moved = 0
+
+    def add(self, count: int) -> None:
+        """Note bytes that were received.
+
+        Raises:
+            _TooSlow: they are too few for the time.
+        """
+        self._moved += count
+        if self._moved >= _LEAST_BYTES:
+            self.restart()
+        elif time.monotonic() - self._moved_at > SILENT_SECONDS:
+            raise _TooSlow(f"it gave too little for {SILENT_SECONDS:g} s")
 
 
 class WeightKeeper:
@@ -95,6 +135,9 @@ class WeightKeeper:
         self._blobs = blobs
         self._look_seconds = look_seconds
         self._link: LinkSource | None = None
+        self.paid_until = 0.0
+        """When, by the owner's rate, all that was received may be here (monotonic); for what holds
+        `one`. A request that is cancelled and comes again gets no new allowance."""
         self._stops: dict[str, threading.Event] = {}
         """Of the requests that are being worked on, by their id."""
         self._one = threading.Lock()
@@ -138,6 +181,9 @@ class WeightKeeper:
             error: Exception | None = None
             try:
                 fetching.run()
+            except StoreUnusable as raised:
+                log.warning("%s", raised)
+                error = UserError(raised.public)
             except Exception as raised:  # noqa: BLE001 - it is raised where it is awaited
                 error = raised
             if not loop.is_closed():
@@ -177,7 +223,14 @@ class WeightKeeper:
                 f"{missing[0].name} of the model that {job.name!r} starts from is not here; start "
                 "this device again, so that it gets it, or add it with `isthmus weights add`"
             )
-        return self.store.view(manifest, places, job.task.settings.get("start_config"))
+        try:
+            return self.store.view(manifest, places, job.task.settings.get("start_config"))
+        except UserError as error:  # with a path of this device, which the server is not told
+            log.warning("the model that %s starts from: %s", job.name, error)
+            raise TaskError(
+                f"the files of the model that {job.name!r} starts from cannot be used on this "
+                "device; see its log"
+            ) from None
 
     def found(self, manifest: StartManifest, job: Job) -> tuple[dict[str, Path], list[ListedFile]]:
         """Where files of a model are on this device by SHA-256, and those that are not."""
@@ -197,9 +250,20 @@ class WeightKeeper:
 
     def note(self, manifest: StartManifest, job: Job) -> None:
         """Remember which files the model of a job has."""
+        self._manifests.pop(manifest.digest, None)
         self._manifests[manifest.digest] = manifest
+        if len(self._manifests) > _MAX_LISTS:
+            del self._manifests[next(iter(self._manifests))]
         assert job.model.start is not None
-        self.store.keep(manifest, job.model.start)
+        if self.has_room(manifest):
+            self.store.keep(manifest, job.model.start)
+
+    def has_room(self, manifest: StartManifest, more: int = 0) -> bool:
+        """Whether the owner's limit has room for a list, and for more bytes of files."""
+        listed = _LISTED_BYTES * len(manifest.files)
+        listed += sum(len(file.name.encode()) for file in manifest.files)
+        used = self.store.used_bytes + self.store.noted_bytes
+        return used + listed + more <= self._guard.limits.weights_mb * 1_000_000
 
     def _owners_files(self, job: Job, sizes: set[int]) -> Iterator[Path]:
         """Files of certain sizes where the owner keeps models: the content decides, no name."""
@@ -221,11 +285,8 @@ class WeightKeeper:
                         place,
                     )
                     return
-                try:
-                    if path.stat().st_size in sizes:
-                        yield path
-                except OSError:
-                    continue
+                if _is_of_a_model(path, sizes):
+                    yield path
 
     def _hash(self, path: Path) -> str:
         """The SHA-256 of a file; empty if it cannot be read."""
@@ -264,10 +325,12 @@ class WeightKeeper:
         """
         self._guard.check_weights(size, self._hours)
 
-    def sources(self, job: Job, manifest: StartManifest) -> list[WeightSource]:
+    def sources(
+        self, job: Job, manifest: StartManifest, skipped: Callable[[int], None]
+    ) -> list[WeightSource]:
         """Where to ask, in this order."""
         limits = self._guard.limits.weights
-        return list(sources_of(limits, job, manifest, self._blobs, self._link))
+        return list(sources_of(limits, job, manifest, self._blobs, self._link, skipped))
 
 
 def checked_list(work: link_pb2.Prepare, job: Job) -> StartManifest:
@@ -306,24 +369,31 @@ class _Fetching:
         """Bytes of the files that are whole."""
         self._pause = ""
         self._granted = 0
+        """Bytes that may still be received before the owner's limits are asked."""
+        self._is_counted = False
+        """Whether these bytes are of the network, and were counted."""
+        self._asked_at = 0.0
+        """When the owner's limits were asked (monotonic)."""
+        self._reading: tuple[WeightSource, ListedFile, PartialFile] | None = None
+        self._flow = _Flow()
         self._logged = -1
-        self._paid_until = 0.0
-        """When, by the owner's rate, all that was received may be here (monotonic)."""
         self._whys: dict[str, str] = {}
         """Why a source did not give a file, by its name for the server."""
 
     def run(self) -> None:
         """Have all files here."""
         _, missing = self._keeper.found(self._manifest, self._job)
-        self._keeper.note(self._manifest, self._job)
         if not missing:
+            self._keeper.note(self._manifest, self._job)
             return
         missing = list({file.sha256: file for file in missing}.values())
         self._here = self._manifest.size - sum(file.size for file in missing)
         self._check_room(missing)
+        self._keeper.note(self._manifest, self._job)
         for file in missing:
             self._fetch(file)
             self._here += file.size
+        self._keeper.note(self._manifest, self._job)  # it may have been removed meanwhile
         log.info("the model that %s starts from is here", self._job.name)
 
     def _check_room(self, missing: Sequence[ListedFile]) -> None:
@@ -337,7 +407,8 @@ class _Fetching:
                 f"{_mb(self._manifest.size)}, is not here; its owner can add it with `isthmus "
                 "weights add`"
             )
-        if (used := self._store.used_bytes) + needed > limit:
+        used = self._store.used_bytes + self._store.noted_bytes
+        if not self._keeper.has_room(self._manifest, needed):
             raise AdmissionRefused(
                 f"{model} lacks {_mb(needed)} here, and of the {_mb(limit)} that its owner gives "
                 f"to models (weights_mb in policy.toml) {_mb(used)} are used"
@@ -369,12 +440,14 @@ class _Fetching:
     def _fill(self, file: ListedFile, partial: PartialFile) -> None:
         """Fill a file from the sources: go on where it is, and begin again if that was wrong."""
         liars: set[str] = set()
+        if not partial.missing and partial.finish():  # it ended just before that
+            return
         alone = False
         """Whether a source has to give all of it."""
         for pause in _PAUSES:
             if pause:
                 self._wait(min(pause, self._keeper.look_seconds), file, self._reasons())
-            for source in self._keeper.sources(self._job, self._manifest):
+            for source in self._keeper.sources(self._job, self._manifest, self._skipped):
                 if source.named in liars:
                     continue
                 if alone:
@@ -391,7 +464,7 @@ class _Fetching:
                     else:
                         liars.add(source.named)
                 log.warning("%s: %s: %s", source.named, file.name, why)
-                self._whys[source.public] = why
+                self._whys[source.public] = source.told(why)
         raise UserError(
             f"{file.name} of the model that {self._job.name!r} starts from has no source: "
             f"{self._reasons() or 'its owner allows none'}"
@@ -406,7 +479,10 @@ class _Fetching:
         why = ""
         while tries:
             start = partial.offset
+            self._reading = source, file, partial
             try:
+                self._await_permission(source, file, partial)
+                self._flow.restart()
                 stream = source.source.open(file.sha256, file.size, start)
                 if stream is None:
                     return "it does not have the file"
@@ -417,6 +493,8 @@ class _Fetching:
                 why = f"it ends at {partial.offset} of {file.size} bytes"
             except (_Stopped, UserError):
                 raise
+            except _TooSlow as error:
+                return str(error)
             except ConnectionError as error:
                 why = in_a_line(str(error))
                 if source.is_link:  # the server asks again, or has this request cancelled
@@ -424,7 +502,8 @@ class _Fetching:
                     continue
             except Exception as error:  # noqa: BLE001 - a package may raise anything
                 why = in_a_line(str(error) or type(error).__name__)
-            tries = _TRIES if partial.offset > start else tries - 1
+            # One that gives a byte for each connection is left, too.
+            tries = _TRIES if partial.offset - start >= _LEAST_BYTES else tries - 1
             if tries:
                 self._wait(min(0.5, self._keeper.look_seconds), file)
         return why
@@ -433,29 +512,32 @@ class _Fetching:
         self, source: WeightSource, file: ListedFile, partial: PartialFile, stream: IO[bytes]
     ) -> None:
         read: Callable[[int], bytes] = getattr(stream, "read1", stream.read)
-        moved_at = time.monotonic()
-        moved = 0
+        self._flow.restart()
         while partial.missing:
             if self._await_permission(source, file, partial):
-                moved_at = time.monotonic()
-                moved = 0
-            wanted = min(_READ_BYTES, partial.missing)
+                self._flow.restart()
+            wanted = min(_READ_BYTES, partial.missing, self._granted)
             data = read(wanted)
             if not data:
                 return
             if len(data) > wanted:
                 raise OSError(f"it gave {len(data)} bytes where {wanted} were wanted")
             partial.write(data)
-            self._granted -= len(data)
             self._report(file, partial.offset)
-            moved += len(data)
-            if moved >= _LEAST_BYTES:
-                moved_at = time.monotonic()
-                moved = 0
-            elif time.monotonic() - moved_at > SILENT_SECONDS:
-                raise OSError(f"it gave too little for {SILENT_SECONDS:g} s")
-            if source.is_network and self._pace(len(data), file):
-                moved_at = time.monotonic()
+            self._received(source, len(data))
+
+    def _received(self, source: WeightSource, count: int) -> None:
+        self._granted -= count
+        self._flow.add(count)
+        if source.is_network and self._pace(count):
+            self._flow.restart()
+
+    def _skipped(self, count: int) -> None:
+        """Count what a source gives before the byte that is wanted, as it does with the rest."""
+        assert self._reading is not None
+        self._received(self._reading[0], count)
+        if self._await_permission(*self._reading):
+            self._flow.restart()
 
     def _await_permission(
         self, source: WeightSource, file: ListedFile, partial: PartialFile
@@ -463,25 +545,34 @@ class _Fetching:
         """Wait for the owner's hours and limits; whether it had to."""
         if self._stop.is_set():
             raise _Stopped("nobody waits for the files any more")
-        waited = False
-        while self._granted <= 0:
-            size = min(_GRANTED_BYTES, partial.missing)
+        # What an earlier request has received is paid before anything more is.
+        waited = source.is_network and self._pace(0)
+        if source.is_network and not self._is_counted:
+            self._granted = 0
+        while (
+            self._granted <= 0
+            # At a low rate, what is granted may last longer than the owner's hours.
+            or time.monotonic() - self._asked_at > self._keeper.look_seconds
+        ):
+            size = 0 if self._granted > 0 else min(_GRANTED_BYTES, partial.missing)
             try:
                 self._keeper.check_now(size if source.is_network else 0)
-                self._granted = size
+                self._granted += size
+                self._is_counted = source.is_network
+                self._asked_at = time.monotonic()
             except AdmissionRefused as refused:
                 waited = True
                 self._wait(self._keeper.look_seconds, file, str(refused), partial.offset)
         return waited
 
-    def _pace(self, count: int, file: ListedFile) -> bool:
+    def _pace(self, count: int) -> bool:
         """Wait as the owner's limit on the rate says; whether it had to for long."""
         rate = self._keeper.guard.limits.weights.kb_per_second
         if rate is None:
             return False
         now = time.monotonic()
-        self._paid_until = max(self._paid_until, now) + count / (1000 * rate)
-        ahead = self._paid_until - now
+        self._keeper.paid_until = max(self._keeper.paid_until, now) + count / (1000 * rate)
+        ahead = self._keeper.paid_until - now
         if ahead > 0.05 and self._stop.wait(ahead):
             raise _Stopped("nobody waits for the files any more")
         return ahead > 1
@@ -504,6 +595,24 @@ class _Fetching:
         if (tenth := 10 * done // size) != self._logged:
             self._logged = tenth
             log.info("downloading the model of %s, %d %%", self._job.name, 100 * done // size)
+
+
+def _is_of_a_model(path: Path, sizes: set[int]) -> bool:
+    """Whether a file has one of some sizes and can be of a model.
+
+    A server learns whether a file of its SHA-256 is here, so that it is not to ask about others:
+    from the digest of a password one can find the password.
+    """
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size not in sizes:
+            return False
+        if path.name == ADAPTER_CONFIG:
+            return True
+        SafetensorsFile.open(path)
+    except (OSError, UserError):
+        return False
+    return True
 
 
 def _files_below(place: Path) -> Iterator[Path]:

@@ -12,7 +12,9 @@ import dataclasses
 import fnmatch
 import io
 import os
+import re
 import stat
+import urllib.parse
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -27,6 +29,15 @@ from isthmus_clients.device.owner_limits import WeightLimits
 PULL_BYTES = 1 << 20
 """Bytes that are asked for at a time on the link, besides which a round's model passes."""
 _ANSWER_SECONDS = 300.0
+_OF_THE_OWNER = "its owner's sources"
+"""What the server reads of all of them together: neither what they are, nor how many."""
+_HTTPS = "https://"
+ANY = "*"
+"""The pattern of all sources."""
+_ADDRESS = re.compile(
+    r"https://(?P<host>(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?)(?P<path>(?:[/?][^#]*)?)"
+)
+"""An address with nothing in its host that two readers may take for something else."""
 
 Pull = Callable[[bytes, int, int], Awaitable[bytearray]]
 """A piece of a blob on the link, see `isthmus.transport.uplink.Uplink.piece`."""
@@ -39,11 +50,19 @@ class WeightSource:
     source: BlobSource
     named: str
     """For the device's log."""
-    public: str
+    public: str = _OF_THE_OWNER
     """For the server, which does not learn what the owner has named."""
     is_network: bool = True
     """Whether its bytes count as received."""
     is_link: bool = False
+
+    def told(self, why: str) -> str:
+        """What the server reads of why it did not give a file.
+
+        Of the owner's sources that is always the same: a reason may have a path or an address in
+        it, and says whether a file of some name or size is there.
+        """
+        return "see this device's log" if self.public == _OF_THE_OWNER else why
 
 
 def sources_of(
@@ -52,6 +71,7 @@ def sources_of(
     manifest: StartManifest,
     blobs: Sequence[NamedSource],
     link: LinkSource | None,
+    skipped: Callable[[int], None] | None = None,
 ) -> Iterator[WeightSource]:
     """The sources for a job's model.
 
@@ -61,35 +81,56 @@ def sources_of(
         manifest: the model's files.
         blobs: sources of blobs that the owner has named for this process.
         link: the server; None without a connection.
+        skipped: see `HttpsSource`.
 
     Raises:
         UserError: an address cannot be used.
     """
     names = {file.sha256: file.name for file in manifest.files}
-    for number, named in enumerate(limits.sources, 1):
-        public = f"source {number} of its owner"
+    for named in limits.sources:
         if named.startswith("file:"):
             folder = NamedFiles(Path(named.removeprefix("file:")), names)
-            yield WeightSource(folder, named, public, is_network=False)
+            yield WeightSource(folder, named, is_network=False)
         else:
-            web = HttpsSource(named.removeprefix("https:"), names)
-            yield WeightSource(web, web.named, public)
+            web = HttpsSource(named.removeprefix("https:"), names, skipped)
+            yield WeightSource(web, web.named)
     for blob in blobs:
         if not blob.rests:
-            public = "a source of its owner (--blobs)"
             is_network = not blob.named.startswith("file:")
-            yield WeightSource(blob, f"--blobs {blob.named}", public, is_network=is_network)
+            yield WeightSource(blob, f"--blobs {blob.named}", is_network=is_network)
     for address in job.model.sources:
         if is_allowed(address, limits):
-            web = HttpsSource(address.removeprefix("https:"), names)
+            web = HttpsSource(address.removeprefix("https:"), names, skipped)
             yield WeightSource(web, web.named, web.named)
     if link is not None and limits.link:
         yield WeightSource(link, "the server", "this server", is_link=True)
 
 
 def is_allowed(address: str, limits: WeightLimits) -> bool:
-    """Whether the owner lets jobs name a source."""
-    return any(fnmatch.fnmatchcase(address, pattern) for pattern in limits.job_sources)
+    """Whether the owner lets jobs name a source.
+
+    Host and port are compared with those of a pattern, and what follows with what follows there,
+    so that no path looks like a host. Without a path, a pattern is for all of a host.
+
+    >>> limits = WeightLimits(job_sources=("https://*.example.com/*",))
+    >>> is_allowed("https://hub.example.com/models/", limits)
+    True
+    >>> is_allowed("https://other.test/?.example.com/", limits)
+    False
+    """
+    found = _ADDRESS.fullmatch(address)
+    if found is None or ".." in re.split(r"[/\\?]", urllib.parse.unquote(found["path"])):
+        return False
+    for pattern in limits.job_sources:
+        if pattern == ANY:
+            return True
+        host, slash, rest = pattern.removeprefix(_HTTPS).partition("/")
+        path = slash + rest if slash else ANY
+        if fnmatch.fnmatchcase(found["host"].lower(), host.lower()) and fnmatch.fnmatchcase(
+            found["path"], path
+        ):
+            return True
+    return False
 
 
 class NamedFiles:
@@ -192,4 +233,10 @@ def check_sources(limits: WeightLimits) -> None:
             raise UserError(
                 f"sources, in [weights] of policy.toml: {named!r} is neither https://HOST/FOLDER/ "
                 "nor file:/FOLDER"
+            )
+    for pattern in limits.job_sources:
+        if pattern != ANY and not pattern.startswith(_HTTPS):
+            raise UserError(
+                f"job_sources, in [weights] of policy.toml: {pattern!r} has to begin with "
+                "https://, as in https://HOST/*, or be *"
             )

@@ -3,7 +3,7 @@
     DIR/files/SHA256      whole files, which were verified, readable by their owner only
     DIR/partial/SHA256    files that are being fetched; a lock says whether a process is at it
     DIR/models/DIGEST     which files a model has, as JSON
-    DIR/views/DIGEST      folders with links to the files, as tasks open them
+    DIR/views/DIGEST-KEY  folders with links to the files, as tasks open them: see `view`
 
 Several devices of one machine may share a store.
 
@@ -36,12 +36,23 @@ from isthmus.system.sealed_files import read_sealed_bytes, write_sealed_bytes
 
 DIRECTORY = "weights"
 """Name of a device's own store, in its state directory."""
+_MAX_VIEWS = 64
+"""Folders in `views`, of which that goes first which was used longest ago."""
 PIECE_BYTES = 4 << 20
 """Bytes that are read, hashed or written at a time."""
 
 
-class DiskFull(UserError):
+class StoreUnusable(UserError):
+    """The store cannot be written to; the sentence names its directory."""
+
+    public = "the store of models cannot be written to; see this device's log"
+    """What the server is told instead."""
+
+
+class DiskFull(StoreUnusable):
     """The disk of the store has no room."""
+
+    public = "the disk of the store of models is full"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +120,14 @@ class WeightStore:
         return total
 
     @property
+    def noted_bytes(self) -> int:
+        """Bytes of the lists of files."""
+        try:
+            return sum(entry.stat().st_size for entry in os.scandir(self._models))
+        except FileNotFoundError:
+            return 0
+
+    @property
     def free_bytes(self) -> int:
         """Free space of its disk for this user."""
         self._make()
@@ -148,6 +167,7 @@ class WeightStore:
         manifest = StartManifest.of(found)
         folders = [each.path if each.path.is_dir() else each.path.parent for each in found]
         parts = tuple(dict.fromkeys(file.part for file in manifest.files))
+        self.keep(manifest, str(path), added=True)  # so that what an interruption leaves has a name
         for file in manifest.files:
             source = folders[parts.index(file.part)] / file.name
             while not self.has(file):
@@ -160,7 +180,6 @@ class WeightStore:
                         partial.write(piece)
                     if not partial.finish():
                         raise UserError(f"{source} has changed while it was copied; add it again")
-        self.keep(manifest, str(path), added=True)
         return KeptModel(manifest, True, str(path), True)
 
     def keep(self, manifest: StartManifest, name: str, *, added: bool = False) -> None:
@@ -172,6 +191,8 @@ class WeightStore:
         """
         self._make()
         known = self._read(self._models / manifest.digest)
+        if known is not None and known.is_whole and not added:
+            return  # the digest is of no sizes, which a server could have made up
         values = {
             "added": added or (known is not None and known.added),
             "name": name if known is None or added else known.name,
@@ -199,23 +220,50 @@ class WeightStore:
         A process that has the files open keeps them.
 
         Raises:
-            UserError: there is no such model, or several begin so.
+            UserError: there is no such model, several begin so, or a process fills a file of it.
         """
         found = [each for each in self.models() if each.manifest.digest.startswith(digest)]
         if len(found) != 1:
             number = "no model" if not found else f"{len(found)} models"
             raise UserError(f"{number} in {self.directory} begin with {digest!r}")
         gone = found[0].manifest
-        (self._models / gone.digest).unlink(missing_ok=True)
-        shutil.rmtree(self._views / gone.digest, ignore_errors=True)
-        kept = {file.sha256 for model in self.models() for file in model.manifest.files}
+        others = [each for each in self.models() if each.manifest.digest != gone.digest]
+        kept = {file.sha256 for model in others for file in model.manifest.files}
+        names = {file.sha256 for file in gone.files} - kept
         freed = 0
-        for name in {file.sha256 for file in gone.files} - kept:
-            for path in (self.files / name, self.partial / name):
-                with contextlib.suppress(FileNotFoundError):
-                    freed += path.stat().st_size
-                    path.unlink()
+        with contextlib.ExitStack() as held:
+            for name in names:
+                held.enter_context(self._unfilled(name))
+            (self._models / gone.digest).unlink(missing_ok=True)
+            for view in self._views.glob(f"{gone.digest}-*"):
+                shutil.rmtree(view, ignore_errors=True)
+            for name in names:
+                for path in (self.files / name, self.partial / name):
+                    with contextlib.suppress(FileNotFoundError):
+                        freed += path.stat().st_size
+                        path.unlink()
         return freed
+
+    @contextlib.contextmanager
+    def _unfilled(self, name: str) -> Iterator[None]:
+        """Keep others from filling a file, which would finish what is another one by then.
+
+        Raises:
+            UserError: one is at it.
+        """
+        path = self.partial / name
+        try:
+            opened = path.open("r+b", buffering=0)
+        except FileNotFoundError:
+            yield
+            return
+        with opened:
+            if not _locked(opened):
+                raise UserError(
+                    f"a process fills a file of this model in {self.directory}; stop that device, "
+                    "or wait until it has the model, and remove it then"
+                )
+            yield
 
     def view(
         self,
@@ -224,6 +272,9 @@ class WeightStore:
         config: Mapping[str, Any] | None,
     ) -> StartPlace:
         """A folder with a model's files under the names that a task expects.
+
+        There is one for each configuration and places, so that no other job, and no device that
+        shares the store, changes what a task is about to read.
 
         Args:
             manifest: the model's files.
@@ -235,7 +286,9 @@ class WeightStore:
             UserError: the store cannot be written to, or a file is none of tensors.
         """
         self._make()
-        top = self._views / manifest.digest
+        links = {sha256: str(path.resolve()) for sha256, path in places.items()}
+        seen = json.dumps([config, links], sort_keys=True).encode()
+        top = self._views / f"{manifest.digest}-{hashlib.sha256(seen).hexdigest()[:16]}"
         parts = tuple(dict.fromkeys(file.part for file in manifest.files))
         with _told(self.directory):
             for part in parts:
@@ -253,11 +306,20 @@ class WeightStore:
                     _write(top / part / INDEX, {"weight_map": index})
                 if config is not None and part != ADAPTER:
                     _write(top / part / CONFIG, config)
+        self._forget_views(top)
         targets = tuple(dict.fromkeys(places[file.sha256].resolve() for file in manifest.files))
         mapped = all(target.parent == self.files.resolve() for target in targets)
         start = top / parts[-1]
         base = top / parts[0] if len(parts) > 1 else None
         return StartPlace(start, base, (top.resolve(), *targets), mapped)
+
+    def _forget_views(self, used: Path) -> None:
+        """Delete the views that were used longest ago, if there are too many."""
+        with contextlib.suppress(OSError):  # another device has deleted some meanwhile
+            os.utime(used)
+            views = sorted(self._views.iterdir(), key=lambda view: view.stat().st_mtime_ns)
+            for view in views[:-_MAX_VIEWS]:
+                shutil.rmtree(view, ignore_errors=True)
 
     def _make(self) -> None:
         with _told(self.directory):
@@ -420,4 +482,4 @@ def _told(directory: Path) -> Iterator[None]:
                 f"the disk of {directory} is full; free some space, or remove a model with "
                 "`isthmus weights remove`"
             ) from None
-        raise UserError(f"{directory} cannot be used: {error.strerror or error}") from None
+        raise StoreUnusable(f"{directory} cannot be used: {error.strerror or error}") from None

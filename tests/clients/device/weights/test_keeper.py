@@ -134,12 +134,12 @@ async def test_bytes_of_several_sources_that_do_not_fit_are_all_fetched_again(
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("truncated", "source 1 of its owner: it has 1000 bytes under this name"),
-        ("other", "source 1 of its owner: its bytes are others than the model's"),
-        ("gone", "source 1 of its owner: it does not have the file"),
+        ("truncated", "it has 1000 bytes under this name"),
+        ("other", "its bytes are others than the model's"),
+        ("gone", "it does not have the file"),
     ],
 )
-async def test_a_source_at_fault_is_a_sentence(device, job, model, mirror, fault, said):
+async def test_a_source_at_fault_is_a_sentence(device, job, model, mirror, caplog, fault, said):
     served = model.parent / "served"
     served.mkdir()
     data = (model / "model.safetensors").read_bytes()
@@ -149,17 +149,21 @@ async def test_a_source_at_fault_is_a_sentence(device, job, model, mirror, fault
         (served / "model.safetensors").write_bytes(bytes(len(data)))
     mirror.folder = served
     limits = NO_LINK + f"sources = ['{mirror.address}']\n"
-    with pytest.raises(UserError, match=f"that 'table' starts from has no source: {said}"):
+    with pytest.raises(UserError, match="has no source: its owner's sources: see this device's"):
         await device.get(job, limits)
+    named = with_changes(job, {"model.sources": [mirror.address]})
+    with pytest.raises(UserError, match=f"that 'table' starts from has no source: .*: {said}"):
+        await device.get(named, NO_LINK + "job_sources = ['https://127.0.0.1:*']\n")
+    assert f"model.safetensors: {said}" in caplog.text
     with pytest.raises(TaskError, match="is not here"):  # nothing is trained on something else
         device.kept.place(job)
 
 
 async def test_a_redirection_out_of_https_is_not_followed(device, job, mirror):
     mirror.redirect = "http://127.0.0.1:9/model.safetensors"
-    limits = NO_LINK + f"sources = ['{mirror.address}']\n"
+    named = with_changes(job, {"model.sources": [mirror.address]})
     with pytest.raises(UserError, match="it redirects to an address without HTTPS"):
-        await device.get(job, limits)
+        await device.get(named, NO_LINK + "job_sources = ['*']\n")
 
 
 async def test_the_owners_limit_on_disk_space_holds(device, job, manifest, pull):
