@@ -6,24 +6,22 @@ import threading
 
 import pytest
 
-from isthmus.errors import UserError
-from isthmus.identity import joining
+from isthmus.errors import AdmissionRefused
+from isthmus.identity import join_channel, joining
 from isthmus.identity.proxies import Road
 
 
 @pytest.mark.parametrize("error", [ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionResetError])
 async def test_a_connection_that_was_ended_is_tried_again(error, monkeypatch):
-    answers = [error("it was ended"), error("it was ended"), "the certificate"]
+    answers = [error("it was ended"), error("it was ended"), AdmissionRefused("there it is")]
 
-    async def presented(road, seconds, protocols):
-        answer = answers.pop(0)
-        if isinstance(answer, OSError):
-            raise answer
-        return answer
+    async def opened(road, context, seconds):
+        raise answers.pop(0)
 
-    monkeypatch.setattr(joining, "presented", presented)
+    monkeypatch.setattr(join_channel, "opened", opened)
     monkeypatch.setattr(joining, "_FIRST_PAUSE", 0.0)
-    assert await joining._presented_by(Road("localhost:1")) == "the certificate"
+    with pytest.raises(AdmissionRefused, match="there it is"):
+        await joining._call(Road("localhost:1"), None, joining.AUTHORITY, b"")
     assert not answers
 
 
@@ -42,7 +40,8 @@ async def test_what_this_python_says_of_it_is_such_an_error(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, args=(listener,), daemon=True)
         thread.start()
-        with pytest.raises(UserError, match=r"no server can be joined at 127\.0\.0\.1"):
-            await joining._presented_by(Road(f"127.0.0.1:{listener.getsockname()[1]}"))
+        road = Road(f"127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(AdmissionRefused, match=r"no server accepts joins at 127\.0\.0\.1"):
+            await joining._call(road, join_channel.trusting(None), joining.AUTHORITY, b"")
         thread.join(20)
     assert len(calls) == 3

@@ -11,15 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
 from cryptography import x509
 
 from isthmus.identity import tls
-from isthmus.identity.obstacles import opened
-from isthmus.identity.proxies import Road
+from isthmus.identity.obstacles import certificate_at, opened
+from isthmus.identity.proxies import Road, RoadBlocked
 from isthmus.system.private_socket import private_socket
 
 JOIN_PROTOCOL = "isthmus-join"
@@ -30,23 +30,29 @@ _PART = 16 << 10
 """Bytes that are passed on at a time."""
 
 
-def trusting(certificate: x509.Certificate, *, itself: bool = False) -> ssl.SSLContext:
-    """TLS for joining that accepts servers with a certificate of this authority.
-
-    `itself`: the certificate is that of the server, and only it is accepted, under any name.
-    """
+def trusting(authority: x509.Certificate | None) -> ssl.SSLContext:
+    """TLS for joining that accepts servers with a certificate of this authority; None: all."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_verify_locations(cadata=tls.pem(certificate).decode())
-    context.set_alpn_protocols(list(JOIN_PROTOCOLS))
-    if itself:
+    if authority is None:
         context.check_hostname = False
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.verify_mode = ssl.CERT_NONE
+    else:
+        context.load_verify_locations(cadata=tls.pem(authority).decode())
+    context.set_alpn_protocols(list(JOIN_PROTOCOLS))
     return context
+
+
+def _accept_all(_: x509.Certificate) -> None:
+    """Check nothing beyond what TLS has checked."""
 
 
 @contextlib.asynccontextmanager
 async def join_channel(
-    road: Road, context: ssl.SSLContext, options: tuple[tuple[str, int], ...], seconds: float
+    road: Road,
+    context: ssl.SSLContext,
+    options: tuple[tuple[str, int], ...],
+    seconds: float,
+    check: Callable[[x509.Certificate], None] = _accept_all,
 ) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to the end of a road during the block.
 
@@ -55,16 +61,19 @@ async def join_channel(
         context: see `trusting`.
         options: of the channel.
         seconds: time for the connection and its TLS handshake.
+        check: is given the certificate that the server has presented, before anything is sent, and
+            may raise.
 
     Raises:
-        RoadBlocked: no connection comes about, or the certificate is not accepted.
+        RoadBlocked: no connection comes about, the certificate is not accepted, or what answers
+            does not choose HTTP/2.
         OSError: the server ended the handshake; see `isthmus.identity.obstacles.ENDED`.
         UserError: there can be no socket in the temporary folder.
     """
     reader, writer = await opened(road, context, seconds)
     passing: list[asyncio.Task[None]] = []
 
-    async def take(near: asyncio.StreamReader, near_writer: asyncio.StreamWriter) -> None:
+    def take(near: asyncio.StreamReader, near_writer: asyncio.StreamWriter) -> None:
         if passing:  # gRPC tries again after the server has ended the connection
             near_writer.transport.abort()
             return
@@ -72,6 +81,12 @@ async def join_channel(
         passing.append(asyncio.create_task(_copy(reader, near_writer)))
 
     try:
+        check(certificate_at(road, writer))
+        if writer.get_extra_info("ssl_object").selected_alpn_protocol() != "h2":
+            raise RoadBlocked(
+                f"what answers at {road.address}{road.detour} is not where a server is joined",
+                "check the port; a balancer between has to pass TLS on and must not end it",
+            )
         with private_socket() as address:
             listener = await asyncio.start_unix_server(take, address.removeprefix("unix:"))
             try:

@@ -22,6 +22,7 @@ import logging
 import random
 import ssl
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -32,9 +33,9 @@ from google.protobuf.message import DecodeError
 from isthmus.errors import AdmissionRefused, UserError, cause_of
 from isthmus.grpc_errors import details_of, short_message
 from isthmus.identity import tls
-from isthmus.identity.join_channel import JOIN_PROTOCOLS, join_channel, trusting
+from isthmus.identity.join_channel import join_channel, trusting
 from isthmus.identity.membership import Membership, check_issued, prepare
-from isthmus.identity.obstacles import ENDED, check_no_inspection, presented
+from isthmus.identity.obstacles import ENDED, check_no_inspection
 from isthmus.identity.proxies import ProxyChoice, Road, road_to
 from isthmus.wire import join_pb2
 
@@ -177,10 +178,16 @@ async def join(
 
 async def _fetch_authority(road: Road, host: str, token: Token) -> x509.Certificate:
     """Fetch the server's authority and accept it only if its fingerprint is the token's."""
-    leaf = await _presented_by(road)
-    check_no_inspection(road, leaf)
-    # This call trusts exactly the certificate that the server has just presented.
-    answer = await _call(road, trusting(leaf, itself=True), AUTHORITY, b"")
+    leaf: x509.Certificate | None = None
+
+    def note(presented: x509.Certificate) -> None:
+        nonlocal leaf
+        check_no_inspection(road, presented)
+        leaf = presented
+
+    # This call trusts everybody: what it gets is checked below, and it says nothing.
+    answer = await _call(road, trusting(None), AUTHORITY, b"", note)
+    assert leaf is not None
     try:
         authority = tls.read_certificate(join_pb2.AuthorityReply.FromString(answer).certificate)
     except DecodeError:
@@ -196,27 +203,6 @@ async def _fetch_authority(road: Road, host: str, token: Token) -> x509.Certific
             f"{', '.join(names)}; connect to one of these"
         )
     return authority
-
-
-async def _presented_by(road: Road) -> x509.Certificate:
-    """The certificate that a server presents, unverified, with retries while it is busy.
-
-    Raises:
-        UserError: no server can be reached, or it stays busy.
-    """
-    for attempt in range(_TRIES):
-        try:
-            return await presented(road, _TIMEOUT, JOIN_PROTOCOLS)
-        except OSError as error:
-            # A server without a place for a further connection ends it.
-            busy = isinstance(error, ENDED)
-            if not busy or attempt == _TRIES - 1:
-                raise UserError(
-                    f"no server can be joined at {road.address}{road.detour}: "
-                    f"{error.strerror or error}"
-                ) from None
-        await _pause(attempt)
-    raise AssertionError("the last try returns or raises")
 
 
 async def _pause(attempt: int) -> None:
@@ -251,14 +237,22 @@ def _canonical(host: str) -> str:
         return host.lower()
 
 
-async def _call(road: Road, context: ssl.SSLContext, method: str, message: bytes) -> bytes:
-    """Call a method, with retries while the server is busy."""
+async def _call(
+    road: Road,
+    context: ssl.SSLContext,
+    method: str,
+    message: bytes,
+    check: Callable[[x509.Certificate], None] | None = None,
+) -> bytes:
+    """Call a method, with retries while the server is busy; `check` as in `join_channel`."""
+    more = () if check is None else (check,)
     for attempt in range(_TRIES):
         try:
-            async with join_channel(road, context, _OPTIONS, _TIMEOUT) as channel:
+            async with join_channel(road, context, _OPTIONS, _TIMEOUT, *more) as channel:
                 answer = await channel.unary_unary(method)(message, timeout=_TIMEOUT)
-        except ENDED as error:  # a server without a place for a further connection
-            if attempt == _TRIES - 1:
+        except OSError as error:
+            # A server without a place for a further connection ends it.
+            if not isinstance(error, ENDED) or attempt == _TRIES - 1:
                 raise AdmissionRefused(_nobody(road, error.strerror or str(error))) from None
         except grpc.aio.AioRpcError as error:
             busy = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)

@@ -62,9 +62,19 @@ async def presented(
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(list(protocols))
     _, writer = await opened(road, context, seconds)
-    secured = writer.get_extra_info("ssl_object")
-    data = secured.getpeercert(binary_form=True)
-    writer.transport.abort()
+    try:
+        return certificate_at(road, writer)
+    finally:
+        writer.transport.abort()
+
+
+def certificate_at(road: Road, writer: asyncio.StreamWriter) -> x509.Certificate:
+    """The certificate that was presented on a connection of `opened`.
+
+    Raises:
+        RoadBlocked: it has none that can be read.
+    """
+    data = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     try:
         certificate = x509.load_der_x509_certificate(data)
         certificate.issuer.rfc4514_string()  # which is parsed only now
@@ -159,8 +169,8 @@ def check_no_inspection(road: Road, certificate: x509.Certificate) -> None:
     name = in_a_line(names[0] if names else issuer.rfc4514_string() or "nobody")
     raise RoadBlocked(
         f"the certificate that {road.address} shows{road.detour} was issued by {name!r}, and not "
-        "by the authority of an Isthmus server: something on the way inspects TLS, or another "
-        "service answers",
+        "by the authority of an Isthmus server: something on the way inspects TLS or ends it, "
+        "as some balancers do, or another service answers",
         f"ask the network's owner to exempt {road.address} from TLS inspection",
     )
 

@@ -160,7 +160,11 @@ class _Arriving:
     def start(self) -> None:
         """Wait for the message."""
         self._timer = self._loop.call_later(_HELLO_SECONDS, self.close)
-        self._loop.add_reader(self._connection, self._look)
+        try:
+            self._loop.add_reader(self._connection, self._look)
+        except OSError as error:  # the kernel has no memory, or no room, for a further one
+            log.error("a connection cannot be watched: %s", error.strerror)
+            self.close()
 
     def close(self) -> None:
         """Close the connection."""

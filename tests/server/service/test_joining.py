@@ -26,6 +26,7 @@ from isthmus.identity.membership import Membership
 from isthmus.identity.proxies import Road
 from isthmus.wire import join_pb2
 from isthmus_server.cli.server import server
+from isthmus_server.fleet import joining as fleet_joining
 from isthmus_server.fleet.authority import initialise
 from isthmus_server.fleet.joining import MAX_CALLERS, TokenBucket
 from isthmus_server.fleet.registry import Registry
@@ -305,9 +306,14 @@ async def test_idle_connections_of_one_address_keep_nobody_else_out(fleet, kind)
 
 async def test_many_devices_of_one_address_join_at_once(fleet, monkeypatch):
     """Behind one router, and more than there are places: all are admitted, some of them later."""
-    together = MAX_CALLERS + 22
-    # Here all of them and the server share one event loop.
+    places = 16
+    together = places + 8
+    monkeypatch.setattr(fleet_joining, "MAX_CALLERS", places)
+    # Here all of them and the server share one event loop, so that it is late on a busy machine.
     monkeypatch.setattr(joining, "_TIMEOUT", 100.0)
+    monkeypatch.setattr(fleet_joining, "_CALLER_SECONDS", 100.0)
+    monkeypatch.setattr(fleet_joining, "_IDLE_SECONDS", 100.0)
+    monkeypatch.setattr(fair_port, "_ANSWER_SECONDS", 100.0)
     await fleet.listen()
     fingerprint = tls.fingerprint(fleet.server.members.certificate_authority.certificate)
     token = Token(os.urandom(joining.SECRET_BYTES), fingerprint)
@@ -324,6 +330,41 @@ async def test_many_devices_of_one_address_join_at_once(fleet, monkeypatch):
             )
         )
     assert {member.name for member in joined} == {f"phone-{n + 1}" for n in range(together)}
+
+
+async def test_a_join_opens_two_connections(fleet, monkeypatch):
+    """One gets the authority and sees the server's certificate; one trusts that authority."""
+    await fleet.listen()
+    opened = []
+    take = fair_port.FairPort.admit
+    monkeypatch.setattr(fair_port.FairPort, "admit", lambda *of: opened.append(1) or take(*of))
+    await fleet.member("phone-0")
+    assert len(opened) == 2
+
+
+async def test_a_balancer_that_ends_tls_is_named(fleet, tmp_path):
+    """One that has the server's own key and certificate, and offers no HTTP/2."""
+    await fleet.listen()
+    (tmp_path / "pair").write_bytes(b"".join(fleet.server.pair))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "pair")
+    heard = []
+
+    async def note(reader, writer):
+        with contextlib.suppress(OSError):
+            heard.append(await reader.read(1))
+        writer.transport.abort()
+
+    balancer = await asyncio.start_server(note, "127.0.0.1", 0, ssl=context)
+    address = f"localhost:{balancer.sockets[0].getsockname()[1]}"
+    with pytest.raises(UserError) as caught:
+        await joining.join(address, fleet.token("a"), tmp_path / "a", "client")
+    balancer.close()
+    assert str(caught.value) == (
+        f"what answers at {address} is not where a server is joined; check the port; a balancer "
+        "between has to pass TLS on and must not end it"
+    )
+    assert heard in ([], [b""])
 
 
 async def test_a_handshake_that_is_not_finished_is_closed_early(fleet, timeouts):

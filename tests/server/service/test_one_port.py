@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import errno
 import io
+import os
 import socket
 import ssl
 
@@ -181,6 +183,28 @@ async def test_a_caller_that_says_nothing_is_closed_soon(fleet, timeouts):
     with contextlib.suppress(ConnectionError):
         assert await asyncio.wait_for(reader.read(), 20.0) == b""
     writer.transport.abort()
+
+
+async def test_a_connection_that_cannot_be_watched_ends_no_other(fleet, monkeypatch, caplog):
+    """The kernel watches a bounded number (fs.epoll.max_user_watches)."""
+    await fleet.listen()
+
+    loop = asyncio.get_running_loop()
+    add_reader = loop.add_reader
+
+    def watch(file, callback, *args):
+        if getattr(callback, "__func__", None) is one_port._Arriving._look:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return add_reader(file, callback, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "add_reader", watch)
+        reader, writer = await asyncio.open_connection("127.0.0.1", fleet.server.link_port)
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 20.0) == b""
+        writer.transport.abort()
+    assert "a connection cannot be watched: No space left on device" in caplog.text
+    assert (await fleet.member("phone-0")).name == "phone-0"
 
 
 async def test_a_caller_of_the_link_that_leaves_has_no_place(fleet):

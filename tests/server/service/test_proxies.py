@@ -169,8 +169,8 @@ FAULTS = {
         {"inspects": True},
         "the certificate that {hub} shows through the proxy {url} (HTTPS_PROXY) was issued by "
         f"'{INSPECTOR}', and not by the authority of an Isthmus server: something on the way "
-        "inspects TLS, or another service answers; ask the network's owner to exempt {hub} from "
-        "TLS inspection",
+        "inspects TLS or ends it, as some balancers do, or another service answers; ask the "
+        "network's owner to exempt {hub} from TLS inspection",
     ),
 }
 
