@@ -1,0 +1,202 @@
+"""Canary examples in a simulated run, for a job whose devices protect their examples.
+
+All devices have the data of one, so that the promise is the same for each; half of the examples of
+each are canaries. Sampling, gradients, clipping, noise and accounts are those of a device. The
+auditor sees the sum of each step with its noise, and guesses the coin of each canary from the
+likelihood of the sums with and without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from isthmus.errors import UserError
+from isthmus.job import Job, with_changes
+from isthmus.task import Participant
+from isthmus.wire import link_pb2
+from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
+from isthmus_simulation.audit.canary_task import KEY, SOURCE, CanaryTask, canaries_among
+from isthmus_simulation.audit.device_canaries import OVER, Guesses
+from isthmus_simulation.audit.directions import Directions
+from isthmus_simulation.devices.device import VirtualDevice, VirtualHost
+from isthmus_simulation.devices.fleet import VirtualFleet
+from isthmus_simulation.run import Simulation
+
+if TYPE_CHECKING:
+    from isthmus_server.rounds.run_parts import RunParts
+
+
+class ExampleCanaries:
+    """What is seen of the canaries of all devices."""
+
+    def __init__(self) -> None:
+        """Nothing was seen yet."""
+        self._evidence: dict[str, torch.Tensor] = {}
+        """Logarithm of the likelihood ratio of each canary by device, float64 (canaries)."""
+        self._coins: dict[str, torch.Tensor] = {}
+        self.plans: dict[str, DeviceExamplesPlan] = {}
+        """The noise of each device."""
+
+    def device(self, name: str, task: CanaryTask, plan: DeviceExamplesPlan, examples: int) -> None:
+        """Add a device."""
+        coins = task.coins(name, examples)
+        self.plans[name] = plan
+        self._coins.setdefault(name, torch.tensor(coins, dtype=torch.bool))
+        self._evidence.setdefault(name, torch.zeros(len(coins), dtype=torch.float64))
+
+    def watch(self, name: str, directions: Directions, total: torch.Tensor) -> None:
+        """See the sum (N) of a step of a device with its noise."""
+        plan = self.plans[name]
+        canaries = len(self._coins[name])
+        seen = directions.of_all(total)[:canaries] / plan.privacy.clip
+        # Of a step with the canary, if it is drawn, over one without it.
+        exponent = (seen - 0.5) / plan.multiplier**2
+        rest = torch.full_like(exponent, math.log1p(-plan.probability))
+        if plan.probability == 1:
+            self._evidence[name] += exponent
+            return
+        self._evidence[name] += torch.logaddexp(rest, math.log(plan.probability) + exponent)
+
+    def guesses(self) -> Guesses:
+        """Guess the coin of each canary of a device that has trained."""
+        right = 0
+        made = 0
+        for name, evidence in self._evidence.items():
+            if not evidence.any():
+                continue  # it was not asked
+            right += int(((evidence > 0) == self._coins[name]).sum())
+            made += len(evidence)
+        return Guesses(right, made)
+
+
+class WatchedHost(VirtualHost):
+    """The task of a device, whose steps the auditor sees."""
+
+    def __init__(
+        self, fleet: VirtualFleet, participant: Participant, canaries: ExampleCanaries
+    ) -> None:
+        """`canaries` are told of its steps."""
+        super().__init__(fleet, participant)
+        self._canaries = canaries
+
+    def open(self, work: link_pb2.OpenRun) -> int:
+        """See `TaskHost.open`."""
+        examples = super().open(work)
+        run = self.run
+        assert run is not None
+        task = run.task
+        steps = run.private_steps
+        if steps is None:
+            return examples
+        assert isinstance(task, CanaryTask)
+        assert task.directions is not None
+        trained = [name for name, each in run.model.named_parameters() if each.requires_grad]
+        directions = task.directions.of_parts(trained)
+        name = self._participant.name
+        self._canaries.device(name, task, steps.plan, examples)
+        steps.watch = lambda total: self._canaries.watch(name, directions, total)
+        return examples
+
+
+class _WatchedDevice(VirtualDevice):
+    def __init__(
+        self,
+        canaries: ExampleCanaries,
+        fleet: VirtualFleet,
+        index: int,
+        lost: Callable[[str], None] | None = None,
+    ) -> None:
+        self._canaries = canaries
+        super().__init__(fleet, index, lost)
+
+    def _make_host(self, participant: Participant) -> VirtualHost:
+        return WatchedHost(self._fleet, participant, self._canaries)
+
+
+class ExampleAudit(Simulation):
+    """A simulated run with canary examples."""
+
+    canaries: ExampleCanaries
+    shard: tuple[int, int]
+    """The device whose data all have, and the devices of the job."""
+
+    def _device(
+        self, fleet: VirtualFleet, index: int, lost: Callable[[str], None]
+    ) -> VirtualDevice:
+        return _WatchedDevice(self.canaries, fleet, index, lost)
+
+    def _watch(self, parts: RunParts, fleet: VirtualFleet) -> None:
+        shard = self.shard
+        fleet.shard_of = lambda index: shard
+
+
+def audit_examples(
+    job: Job, base: Path, directory: Path, shard: tuple[int, int], elements: int, seed: int
+) -> ExampleAudit:
+    """A run of a job with canary examples, which is yet to be run.
+
+    Args:
+        job: with `[federated.privacy]`.
+        base: where its relative paths start.
+        directory: of the run.
+        shard: the device whose data all devices have, and the devices of the job.
+        elements: N, of a gradient.
+        seed: of directions and coins.
+
+    Raises:
+        JobError: it cannot be simulated.
+    """
+    privacy = job.federated.privacy
+    assert privacy is not None
+    audit = {
+        "source": job.task.source,
+        "base": str(base),
+        "seed": seed,
+        "count": min(elements, 1000),
+        "norm": OVER * privacy.clip,
+    }
+    changes = {
+        "task.source": SOURCE,
+        "task.settings": {**job.task.settings, KEY: audit},
+        # One process has all devices, whose steps it sees.
+        "simulation.processes": 1,
+        "simulation.clients": job.federated.cohort,
+        "simulation.connected": None,
+        "federated.device": "cpu",
+    }
+    simulation = ExampleAudit.new(with_changes(job, changes), base, directory)
+    assert isinstance(simulation, ExampleAudit)
+    simulation.canaries = ExampleCanaries()
+    simulation.shard = shard
+    return simulation
+
+
+def largest_device(task: object, devices: int) -> tuple[int, int]:
+    """The device with the most examples, among the first ones, and how many those are."""
+    from isthmus.task import Task, user_code
+    from isthmus.task.scoring import count_examples
+
+    assert isinstance(task, Task)
+    counts = []
+    for index in range(min(devices, MOST_LOOKED_AT)):
+        shard = index, devices
+        participant = Participant(name=f"client-{index}", regime="federated", shard=shard)
+        with user_code("local_data()"):
+            dataset = task.local_data(participant)
+        counts.append(count_examples(dataset, f"local_data() of {participant.name}"))
+    most = max(counts)
+    if canaries_among(most, 1) == 0:
+        raise UserError(
+            f"the device with the most examples has {most}, and an audit makes canaries of half of "
+            "them; fewer than 8 are too few"
+        )
+    return counts.index(most), most
+
+
+MOST_LOOKED_AT = 64
+"""Devices whose data are loaded to find one with many examples."""
