@@ -135,7 +135,7 @@ class CanaryTask(Task):
         return CanaryData(dataset, self.coins(participant.name, len(dataset)))  # type: ignore[arg-type]
 
     def coins(self, name: str, examples: int) -> Sequence[int]:
-        """The coin of each canary of a device with so many examples; half of them, at most."""
+        """The coin of each canary of a device with so many examples."""
         return coins_of(self.seed, name, canaries_among(examples, self.count))
 
     def optimizer(self, parameters: Parameters, participant: Participant) -> Any:
@@ -170,8 +170,12 @@ class CanaryData(Dataset[Any]):
 
 
 def canaries_among(examples: int, most: int) -> int:
-    """How many of so many examples are canaries: half, but not those that are compared first."""
-    return max(0, min(most, examples // 2, examples - EXAMPLES))
+    """How many of so many examples are canaries.
+
+    All but a tenth, and the first ones, which are compared with each other: what others contribute
+    makes guesses worse.
+    """
+    return max(0, min(most, examples - max(EXAMPLES, -(-examples // 10))))
 
 
 def coins_of(seed: int, name: str, count: int) -> Sequence[int]:

@@ -29,7 +29,7 @@ from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp.clipping import norm_of
 from isthmus_server.regimes.base import AttemptSpec, FederatedResult
 from isthmus_server.regimes.federated import updates_in
-from isthmus_simulation.audit.directions import Directions
+from isthmus_simulation.audit.directions import SpreadDirections
 from isthmus_simulation.devices.device import VirtualDevice, VirtualHost
 from isthmus_simulation.devices.fleet import FleetRun, VirtualFleet
 from isthmus_simulation.run import Simulation
@@ -55,7 +55,7 @@ class DeviceCanaries:
     Shape legend: M = canaries, T = rounds whose mean was released.
     """
 
-    def __init__(self, own: int, directions: Directions, present: torch.Tensor) -> None:
+    def __init__(self, own: int, directions: SpreadDirections, present: torch.Tensor) -> None:
         """Set up.
 
         Args:
@@ -259,7 +259,7 @@ def most_in_a_run(job: Job, elements: int, own: int) -> int:
     largest = 1 / privacy.delta - 1
     if job.federated.secure_aggregation:
         largest = min(largest, float(MAX_SECURE_COHORT))
-    return max(0, min(elements, int(own * (largest / cohort - 1)) - 1))
+    return max(0, min(SpreadDirections.most(elements), int(own * (largest / cohort - 1)) - 1))
 
 
 def with_canaries(job: Job, canaries: int) -> Job:
@@ -309,7 +309,7 @@ def audit_devices(
     generator = torch.Generator().manual_seed(seed + 1)
     simulation.canaries = DeviceCanaries(
         job.simulation.population(job.federated),
-        Directions.drawn({"update": elements}, canaries, seed),
+        SpreadDirections.drawn(elements, canaries, seed),
         torch.rand(canaries, generator=generator) < 0.5,
     )
     return simulation

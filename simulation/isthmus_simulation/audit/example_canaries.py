@@ -1,7 +1,7 @@
 """Canary examples in a simulated run, for a job whose devices protect their examples.
 
-All devices have the data of one, so that the promise is the same for each; half of the examples of
-each are canaries. Sampling, gradients, clipping, noise and accounts are those of a device. The
+All devices have the data of one, so that the promise is the same for each; nine tenths of the
+examples of each are canaries. Sampling, gradients, clipping, noise and accounts are those of a device. The
 auditor sees the sum of each step with its noise, and guesses the coin of each canary from the
 likelihood of the sums with and without it.
 """
@@ -20,6 +20,7 @@ from isthmus.job import Job, with_changes
 from isthmus.task import Participant
 from isthmus.wire import link_pb2
 from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
+from isthmus_privacy.dp_sgd.isolation import EXAMPLES
 from isthmus_simulation.audit.canary_task import KEY, SOURCE, CanaryTask, canaries_among
 from isthmus_simulation.audit.device_canaries import OVER, Guesses
 from isthmus_simulation.audit.directions import Directions
@@ -192,8 +193,8 @@ def largest_device(task: object, devices: int) -> tuple[int, int]:
     most = max(counts)
     if canaries_among(most, 1) == 0:
         raise UserError(
-            f"the device with the most examples has {most}, and an audit makes canaries of half of "
-            "them; fewer than 8 are too few"
+            f"the device with the most examples has {most}, and an audit makes canaries of all but "
+            f"{EXAMPLES} of them; let devices have more examples"
         )
     return counts.index(most), most
 
