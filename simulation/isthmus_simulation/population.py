@@ -25,7 +25,6 @@ from isthmus_server.transport.inprocess import InProcessLink
 from isthmus_simulation.devices.device import VirtualDevice
 from isthmus_simulation.devices.fleet import VirtualFleet
 
-
 MakeDevice = Callable[[VirtualFleet, int, Callable[[str], None]], VirtualDevice]
 """Makes the device of a fleet with a number; see `VirtualDevice`."""
 

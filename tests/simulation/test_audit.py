@@ -1,20 +1,15 @@
 """`isthmus privacy audit` finds faults of the real steps, and has nothing against honest ones."""
 
 import asyncio
-import json
-import os
 
 import pytest
-from click.testing import CliRunner
 
-from isthmus.errors import JobError, UserError
 from isthmus_clients.training.steps import private_steps
 from isthmus_privacy.dp import clipping, noisy_vector
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp_sgd import examples, gradients
 from isthmus_server.budgets.budget import PrivacyBudget
 from isthmus_simulation.audit.audit import Audit
-from isthmus_simulation.audit_command import audit as audit_command
 from isthmus_simulation.virtual_time import VirtualTimeLoop
 
 WIDER = """

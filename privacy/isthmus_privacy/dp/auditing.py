@@ -219,7 +219,9 @@ def at_least(right: int, guesses: int, probability: float) -> float:
     total = 0.0
     number = right if upper else right - 1
     while 0 <= number <= guesses:
-        ways = math.lgamma(guesses + 1) - math.lgamma(number + 1) - math.lgamma(guesses - number + 1)
+        ways = (
+            math.lgamma(guesses + 1) - math.lgamma(number + 1) - math.lgamma(guesses - number + 1)
+        )
         term = math.exp(ways + number * logs[0] + (guesses - number) * logs[1])
         total += term
         if term <= total * 1e-17:

@@ -226,9 +226,7 @@ class Audit:
             job.name, "example", mechanism, privacy.epsilon, privacy.delta, found, runs
         )
 
-    def _until_enough(
-        self, one: Callable[[int, int, Path], Guesses]
-    ) -> tuple[Guesses, int]:
+    def _until_enough(self, one: Callable[[int, int, Path], Guesses]) -> tuple[Guesses, int]:
         """Run until so many guesses were made; `one` gets how many are left, a seed and a folder."""
         total = Guesses(0, 0)
         runs = 0

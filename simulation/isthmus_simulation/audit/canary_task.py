@@ -182,5 +182,3 @@ def coins_of(seed: int, name: str, count: int) -> Sequence[int]:
     """The coins of a device's canaries, 0 or 1."""
     draw = random.Random(f"isthmus/audit/{seed}/{name}")  # noqa: S311 - the auditor's own coins
     return [draw.randrange(2) for _ in range(count)]
-
-

@@ -37,42 +37,57 @@ class ExampleCanaries:
 
     def __init__(self) -> None:
         """Nothing was seen yet."""
-        self._evidence: dict[str, torch.Tensor] = {}
-        """Logarithm of the likelihood ratio of each canary by device, float64 (canaries)."""
+        self._seen: dict[str, list[torch.Tensor]] = {}
+        """The part of each step's sum in each direction, over the bound, by device."""
         self._coins: dict[str, torch.Tensor] = {}
-        self.plans: dict[str, DeviceExamplesPlan] = {}
-        """The noise of each device."""
+        self._plans: dict[str, DeviceExamplesPlan] = {}
 
     def device(self, name: str, task: CanaryTask, plan: DeviceExamplesPlan, examples: int) -> None:
         """Add a device."""
-        coins = task.coins(name, examples)
-        self.plans[name] = plan
-        self._coins.setdefault(name, torch.tensor(coins, dtype=torch.bool))
-        self._evidence.setdefault(name, torch.zeros(len(coins), dtype=torch.float64))
+        self._plans[name] = plan
+        self._coins[name] = torch.tensor(task.coins(name, examples), dtype=torch.bool)
 
     def watch(self, name: str, directions: Directions, total: torch.Tensor) -> None:
         """See the sum (N) of a step of a device with its noise."""
-        plan = self.plans[name]
         canaries = len(self._coins[name])
-        seen = directions.of_all(total)[:canaries] / plan.privacy.clip
-        # Of a step with the canary, if it is drawn, over one without it.
-        exponent = (seen - 0.5) / plan.multiplier**2
-        rest = torch.full_like(exponent, math.log1p(-plan.probability))
-        if plan.probability == 1:
-            self._evidence[name] += exponent
-            return
-        self._evidence[name] += torch.logaddexp(rest, math.log(plan.probability) + exponent)
+        seen = directions.of_all(total)[:canaries] / self._plans[name].privacy.clip
+        self._seen.setdefault(name, []).append(seen)
 
     def guesses(self) -> Guesses:
         """Guess the coin of each canary of a device that has trained."""
         right = 0
         made = 0
-        for name, evidence in self._evidence.items():
-            if not evidence.any():
-                continue  # it was not asked
-            right += int(((evidence > 0) == self._coins[name]).sum())
-            made += len(evidence)
+        for name, rows in self._seen.items():
+            present = _evidence(torch.stack(rows), self._plans[name]) > 0
+            right += int((present == self._coins[name]).sum())
+            made += len(present)
         return Guesses(right, made)
+
+
+def _evidence(seen: torch.Tensor, plan: DeviceExamplesPlan) -> torch.Tensor:
+    """The logarithm of the likelihood of the steps with each canary over that without it.
+
+    With the noise that the steps seem to have, by their median distance from zero, and not with the
+    promised one: with that, one that is missing would hardly be noticed.
+
+    Args:
+        seen: what each step has of each canary, (steps, canaries).
+        plan: the noise that is promised.
+
+    Returns:
+        float64 (canaries).
+    """
+    deviation = float(seen.abs().median()) / _MEDIAN_DISTANCE
+    deviation = min(max(deviation, plan.multiplier / 16), plan.multiplier)
+    exponent = (seen - 0.5) / deviation**2
+    if plan.probability == 1:
+        return exponent.sum(0)
+    absent = torch.full_like(exponent, math.log1p(-plan.probability))
+    return torch.logaddexp(absent, math.log(plan.probability) + exponent).sum(0)
+
+
+_MEDIAN_DISTANCE = 0.6745
+"""Of a standard normal number from zero."""
 
 
 class WatchedHost(VirtualHost):
