@@ -68,7 +68,7 @@ class Measurement:
     allowed: float
     """The largest one that the claim allows."""
     factor: float
-    """How many times weaker than promised the noise is at least; below 1 if it may be stronger."""
+    """How many times weaker than promised the noise is, at least; below 1 for none."""
     epsilon: float
     """Lower bound on epsilon: that of the mechanism with so much noise; 0 if nothing was learned."""
     claimed: float
@@ -166,7 +166,7 @@ class Claim:
         return None if factor >= _LARGEST_FACTOR else 1 / factor
 
     def _factor(self, probability: float) -> float:
-        """The factor by which the noise is weaker if a guess is right with a probability; 0: any."""
+        """By which factor noise is weaker if a guess is right with a probability; 0: any."""
         if probability <= 0.5:
             return 0.0
         high = 1.0

@@ -227,7 +227,7 @@ class Audit:
         )
 
     def _until_enough(self, one: Callable[[int, int, Path], Guesses]) -> tuple[Guesses, int]:
-        """Run until so many guesses were made; `one` gets how many are left, a seed and a folder."""
+        """Run until enough guesses were made; `one` gets those that are left, a seed, a folder."""
         total = Guesses(0, 0)
         runs = 0
         while total.made < self.canaries:
@@ -291,7 +291,7 @@ def unit_of(job: Job, wanted: Unit | None) -> Unit | None:
         )
     for unit in ("device", "example"):
         if has[unit]:
-            return unit  # type: ignore[return-value]  # one of the two
+            return unit
     if job.datacenter.privacy is not None:
         raise JobError(
             f"{job.name!r} protects the examples of a datacenter (datacenter.privacy), and a "

@@ -1,9 +1,9 @@
 """Canary examples in a simulated run, for a job whose devices protect their examples.
 
 All devices have the data of one, so that the promise is the same for each; nine tenths of the
-examples of each are canaries. Sampling, gradients, clipping, noise and accounts are those of a device. The
-auditor sees the sum of each step with its noise, and guesses the coin of each canary from the
-likelihood of the sums with and without it.
+examples of each are canaries. Sampling, gradients, clipping, noise and accounts are those of a
+device. The auditor sees the sum of each step with its noise, and guesses the coin of each canary
+from the likelihood of the sums with and without it.
 """
 
 from __future__ import annotations

@@ -199,8 +199,8 @@ class MembershipReport:
         made = device.members + device.others
         found = [
             ("noise", f"none: {self.job!r} promises nothing about what its sums and model reveal"),
-            ("a device", f"{self.right} of {made} guesses whether it is in an opened sum are right"),
-            ("", f"area under the curve {device.area:.3f}; {device.found:.0%} of those in a sum are "
+            ("a device", f"{self.right} of {made} guesses whether it is in a sum are right"),
+            ("", f"area under the curve {device.area:.3f}; {device.found:.0%} of those in it are "
                  "found with 1 % false alarms"),
             ("", f"no guarantee below an epsilon of {self.epsilon:.2f} can hold in one round, with "
                  f"confidence {self.confidence:.4%}"),
