@@ -91,6 +91,7 @@ COMMANDS = [
     "isthmus new --kind FOLDER",
     "isthmus operator join --proxy --proxy-login --state --token-file TOKEN URL",
     "isthmus pause --proxy --proxy-login --state JOB",
+    "isthmus privacy audit --canaries --confidence --json --set --unit JOB",
     "isthmus privacy ledger --json RUN_DIR",
     "isthmus privacy plan --find --json --noise --set --signal-to-noise --unit JOB",
     "isthmus prove --output --replay RUN_DIR",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from isthmus.job import Job
 from isthmus.wire import link_pb2
@@ -24,6 +24,9 @@ from isthmus_server.storage.events import (
 from isthmus_server.transport.inprocess import InProcessLink
 from isthmus_simulation.devices.device import VirtualDevice
 from isthmus_simulation.devices.fleet import VirtualFleet
+
+MakeDevice = Callable[[VirtualFleet, int, Callable[[str], None]], VirtualDevice]
+"""Makes the device of a fleet with a number; see `VirtualDevice`."""
 
 
 class SimulationEvents(EventStream):
@@ -44,8 +47,14 @@ class SimulationEvents(EventStream):
 class Population:
     """Connects and disconnects the devices of a fleet."""
 
-    def __init__(self, job: Job, link: InProcessLink, fleet: VirtualFleet) -> None:
-        """Set up; `connect` connects devices.
+    def __init__(
+        self,
+        job: Job,
+        link: InProcessLink,
+        fleet: VirtualFleet,
+        device: MakeDevice = VirtualDevice,
+    ) -> None:
+        """Set up; `connect` connects devices, which `device` makes.
 
         Raises:
             JobError: fewer can be connected than a round invites.
@@ -56,6 +65,7 @@ class Population:
         self._seed = job.seed
         self._link = link
         self._fleet = fleet
+        self._device = device
         self._offline_seconds = job.simulation.offline_seconds
         self._present: set[int] = set()
         """Devices that are connected, or will be when they are back."""
@@ -88,7 +98,7 @@ class Population:
 
     def _join(self, index: int) -> None:
         if index in self._present and _name(index) not in self._link.peers:
-            device = VirtualDevice(self._fleet, index, lambda name: self._lose(index, name))
+            device = self._device(self._fleet, index, lambda name: self._lose(index, name))
             self._link.join(_name(index), link_pb2.CLIENT, device)
 
     def _lose(self, index: int, name: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.inprocess import InProcessLink
+from isthmus_simulation.devices.device import VirtualDevice
 from isthmus_simulation.devices.fleet import VirtualFleet
 from isthmus_simulation.devices.forked_crew import ForkedCrew
 from isthmus_simulation.devices.profiles import DeviceProfile
@@ -157,14 +158,14 @@ class Simulation:
             await stack.enter_async_context(observers.serving())
             await stack.enter_async_context(observers.watching(store, events, job.name))
             stack.enter_context(errors_of_devices_once())
-            fleet = stack.enter_context(
-                contextlib.closing(fleet_of(job, store.directory, self._crew or self._forks()))
-            )
-            population = Population(job, link, fleet)
+            fleet = fleet_of(job, store.directory, self._crew or self._forks())
+            stack.enter_context(contextlib.closing(fleet))
+            population = Population(job, link, fleet, self._device)
             events.whole_population = population.is_whole
             check_participants(job, load_policy(job.strategy), population.count)
             clock = VirtualClock(store.run_state().elapsed)
             parts = RunParts.of(store, link, events, clock, self._populations)
+            self._watch(parts, fleet)
             coordinator = self._coordinator = Coordinator(parts)
             coordinator.roster.started_clients = population.count if population.is_whole else 0
             coordinator.roster.waits_for_connected = not population.is_whole
@@ -183,6 +184,15 @@ class Simulation:
                 final = await self._end_of(coordinator)
         progress.end()
         return final
+
+    def _device(
+        self, fleet: VirtualFleet, index: int, lost: Callable[[str], None]
+    ) -> VirtualDevice:
+        """One of the devices."""
+        return VirtualDevice(fleet, index, lost)
+
+    def _watch(self, parts: RunParts, fleet: VirtualFleet) -> None:
+        """Called before the run begins, for what watches it; here nothing does."""
 
     def _forks(self) -> ForkedCrew | None:
         """Processes on the GPUs of this machine, if the job names some."""

@@ -18,6 +18,7 @@ ENTRY_POINT_GROUPS = {
     "isthmus.device_work",
     "isthmus.federated_extensions",
     "isthmus.policies",
+    "isthmus.privacy_commands",
     "isthmus.launchers",
     "isthmus.run_loops",
     "isthmus.trackers",

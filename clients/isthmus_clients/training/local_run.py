@@ -175,6 +175,11 @@ class DeviceRun:
         return other
 
     @property
+    def private_steps(self) -> PrivateSteps | None:
+        """The steps of a job that protects examples, if this device has enough of them."""
+        return self._private
+
+    @property
     def kept(self) -> TensorLayout:
         """Layout of what stays on the device between rounds; empty for nothing."""
         controlled = self.job.federated.control_variates is not None

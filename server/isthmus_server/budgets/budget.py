@@ -263,6 +263,11 @@ class PrivacyBudget:
         return self.privacy.clip if self._bound is None else self._bound.bound
 
     @property
+    def row(self) -> int:
+        """Number of the attempt that was charged last, from 0: the row of correlated noise."""
+        return self._charged - 1
+
+    @property
     def saved_clip(self) -> float:
         """The bound after the round that is about to be committed; 0 if it does not move."""
         return 0.0 if self._moved is None else self._moved.bound
@@ -294,8 +299,7 @@ class PrivacyBudget:
             # Rounding makes a vector longer. It is random, but local devices draw it from the seed
             # of the job, which is no secret.
             norm = self.clip + rounding
-            row = self._charged - 1
-            deviation = self._noise.add(mean, norm, row=row, devices=devices)
+            deviation = self._noise.add(mean, norm, row=self.row, devices=devices)
         if self._bound is not None:
             noise = float(fresh_noise(1)) * self._bound.count_deviation
             share = (figures.pop(WITHIN_CLIP.name) + noise) / devices

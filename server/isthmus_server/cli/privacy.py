@@ -8,13 +8,34 @@ from typing import TYPE_CHECKING
 
 import click
 
+from isthmus.provided import load_provided, provided
+
 if TYPE_CHECKING:
     from isthmus_server.read.report.privacy.search import Sought
 
 
-@click.group()
+COMMANDS = "isthmus.privacy_commands"
+"""Entry points of further subcommands, of packages that this one does not import."""
+
+
+class _Commands(click.Group):
+    """Also has the subcommands that other packages provide; imports only the one that is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *provided(COMMANDS)})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None or cmd_name not in provided(COMMANDS):
+            return own
+        command = load_provided(COMMANDS, cmd_name, f"isthmus privacy {cmd_name}")
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=_Commands)
 def privacy() -> None:
-    """Plan differential privacy, and see what was spent."""
+    """Plan differential privacy, audit it, and see what was spent."""
 
 
 @privacy.command()

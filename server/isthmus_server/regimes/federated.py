@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from isthmus.errors import JobError
 from isthmus.transport.requests import gradient_name, position_message, position_of
@@ -53,6 +53,8 @@ class FederatedRegime:
         self.extension = aggregation_of(settings, context.layout)
         self.buffered = BufferedDevices(context) if settings.mode == "buffered" else None
         """Devices that train across rounds; only in buffered mode."""
+        self.watch: Callable[[AttemptSpec, FederatedResult], None] | None = None
+        """Told of each result with its noise, before it is merged: an audit of privacy has it."""
         self._attempt: FederatedAttempt | None = None
 
     def check(self, spec: AttemptSpec) -> None:
@@ -82,6 +84,8 @@ class FederatedRegime:
             _check_clipped(result, spec)
             self._check_rounding(result, spec)
             result = await self._with_noise(result)
+            if self.watch is not None:
+                self.watch(spec, result)
         except AttemptFailed:
             if isinstance(self._attempt, _SECURE) and self._attempt.has_sum:
                 log = self.context.unmaskings
@@ -129,7 +133,7 @@ class FederatedRegime:
         if budget is None:
             return result
         mean = result.pseudo_gradient
-        devices = _updates_in(result)
+        devices = updates_in(result)
         rounding = _rounding_of_one(result)
         clip = budget.clip + rounding
         figures, noise = await asyncio.to_thread(
@@ -313,10 +317,10 @@ def _rounding_of_one(result: FederatedResult) -> float:
     Each element is rounded by less than a step, of which `rounding` has a deviation of half.
     """
     size = len(result.pseudo_gradient)
-    return 2 * result.rounding * math.sqrt(_updates_in(result) * size)
+    return 2 * result.rounding * math.sqrt(updates_in(result) * size)
 
 
-def _updates_in(result: FederatedResult) -> int:
+def updates_in(result: FederatedResult) -> int:
     """Updates in a mean to which each device contributes the same."""
     weight = result.training.get("examples")  # of a secure sum: 1 for each usable update
     if weight is not None:

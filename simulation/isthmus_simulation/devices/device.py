@@ -107,13 +107,15 @@ class VirtualDevice(Agent):
         """
         self._fleet = fleet
         self.profile: DeviceProfile = fleet.profile(index)
-        participant = Participant(
-            name=f"client-{index}", regime="federated", shard=(index, fleet.count)
-        )
-        self._host = VirtualHost(fleet, participant)
+        participant = fleet.participant(index)
+        self._host = self._make_host(participant)
         super().__init__(participant, fleet.data, signing_key=_UNUSED_KEY, host=self._host)
         self._secure: UnmaskedSessions = UnmaskedSessions(participant.name, fleet.residuals)
         self._lost = lost
+
+    def _make_host(self, participant: Participant) -> VirtualHost:
+        """What runs the task."""
+        return VirtualHost(self._fleet, participant)
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress

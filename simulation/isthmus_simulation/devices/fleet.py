@@ -236,6 +236,8 @@ class VirtualFleet:
         self.mode = mode
         self.profile = profile
         self.folder = folder
+        self.shard_of: Callable[[int], tuple[int, int]] = lambda index: (index, count)
+        """The part of the data that the device with a number has, and how many parts there are."""
         self.residuals = Residuals(None if folder is None else folder / "residuals")
         self.accounts: dict[str, ExamplesAccount] = {}
         """What training has cost the examples of devices, by name, in jobs that protect them."""
@@ -248,6 +250,11 @@ class VirtualFleet:
         """The run that was opened last."""
         self._waiting: dict[tuple[object, ...], list[Waiting]] = {}
         self._flushes: set[asyncio.Task[None]] = set()
+
+    def participant(self, index: int) -> Participant:
+        """The device with a number, as its task sees it."""
+        shard = self.shard_of(index)
+        return Participant(name=f"client-{index}", regime="federated", shard=shard)
 
     def open(self, work: link_pb2.OpenRun, participant: Participant) -> FleetRun:
         """Open a run for all devices; the first request of a device opens it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -58,7 +58,10 @@ class PrivateSteps:
         check_task(task, data.dataset, TABLE)
         check_layers(model.train(), TABLE)
         settings = job.federated
-        self._plan = plan = DeviceExamplesPlan.of(settings, job.rounds, data.examples)
+        self.plan = plan = DeviceExamplesPlan.of(settings, job.rounds, data.examples)
+        """The noise of this device."""
+        self.watch: Callable[[torch.Tensor], None] | None = None
+        """Told of the sum (N, float64) of each step with its noise: an audit of privacy has it."""
         self._deviation = plan.multiplier * plan.privacy.clip
         self._expected = settings.batch_size
         self._device = device
@@ -80,7 +83,7 @@ class PrivateSteps:
         self, seed: bytes, round_: int, settings: FederatedSection
     ) -> Iterator[list[ExampleGroup]]:
         """The examples of each step of a participation, drawn anew: nothing given repeats them."""
-        return self._sampled.batches(0, self._plan.steps)
+        return self._sampled.batches(0, self.plan.steps)
 
     def add(
         self, groups: Sequence[ExampleGroup], averages: Averages, optimizer: str
@@ -102,6 +105,8 @@ class PrivateSteps:
         """
         total = self._gradients.step_sum(groups, self._device)
         add_noise(total, self._deviation)
+        if self.watch is not None:
+            self.watch(total)
         self._gradients.put(total.div_(self._expected))
         return torch.zeros(())
 

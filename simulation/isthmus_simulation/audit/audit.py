@@ -1,0 +1,307 @@
+"""An audit of a job: which canaries, how many runs, and what follows from the guesses."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from isthmus.errors import JobError, UserError
+from isthmus.job import Job
+from isthmus.task import Task, load_task
+from isthmus_privacy.dp.accounting import SampledGaussian
+from isthmus_privacy.dp.auditing import Claim, Measurement
+from isthmus_privacy.dp.calibration import NoisePlan
+from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
+from isthmus_server.model.global_model import GlobalModel
+from isthmus_simulation.audit.device_canaries import Guesses, audit_devices, most_in_a_run
+from isthmus_simulation.audit.example_canaries import audit_examples, largest_device
+from isthmus_simulation.audit.membership import MembershipReport, membership_run, report_of
+from isthmus_simulation.run import Simulation
+
+Unit = Literal["device", "example"]
+
+CANARIES = 1000
+"""Of an audit, unless it is told otherwise."""
+MOST_CANARIES = 1_000_000
+_AT_ONCE = 1000
+"""Canary devices of a run: each has a vector in memory while it is encoded."""
+_MOST_RUNS = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditReport:
+    """What an audit of a job with noise has found."""
+
+    job: str
+    unit: Unit
+    mechanism: str
+    """In words."""
+    budget: float
+    """Epsilon of the job's table."""
+    delta: float
+    measurement: Measurement
+    runs: int
+    """Simulated ones."""
+
+    @property
+    def is_alarm(self) -> bool:
+        """Whether the job reveals more than it claims."""
+        return self.measurement.is_alarm
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        found = self.measurement
+        return {
+            "job": self.job,
+            "noise": True,
+            "unit": self.unit,
+            "mechanism": self.mechanism,
+            "budget": self.budget,
+            "delta": self.delta,
+            "claimed_epsilon": found.claimed,
+            "measured_epsilon_at_least": found.epsilon,
+            "confidence": found.confidence,
+            "guesses": found.guesses,
+            "right": found.right,
+            "right_at_least": found.probability,
+            "right_allowed": found.allowed,
+            "most_measurable_epsilon": found.most,
+            "finds_noise_below": found.finds,
+            "runs": self.runs,
+            "alarm": found.is_alarm,
+        }
+
+    def lines(self) -> list[tuple[str, str]]:
+        """As lines: names and texts."""
+        found = self.measurement
+        confidence = f"{found.confidence:.4%}"
+        neighbour = "update is" if self.unit == "device" else "gradients are"
+        finds = "no missing noise"
+        if found.finds is not None:
+            finds = f"noise below {found.finds:.0%} of what is promised, in 99 of 100 audits"
+        lines = [
+            ("unit", f"one {self.unit}, whose {neighbour} zeros in the neighbouring data"),
+            ("noise", self.mechanism),
+            ("claimed", f"epsilon {found.claimed:.3f} at delta {self.delta:g} (the budget is "
+             f"{self.budget:g})"),
+            ("measured", f"epsilon at least {found.epsilon:.3f}, with confidence {confidence}"),
+            ("guesses", f"{found.right} of {found.guesses} right, in {self.runs} simulated "
+             f"run{'' if self.runs == 1 else 's'}; so at least {found.probability:.1%} are, and "
+             f"the claim allows {found.allowed:.1%}"),
+            ("reach", f"so many guesses can show at most an epsilon of {found.most:.3g}, and find "
+             f"{finds}"),
+        ]  # fmt: skip
+        if not found.is_alarm:
+            lines.append(("verdict", "no alarm: nothing was measured that the claim excludes"))
+        else:
+            lines.append(
+                ("verdict", f"ALARM: it is as if the noise was {1 / found.factor:.0%} of what is "
+                 "promised, or each canary contributed more than it may; an honest job gives "
+                 f"an alarm in at most {1 - found.confidence:.2%} of audits")
+            )  # fmt: skip
+        return lines
+
+
+class Audit:
+    """An audit of one job."""
+
+    def __init__(
+        self,
+        job: Job,
+        base: Path,
+        *,
+        unit: Unit | None,
+        canaries: int,
+        confidence: float,
+        run: Callable[[Simulation], None],
+    ) -> None:
+        """Set up.
+
+        Args:
+            job: to be audited.
+            base: where its relative paths start.
+            unit: whose promise; None for the one that the job has.
+            canaries: guesses that are wanted.
+            confidence: of the bounds.
+            run: runs a simulation to its end.
+
+        Raises:
+            JobError: the job cannot be audited.
+        """
+        self.job = job
+        self.base = base
+        self.unit = unit_of(job, unit)
+        self.canaries = canaries
+        self.confidence = confidence
+        self._run = run
+
+    def report(self) -> AuditReport | MembershipReport:
+        """Run the audit.
+
+        Raises:
+            UserError: the job cannot be audited or simulated, or the canaries are too few.
+        """
+        data = self.job.task.data_in(self.base)
+        source = self.job.task.source
+        task = load_task(source, self.job.task.settings, base=self.base, data=data)
+        if self.unit is None:
+            return self._membership(task)
+        model = GlobalModel.of(self.job, task, self.base)
+        if self.unit == "device":
+            return self._devices(model.layout.size)
+        trained = sum(
+            each.numel() for each in model.module.parameters() if each.requires_grad
+        )  # fmt: skip
+        return self._examples(task, trained)
+
+    def _membership(self, task: Task) -> MembershipReport:
+        devices = self.job.simulation.population(self.job.federated)
+        with tempfile.TemporaryDirectory(prefix="isthmus-audit-") as folder:
+            run = membership_run(self.job, self.base, Path(folder) / "run")
+            self._run(run)
+            return report_of(run, task, devices, self.confidence)
+
+    def _devices(self, elements: int) -> AuditReport:
+        job = self.job
+        privacy = job.privacy
+        assert privacy is not None
+        plan = NoisePlan.of_job(job)
+        times = min(job.rounds, plan.participations)
+        claim = Claim(plan.event("audit"), 1 if plan.correlated else times, privacy.delta)
+        own = job.simulation.population(job.federated)
+        most = min(most_in_a_run(job, elements, own), _AT_ONCE)
+        if most < 1:
+            raise JobError(
+                f"a round with {job.federated.cohort} of {own} devices has no room for a canary "
+                f"device, with delta={privacy.delta:g} and secure sums of at most 1,400 devices; "
+                "lower delta or federated.cohort"
+            )
+        self._check_enough(claim)
+
+        def one(left: int, seed: int, folder: Path) -> Guesses:
+            count = min(left, most)
+            audited = audit_devices(job, self.base, folder, elements, count, seed)
+            self._run(audited)
+            return audited.canaries.guesses(plan)
+
+        guesses, runs = self._until_enough(one)
+        mechanism = (
+            f"{privacy.mechanism}, multiplier {plan.multiplier:.4g}, for {times} "
+            f"round{'' if times == 1 else 's'} of a device"
+        )
+        found = self._measured(claim, guesses)
+        return AuditReport(
+            job.name, "device", mechanism, privacy.epsilon, privacy.delta, found, runs
+        )
+
+    def _examples(self, task: Task, elements: int) -> AuditReport:
+        job = self.job
+        privacy = job.federated.privacy
+        assert privacy is not None
+        devices = job.simulation.population(job.federated)
+        index, examples = largest_device(task, devices)
+        plan = DeviceExamplesPlan.of(job.federated, job.rounds, examples)
+        times = min(job.rounds, plan.participations)
+        event = SampledGaussian(plan.multiplier, plan.probability, plan.steps)
+        claim = Claim(event, times, privacy.delta)
+        self._check_enough(claim)
+
+        def one(left: int, seed: int, folder: Path) -> Guesses:
+            audited = audit_examples(job, self.base, folder, (index, devices), elements, seed)
+            self._run(audited)
+            return audited.canaries.guesses()
+
+        guesses, runs = self._until_enough(one)
+        mechanism = (
+            f"DP-SGD on devices with {examples} examples, multiplier {plan.multiplier:.4g}, for "
+            f"{times} x {plan.steps} steps that have an example with a probability of "
+            f"{plan.probability:.4g}"
+        )
+        found = self._measured(claim, guesses)
+        return AuditReport(
+            job.name, "example", mechanism, privacy.epsilon, privacy.delta, found, runs
+        )
+
+    def _until_enough(self, one: Callable[[int, int, Path], Guesses]) -> tuple[Guesses, int]:
+        """Run until enough guesses were made; `one` gets those that are left, a seed, a folder."""
+        total = Guesses(0, 0)
+        runs = 0
+        while total.made < self.canaries:
+            if runs == _MOST_RUNS:
+                raise UserError(
+                    f"{runs} simulated runs gave {total.made} of the {self.canaries} guesses that "
+                    "were asked for; lower --canaries"
+                )
+            with tempfile.TemporaryDirectory(prefix="isthmus-audit-") as folder:
+                # Nobody who writes a task or a job can know the coins.
+                seed = secrets.randbits(48)
+                found = one(self.canaries - total.made, seed, Path(folder) / "run")
+            runs += 1
+            if not found.made:
+                raise UserError(
+                    "no canary was asked in a simulated run, so nothing can be guessed; see what "
+                    "`isthmus simulate` says of the job"
+                )
+            total = Guesses(total.right + found.right, total.made + found.made)
+        return total, runs
+
+    def _check_enough(self, claim: Claim) -> None:
+        """Refuse an audit that could not find anything.
+
+        Raises:
+            UserError: with the number of canaries that could.
+        """
+        needed = claim.needed(self.confidence)
+        if self.canaries < needed:
+            raise UserError(
+                f"{self.canaries} canaries can show an epsilon of at most "
+                f"{claim.most(self.canaries, self.confidence):.3g} with confidence "
+                f"{self.confidence:g}, and {self.job.name!r} claims {claim.epsilon():.3g}: nothing "
+                f"could be found; at least {needed} are needed (--canaries)"
+            )
+
+    def _measured(self, claim: Claim, guesses: Guesses) -> Measurement:
+        return claim.measured(guesses.right, guesses.made, self.confidence)
+
+
+def unit_of(job: Job, wanted: Unit | None) -> Unit | None:
+    """Whose promise is audited; None for a job without noise.
+
+    Raises:
+        JobError: the job does not promise that, or it cannot be audited.
+    """
+    has = {"device": job.privacy is not None, "example": job.federated.privacy is not None}
+    tables = {"device": "[privacy]", "example": "[federated.privacy]"}
+    if wanted is not None:
+        if not has[wanted]:
+            promised = [f"a table {tables[unit]}" for unit, is_there in has.items() if is_there]
+            raise JobError(
+                f"{job.name!r} has no table {tables[wanted]}, which would protect a {wanted}; it "
+                f"has {' and '.join(promised) or 'no noise for what devices send'}: remove --unit"
+            )
+        return wanted
+    if all(has.values()):
+        raise JobError(
+            f"{job.name!r} promises something to devices and to their examples; say which to audit "
+            "by --unit device or --unit example"
+        )
+    for unit in ("device", "example"):
+        if has[unit]:
+            return unit
+    if job.datacenter.privacy is not None:
+        raise JobError(
+            f"{job.name!r} protects the examples of a datacenter (datacenter.privacy), and a "
+            "simulated datacenter adds no noise, so an audit could not see any; what its ledger "
+            "charges holds without one (`isthmus privacy plan`), and tables [privacy] and "
+            "[federated.privacy] can be audited"
+        )
+    if job.strategy.policy == "datacenter":
+        raise JobError(
+            f"{job.name!r} trains on no devices (strategy.policy = 'datacenter'), and an audit is "
+            "of what devices send; choose another policy"
+        )
+    return None

@@ -1,0 +1,315 @@
+"""Canary devices in a simulated run, for a job that protects devices.
+
+A canary is asked like any other device. Its task returns an update that is longer than the clipping
+bound, in a direction of its own, or zeros, by the toss of a coin. Everything else is the product's:
+selection, charges, clipping, encoding, noise and the sum. The auditor sees what is released, the
+mean of each round with its noise, knows who was asked and what all other devices contributed, and
+guesses each coin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from isthmus.errors import JobError, UserError
+from isthmus.job import Job
+from isthmus.task import Participant
+from isthmus.transport.blobs import Buffer
+from isthmus.transport.worker import ReportProgress
+from isthmus.wire import link_pb2
+from isthmus_clients.device.task_host import TrainingResult
+from isthmus_clients.training.local_run import pieces
+from isthmus_privacy.dp.calibration import NoisePlan
+from isthmus_privacy.dp.clipping import norm_of
+from isthmus_server.regimes.base import AttemptSpec, FederatedResult
+from isthmus_server.regimes.federated import updates_in
+from isthmus_simulation.audit.directions import SpreadDirections
+from isthmus_simulation.devices.device import VirtualDevice, VirtualHost
+from isthmus_simulation.devices.fleet import FleetRun, VirtualFleet
+from isthmus_simulation.run import Simulation
+
+if TYPE_CHECKING:
+    from isthmus_server.rounds.run_parts import RunParts
+
+OVER = 4.0
+"""How many times longer than the clipping bound a canary is before it is clipped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Guesses:
+    """The guesses of a run."""
+
+    right: int
+    made: int
+
+
+class DeviceCanaries:
+    """The canaries of one run, and what is seen of them.
+
+    Shape legend: M = canaries, T = rounds whose mean was released.
+    """
+
+    def __init__(self, own: int, directions: SpreadDirections, present: torch.Tensor) -> None:
+        """Set up.
+
+        Args:
+            own: number of the other devices, before which canaries are not numbered.
+            directions: M of them.
+            present: whether each canary contributes its update, bool (M).
+        """
+        self.own = own
+        self.directions = directions
+        self.present = present
+        self.clip: Callable[[], float]
+        """The bound of the running round."""
+        self.row: Callable[[], int]
+        """The row of its noise."""
+        self._others: dict[tuple[int, int], dict[str, tuple[float, torch.Tensor]]] = {}
+        """By round and attempt: the norm of each other device's update and its parts (M)."""
+        self._rows: list[int] = []
+        self._seen: list[torch.Tensor] = []
+        """The part of each released sum in each direction, over the bound, float64 (M)."""
+        self._asked: list[torch.Tensor] = []
+        """Whether each canary was in it, float64 (M)."""
+
+    def update(self, index: int) -> torch.Tensor:
+        """What the device with a number sends, before it is clipped; float32 (N)."""
+        number = index - self.own
+        vector = self.directions.vector(number)
+        return vector.mul_(OVER * self.clip() if self.present[number] else 0.0)
+
+    def note_other(self, work: link_pb2.TrainLocal, name: str, update: torch.Tensor) -> None:
+        """Remember what another device sends, which is known to the worst adversary."""
+        parts = self.directions.of_all(update)
+        self._others.setdefault((work.round, work.attempt), {})[name] = norm_of(update), parts
+
+    def watch(self, spec: AttemptSpec, result: FederatedResult) -> None:
+        """See the mean of a round with its noise."""
+        names = {each.participant for each in result.receipts if each.status == "accepted"}
+        seen = updates_in(result) * self.directions.of_all(result.pseudo_gradient)
+        clip = self.clip()
+        for name, (norm, parts) in self._others.pop((spec.round, spec.attempt), {}).items():
+            if name in names:
+                seen -= parts * min(1.0, clip / norm if norm else 1.0)
+        asked = [f"client-{self.own + number}" in names for number in range(self.directions.count)]
+        self._rows.append(self.row())
+        self._seen.append(seen / clip)
+        self._asked.append(torch.tensor(asked, dtype=torch.float64))
+
+    def guesses(self, plan: NoisePlan) -> Guesses:
+        """Guess the coin of each canary that was asked.
+
+        Raises:
+            UserError: no round was released; or, with correlated noise, an attempt failed.
+        """
+        if not self._rows:
+            raise UserError(
+                "no round of the simulated run was released, so nothing can be guessed; see what "
+                "`isthmus simulate` says of the job"
+            )
+        seen = torch.stack(self._seen)
+        asked = torch.stack(self._asked)
+        if plan.correlated is not None:
+            # What the mechanism makes of the rounds, with independent noise in each.
+            if self._rows != list(range(len(self._rows))):
+                raise UserError(
+                    "an attempt of the simulated run has failed, and an audit of correlated noise "
+                    "needs all of its rows; set simulation.dropout to 0"
+                )
+            mixing = _mixing(plan.correlated.coefficients, len(self._rows))
+            seen = torch.linalg.solve_triangular(mixing, seen, upper=False)
+            asked = torch.linalg.solve_triangular(mixing, asked, upper=False)
+        weight = asked.square().sum(0)
+        were_asked = weight > 0
+        score = (asked * seen).sum(0)[were_asked] / weight[were_asked]
+        right = int(((score > 0.5) == self.present[were_asked]).sum())
+        return Guesses(right, int(were_asked.sum()))
+
+
+def _mixing(coefficients: object, rows: int) -> torch.Tensor:
+    """The matrix (T, T) that correlated noise makes of independent draws."""
+    column = torch.zeros(rows, dtype=torch.float64)
+    known = torch.tensor(coefficients, dtype=torch.float64)[:rows]
+    column[: len(known)] = known
+    mixing = torch.zeros(rows, rows, dtype=torch.float64)
+    for row in range(rows):
+        mixing[row:, row] = column[: rows - row]
+    return mixing
+
+
+class CanaryHost(VirtualHost):
+    """In place of the task of a canary device: an update of the auditor's choice."""
+
+    def __init__(
+        self, fleet: VirtualFleet, participant: Participant, update: Callable[[], torch.Tensor]
+    ) -> None:
+        """`update` gives what it sends (N)."""
+        super().__init__(fleet, participant)
+        self._update = update
+
+    def open(self, work: link_pb2.OpenRun) -> int:
+        """See `TaskHost.open`; no data are loaded."""
+        with self._fleet.lock:
+            self.close()
+            self._run_id = work.run_id
+            self.run = self._fleet.open(work, self._participant).shared
+            return self.run.examples
+
+    def train(
+        self, request_id: str, work: link_pb2.TrainLocal, payload: Buffer, progress: ReportProgress
+    ) -> TrainingResult:
+        """See `TaskHost.train`."""
+        assert self.run is not None
+        result, *_ = pieces(self.run.layout, payload)
+        self.run.layout.decode(result).copy_(self._update())
+        weight = self.run.job.federated.weight(self.run.examples)
+        return link_pb2.Trained(examples=weight, steps=1), result
+
+
+class OtherHost(VirtualHost):
+    """The task of another device, whose update the auditor knows."""
+
+    def __init__(
+        self, fleet: VirtualFleet, participant: Participant, canaries: DeviceCanaries
+    ) -> None:
+        """`canaries` are told of its updates."""
+        super().__init__(fleet, participant)
+        self._canaries = canaries
+
+    def train(
+        self, request_id: str, work: link_pb2.TrainLocal, payload: Buffer, progress: ReportProgress
+    ) -> TrainingResult:
+        """See `TaskHost.train`."""
+        trained, update = super().train(request_id, work, payload, progress)
+        assert self.run is not None
+        vector = self.run.layout.decode(update)
+        self._canaries.note_other(work, self._participant.name, vector)
+        return trained, update
+
+
+class AuditedDevice(VirtualDevice):
+    """A device of an audited run: a canary from a number on."""
+
+    def __init__(
+        self,
+        canaries: DeviceCanaries,
+        fleet: VirtualFleet,
+        index: int,
+        lost: Callable[[str], None] | None = None,
+    ) -> None:
+        """See `VirtualDevice`."""
+        self._canaries = canaries
+        self._index = index
+        super().__init__(fleet, index, lost)
+
+    def _make_host(self, participant: Participant) -> VirtualHost:
+        if self._index < self._canaries.own:
+            return OtherHost(self._fleet, participant, self._canaries)
+        update = functools.partial(self._canaries.update, self._index)
+        return CanaryHost(self._fleet, participant, update)
+
+    async def _train_in_batch(
+        self, run: FleetRun, work: link_pb2.TrainLocal, model: Buffer | None
+    ) -> None:
+        """Train with the others, unless it is a canary, which does not train."""
+        if self._index < self._canaries.own:
+            await super()._train_in_batch(run, work, model)
+
+
+class DeviceAudit(Simulation):
+    """A simulated run with canary devices."""
+
+    canaries: DeviceCanaries
+
+    def _device(
+        self, fleet: VirtualFleet, index: int, lost: Callable[[str], None]
+    ) -> VirtualDevice:
+        return AuditedDevice(self.canaries, fleet, index, lost)
+
+    def _watch(self, parts: RunParts, fleet: VirtualFleet) -> None:
+        budget = parts.budgets.devices
+        assert budget is not None
+        own = self.canaries.own
+        fleet.shard_of = lambda index: (index % own, own)
+        self.canaries.clip = lambda: budget.clip
+        self.canaries.row = lambda: budget.row
+        parts.federated.watch = self.canaries.watch
+
+
+def most_in_a_run(job: Job, elements: int, own: int) -> int:
+    """The most canary devices that a run of a job can have.
+
+    Args:
+        job: with `[privacy]`.
+        elements: N, of an update.
+        own: devices of the job.
+    """
+    from isthmus.job.federated import MAX_SECURE_COHORT
+
+    privacy = job.privacy
+    assert privacy is not None
+    cohort = job.federated.cohort
+    # A round has as large a part of the canaries as of the other devices.
+    largest = 1 / privacy.delta - 1
+    if job.federated.secure_aggregation:
+        largest = min(largest, float(MAX_SECURE_COHORT))
+    return max(0, min(SpreadDirections.most(elements), int(own * (largest / cohort - 1)) - 1))
+
+
+def with_canaries(job: Job, canaries: int) -> Job:
+    """The job with so many more devices, and as many more of them in each round in proportion.
+
+    Raises:
+        JobError: its settings are for no other number of devices.
+    """
+    from isthmus.job import with_changes
+
+    federated = job.federated
+    own = job.simulation.population(federated)
+    cohort = min(own + canaries, -(-federated.cohort * (own + canaries) // own))
+    changes: dict[str, object] = {
+        "simulation.clients": own + canaries,
+        "simulation.connected": None,
+        "federated.cohort": cohort,
+    }
+    if federated.quorum is not None:
+        changes["federated.quorum"] = -(-federated.quorum * cohort // federated.cohort)
+    if job.budget is not None:
+        changes["budget"] = job.budget * cohort / federated.cohort
+    try:
+        return with_changes(job, changes)
+    except JobError as error:
+        raise JobError(f"with {canaries} canary devices the job is refused: {error}") from error
+
+
+def audit_devices(
+    job: Job, base: Path, directory: Path, elements: int, canaries: int, seed: int
+) -> DeviceAudit:
+    """A run of a job with canary devices, which is yet to be run.
+
+    Args:
+        job: with `[privacy]`.
+        base: where its relative paths start.
+        directory: of the run.
+        elements: N, of an update.
+        canaries: M, at most `most_in_a_run`.
+        seed: of directions and coins.
+
+    Raises:
+        JobError: it cannot be simulated with them.
+    """
+    simulation = DeviceAudit.new(with_canaries(job, canaries), base, directory)
+    assert isinstance(simulation, DeviceAudit)
+    generator = torch.Generator().manual_seed(seed + 1)
+    simulation.canaries = DeviceCanaries(
+        job.simulation.population(job.federated),
+        SpreadDirections.drawn(elements, canaries, seed),
+        torch.rand(canaries, generator=generator) < 0.5,
+    )
+    return simulation

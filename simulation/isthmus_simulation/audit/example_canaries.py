@@ -1,0 +1,218 @@
+"""Canary examples in a simulated run, for a job whose devices protect their examples.
+
+All devices have the data of one, so that the promise is the same for each; nine tenths of the
+examples of each are canaries. Sampling, gradients, clipping, noise and accounts are those of a
+device. The auditor sees the sum of each step with its noise, and guesses the coin of each canary
+from the likelihood of the sums with and without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from isthmus.errors import UserError
+from isthmus.job import Job, with_changes
+from isthmus.task import Participant
+from isthmus.wire import link_pb2
+from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
+from isthmus_privacy.dp_sgd.isolation import EXAMPLES
+from isthmus_simulation.audit.canary_task import KEY, SOURCE, CanaryTask, canaries_among
+from isthmus_simulation.audit.device_canaries import OVER, Guesses
+from isthmus_simulation.audit.directions import Directions
+from isthmus_simulation.devices.device import VirtualDevice, VirtualHost
+from isthmus_simulation.devices.fleet import VirtualFleet
+from isthmus_simulation.run import Simulation
+
+if TYPE_CHECKING:
+    from isthmus_server.rounds.run_parts import RunParts
+
+
+class ExampleCanaries:
+    """What is seen of the canaries of all devices."""
+
+    def __init__(self) -> None:
+        """Nothing was seen yet."""
+        self._seen: dict[str, list[torch.Tensor]] = {}
+        """The part of each step's sum in each direction, over the bound, by device."""
+        self._coins: dict[str, torch.Tensor] = {}
+        self._plans: dict[str, DeviceExamplesPlan] = {}
+
+    def device(self, name: str, task: CanaryTask, plan: DeviceExamplesPlan, examples: int) -> None:
+        """Add a device."""
+        self._plans[name] = plan
+        self._coins[name] = torch.tensor(task.coins(name, examples), dtype=torch.bool)
+
+    def watch(self, name: str, directions: Directions, total: torch.Tensor) -> None:
+        """See the sum (N) of a step of a device with its noise."""
+        canaries = len(self._coins[name])
+        seen = directions.of_all(total)[:canaries] / self._plans[name].privacy.clip
+        self._seen.setdefault(name, []).append(seen)
+
+    def guesses(self) -> Guesses:
+        """Guess the coin of each canary of a device that has trained."""
+        right = 0
+        made = 0
+        for name, rows in self._seen.items():
+            present = _evidence(torch.stack(rows), self._plans[name]) > 0
+            right += int((present == self._coins[name]).sum())
+            made += len(present)
+        return Guesses(right, made)
+
+
+def _evidence(seen: torch.Tensor, plan: DeviceExamplesPlan) -> torch.Tensor:
+    """The logarithm of the likelihood of the steps with each canary over that without it.
+
+    With the noise that the steps seem to have, by their median distance from zero, and not with the
+    promised one: with that, one that is missing would hardly be noticed.
+
+    Args:
+        seen: what each step has of each canary, (steps, canaries).
+        plan: the noise that is promised.
+
+    Returns:
+        float64 (canaries).
+    """
+    deviation = float(seen.abs().median()) / _MEDIAN_DISTANCE
+    deviation = min(max(deviation, plan.multiplier / 16), plan.multiplier)
+    exponent = (seen - 0.5) / deviation**2
+    if plan.probability == 1:
+        return exponent.sum(0)
+    absent = torch.full_like(exponent, math.log1p(-plan.probability))
+    return torch.logaddexp(absent, math.log(plan.probability) + exponent).sum(0)
+
+
+_MEDIAN_DISTANCE = 0.6745
+"""Of a standard normal number from zero."""
+
+
+class WatchedHost(VirtualHost):
+    """The task of a device, whose steps the auditor sees."""
+
+    def __init__(
+        self, fleet: VirtualFleet, participant: Participant, canaries: ExampleCanaries
+    ) -> None:
+        """`canaries` are told of its steps."""
+        super().__init__(fleet, participant)
+        self._canaries = canaries
+
+    def open(self, work: link_pb2.OpenRun) -> int:
+        """See `TaskHost.open`."""
+        examples = super().open(work)
+        run = self.run
+        assert run is not None
+        task = run.task
+        steps = run.private_steps
+        if steps is None:
+            return examples
+        assert isinstance(task, CanaryTask)
+        assert task.directions is not None
+        trained = [name for name, each in run.model.named_parameters() if each.requires_grad]
+        directions = task.directions.of_parts(trained)
+        name = self._participant.name
+        self._canaries.device(name, task, steps.plan, examples)
+        steps.watch = lambda total: self._canaries.watch(name, directions, total)
+        return examples
+
+
+class _WatchedDevice(VirtualDevice):
+    def __init__(
+        self,
+        canaries: ExampleCanaries,
+        fleet: VirtualFleet,
+        index: int,
+        lost: Callable[[str], None] | None = None,
+    ) -> None:
+        self._canaries = canaries
+        super().__init__(fleet, index, lost)
+
+    def _make_host(self, participant: Participant) -> VirtualHost:
+        return WatchedHost(self._fleet, participant, self._canaries)
+
+
+class ExampleAudit(Simulation):
+    """A simulated run with canary examples."""
+
+    canaries: ExampleCanaries
+    shard: tuple[int, int]
+    """The device whose data all have, and the devices of the job."""
+
+    def _device(
+        self, fleet: VirtualFleet, index: int, lost: Callable[[str], None]
+    ) -> VirtualDevice:
+        return _WatchedDevice(self.canaries, fleet, index, lost)
+
+    def _watch(self, parts: RunParts, fleet: VirtualFleet) -> None:
+        shard = self.shard
+        fleet.shard_of = lambda index: shard
+
+
+def audit_examples(
+    job: Job, base: Path, directory: Path, shard: tuple[int, int], elements: int, seed: int
+) -> ExampleAudit:
+    """A run of a job with canary examples, which is yet to be run.
+
+    Args:
+        job: with `[federated.privacy]`.
+        base: where its relative paths start.
+        directory: of the run.
+        shard: the device whose data all devices have, and the devices of the job.
+        elements: N, of a gradient.
+        seed: of directions and coins.
+
+    Raises:
+        JobError: it cannot be simulated.
+    """
+    privacy = job.federated.privacy
+    assert privacy is not None
+    audit = {
+        "source": job.task.source,
+        "base": str(base),
+        "seed": seed,
+        "count": min(elements, 1000),
+        "norm": OVER * privacy.clip,
+    }
+    changes = {
+        "task.source": SOURCE,
+        "task.settings": {**job.task.settings, KEY: audit},
+        # One process has all devices, whose steps it sees.
+        "simulation.processes": 1,
+        "simulation.clients": job.federated.cohort,
+        "simulation.connected": None,
+        "federated.device": "cpu",
+    }
+    simulation = ExampleAudit.new(with_changes(job, changes), base, directory)
+    assert isinstance(simulation, ExampleAudit)
+    simulation.canaries = ExampleCanaries()
+    simulation.shard = shard
+    return simulation
+
+
+def largest_device(task: object, devices: int) -> tuple[int, int]:
+    """The device with the most examples, among the first ones, and how many those are."""
+    from isthmus.task import Task, user_code
+    from isthmus.task.scoring import count_examples
+
+    assert isinstance(task, Task)
+    counts = []
+    for index in range(min(devices, MOST_LOOKED_AT)):
+        shard = index, devices
+        participant = Participant(name=f"client-{index}", regime="federated", shard=shard)
+        with user_code("local_data()"):
+            dataset = task.local_data(participant)
+        counts.append(count_examples(dataset, f"local_data() of {participant.name}"))
+    most = max(counts)
+    if canaries_among(most, 1) == 0:
+        raise UserError(
+            f"the device with the most examples has {most}, and an audit makes canaries of all but "
+            f"{EXAMPLES} of them; let devices have more examples"
+        )
+    return counts.index(most), most
+
+
+MOST_LOOKED_AT = 64
+"""Devices whose data are loaded to find one with many examples."""
