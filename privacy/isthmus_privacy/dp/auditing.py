@@ -70,7 +70,7 @@ class Measurement:
     factor: float
     """How many times weaker than promised the noise is, at least; below 1 for none."""
     epsilon: float
-    """Lower bound on epsilon: that of the mechanism with so much noise; 0 if nothing was learned."""
+    """Lower bound on epsilon, of the mechanism with so much noise; 0 if nothing was learned."""
     claimed: float
     """Epsilon of the claim."""
     most: float
