@@ -18,7 +18,7 @@ COMMANDS = "isthmus.privacy_commands"
 """Entry points of further subcommands, of packages that this one does not import."""
 
 
-class _Commands(click.Group):
+class _PrivacyCommands(click.Group):
     """Also has the subcommands that other packages provide; imports only the one that is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -33,7 +33,7 @@ class _Commands(click.Group):
         return command
 
 
-@click.group(cls=_Commands)
+@click.group(cls=_PrivacyCommands)
 def privacy() -> None:
     """Plan differential privacy, audit it, and see what was spent."""
 

@@ -132,7 +132,7 @@ class CanaryTask(Task):
         """See `Task.local_data`; the last rows are replaced by canaries."""
         dataset = self.inner.local_data(participant)
         check_task(self.inner, dataset, "federated.privacy")
-        return CanaryData(dataset, self.coins(participant.name, len(dataset)))  # type: ignore[arg-type]
+        return CanaryData(dataset, self.coins(participant.name, len(dataset)))  # type: ignore[arg-type]  # map-style
 
     def coins(self, name: str, examples: int) -> Sequence[int]:
         """The coin of each canary of a device with so many examples."""

@@ -84,7 +84,7 @@ def test_no_step_is_made_without_noise(open_run, monkeypatch, changes):
 def test_without_noise_in_the_job_the_device_finds_it(open_run):
     budget = ("federated.privacy.epsilon=3", "federated.local_steps=4", "rounds=7")
     run = open_run(*KEYS, *budget, "federated.batch_size=4")
-    plan = run._private._plan
+    plan = run.private_steps.plan
     assert (plan.steps, plan.probability, plan.participations) == (4, 0.2, 7)
     assert 2.99 < plan.epsilon(7) <= 3
 
