@@ -495,7 +495,7 @@ class ParticipantRoster(ParticipantListener):
                         ready=len(self.available()),
                         missing=sorted(set(missing) - present),
                         reason=reason,
-                        downloads=self._downloads(),
+                        downloads=tuple(self._downloads()),
                     )
                     # Anything that changes wakes this loop, such as each of a thousand devices that
                     # join.
