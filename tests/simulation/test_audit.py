@@ -92,10 +92,10 @@ def long_gradients(monkeypatch):
 
 
 def frequent_examples(monkeypatch):
-    """Examples that are in a step with twice the probability."""
+    """Examples that are in a step with three times the probability."""
     sample = examples.poisson_sample
     monkeypatch.setattr(
-        examples, "poisson_sample", lambda own, probability: sample(own, 2 * probability)
+        examples, "poisson_sample", lambda own, probability: sample(own, 3 * probability)
     )
 
 
