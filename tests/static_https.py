@@ -93,7 +93,8 @@ def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
                 return
             self.wfile.write(body[: served.sends])
             self.wfile.flush()
-            gate, rest = served.gate, body[served.sends :]
+            gate = served.gate
+            rest = body[served.sends :]
             served.sent.set()
             if served.slow is not None:
                 for byte in rest:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from isthmus.errors import UserError
+from isthmus_privacy.dp.auditing import CONFIDENCE
 from isthmus_server.cli.run import loaded_job, prepare, run_until_stopped
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from isthmus_simulation.run import Simulation
 
 _CANARIES = 1000
-_CONFIDENCE = 0.9999
 
 
 @click.command()
@@ -37,7 +37,7 @@ _CONFIDENCE = 0.9999
 @click.option(
     "--confidence",
     type=float,
-    default=_CONFIDENCE,
+    default=CONFIDENCE,
     show_default=True,
     help="Of the bounds: an honest job gives an alarm in at most 1 minus this of audits.",
 )
@@ -71,9 +71,7 @@ def audit(
         run_until_stopped(simulation.run(), loop_factory=VirtualTimeLoop)
 
     base = job.resolve().parent
-    planned = Audit(
-        loaded, base, unit=unit, canaries=canaries, confidence=confidence, run=run
-    )  # fmt: skip
+    planned = Audit(loaded, base, unit=unit, canaries=canaries, confidence=confidence, run=run)
     report = planned.report()
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))

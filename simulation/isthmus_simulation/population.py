@@ -22,11 +22,11 @@ from isthmus_server.storage.events import (
     RoundCommitted,
 )
 from isthmus_server.transport.inprocess import InProcessLink
-from isthmus_simulation.devices.device import VirtualDevice
+from isthmus_simulation.devices.device import VirtualDevice, VirtualHost
 from isthmus_simulation.devices.fleet import VirtualFleet
 
-MakeDevice = Callable[[VirtualFleet, int, Callable[[str], None]], VirtualDevice]
-"""Makes the device of a fleet with a number; see `VirtualDevice`."""
+MakeHost = Callable[[VirtualFleet, int], VirtualHost]
+"""Makes what runs the task of the device of a fleet with a number."""
 
 
 class SimulationEvents(EventStream):
@@ -52,9 +52,9 @@ class Population:
         job: Job,
         link: InProcessLink,
         fleet: VirtualFleet,
-        device: MakeDevice = VirtualDevice,
+        make_host: MakeHost,
     ) -> None:
-        """Set up; `connect` connects devices, which `device` makes.
+        """Set up; `connect` connects devices.
 
         Raises:
             JobError: fewer can be connected than a round invites.
@@ -65,7 +65,7 @@ class Population:
         self._seed = job.seed
         self._link = link
         self._fleet = fleet
-        self._device = device
+        self._make_host = make_host
         self._offline_seconds = job.simulation.offline_seconds
         self._present: set[int] = set()
         """Devices that are connected, or will be when they are back."""
@@ -98,7 +98,8 @@ class Population:
 
     def _join(self, index: int) -> None:
         if index in self._present and _name(index) not in self._link.peers:
-            device = self._device(self._fleet, index, lambda name: self._lose(index, name))
+            host = self._make_host(self._fleet, index)
+            device = VirtualDevice(self._fleet, index, lambda name: self._lose(index, name), host)
             self._link.join(_name(index), link_pb2.CLIENT, device)
 
     def _lose(self, index: int, name: str) -> None:

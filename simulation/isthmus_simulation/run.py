@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -38,7 +38,7 @@ from isthmus_server.storage.run_state import RunState
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.transport.inprocess import InProcessLink
-from isthmus_simulation.devices.device import VirtualDevice
+from isthmus_simulation.devices.device import VirtualHost
 from isthmus_simulation.devices.fleet import VirtualFleet
 from isthmus_simulation.devices.forked_crew import ForkedCrew
 from isthmus_simulation.devices.profiles import DeviceProfile
@@ -160,7 +160,7 @@ class Simulation:
             stack.enter_context(errors_of_devices_once())
             fleet = fleet_of(job, store.directory, self._crew or self._forks())
             stack.enter_context(contextlib.closing(fleet))
-            population = Population(job, link, fleet, self._device)
+            population = Population(job, link, fleet, self._host)
             events.whole_population = population.is_whole
             check_participants(job, load_policy(job.strategy), population.count)
             clock = VirtualClock(store.run_state().elapsed)
@@ -185,11 +185,9 @@ class Simulation:
         progress.end()
         return final
 
-    def _device(
-        self, fleet: VirtualFleet, index: int, lost: Callable[[str], None]
-    ) -> VirtualDevice:
-        """One of the devices."""
-        return VirtualDevice(fleet, index, lost)
+    def _host(self, fleet: VirtualFleet, index: int) -> VirtualHost:
+        """What runs the task of the device with a number."""
+        return VirtualHost(fleet, fleet.participant(index))
 
     def _watch(self, parts: RunParts, fleet: VirtualFleet) -> None:
         """Called before the run begins, for what watches it; here nothing does."""

@@ -113,15 +113,16 @@ def repeated_devices(monkeypatch):
 
 
 FAULTS = [
-    (weaker_sum, GAUSSIAN),
-    (weaker_shares, DISTRIBUTED),
-    (long_updates, GAUSSIAN),
-    (repeated_devices, (*GAUSSIAN, "rounds=4", "privacy.participations=1")),
-    (weaker_steps, EXAMPLES),
-    (long_gradients, EXAMPLES),
-    (frequent_examples, EXAMPLES),
-    (repeated_examples, EXAMPLES),
+    (weaker_sum, GAUSSIAN, 500),
+    (weaker_shares, DISTRIBUTED, 1500),  # all devices are there: more noise than is counted on
+    (long_updates, GAUSSIAN, 500),
+    (repeated_devices, (*GAUSSIAN, "rounds=4", "privacy.participations=1"), 700),
+    (weaker_steps, EXAMPLES, 700),
+    (long_gradients, EXAMPLES, 700),
+    (frequent_examples, EXAMPLES, 700),
+    (repeated_examples, EXAMPLES, 2000),
 ]
+"""With canaries so many that an audit in 100,000 misses the fault."""
 HONEST = [
     GAUSSIAN,
     DISTRIBUTED,
@@ -130,17 +131,20 @@ HONEST = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "job"), FAULTS, ids=lambda each: getattr(each, "__name__", ""))
-def test_a_fault_of_the_real_steps_is_found(audit, monkeypatch, fault, job):
+@pytest.mark.parametrize(
+    ("fault", "job", "canaries"), FAULTS, ids=lambda each: getattr(each, "__name__", "")
+)
+def test_a_fault_of_the_real_steps_is_found(audit, monkeypatch, fault, job, canaries):
     fault(monkeypatch)
-    report = audit(*job)
+    report = audit(*job, canaries=canaries)
     assert report.is_alarm
     assert report.measurement.epsilon > report.measurement.claimed
     assert "ALARM" in dict(report.lines())["verdict"]
 
 
 @pytest.mark.parametrize("job", HONEST, ids=["gaussian", "distributed", "correlated", "dp-sgd"])
-def test_an_honest_job_is_measured_below_its_claim_and_not_far_below(audit, job):
-    found = audit(*job).measurement
+def test_an_honest_job_gives_no_alarm_and_is_guessed_nearly_as_often_as_it_allows(audit, job):
+    found = audit(*job, canaries=1000).measurement
     assert not found.is_alarm
-    assert found.claimed / 4 < found.epsilon <= found.claimed
+    assert found.epsilon <= found.claimed
+    assert found.right / found.guesses > found.allowed - 0.1  # which is 0.08 above coins

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator
 
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 
 class Originals:
@@ -50,18 +51,18 @@ def parameters_without_memory() -> Iterator[Originals]:
     Each is made with memory, which is freed when it is registered; initialising it afterwards does
     nothing. Buffers and other tensors have their values. Not for several threads.
     """
-    register = nn.Module.register_parameter
     originals = Originals()
 
-    def without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, param)
-        # A parameter of another module that is tied stays the same object.
-        if param is not None and not param.is_meta:
-            originals.replaced(param)
-            self._parameters[name] = nn.Parameter(param.to("meta"), param.requires_grad)
+    def without_memory(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.is_meta:  # that of another module, which is tied: it stays the same object
+            return parameter
+        originals.replaced(parameter)
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign] # PyTorch has no hook
+    hook = register_module_parameter_registration_hook(
+        without_memory  # type: ignore[arg-type]  # what it returns is registered, says PyTorch
+    )
     try:
         yield originals
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign] # PyTorch has no hook
+        hook.remove()

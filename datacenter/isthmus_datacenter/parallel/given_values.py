@@ -40,7 +40,7 @@ def values_while_called(root: nn.Module, read: Read, take: Take | None = None) -
     # Modules may share a parameter, which then has one gradient.
     paths = {parameter: path for path, parameter in root.named_parameters()}
     with contextlib.ExitStack() as restored:
-        restored.enter_context(_RefusesMissingValues())  # type: ignore[no-untyped-call] # of PyTorch
+        restored.enter_context(_RefusesMissingValues())  # type: ignore[no-untyped-call]  # PyTorch has no types for it
         for module in root.modules():
             own = {name: each for name, each in module._parameters.items() if each is not None}
             if own:
@@ -60,7 +60,7 @@ def unobserved() -> Iterator[None]:
         yield
 
 
-class _RefusesMissingValues(TorchDispatchMode):  # type: ignore[no-untyped-call] # of PyTorch
+class _RefusesMissingValues(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has no types for it
     """Refuses operators on tensors without memory.
 
     PyTorch's product of a matrix on a processor and one on `meta` is a matrix of any numbers.
@@ -201,7 +201,7 @@ class _Calls:
         if not parameter.requires_grad or not torch.is_grad_enabled():
             return self._values(path, parameter)
         gradients.given(path)
-        return _Given.apply(  # type: ignore[no-untyped-call] # PyTorch's own
+        return _Given.apply(  # type: ignore[no-untyped-call]  # PyTorch has no types for it
             torch.empty(0, requires_grad=True),
             functools.partial(self._values, path, parameter),
             functools.partial(gradients.received, path),

@@ -475,7 +475,7 @@ class WatchedGradients:
                 assert parameter is not None
                 if parameter.requires_grad and self._watched.get(key) is not parameter:
                     self._watched[key] = parameter
-                    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call] # of PyTorch
+                    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # PyTorch has no types for it
                         lambda _, key=key: self.used.add(key)
                     )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -27,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isthmus.errors import TaskError
 from isthmus_datacenter.rank_messages import RankMessages
+
+log = logging.getLogger(__name__)
 
 REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """Whether this PyTorch can reduce gradients that only some ranks have."""
@@ -182,8 +185,8 @@ def refuse_changed_parameters(model: nn.Module, try_batch: Callable[[int, bool],
         _record(model, [], TRY_EXAMPLES[0], True, try_batch)
     except _ParameterChangedError as changed:
         raise TaskError(changes_parameter(changed.name)) from None
-    except Exception:  # noqa: BLE001, S110 - it may work with batches of the job's size only
-        pass
+    except Exception as error:  # noqa: BLE001 - it may work with batches of the job's size only
+        log.debug("parameters that the forward pass changes were not looked for: %s", error)
 
 
 def changes_parameter(name: str) -> str:
@@ -335,11 +338,11 @@ class _Recorder:
             self._random = random.getstate()
 
 
-class _ReadByOperator(TorchDispatchMode):  # type: ignore[no-untyped-call] # of PyTorch
+class _ReadByOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has no types for it
     """Notes operators whose result, or its size, Python can decide by."""
 
     def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # of PyTorch
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch has no types for it
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

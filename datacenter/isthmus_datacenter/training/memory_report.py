@@ -55,7 +55,8 @@ from isthmus_datacenter.training.repeated_blocks import (
 _CPU = torch.device("cpu")
 _WANT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _TWICE = "multiple iterative calls"
-"""In the message of PyTorch's tracker about a module that is called twice in a pass."""
+"""In the message of PyTorch's tracker about a module that is called twice in a pass, which has no
+class of its own."""
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 """Sizes of small parameters, by which the dimensions of an optimizer's state are recognised."""
 
@@ -138,7 +139,7 @@ def _memory(counts: Mapping[Any, int]) -> RankMemory:
     )
 
 
-class _PeakTracker(MemTracker):  # type: ignore[misc]  # untyped in PyTorch
+class _PeakTracker(MemTracker):  # type: ignore[misc]  # PyTorch has no types for it
     """Keeps the peaks between calls of blocks, and not that of each module.
 
     PyTorch's tracker looks at all modules in each operation, which takes most of the time of a
@@ -186,7 +187,7 @@ class _PeakTracker(MemTracker):  # type: ignore[misc]  # untyped in PyTorch
             tensors = (each for each in tree_leaves(output) if isinstance(each, torch.Tensor))
             trained = next((each for each in tensors if each.requires_grad), None)
             if trained is not None:
-                trained.register_hook(begin)  # type: ignore[no-untyped-call]  # of PyTorch
+                trained.register_hook(begin)  # type: ignore[no-untyped-call]  # PyTorch has no types for it
 
         return hook
 
@@ -293,18 +294,22 @@ def _dims(job: Job, ranks: int, accelerators: bool) -> ParallelDims:
 
 @contextlib.contextmanager
 def _readable_meshes() -> Iterator[None]:
-    """Within it meshes may be joined, which reads the numbers of their ranks."""
+    """Within it meshes may be joined, which reads the numbers of their ranks.
+
+    PyTorch joins those of sharding and tensor parallelism itself, within the modes in which nothing
+    has values, and has no way to say that these tensors have some.
+    """
     joined = DeviceMesh._concatenate
 
     def join(meshes: list[DeviceMesh]) -> DeviceMesh:
         with _disable_current_modes():
             return joined(meshes)
 
-    DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign, assignment]  # for a while
+    DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign, assignment]  # until the block ends
     try:
         yield
     finally:
-        DeviceMesh._concatenate = staticmethod(joined)  # type: ignore[method-assign]  # as it was
+        DeviceMesh._concatenate = staticmethod(joined)  # type: ignore[method-assign]  # its own again
 
 
 @contextlib.contextmanager
@@ -414,7 +419,7 @@ def _pass(task: Task, model: nn.Module, batch: Any, tracker: MemTracker | None =
     before = {} if tracker is None else _kinds(tracker)
     total = _loss(task, model, batch)
     after = {} if tracker is None else _kinds(tracker)
-    total.backward()  # type: ignore[no-untyped-call]  # untyped in PyTorch
+    total.backward()  # type: ignore[no-untyped-call]  # PyTorch has no types for it
     # Gathered parameters are there too, and no activations.
     kinds = [kind for kind in after if kind not in ("Parameter", "Gradient", "Total")]
     return sum(after[kind] - before.get(kind, 0) for kind in kinds)

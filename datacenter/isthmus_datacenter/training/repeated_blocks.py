@@ -148,11 +148,11 @@ def _operators(blocks: Sequence[nn.Module], run: Callable[[], object]) -> dict[n
     return {block: operators[0] for block, operators in calls.items() if len(operators) == 1}
 
 
-class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # of PyTorch
+class _OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has no types for it
     """Notes operators with the shapes of what they take and return."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # of PyTorch
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch has no types for it
         self.operators: list[Hashable] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -165,7 +165,7 @@ class Composition:
         )
 
     @property
-    def _gaussian_multiplier(self) -> float | None:
+    def gaussian_multiplier(self) -> float | None:
         """The noise multiplier of the one Gaussian that all of them compose to."""
         total = self.gaussian + math.fsum(
             1 / each.noise_multiplier**2
@@ -190,7 +190,7 @@ def _epsilon(composition: Composition, delta: float) -> float:
     import dp_accounting
     from dp_accounting import pld, rdp
 
-    multiplier = composition._gaussian_multiplier
+    multiplier = composition.gaussian_multiplier
     events = []
     if multiplier is not None:
         events.append(dp_accounting.GaussianDpEvent(multiplier))

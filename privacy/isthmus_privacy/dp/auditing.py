@@ -14,8 +14,8 @@ Machine Learning", convert error rates by the curve of a mechanism).
 
 The canaries of one run are counted as independent. They are, if each has a direction of its own,
 orthogonal to the others', and the noise of different directions is independent, as that of the
-mechanisms here. A bound without this assumption (theorem 5.2 of the former) needs a hundred times
-as many canaries to find that half of the noise is missing.
+mechanisms here. A bound without this assumption (theorem 5.2 of the former) needs far more canaries
+to find that half of the noise is missing.
 
 >>> claim = Claim(Gaussian(1.0), times=1, delta=1e-5)
 >>> round(claim.epsilon(), 3), round(claim.right(), 3)
@@ -258,7 +258,7 @@ def _right(composition: Composition) -> float:
     Discrete Gaussian noise of devices, which is charged as zero-concentrated, is Gaussian in a sum
     of theirs to 1e-30, see `distributed`.
     """
-    multiplier = composition._gaussian_multiplier
+    multiplier = composition.gaussian_multiplier
     squared = 2 * composition.rho + (0.0 if multiplier is None else multiplier**-2)
     if not composition.sampled:
         return math.erfc(-math.sqrt(squared) / 2 / math.sqrt(2)) / 2

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from isthmus.errors import JobError, UserError
 from isthmus.job import Job
+from isthmus.job.federated import MAX_SECURE_COHORT
 from isthmus.task import Task, load_task
 from isthmus_privacy.dp.accounting import SampledGaussian
 from isthmus_privacy.dp.auditing import Claim, Measurement
@@ -24,9 +25,6 @@ from isthmus_simulation.run import Simulation
 
 Unit = Literal["device", "example"]
 
-CANARIES = 1000
-"""Of an audit, unless it is told otherwise."""
-MOST_CANARIES = 1_000_000
 _AT_ONCE = 1000
 """Canary devices of a run: each has a vector in memory while it is encoded."""
 _MOST_RUNS = 200
@@ -83,27 +81,35 @@ class AuditReport:
         finds = "no missing noise"
         if found.finds is not None:
             finds = f"noise below {found.finds:.0%} of what is promised, in 99 of 100 audits"
-        lines = [
+        verdict = "no alarm: nothing was measured that the claim excludes"
+        if found.is_alarm:
+            verdict = (
+                f"ALARM: it is as if the noise was {1 / found.factor:.0%} of what is promised, or "
+                "each canary contributed more than it may; an honest job gives an alarm in at most "
+                f"{1 - found.confidence:.2%} of audits"
+            )
+        return [
             ("unit", f"one {self.unit}, whose {neighbour} zeros in the neighbouring data"),
             ("noise", self.mechanism),
-            ("claimed", f"epsilon {found.claimed:.3f} at delta {self.delta:g} (the budget is "
-             f"{self.budget:g})"),
+            (
+                "claimed",
+                f"epsilon {found.claimed:.3f} at delta {self.delta:g} (the budget is "
+                f"{self.budget:g})",
+            ),
             ("measured", f"epsilon at least {found.epsilon:.3f}, with confidence {confidence}"),
-            ("guesses", f"{found.right} of {found.guesses} right, in {self.runs} simulated "
-             f"run{'' if self.runs == 1 else 's'}; so at least {found.probability:.1%} are, and "
-             f"the claim allows {found.allowed:.1%}"),
-            ("reach", f"so many guesses can show at most an epsilon of {found.most:.3g}, and find "
-             f"{finds}"),
-        ]  # fmt: skip
-        if not found.is_alarm:
-            lines.append(("verdict", "no alarm: nothing was measured that the claim excludes"))
-        else:
-            lines.append(
-                ("verdict", f"ALARM: it is as if the noise was {1 / found.factor:.0%} of what is "
-                 "promised, or each canary contributed more than it may; an honest job gives "
-                 f"an alarm in at most {1 - found.confidence:.2%} of audits")
-            )  # fmt: skip
-        return lines
+            (
+                "guesses",
+                f"{found.right} of {found.guesses} right, in {self.runs} simulated "
+                f"run{'' if self.runs == 1 else 's'}; so at least {found.probability:.1%} are, and "
+                f"the claim allows {found.allowed:.1%}",
+            ),
+            (
+                "reach",
+                f"so many guesses can show at most an epsilon of {found.most:.3g}, and find "
+                f"{finds}",
+            ),
+            ("verdict", verdict),
+        ]
 
 
 class Audit:
@@ -153,9 +159,8 @@ class Audit:
         model = GlobalModel.of(self.job, task, self.base)
         if self.unit == "device":
             return self._devices(model.layout.size)
-        trained = sum(
-            each.numel() for each in model.module.parameters() if each.requires_grad
-        )  # fmt: skip
+        parameters = model.module.parameters()
+        trained = sum(each.numel() for each in parameters if each.requires_grad)
         return self._examples(task, trained)
 
     def _membership(self, task: Task) -> MembershipReport:
@@ -177,8 +182,8 @@ class Audit:
         if most < 1:
             raise JobError(
                 f"a round with {job.federated.cohort} of {own} devices has no room for a canary "
-                f"device, with delta={privacy.delta:g} and secure sums of at most 1,400 devices; "
-                "lower delta or federated.cohort"
+                f"device, with delta={privacy.delta:g} and secure sums of at most "
+                f"{MAX_SECURE_COHORT:,} devices; lower delta or federated.cohort"
             )
         self._check_enough(claim)
 
@@ -280,7 +285,7 @@ def unit_of(job: Job, wanted: Unit | None) -> Unit | None:
         if not has[wanted]:
             promised = [f"a table {tables[unit]}" for unit, is_there in has.items() if is_there]
             raise JobError(
-                f"{job.name!r} has no table {tables[wanted]}, which would protect a {wanted}; it "
+                f"{job.name!r} has no table {tables[wanted]}, and it "
                 f"has {' and '.join(promised) or 'no noise for what devices send'}: remove --unit"
             )
         return wanted

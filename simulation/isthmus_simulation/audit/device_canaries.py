@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from isthmus.errors import JobError, UserError
-from isthmus.job import Job
+from isthmus.job import Job, with_changes
+from isthmus.job.federated import MAX_SECURE_COHORT
 from isthmus.task import Participant
 from isthmus.transport.blobs import Buffer
 from isthmus.transport.worker import ReportProgress
@@ -30,8 +31,8 @@ from isthmus_privacy.dp.clipping import norm_of
 from isthmus_server.regimes.base import AttemptSpec, FederatedResult
 from isthmus_server.regimes.federated import updates_in
 from isthmus_simulation.audit.directions import SpreadDirections
-from isthmus_simulation.devices.device import VirtualDevice, VirtualHost
-from isthmus_simulation.devices.fleet import FleetRun, VirtualFleet
+from isthmus_simulation.devices.device import VirtualHost
+from isthmus_simulation.devices.fleet import VirtualFleet
 from isthmus_simulation.run import Simulation
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ def _mixing(coefficients: object, rows: int) -> torch.Tensor:
 class CanaryHost(VirtualHost):
     """In place of the task of a canary device: an update of the auditor's choice."""
 
+    trains = False
+
     def __init__(
         self, fleet: VirtualFleet, participant: Participant, update: Callable[[], torch.Tensor]
     ) -> None:
@@ -193,44 +196,17 @@ class OtherHost(VirtualHost):
         return trained, update
 
 
-class AuditedDevice(VirtualDevice):
-    """A device of an audited run: a canary from a number on."""
-
-    def __init__(
-        self,
-        canaries: DeviceCanaries,
-        fleet: VirtualFleet,
-        index: int,
-        lost: Callable[[str], None] | None = None,
-    ) -> None:
-        """See `VirtualDevice`."""
-        self._canaries = canaries
-        self._index = index
-        super().__init__(fleet, index, lost)
-
-    def _make_host(self, participant: Participant) -> VirtualHost:
-        if self._index < self._canaries.own:
-            return OtherHost(self._fleet, participant, self._canaries)
-        update = functools.partial(self._canaries.update, self._index)
-        return CanaryHost(self._fleet, participant, update)
-
-    async def _train_in_batch(
-        self, run: FleetRun, work: link_pb2.TrainLocal, model: Buffer | None
-    ) -> None:
-        """Train with the others, unless it is a canary, which does not train."""
-        if self._index < self._canaries.own:
-            await super()._train_in_batch(run, work, model)
-
-
 class DeviceAudit(Simulation):
-    """A simulated run with canary devices."""
+    """A simulated run with canary devices, which have the numbers after all others."""
 
     canaries: DeviceCanaries
 
-    def _device(
-        self, fleet: VirtualFleet, index: int, lost: Callable[[str], None]
-    ) -> VirtualDevice:
-        return AuditedDevice(self.canaries, fleet, index, lost)
+    def _host(self, fleet: VirtualFleet, index: int) -> VirtualHost:
+        participant = fleet.participant(index)
+        if index < self.canaries.own:
+            return OtherHost(fleet, participant, self.canaries)
+        update = functools.partial(self.canaries.update, index)
+        return CanaryHost(fleet, participant, update)
 
     def _watch(self, parts: RunParts, fleet: VirtualFleet) -> None:
         budget = parts.budgets.devices
@@ -250,8 +226,6 @@ def most_in_a_run(job: Job, elements: int, own: int) -> int:
         elements: N, of an update.
         own: devices of the job.
     """
-    from isthmus.job.federated import MAX_SECURE_COHORT
-
     privacy = job.privacy
     assert privacy is not None
     cohort = job.federated.cohort
@@ -268,8 +242,6 @@ def with_canaries(job: Job, canaries: int) -> Job:
     Raises:
         JobError: its settings are for no other number of devices.
     """
-    from isthmus.job import with_changes
-
     federated = job.federated
     own = job.simulation.population(federated)
     cohort = min(own + canaries, -(-federated.cohort * (own + canaries) // own))

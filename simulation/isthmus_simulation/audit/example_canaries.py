@@ -9,7 +9,6 @@ from the likelihood of the sums with and without it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,19 +16,29 @@ import torch
 
 from isthmus.errors import UserError
 from isthmus.job import Job, with_changes
-from isthmus.task import Participant
+from isthmus.task import Participant, Task, user_code
+from isthmus.task.scoring import count_examples
 from isthmus.wire import link_pb2
 from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 from isthmus_privacy.dp_sgd.isolation import EXAMPLES
 from isthmus_simulation.audit.canary_task import KEY, SOURCE, CanaryTask, canaries_among
 from isthmus_simulation.audit.device_canaries import OVER, Guesses
 from isthmus_simulation.audit.directions import Directions
-from isthmus_simulation.devices.device import VirtualDevice, VirtualHost
+from isthmus_simulation.devices.device import VirtualHost
 from isthmus_simulation.devices.fleet import VirtualFleet
 from isthmus_simulation.run import Simulation
 
 if TYPE_CHECKING:
     from isthmus_server.rounds.run_parts import RunParts
+
+MOST_LOOKED_AT = 64
+"""Devices whose data are loaded to find one with many examples."""
+MOST_ON_A_DEVICE = 1000
+"""Canaries among the examples of a device: each has a direction in memory."""
+_LEAST_NOISE = 1 / 16
+"""Of the promised noise: less is not told apart from it."""
+_MEDIAN_DISTANCE = 0.6745
+"""Of a standard normal number from zero."""
 
 
 class ExampleCanaries:
@@ -78,16 +87,12 @@ def _evidence(seen: torch.Tensor, plan: DeviceExamplesPlan) -> torch.Tensor:
         float64 (canaries).
     """
     deviation = float(seen.abs().median()) / _MEDIAN_DISTANCE
-    deviation = min(max(deviation, plan.multiplier / 16), plan.multiplier)
+    deviation = min(max(deviation, _LEAST_NOISE * plan.multiplier), plan.multiplier)
     exponent = (seen - 0.5) / deviation**2
     if plan.probability == 1:
         return exponent.sum(0)
     absent = torch.full_like(exponent, math.log1p(-plan.probability))
     return torch.logaddexp(absent, math.log(plan.probability) + exponent).sum(0)
-
-
-_MEDIAN_DISTANCE = 0.6745
-"""Of a standard normal number from zero."""
 
 
 class WatchedHost(VirtualHost):
@@ -119,21 +124,6 @@ class WatchedHost(VirtualHost):
         return examples
 
 
-class _WatchedDevice(VirtualDevice):
-    def __init__(
-        self,
-        canaries: ExampleCanaries,
-        fleet: VirtualFleet,
-        index: int,
-        lost: Callable[[str], None] | None = None,
-    ) -> None:
-        self._canaries = canaries
-        super().__init__(fleet, index, lost)
-
-    def _make_host(self, participant: Participant) -> VirtualHost:
-        return WatchedHost(self._fleet, participant, self._canaries)
-
-
 class ExampleAudit(Simulation):
     """A simulated run with canary examples."""
 
@@ -141,10 +131,8 @@ class ExampleAudit(Simulation):
     shard: tuple[int, int]
     """The device whose data all have, and the devices of the job."""
 
-    def _device(
-        self, fleet: VirtualFleet, index: int, lost: Callable[[str], None]
-    ) -> VirtualDevice:
-        return _WatchedDevice(self.canaries, fleet, index, lost)
+    def _host(self, fleet: VirtualFleet, index: int) -> VirtualHost:
+        return WatchedHost(fleet, fleet.participant(index), self.canaries)
 
     def _watch(self, parts: RunParts, fleet: VirtualFleet) -> None:
         shard = self.shard
@@ -173,7 +161,7 @@ def audit_examples(
         "source": job.task.source,
         "base": str(base),
         "seed": seed,
-        "count": min(elements, 1000),
+        "count": min(elements, MOST_ON_A_DEVICE),
         "norm": OVER * privacy.clip,
     }
     changes = {
@@ -192,12 +180,12 @@ def audit_examples(
     return simulation
 
 
-def largest_device(task: object, devices: int) -> tuple[int, int]:
-    """The device with the most examples, among the first ones, and how many those are."""
-    from isthmus.task import Task, user_code
-    from isthmus.task.scoring import count_examples
+def largest_device(task: Task, devices: int) -> tuple[int, int]:
+    """The device with the most examples, among the first ones, and how many those are.
 
-    assert isinstance(task, Task)
+    Raises:
+        UserError: even that has too few.
+    """
     counts = []
     for index in range(min(devices, MOST_LOOKED_AT)):
         shard = index, devices
@@ -212,7 +200,3 @@ def largest_device(task: object, devices: int) -> tuple[int, int]:
             f"{EXAMPLES} of them; let devices have more examples"
         )
     return counts.index(most), most
-
-
-MOST_LOOKED_AT = 64
-"""Devices whose data are loaded to find one with many examples."""

@@ -12,8 +12,9 @@ Two attacks, each in one simulated run:
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from isthmus_clients.device.task_host import TrainingResult
 from isthmus_privacy.dp.auditing import lower_bound
 from isthmus_server.python.saved_model import load_model
 from isthmus_server.regimes.base import AttemptSpec, FederatedResult
-from isthmus_simulation.devices.device import VirtualDevice, VirtualHost
+from isthmus_simulation.devices.device import VirtualHost
 from isthmus_simulation.devices.fleet import VirtualFleet
 from isthmus_simulation.run import Simulation
 
@@ -134,30 +135,13 @@ class _TossingHost(VirtualHost):
         return trained, update
 
 
-class _TossingDevice(VirtualDevice):
-    def __init__(
-        self,
-        membership: DeviceMembership,
-        fleet: VirtualFleet,
-        index: int,
-        lost: Callable[[str], None] | None = None,
-    ) -> None:
-        self._membership = membership
-        super().__init__(fleet, index, lost)
-
-    def _make_host(self, participant: Participant) -> VirtualHost:
-        return _TossingHost(self._fleet, participant, self._membership)
-
-
 class MembershipRun(Simulation):
     """A simulated run of a job in which each device tosses a coin in each round."""
 
     membership: DeviceMembership
 
-    def _device(
-        self, fleet: VirtualFleet, index: int, lost: Callable[[str], None]
-    ) -> VirtualDevice:
-        return _TossingDevice(self.membership, fleet, index, lost)
+    def _host(self, fleet: VirtualFleet, index: int) -> VirtualHost:
+        return _TossingHost(fleet, fleet.participant(index), self.membership)
 
     def _watch(self, parts: RunParts, fleet: VirtualFleet) -> None:
         parts.federated.watch = self.membership.watch
@@ -200,19 +184,26 @@ class MembershipReport:
         found = [
             ("noise", f"none: {self.job!r} promises nothing about what its sums and model reveal"),
             ("a device", f"{self.right} of {made} guesses whether it is in a sum are right"),
-            ("", f"area under the curve {device.area:.3f}; {device.found:.0%} of those in it are "
-                 "found with 1 % false alarms"),
-            ("", f"no guarantee below an epsilon of {self.epsilon:.2f} can hold in one round, with "
-                 f"confidence {self.confidence:.4%}"),
-        ]  # fmt: skip
+            (
+                "",
+                f"area under the curve {device.area:.3f}; {device.found:.0%} of those in it are "
+                "found with 1 % false alarms",
+            ),
+            (
+                "",
+                f"no guarantee below an epsilon of {self.epsilon:.2f} can hold in one round, with "
+                f"confidence {self.confidence:.4%}",
+            ),
+        ]
         if self.example is None:
             found.append(("an example", f"not attacked: {self.no_example}"))
         else:
-            found += [
-                ("an example", f"area under the curve {self.example.area:.3f} by its loss of the "
-                 f"final model; {self.example.found:.1%} of {self.example.members} that were "
-                 "trained on are found with 1 % false alarms"),
-            ]  # fmt: skip
+            by_loss = (
+                f"area under the curve {self.example.area:.3f} by its loss of the final model; "
+                f"{self.example.found:.1%} of {self.example.members} that were trained on are "
+                "found with 1 % false alarms"
+            )
+            found.append(("an example", by_loss))
         found.append(("to bound it", "add a table [privacy], or [federated.privacy] for examples"))
         return found
 
@@ -241,8 +232,6 @@ def report_of(run: MembershipRun, task: Task, devices: int, confidence: float) -
     Raises:
         UserError: no sum was opened, or only with few devices.
     """
-    import math
-
     membership = run.membership
     made = len(membership.inside) + len(membership.outside)
     if not membership.inside or not membership.outside:

@@ -35,6 +35,9 @@ _UNUSED_KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 class VirtualHost(InProcessHost):
     """Runs the task of one simulated device on the model that its fleet shares."""
 
+    trains = True
+    """Whether a batch of devices may train this one; False for one whose update is made up."""
+
     def __init__(self, fleet: VirtualFleet, participant: Participant) -> None:
         """Set up; `open` loads the device's data."""
         folder = None if fleet.folder is None else fleet.folder / participant.name
@@ -96,7 +99,11 @@ class VirtualDevice(Agent):
     """One device of a fleet (an `isthmus.transport.worker.Worker`)."""
 
     def __init__(
-        self, fleet: VirtualFleet, index: int, lost: Callable[[str], None] | None = None
+        self,
+        fleet: VirtualFleet,
+        index: int,
+        lost: Callable[[str], None] | None = None,
+        host: VirtualHost | None = None,
     ) -> None:
         """Set up.
 
@@ -104,18 +111,15 @@ class VirtualDevice(Agent):
             fleet: what it shares with other devices.
             index: its number.
             lost: called with its name when it is lost in the middle of a request.
+            host: what runs its task; None for a host that does just that.
         """
         self._fleet = fleet
         self.profile: DeviceProfile = fleet.profile(index)
         participant = fleet.participant(index)
-        self._host = self._make_host(participant)
+        self._host = host or VirtualHost(fleet, participant)
         super().__init__(participant, fleet.data, signing_key=_UNUSED_KEY, host=self._host)
         self._secure: UnmaskedSessions = UnmaskedSessions(participant.name, fleet.residuals)
         self._lost = lost
-
-    def _make_host(self, participant: Participant) -> VirtualHost:
-        """What runs the task."""
-        return VirtualHost(self._fleet, participant)
 
     async def work(
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
@@ -160,6 +164,8 @@ class VirtualDevice(Agent):
         self, run: FleetRun, work: link_pb2.TrainLocal, model: Buffer | None
     ) -> None:
         device_run = self._host.run
+        if not self._host.trains:
+            return
         if model is None or device_run is None:
             return  # the agent refuses the request
         self._secure.begin(run.active, work, model)

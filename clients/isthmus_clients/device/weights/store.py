@@ -22,7 +22,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -134,8 +133,12 @@ class WeightStore:
         return shutil.disk_usage(self.directory).free
 
     @contextlib.contextmanager
-    def filling(self, file: ListedFile) -> Iterator[PartialFile | None]:
+    def filling(self, file: ListedFile, *, wait: bool = False) -> Iterator[PartialFile | None]:
         """Fill a file; None while another process is at it, or if it is here.
+
+        Args:
+            file: to be filled.
+            wait: until no other process is at it.
 
         Raises:
             DiskFull: there is no room.
@@ -146,7 +149,7 @@ class WeightStore:
         with _told(self.directory):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with os.fdopen(handle, "r+b", buffering=0) as opened:
-            if self.has(file) or not _locked(opened) or not _is_same(opened, path):
+            if self.has(file) or not _locked(opened, wait=wait) or not _is_same(opened, path):
                 yield None
                 return
             yield PartialFile(self, file, opened)
@@ -171,9 +174,8 @@ class WeightStore:
         for file in manifest.files:
             source = folders[parts.index(file.part)] / file.name
             while not self.has(file):
-                with self.filling(file) as partial:
-                    if partial is None:
-                        time.sleep(0.05)  # another process copies the same file
+                with self.filling(file, wait=True) as partial:
+                    if partial is None:  # another process has copied it, or has given up
                         continue
                     partial.restart()
                     for piece in _pieces(source):
@@ -429,9 +431,10 @@ def _pieces(path: Path) -> Iterator[bytes]:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _locked(opened: IO[bytes]) -> bool:
+def _locked(opened: IO[bytes], *, wait: bool = False) -> bool:
+    """Have the lock of an open file; False if another process has it and is not waited for."""
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(opened, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
