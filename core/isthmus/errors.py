@@ -17,7 +17,8 @@ The hierarchy::
     └── LinkError                       the connection to a participant
         ├── ParticipantLost             silent for longer than its lease, or restarted
         └── AdmissionRefused            the request was refused, with the reason
-            └── CertificateExpired      by a clock, which may be wrong: worth another try
+            └── AdmissionDelayed        for now: worth another try
+                └── CertificateExpired  by a clock, which may be wrong
 
 Users see only the message of a `UserError`: what is wrong, where, and what to do.
 
@@ -147,5 +148,9 @@ class AdmissionRefused(LinkError):
     """The other side received the request and refused it."""
 
 
-class CertificateExpired(AdmissionRefused):
+class AdmissionDelayed(AdmissionRefused):
+    """The other side cannot tell now whether it will refuse; it is worth another try."""
+
+
+class CertificateExpired(AdmissionDelayed):
     """A certificate is over by the clock of this machine or of the server, which may be wrong."""

@@ -20,7 +20,13 @@ import grpc.aio
 from cryptography import x509
 from google.protobuf.message import Message
 
-from isthmus.errors import AdmissionRefused, CertificateExpired, DamagedError, UserError
+from isthmus.errors import (
+    AdmissionDelayed,
+    AdmissionRefused,
+    CertificateExpired,
+    DamagedError,
+    UserError,
+)
 from isthmus.grpc_errors import NOT_PASSED, short_message
 from isthmus.identity import tls
 from isthmus.identity.membership import Membership
@@ -94,6 +100,11 @@ class RegistryCopy:
 
     def close(self) -> None:
         """Nothing is open."""
+
+    def is_revoked(self, name: str) -> bool:
+        """Whether a participant is known, and revoked."""
+        member = self._members.get(name)
+        return member is not None and member.HasField("revoked")
 
     @property
     def copied(self) -> str:
@@ -265,7 +276,12 @@ class RemoteMembers(Members):
         return statement
 
     async def check(self, subject: tls.Subject) -> None:
-        """As `Members.check`; for one who has joined just now the authority is asked first."""
+        """As `Members.check`; for one who has joined just now the authority is asked first.
+
+        Raises:
+            AdmissionDelayed: it cannot be asked.
+            AdmissionRefused: see `Members.check`.
+        """
         asked_at = time.monotonic()
         try:
             self.copy.check(subject)
@@ -276,7 +292,12 @@ class RemoteMembers(Members):
                 await self._sync(not_before=asked_at)
             except AdmissionRefused as error:
                 log.warning("%s", error)
-                raise refused from None
+                if self.copy.is_revoked(subject.name):
+                    raise refused from None
+                raise AdmissionDelayed(
+                    f"{refused}, as far as it knows: it cannot ask the authority now who has "
+                    "joined since, and may later"
+                ) from None
             self.copy.check(subject)
 
     async def renew(self, subject: tls.Subject, request: bytes) -> tuple[bytes, tls.Subject]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
-from isthmus.errors import AdmissionRefused, CertificateExpired, UserError
+from isthmus.errors import AdmissionDelayed, AdmissionRefused, UserError
 from isthmus.transport.blobs import Piece
 from isthmus.transport.stream import to_the_end
 from isthmus.transport.uplink import CHANNEL_OPTIONS, OLDEST_VERSION, VERSION
@@ -159,8 +159,8 @@ class Refusal(NamedTuple):
 
     @classmethod
     def of(cls, error: AdmissionRefused) -> Refusal:
-        """An expired certificate is refused by a clock, so the participant may try again."""
-        again = isinstance(error, CertificateExpired)
+        """The participant tries again if the error says that this may help."""
+        again = isinstance(error, AdmissionDelayed)
         return cls(str(error), grpc.StatusCode.ABORTED if again else DENIED)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import socket
@@ -279,6 +280,25 @@ async def test_participants_continue_while_the_authority_is_offline(separate, mo
     await wait_until(lambda: "phone" in server.link.peers)
     await separate.start_authority()
     separate.dial(late)
+    await wait_until(lambda: "late" in server.link.peers)
+
+
+async def test_who_joined_before_the_authority_went_offline_is_admitted_when_it_is_back(
+    separate, monkeypatch, caplog
+):
+    """It was told for good that it is no participant."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(remote_authority, "_OFFLINE_SECONDS", 0.1)
+    await separate.listen()
+    await separate.stack.aclose()
+    late = await separate.member("late")
+    await separate.authority_stack.aclose()
+
+    server = await separate.listen()  # from its copy of the registry, which does not have it
+    waiting = separate.dial(late)
+    await wait_until(lambda: "it cannot ask the authority now" in caplog.text)
+    assert not waiting.done()
+    await separate.start_authority()
     await wait_until(lambda: "late" in server.link.peers)
 
 
