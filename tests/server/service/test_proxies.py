@@ -366,7 +366,7 @@ async def test_the_nodes_of_a_cluster_get_the_options_of_launch(hub, tmp_path):
     words[4] = str(tmp_path / "new")
     refused = await asyncio.to_thread(CliRunner().invoke, datacenter, [*words, "--server", "a:1"])
     assert str(refused.exception) == (
-        "--proxy and --proxy-login need a datacenter that has joined a server"
+        "--proxy, --proxy-login and --balancer-ca need a datacenter that has joined a server"
     )
 
 
