@@ -35,7 +35,9 @@ HOSTS = {
     "proxy": "10.77.0.2/24",
     "phone-0": "10.77.0.10/24",
     "phone-1": "10.78.0.10/24",
+    "phone-2": "10.77.0.12/24",
 }
+PHONES = ["phone-0", "phone-1", "phone-2"]
 INSIDE = "10.78.0.2"
 """The proxy's address in the network of `phone-1`, from which no route leads to nginx."""
 ADDRESS = "wss://10.77.0.1/isthmus"
@@ -57,7 +59,8 @@ def authority(commands: HostCommands, folder: Path) -> Iterator[Path]:
     """The authority of nginx's certificate, while nginx runs."""
     found, pair = certified(folder, ["10.77.0.1"])
     text = ending_configuration(folder, pair, "10.77.0.1:443", 9480)
-    command = commands.hosts.on("server", [program(), *arguments(text, folder)])
+    # In the namespace there is no other user.
+    command = commands.hosts.on("server", [program(), *arguments(f"user root;\n{text}", folder)])
     process = subprocess.Popen(command)
     try:
         yield found
@@ -75,7 +78,7 @@ def wait_for(commands: HostCommands, host: str, address: str, port: int) -> None
 def test_devices_join_and_train_in_secret_through_a_balancer(
     commands: HostCommands, authority: Path, folder: Path
 ) -> None:
-    members = {"phone-0": "client", "phone-1": "client", "alice": "operator"}
+    members = {**dict.fromkeys(PHONES, "client"), "alice": "operator"}
     initialise(folder / "state", ["10.77.0.1"])
     tokens = [create_token(folder / "state", *member) for member in members.items()]
     author = install_task(folder, ["state/tasks"])
@@ -103,14 +106,14 @@ def test_devices_join_and_train_in_secret_through_a_balancer(
             )
             for (name, role), token in zip(members.items(), tokens, strict=True)
         )
-        for name in ("phone-0", "phone-1"):
+        for name in PHONES:
             (folder / name / "policy.toml").write_text(
                 f"authors = ['{author.hex()}']\n[privacy]\nclients_min = 2\n"  # a small fleet
             )
             commands.start(name, "client", "start", "--state", name)
         changes = [
             *("task.source=table/task.py:Table", "federated.clients=0", "datacenter.ranks=0"),
-            *("federated.cohort=2", "federated.quorum=2", "federated.secure_aggregation=true"),
+            *("federated.cohort=3", "federated.quorum=3", "federated.secure_aggregation=true"),
             *("rounds=1", "time.lease_seconds=10", "strategy.policy=federated"),
         ]
         sets = [part for change in changes for part in ("--set", change)]
@@ -130,7 +133,7 @@ def test_devices_join_and_train_in_secret_through_a_balancer(
     report = json.loads(commands.run("server", "report", "state/runs/table-1", "--json"))
     (row,) = report["rounds"]
     accepted = {each["participant"] for each in row["receipts"] if each["outcome"] == "accepted"}
-    assert accepted == {"phone-0", "phone-1"}
+    assert accepted == set(PHONES)
     by_point = {each["what"]: each for each in found}
     assert by_point["road"]["found"] == (
         f"connections to {ADDRESS} go through the proxy http://{INSIDE}:{PORT} (--proxy when it "

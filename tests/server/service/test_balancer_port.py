@@ -64,8 +64,12 @@ async def asked(port, request=REQUEST, source="127.0.0.1", caller="192.0.2.7"):
 
 async def opened(port, **more):
     reader, writer = await asked(port, **more)
-    head = await reader.readuntil(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 101 ")
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 101 ")
+    except BaseException:
+        writer.transport.abort()
+        raise
     return reader, writer
 
 
@@ -328,20 +332,34 @@ async def quiet_link(fleet):
     near.close()
 
 
-async def test_pings_keep_a_quiet_link_and_silence_ends_it(balanced, timeouts):
+async def test_pings_keep_a_quiet_link_and_silence_ends_it(balanced):
     async with quiet_link(balanced) as (tunnel, other, ends):
-        await wait_until(lambda: tunnel._received > 0)
         for end in (tunnel, other):
             end._received -= PING_SECONDS
         before = (tunnel._received, other._received)
-        await timeouts.expire(PING_SECONDS)
+        tunnel._watch()  # as after that time
         await wait_until(lambda: (tunnel._received > before[0]) and (other._received > before[1]))
         assert ends == []
         tunnel._received -= SILENT_SECONDS + 1
-        await timeouts.expire(PING_SECONDS)
-        await wait_until(lambda: ends)
+        tunnel._watch()
         assert ends == [f"nothing came through it for {SILENT_SECONDS:.0f} s"]
     await wait_until(lambda: not balanced.server.balancer._tunnels)
+
+
+@pytest.mark.parametrize("place", ["server", "participant"])
+async def test_silence_ends_only_what_is_read(balanced, place):
+    """An end that reads nothing, because its own receiver takes nothing, cannot know."""
+    async with quiet_link(balanced) as (tunnel, other, _):
+        end = other if place == "server" else tunnel
+        await wait_until(lambda: end._inner is not None)
+        end.pause_outer()
+        end._received -= SILENT_SECONDS + 1
+        end._watch()
+        assert end._is_open
+        end.resume_outer()
+        end._received -= SILENT_SECONDS + 1
+        end._watch()
+        assert not end._is_open
 
 
 async def test_who_does_not_take_pongs_is_closed(balanced, monkeypatch):

@@ -3,9 +3,12 @@
 import asyncio
 import contextlib
 import logging
+from pathlib import Path
 
 import pytest
 import websockets.asyncio.server
+from tests.connect_proxy import ConnectProxy
+from tests.server.loopback import BreakableProxy
 from tests.server.real_nginx import ending_tls
 from tests.server.scripted_participant import (
     ScriptedParticipant,
@@ -16,7 +19,7 @@ from tests.server.scripted_participant import (
 from tests.server.service.conftest import Fleet
 from tests.server.waiting import wait_until
 
-from isthmus.errors import IsthmusError
+from isthmus.errors import AdmissionRefused, IsthmusError
 from isthmus.identity import joining
 from isthmus.identity.membership import Membership
 from isthmus.identity.obstacles import obstacle
@@ -62,6 +65,84 @@ async def balanced(folder, changes=None, balancer=BalancedFleet.balancer):
 async def behind(tmp_path):
     async with balanced(tmp_path) as fleet:
         yield fleet
+
+
+@pytest.fixture
+async def proxied(behind, monkeypatch):
+    """The same, with a proxy that one has to give."""
+    async with ConnectProxy({"localhost": "127.0.0.1"}) as proxy:
+        behind.proxy = proxy
+        ca = behind.choice.balancer_ca
+        behind.choice = ProxyChoice.given(proxy.url, None, Path(ca))
+        yield behind
+
+
+async def test_a_device_gets_through_a_proxy_and_then_the_balancer(proxied, caplog):
+    caplog.set_level(logging.INFO)
+    member = await proxied.member("phone-0")
+    place = proxied.url.split("/")[2]
+    worker = ScriptedParticipant(replying(examples=5))
+    connection = proxied.dial(member, worker)
+    await wait_until(lambda: "phone-0" in proxied.link.peers)
+    assert (await proxied.link.ask("phone-0", training_request(proxied.link))).trained.examples == 5
+    assert {head.split()[1] for head in proxied.proxy.requests} == {place}
+    road = f"connections to {proxied.url} go through the proxy {proxied.proxy.url}"
+    way = f"in a WebSocket through the balancer {place}"
+    assert f"{road} (--proxy), {way}" in caplog.messages
+    assert f"{road} (--proxy when it joined), {way}" in caplog.messages
+    proxied.proxy.status = "403 Forbidden"
+    proxied.proxy.break_tunnels()
+    refused = f"the proxy {proxied.proxy.url} refuses connections to {place} (403 Forbidden)"
+    await wait_until(lambda: f"no link to {proxied.url} through the proxy" in caplog.text)
+    await wait_until(lambda: refused in caplog.text)
+    proxied.proxy.status = "200 Connection established"
+    proxied.proxy.raw_answer = b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 200 + b"\r\n"
+    blocked = str(await obstacle(member.road(), member.authority))
+    assert blocked.startswith(f"the proxy {proxied.proxy.url} answers with more than 128 lines")
+    connection.cancel()
+
+
+async def test_a_transfer_goes_on_after_the_balancer_has_ended_its_connection(tmp_path, caplog):
+    """A device is told by whom, and what has arrived is not sent again."""
+    caplog.set_level(logging.INFO)
+    payload = payload_of(8_000_000)
+    blob = describe(payload)
+
+    async def reverse(participant, request, model):
+        return link_pb2.Reply(trained=link_pb2.Trained(examples=len(model))), None
+
+    async with balanced(tmp_path) as fleet:
+        fleet.link.publish(blob, payload)
+        (tmp_path / "nginx").mkdir()
+        breaking = BreakableProxy(fleet.server.balancer_port)
+        port = await breaking.start()
+        async with ending_tls(port, tmp_path / "nginx") as (url, ca):
+            fleet.url = fleet.address = url
+            fleet.choice = ProxyChoice.given(None, None, ca)
+            await fleet.join("phone-0", reverse)
+            before = breaking.carried[-1]["down"]
+            breaking.limits["down"] = before + 6_000_000
+            asking = asyncio.create_task(
+                fleet.link.ask("phone-0", training_request(fleet.link, blob))
+            )
+            await breaking.stalled.wait()
+            breaking.cut()
+            assert (await asking).trained.examples == len(payload)
+            assert sum(each["down"] for each in breaking.carried) < 1.5 * len(payload)
+            place = url.split("/")[2]
+            ended = f"no link to {url}: the balancer {place} ended the connection"
+            assert ended in caplog.text
+            for participant in fleet.connections:
+                participant.cancel()
+            await asyncio.gather(*fleet.connections, return_exceptions=True)
+        await breaking.stop()
+
+
+async def test_a_revoked_participant_is_disconnected(behind):
+    participant = await behind.join("phone-0", replying(examples=5))
+    behind.registry().revoke("phone-0")
+    with pytest.raises(AdmissionRefused, match="'phone-0' has been revoked"):
+        await participant.connection
 
 
 async def test_participants_and_operators_work_through_it(behind):
