@@ -137,7 +137,7 @@ class BalancerPort:
         entries = re.split(r"[ \t]*,[ \t]*", ",".join(forwarded).strip())[-_MOST_FORWARDED:]
         for entry in reversed(entries):
             host = _host_of(entry)
-            if host is None:  # whoever wrote it is no balancer of the operator's
+            if host is None:  # it was written by no trusted balancer
                 return balancer_network(peer)
             if not self._is_trusted(host):
                 return network_of(host)
