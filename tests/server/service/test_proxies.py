@@ -170,7 +170,8 @@ FAULTS = {
         "the certificate that {hub} shows through the proxy {url} (HTTPS_PROXY) was issued by "
         f"'{INSPECTOR}', and not by the authority of an Isthmus server: something on the way "
         "inspects TLS or ends it, as some balancers do, or another service answers; ask the "
-        "network's owner to exempt {hub} from TLS inspection",
+        "network's owner to exempt {hub} from TLS inspection; behind a balancer, give its address "
+        "with wss://",
     ),
 }
 
