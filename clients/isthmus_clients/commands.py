@@ -17,7 +17,7 @@ from isthmus.errors import UserError
 from isthmus.identity import joining
 from isthmus.identity.membership import Membership, default_state
 from isthmus.identity.proxies import ProxyChoice, Road
-from isthmus.identity.proxy_options import proxy_options
+from isthmus.identity.proxy_options import NAMES, proxy_options
 from isthmus.system import process
 from isthmus.task import Participant
 from isthmus.transport.blob_sources import NamedSource
@@ -65,13 +65,11 @@ def join(
     token: str | None,
     token_file: str | None,
     state: Path,
-    proxy: str | None,
-    proxy_login: Path | None,
+    proxy: ProxyChoice,
 ) -> None:
     """Join the server at HOST:PORT with a TOKEN from its operator."""
     given = joining.Token.given(token, token_file)
-    choice = ProxyChoice.given(proxy, proxy_login)
-    member = asyncio.run(joining.join(url, given, state, "client", choice))
+    member = asyncio.run(joining.join(url, given, state, "client", proxy))
     begin = "isthmus client start"
     if state != default_state("client"):
         begin += f" --state {shlex.quote(str(state))}"
@@ -229,8 +227,7 @@ def start(
     policy_file: Path | None,
     blobs: tuple[str, ...],
     store: Path | None,
-    proxy: str | None,
-    proxy_login: Path | None,
+    proxy: ProxyChoice,
     print_systemd: bool,
     die_with_parent: bool,
     log_file: Path | None,
@@ -249,12 +246,9 @@ def start(
     check_choice(device)
     split = _parse_shard(shard)
     sources = [NamedSource(named) for named in blobs]
-    choice = ProxyChoice.given(proxy, proxy_login)
     if name is not None:
-        if choice:
-            raise UserError(
-                "--proxy and --proxy-login need a device that has joined; remove --name"
-            )
+        if proxy:
+            raise UserError(f"{NAMES} need a device that has joined; remove --name")
         if policy_file is not None or tasks is not None or store is not None or print_systemd:
             raise UserError(
                 "--policy, --tasks, --weights and --print-systemd need a device that has joined; "
@@ -286,7 +280,7 @@ def start(
     if print_systemd:
         command = [sys.executable, "-m", "isthmus.cli", *sys.argv[1:]]
         command = [word for word in command if word != "--print-systemd"]
-        command += _of_variables(member.road(choice, server or ""), choice)
+        command += _of_variables(member.road(proxy, server or ""), proxy)
         writable = [str(path.resolve()) for path in (state, tasks, store) if path is not None]
         click.echo(unit(command, str(Path.cwd()), limits, writable))
         return
@@ -327,13 +321,13 @@ def start(
             group=limits.privacy.group or "",
             weights=keeper,
         )
-        asyncio.run(_serve_until_stopped(server or member.server, agent, member, sources, choice))
+        asyncio.run(_serve_until_stopped(server or member.server, agent, member, sources, proxy))
 
 
-def _of_variables(road: Road, choice: ProxyChoice) -> list[str]:
+def _of_variables(road: Road, proxy: ProxyChoice) -> list[str]:
     """The options for the proxy of a variable, which a systemd service does not have.
 
-    `choice` is what the command line has already.
+    `proxy` is what the command line has already.
 
     Raises:
         UserError: the variable has a password, which has no place in a unit.
@@ -346,7 +340,7 @@ def _of_variables(road: Road, choice: ProxyChoice) -> list[str]:
             "USER:PASSWORD into a file of mode 0600 and give it with --proxy-login"
         )
     options = ["--proxy", str(road.proxy)]
-    if road.proxy.login_file is not None and not choice.login:
+    if road.proxy.login_file is not None and not proxy.login:
         options += ["--proxy-login", str(road.proxy.login_file)]
     return options
 

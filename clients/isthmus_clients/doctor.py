@@ -21,9 +21,9 @@ from isthmus_clients.device.sandbox.landlock import abi_version
 @click.argument("state", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @proxy_options
-def doctor_device(state: Path, as_json: bool, proxy: str | None, proxy_login: Path | None) -> None:
+def doctor_device(state: Path, as_json: bool, proxy: ProxyChoice) -> None:
     """Check the device whose keys and history are in the directory DIR."""
-    tell(_results(state, ProxyChoice.given(proxy, proxy_login)), as_json=as_json)
+    tell(_results(state, proxy), as_json=as_json)
 
 
 def _results(state: Path, proxy: ProxyChoice) -> Iterator[Diagnosis]:

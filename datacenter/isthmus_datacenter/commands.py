@@ -17,7 +17,7 @@ import click
 from isthmus.errors import UserError
 from isthmus.identity.membership import Membership
 from isthmus.identity.proxies import ProxyChoice
-from isthmus.identity.proxy_options import proxy_options
+from isthmus.identity.proxy_options import NAMES, proxy_options
 from isthmus.identity.tls import split_address
 from isthmus_datacenter.launch import NodeShell, check_private, parse_options
 from isthmus_datacenter.launch.datacenter import DatacenterLaunch
@@ -101,15 +101,13 @@ def join(
     token: str | None,
     token_file: str | None,
     state: Path,
-    proxy: str | None,
-    proxy_login: Path | None,
+    proxy: ProxyChoice,
 ) -> None:
     """Join the server at HOST:PORT with a TOKEN from its operator."""
     from isthmus.identity import joining
 
     parsed = joining.Token.given(token, token_file)
-    choice = ProxyChoice.given(proxy, proxy_login)
-    member = asyncio.run(joining.join(url, parsed, state / "membership", "datacenter", choice))
+    member = asyncio.run(joining.join(url, parsed, state / "membership", "datacenter", proxy))
     begin = f"isthmus datacenter launch --ranks N --state {shlex.quote(str(state))}"
     click.echo(
         f"this datacenter is {member.name!r} at {member.server}; begin, with N ranks on this "
@@ -137,8 +135,7 @@ def launch(
     data: Path | None,
     tasks: Path | None,
     blobs: tuple[str, ...],
-    proxy: str | None,
-    proxy_login: Path | None,
+    proxy: ProxyChoice,
     grace: float,
     scheduler: str,
     env_file: Path | None,
@@ -150,8 +147,7 @@ def launch(
     """Start ranks and connect them to a server."""
     if env_file is not None:
         check_private(env_file)
-    choice = ProxyChoice.given(proxy, proxy_login)
-    server, name, member = _membership(server, name, state, choice)
+    server, name, member = _membership(server, name, state, proxy)
     request = DatacenterLaunch(
         server=server,
         name=name,
@@ -163,7 +159,7 @@ def launch(
         environment=None if env_file is None else env_file.resolve(),
         prologue=None if prologue is None else prologue.resolve(),
         blobs=blobs,
-        proxy=choice,
+        proxy=proxy,
         options=parse_options(options),
         grace_seconds=grace,
     )
@@ -181,7 +177,7 @@ def launch(
             process.die_with_parent()
         # The process that starts this one ends it only when the round is not needed any more.
         grace = 0.0 if die_with_parent else grace
-        _serve(server, name, ranks, state, data, tasks, None, grace, member, blobs, choice)
+        _serve(server, name, ranks, state, data, tasks, None, grace, member, blobs, proxy)
         return
     start(request, find_launcher(scheduler), dry_run)
 
@@ -200,8 +196,7 @@ def serve(
     data: Path | None,
     tasks: Path | None,
     blobs: tuple[str, ...],
-    proxy: str | None,
-    proxy_login: Path | None,
+    proxy: ProxyChoice,
     grace: float,
     control: str,
 ) -> None:
@@ -211,9 +206,8 @@ def serve(
     from isthmus_datacenter.service.rank_group import Nodes
 
     cluster = None if port == 0 else Nodes(count=nodes, host=host, port=port)
-    choice = ProxyChoice.given(proxy, proxy_login)
-    server, name, member = _membership(server, name, state, choice)
-    _serve(server, name, ranks, state, data, tasks, cluster, grace, member, blobs, choice)
+    server, name, member = _membership(server, name, state, proxy)
+    _serve(server, name, ranks, state, data, tasks, cluster, grace, member, blobs, proxy)
 
 
 @datacenter.command()
@@ -251,7 +245,7 @@ def _membership(
     """The server and name from the membership; options take precedence over it."""
     member = None
     if proxy and not (state / "membership").exists():
-        raise UserError("--proxy and --proxy-login need a datacenter that has joined a server")
+        raise UserError(f"{NAMES} need a datacenter that has joined a server")
     if (state / "membership").exists():
         member = Membership(state / "membership")
         server = server or member.server

@@ -25,11 +25,9 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's, where ranks of a
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @proxy_options
-def doctor_datacenter(
-    state: Path | None, as_json: bool, proxy: str | None, proxy_login: Path | None
-) -> None:
+def doctor_datacenter(state: Path | None, as_json: bool, proxy: ProxyChoice) -> None:
     """Check this machine as a host of ranks: GPUs, NCCL, memory, and its membership."""
-    tell(_results(state, ProxyChoice.given(proxy, proxy_login)), as_json=as_json)
+    tell(_results(state, proxy), as_json=as_json)
 
 
 def _results(state: Path | None, proxy: ProxyChoice) -> Iterator[Diagnosis]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -21,6 +22,7 @@ from cryptography import x509
 from isthmus import __version__
 from isthmus.errors import IsthmusError
 from isthmus.grpc_errors import short_message
+from isthmus.identity.approach import approach_to
 from isthmus.identity.membership import Membership
 from isthmus.identity.obstacles import obstacle
 from isthmus.identity.proxies import ProxyChoice, Road
@@ -118,8 +120,10 @@ def server_reached(member: Membership, road: Road) -> Diagnosis:
 def clock(member: Membership, road: Road) -> Diagnosis:
     """How far this machine's clock is from the server's, which authenticates itself."""
     credentials = member.channel_credentials()
-    options = (*CHANNEL_OPTIONS, *road.options())
-    with grpc.secure_channel(road.target, credentials, options) as channel:
+    with contextlib.ExitStack() as opened:
+        approach = opened.enter_context(approach_to(road))
+        options = (*CHANNEL_OPTIONS, *approach.options())
+        channel = opened.enter_context(grpc.secure_channel(approach.target, credentials, options))
         call = channel.stream_stream(METHOD)(iter(()), timeout=_DIAL_SECONDS)
         try:
             told = dict(call.initial_metadata()).get(CLOCK_METADATA)

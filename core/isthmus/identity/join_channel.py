@@ -85,7 +85,8 @@ async def join_channel(
         if writer.get_extra_info("ssl_object").selected_alpn_protocol() != "h2":
             raise RoadBlocked(
                 f"what answers at {road.address}{road.detour} is not where a server is joined",
-                "check the port; a balancer between has to pass TLS on and must not end it",
+                "check the port; a balancer between has to pass TLS on, or to forward a WebSocket "
+                "at an address with wss://",
             )
         with private_socket() as address:
             listener = await asyncio.start_unix_server(take, address.removeprefix("unix:"))

@@ -33,6 +33,7 @@ from google.protobuf.message import DecodeError
 from isthmus.errors import AdmissionRefused, UserError, cause_of
 from isthmus.grpc_errors import details_of, short_message
 from isthmus.identity import tls
+from isthmus.identity.balancers import is_behind_balancer
 from isthmus.identity.join_channel import join_channel, trusting
 from isthmus.identity.membership import Membership, check_issued, prepare
 from isthmus.identity.obstacles import ENDED, check_no_inspection
@@ -138,8 +139,12 @@ async def join(
         UserError: the address, the proxy or the directory cannot be used.
         AdmissionRefused: the server refused, or is not the server of the token.
     """
-    host, port = _parse_url(url)
-    road = road_to(f"{host}:{port}", proxy)
+    url = url if is_behind_balancer(url) else url.removeprefix("https://").rstrip("/")
+    road = road_to(url, proxy)
+    road.check_used(proxy)
+    host = road.host
+    # All that is behind a balancer is at its address.
+    reached = road.address if road.balancer is not None else ""
     if road.announcement:
         log.info("%s", road.announcement)
     key, identity = await asyncio.to_thread(prepare, directory)
@@ -166,7 +171,7 @@ async def join(
     return await asyncio.to_thread(
         lambda: Membership.save(
             directory,
-            server=reply.server or f"{host}:{reply.link_port or port}",
+            server=reply.server or reached or f"{host}:{reply.link_port or road.port}",
             authority=authority,
             enroller=tls.enroller_of(authority),
             key=key,
@@ -266,17 +271,12 @@ async def _call(
 
 
 def _nobody(road: Road, why: str) -> str:
-    return (
-        f"no server accepts joins at {road.address}{road.detour}: unless a server has one port, "
-        f"joining has a port of its own, the one after that of the link; {why}"
-    )
+    own = ": unless a server has one port, joining has a port of its own, the one after that of the"
+    own = "" if road.balancer is not None else f"{own} link"
+    return f"no server accepts joins at {road.address}{road.detour}{own}; {why}"
 
 
 def _failure_message(road: Road, error: grpc.aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return _nobody(road, short_message(details_of(error)))
     return f"the server at {road.address} refused to join this machine: {details_of(error)}"
-
-
-def _parse_url(url: str) -> tuple[str, int]:
-    return tls.split_address(url.removeprefix("https://").rstrip("/"), "the server's address")

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.errors import AdmissionRefused, CertificateExpired, DamagedError, UserError
 from isthmus.identity import tls
+from isthmus.identity.balancers import host_and_port
 from isthmus.identity.proxies import ProxyChoice, Road, road_to
 from isthmus.system.clocks import utc
 from isthmus.system.file_lock import file_lock
@@ -143,7 +144,9 @@ class Membership:
         Raises:
             UserError: the proxy or the file with its login cannot be used.
         """
-        return road_to(address or self.server, (proxy or ProxyChoice()).over(self.proxy))
+        road = road_to(address or self.server, (proxy or ProxyChoice()).over(self.proxy))
+        road.check_used(proxy)
+        return road
 
     def note_history(self) -> None:
         """Note durably that the history was begun.
@@ -312,7 +315,7 @@ def check_dialling(address: str, kind: str, name: str, membership: Membership | 
         UserError: there is no membership, or it is for another role or name.
     """
     is_local = tls.is_socket(address)
-    host = "" if is_local else tls.split_address(address, "the server's address")[0]
+    host = "" if is_local else host_and_port(address)[0]
     if membership is None:
         if not is_local and not tls.is_loopback(host):
             raise UserError(

@@ -7,8 +7,6 @@ station in turn, and trusts nothing that it is shown.
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import socket
 import ssl
 from collections.abc import Sequence
@@ -17,7 +15,8 @@ from cryptography import x509
 from cryptography.x509.oid import NameOID
 
 from isthmus.identity import tls
-from isthmus.identity.proxies import Proxy, Road, RoadBlocked
+from isthmus.identity.proxies import Road, RoadBlocked
+from isthmus.identity.stations import first_stations
 from isthmus.printable import in_a_line
 
 ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionResetError)
@@ -26,12 +25,6 @@ version of Python and OpenSSL."""
 
 _SECONDS = 10.0
 """Time for all stations of a road together."""
-_NEXT_ADDRESS_SECONDS = 0.25
-"""A name's next address is tried after this time, so that a dead one costs no more."""
-_REFUSED = (401, 403, 405, 451)
-"""Statuses by which a proxy says that it does not want to connect to a server."""
-_SCHEMES_NAMED = 3
-"""Most kinds of login that a message names."""
 
 
 async def obstacle(road: Road, authority: x509.Certificate) -> RoadBlocked | None:
@@ -97,16 +90,16 @@ async def opened(
         RoadBlocked: nothing that speaks TLS is reached, or its certificate is not accepted.
         OSError: the connection was ended in the handshake; one of `ENDED`.
     """
-    host, port = tls.split_address(road.address, "the server's address")
     station = road.address if road.proxy is None else f"the proxy {road.proxy}"
+    if road.balancer is not None:
+        station = f"the server behind {road.balancer}"
     try:
         async with asyncio.timeout(seconds):
-            reader, writer = await _connected(road, host, port)
+            reader, writer = await _begun(road, seconds)
             try:
-                if road.proxy is not None:
-                    await _pass(road, road.proxy, reader, writer)
+                if road.proxy is not None and road.balancer is None:
                     station = _end(road)
-                await writer.start_tls(context, server_hostname=host.strip("[]"))
+                await writer.start_tls(context, server_hostname=road.host.strip("[]"))
                 if writer.get_extra_info("ssl_object") is None:
                     raise ConnectionResetError("the connection was ended in the TLS handshake")
             except BaseException:
@@ -120,7 +113,9 @@ async def opened(
     except ENDED:
         raise
     except UnicodeError:  # of TLS; without a proxy the look-up of the name has said so
-        raise RoadBlocked(f"{host!r} can be no name of a server", "check the address") from None
+        raise RoadBlocked(
+            f"{road.host!r} can be no name of a server", "check the address"
+        ) from None
     except ssl.SSLCertVerificationError as error:
         raise RoadBlocked(
             f"the certificate of {station} does not pass: {in_a_line(error.verify_message)}",
@@ -135,19 +130,44 @@ async def opened(
     return reader, writer
 
 
+async def _begun(road: Road, seconds: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection on which TLS with the server can begin.
+
+    Raises:
+        RoadBlocked: it does not come about.
+    """
+    if road.balancer is None:
+        return await first_stations(road)
+    from isthmus.identity.crossing import cross  # most roads do without WebSockets
+
+    near, far = socket.socketpair()
+    try:
+        await cross(road, far, seconds, lambda why: None)
+        return await asyncio.open_connection(sock=near)
+    except BaseException:
+        near.close()
+        raise
+
+
 def _end(road: Road) -> str:
     """The end of a road, for messages."""
     return road.address + ("" if road.proxy is None else f" through the proxy {road.proxy}")
 
 
 def check_issuer(road: Road, certificate: x509.Certificate, authority: x509.Certificate) -> None:
-    """Check that a certificate is of the authority, or at least of another one of Isthmus.
+    """Check that a certificate is of the authority.
 
     Raises:
-        RoadBlocked: a third party issued it.
+        RoadBlocked: a third party issued it, or the authority of another fleet.
     """
-    if not tls.issued_by(certificate, authority):
-        check_no_inspection(road, certificate)
+    if tls.issued_by(certificate, authority):
+        return
+    check_no_inspection(road, certificate)
+    raise RoadBlocked(
+        f"the server at {_end(road)} is of another fleet: its certificate is not of the authority "
+        "that this machine has joined",
+        "check the address; at a new server join again",
+    )
 
 
 def check_no_inspection(road: Road, certificate: x509.Certificate) -> None:
@@ -171,118 +191,6 @@ def check_no_inspection(road: Road, certificate: x509.Certificate) -> None:
         f"the certificate that {road.address} shows{road.detour} was issued by {name!r}, and not "
         "by the authority of an Isthmus server: something on the way inspects TLS or ends it, "
         "as some balancers do, or another service answers",
-        f"ask the network's owner to exempt {road.address} from TLS inspection",
+        f"ask the network's owner to exempt {road.address} from TLS inspection"
+        + ("" if road.balancer else "; behind a balancer, give its address with wss://"),
     )
-
-
-async def _connected(
-    road: Road, host: str, port: int
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the first station of a road, at whichever of its addresses answers."""
-    proxy = road.proxy
-    if proxy is None:
-        what = road.address
-        named = f"the name {host}"
-        know = "check it, and the name servers of this machine"
-        know += "; where only a proxy knows names, give it with --proxy"
-        reach = "check that the server runs, and the firewalls between"
-    else:
-        host = proxy.host
-        port = proxy.port
-        what = f"the proxy {proxy}"
-        named = f"the name {host} of {road.reason}"
-        know = "check it, and the name servers of this machine"
-        reach = f"check {road.reason}"
-    try:
-        return await asyncio.open_connection(
-            host.strip("[]"), port, happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS
-        )
-    except TimeoutError:
-        raise
-    except (socket.gaierror, UnicodeError):  # the latter for what can be no name
-        raise RoadBlocked(f"{named} has no known address", know) from None
-    except OSError as error:
-        raise RoadBlocked(f"{what} cannot be reached: {_reason(error)}", reach) from None
-
-
-def _reason(error: OSError) -> str:
-    """Why a connection failed; of several addresses each reason once."""
-    numbers = re.findall(r"\[Errno (\d+)\]", str(error))
-    reasons = dict.fromkeys(os.strerror(int(number)) for number in numbers)
-    return " or ".join(reasons) or error.strerror or str(error)
-
-
-async def _pass(
-    road: Road, proxy: Proxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    """Have a proxy connect to the server.
-
-    Raises:
-        RoadBlocked: it does not.
-    """
-    authorization = proxy.authorization()
-    lines = [f"CONNECT {road.address} HTTP/1.1", f"Host: {road.address}"]
-    if authorization:
-        lines.append(f"Proxy-Authorization: {authorization}")
-    writer.write("\r\n".join([*lines, "", ""]).encode("ascii"))
-    try:
-        head = await reader.readuntil(b"\r\n\r\n")
-    except (asyncio.IncompleteReadError, ConnectionError):
-        raise RoadBlocked(
-            f"the proxy {proxy} closed the connection without an answer", f"check {road.reason}"
-        ) from None
-    except asyncio.LimitOverrunError:
-        head = b""
-    status = re.match(r"HTTP/1\.[01] (\d{3})(?: ([^\r\n]*))?", head.decode("latin-1"))
-    if status is None:
-        raise RoadBlocked(f"what answers at {proxy} is no HTTP proxy", f"check {road.reason}")
-    number = int(status[1])
-    if not 200 <= number < 300:
-        raise _refusal(road, proxy, number, f"{number} {in_a_line(status[2] or '')}".strip(), head)
-
-
-def _refusal(road: Road, proxy: Proxy, number: int, answer: str, head: bytes) -> RoadBlocked:
-    """What a proxy means by a status that is not one of success."""
-    if number == 407:
-        offered = _logins_offered(head)
-        if offered and not any(scheme.lower() == "basic" for scheme in offered):
-            named = in_a_line(" or ".join(offered[:_SCHEMES_NAMED]))
-            return RoadBlocked(
-                f"the proxy {proxy} asks for a login by {named}, and only Basic is supported",
-                f"ask the network's owner to permit {road.address} without a login",
-            )
-        if not proxy.has_login:
-            return RoadBlocked(
-                f"the proxy {proxy} asks for a user name and a password",
-                "write USER:PASSWORD into a file of mode 0600 and give it with --proxy-login",
-            )
-        where = road.reason if proxy.login_file is None else proxy.login_file
-        return RoadBlocked(
-            f"the proxy {proxy} does not accept the user name and the password of {where}",
-            "correct them",
-        )
-    if number in _REFUSED:
-        return RoadBlocked(
-            f"the proxy {proxy} refuses connections to {road.address} ({answer})",
-            "ask the network's owner to permit CONNECT to this address and port",
-        )
-    return RoadBlocked(
-        f"the proxy {proxy} cannot connect to {road.address} ({answer})",
-        "check the address, and that the server runs",
-    )
-
-
-def _logins_offered(head: bytes) -> list[str]:
-    """The kinds of login that the answer of a proxy names, of which one header may have several.
-
-    >>> _logins_offered(b'Proxy-Authenticate: Negotiate, Basic realm="of Digest, too"')
-    ['Negotiate', 'Basic']
-    """
-    offered: dict[str, None] = {}
-    for header in re.findall(rb"(?im)^proxy-authenticate:([^\r\n]*)", head):
-        unquoted = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", header)
-        for part in unquoted.split(b","):
-            # A parameter of the kind before it has an equals sign after its first word.
-            if match := re.match(rb"\s*([\w-]+)(?!\s*=)(?![\w-])", part):
-                offered[match[1].decode()] = None
-    return list(offered)

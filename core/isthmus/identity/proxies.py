@@ -25,6 +25,7 @@ from pathlib import Path
 
 from isthmus.errors import UserError
 from isthmus.identity import tls
+from isthmus.identity.balancers import Balancer, host_and_port, is_behind_balancer
 from isthmus.system.private_files import check_private
 
 DIRECTLY = "none"
@@ -59,17 +60,25 @@ class ProxyChoice:
     """Path of a file with `USER:PASSWORD`."""
     source: str = _GIVEN_NOW
     """Where the choice is from, for messages."""
+    balancer_ca: str = ""
+    """Path of a file with the authorities of a balancer that ends TLS; empty for this machine's."""
 
     @classmethod
-    def given(cls, url: str | None, login: Path | None) -> ProxyChoice:
-        """The choice of the options `--proxy` and `--proxy-login`.
+    def given(
+        cls, url: str | None, login: Path | None, balancer_ca: Path | None = None
+    ) -> ProxyChoice:
+        """The choice of the options `--proxy`, `--proxy-login` and `--balancer-ca`.
 
         Raises:
             UserError: the option is there and empty, as with a shell's variable that is not set.
         """
         if url is not None and not url.strip():
             raise UserError(f"--proxy is empty: give http://HOST:PORT, or {DIRECTLY}")
-        return cls(url or "", "" if login is None else str(login.resolve()))
+        return cls(
+            url or "",
+            "" if login is None else str(login.resolve()),
+            balancer_ca="" if balancer_ca is None else str(balancer_ca.resolve()),
+        )
 
     @classmethod
     def remembered(cls, saved: Mapping[str, str]) -> ProxyChoice:
@@ -78,23 +87,37 @@ class ProxyChoice:
         Raises:
             KeyError: something is missing in what was saved.
         """
-        return cls(str(saved["url"]), str(saved["login"]), _GIVEN_THEN)
+        # Only there since servers may be behind balancers.
+        ca = str(saved.get("balancer_ca", ""))
+        return cls(str(saved["url"]), str(saved["login"]), _GIVEN_THEN, ca)
 
     def saved(self) -> dict[str, str]:
         """What `remembered` reads."""
-        return {"url": self.url, "login": self.login}
+        ca = {"balancer_ca": self.balancer_ca} if self.balancer_ca else {}
+        return {"url": self.url, "login": self.login, **ca}
 
     def over(self, remembered: ProxyChoice) -> ProxyChoice:
         """This choice, and what it leaves open as it was when the machine joined.
 
         A login is never used for another proxy than the one that it was given with.
         """
+        ca = self.balancer_ca or remembered.balancer_ca
         if self.url:
-            return self
-        return dataclasses.replace(remembered, login=self.login or remembered.login)
+            return dataclasses.replace(self, balancer_ca=ca)
+        login = self.login or remembered.login
+        return dataclasses.replace(remembered, login=login, balancer_ca=ca)
+
+    def words(self) -> list[str]:
+        """The options of a command that say this."""
+        options = (
+            ("--proxy", self.url),
+            ("--proxy-login", self.login),
+            ("--balancer-ca", self.balancer_ca),
+        )
+        return [word for option, value in options if value for word in (option, value)]
 
     def __bool__(self) -> bool:
-        return bool(self.url or self.login)
+        return bool(self.url or self.login or self.balancer_ca)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,21 +156,59 @@ class Road:
     """How connections from this machine get to an address: directly, or through a proxy."""
 
     address: str
-    """host:port of the server, or `unix:PATH`."""
+    """host:port of the server, `unix:PATH`, or `wss://HOST/PATH` of the balancer before it."""
     proxy: Proxy | None = None
     reason: str = ""
     """Why it is this road; empty if neither an option nor a variable is about it."""
     by_variable: bool = False
     """Whether the proxy is that of a variable."""
+    balancer: Balancer | None = None
+    """The balancer before the server that ends TLS; None if nothing does."""
 
     def __str__(self) -> str:
         way = "directly" if self.proxy is None else f"through the proxy {self.proxy}"
-        return f"{way} ({self.reason})" if self.reason else way
+        if self.reason:
+            way += f" ({self.reason})"
+        return way if self.balancer is None else f"{way}, in a WebSocket through {self.balancer}"
 
     @property
     def announcement(self) -> str:
         """A sentence for the beginning of a log; empty if there is nothing to say."""
-        return f"connections to {self.address} go {self}" if self.reason else ""
+        if not self.reason and self.balancer is None:
+            return ""
+        return f"connections to {self.address} go {self}"
+
+    def check_used(self, choice: ProxyChoice | None) -> None:
+        """Refuse a choice of now that this road does not use.
+
+        Raises:
+            UserError: it names authorities of a balancer, and there is none.
+        """
+        if choice is not None and choice.balancer_ca and self.balancer is None:
+            raise UserError(
+                f"--balancer-ca is for a server behind a balancer, and {self.address} is not the "
+                "address of one, which begins with wss://"
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing of which this machine knows is between it and the server."""
+        return self.proxy is None and self.balancer is None
+
+    @property
+    def host(self) -> str:
+        """The name or address that the server's certificate is for."""
+        return host_and_port(self.address)[0]
+
+    @property
+    def port(self) -> int:
+        """The port of the server, or of the balancer before it."""
+        return host_and_port(self.address)[1]
+
+    @property
+    def place(self) -> str:
+        """HOST:PORT of the server, or of the balancer before it."""
+        return f"{self.host}:{self.port}"
 
     @property
     def detour(self) -> str:
@@ -156,7 +217,7 @@ class Road:
 
     @property
     def target(self) -> str:
-        """What a gRPC channel has to dial."""
+        """What a gRPC channel has to dial; see `isthmus.identity.approach` for balancers."""
         if self.proxy is None:
             return self.address
         return f"dns:///{self.proxy.host}:{self.proxy.port}"
@@ -172,9 +233,9 @@ class Road:
         authorization = self.proxy.authorization()
         login = (("grpc.http_connect_headers", f"Proxy-Authorization:{authorization}"),)
         return (
-            ("grpc.http_connect_server", self.address),
+            ("grpc.http_connect_server", self.place),
             # The certificate has to be for the server's name, and not for that of the proxy.
-            ("grpc.default_authority", self.address),
+            ("grpc.default_authority", self.place),
             *(login if authorization else ()),
         )
 
@@ -192,7 +253,24 @@ def road_to(
     choice = choice or ProxyChoice()
     if tls.is_socket(address):
         return Road(address)
-    host, port = tls.split_address(address, "the server's address")
+    host, port = host_and_port(address)
+    balancer = None
+    if is_behind_balancer(address):
+        balancer = Balancer.at(address, Path(choice.balancer_ca) if choice.balancer_ca else None)
+        balancer.context()  # a file that cannot be used is an error of the command
+        address = balancer.url
+    road = _first_part(host, port, address, choice, environment)
+    return dataclasses.replace(road, balancer=balancer)
+
+
+def _first_part(
+    host: str, port: int, address: str, choice: ProxyChoice, environment: Mapping[str, str]
+) -> Road:
+    """The road to where a server or the balancer before it listens.
+
+    Raises:
+        UserError: the proxy or the file with its login cannot be used.
+    """
     if choice.url.lower() == DIRECTLY:
         return Road(address, None, f"{choice.source} {DIRECTLY}")
     url = choice.url

@@ -22,6 +22,7 @@ import grpc.aio
 from isthmus import __version__
 from isthmus.errors import AdmissionRefused, IsthmusError, UpdateError
 from isthmus.grpc_errors import NOT_PASSED, details_of, short_message
+from isthmus.identity.approach import Approach, approach_to
 from isthmus.identity.membership import Membership, check_dialling
 from isthmus.identity.obstacles import obstacle
 from isthmus.identity.proxies import ProxyChoice, Road, RoadBlocked
@@ -171,6 +172,8 @@ class Uplink:
         self._linked_at = math.inf
         """Monotonic time of the welcome; infinity without a connection."""
         self._welcome: link_pb2.Welcome | None = None
+        self._approach: Approach | None = None
+        """Where the channels of `run` dial."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Task[object] | None = None
         self._filling: set[asyncio.Task[None]] = set()
@@ -186,6 +189,10 @@ class Uplink:
         Raises:
             AdmissionRefused: the server refused this participant, with the reason.
         """
+        with approach_to(self._road) as self._approach:
+            await self._run()
+
+    async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._running = asyncio.current_task()
         backoff = Backoff(self.longest_pause)
@@ -283,14 +290,17 @@ class Uplink:
         if self.membership is None:
             return grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
         credentials = self.membership.channel_credentials()
-        options = (*CHANNEL_OPTIONS, *self._road.options())
-        return grpc.aio.secure_channel(self._road.target, credentials, options)
+        assert self._approach is not None
+        options = (*CHANNEL_OPTIONS, *self._approach.options())
+        return grpc.aio.secure_channel(self._approach.target, credentials, options)
 
     async def _explained(self, why: str) -> str:
         """The reason why no stream was opened, by what is in the way if that is found."""
+        if self._approach is not None and self._approach.blocked is not None:
+            return str(self._approach.blocked)
         if self.membership is None or self._linked_at < math.inf:
             return why
-        if self._road.proxy is None and NOT_PASSED not in why:
+        if self._road.is_plain and NOT_PASSED not in why:
             return why
         blocked = await obstacle(self._road, self.membership.authority)
         return why if blocked is None else str(blocked)

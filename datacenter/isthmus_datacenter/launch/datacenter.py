@@ -43,7 +43,6 @@ class DatacenterLaunch(Launch):
             *(() if self.data is None else ("--data", str(self.data))),
             *(() if self.tasks is None else ("--tasks", str(self.tasks))),
             *(word for named in self.blobs for word in ("--blobs", named)),
-            *(("--proxy", self.proxy.url) if self.proxy.url else ()),
-            *(("--proxy-login", self.proxy.login) if self.proxy.login else ()),
+            *self.proxy.words(),
         ]
         return f"{shlex.join(words)} --control {shell.control}"

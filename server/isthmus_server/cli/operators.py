@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import json
 import logging
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +24,7 @@ from rich.table import Table
 
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.grpc_errors import NOT_PASSED, details_of, short_message
+from isthmus.identity.approach import approach_to
 from isthmus.identity.membership import Membership, default_state
 from isthmus.identity.obstacles import obstacle
 from isthmus.identity.proxies import ProxyChoice
@@ -71,6 +74,9 @@ class OperatorClient:
         self._road = self.member.road(proxy)
         if self._road.announcement:
             log.info("%s", self._road.announcement)
+        opened = contextlib.ExitStack()
+        weakref.finalize(self, opened.close)
+        self._approach = opened.enter_context(approach_to(self._road))
         self._channel = self._dial()
         if time.time() > self.member.renew_at:
             request = pb.RenewRequest(signing_request=self.member.next_request())
@@ -80,8 +86,8 @@ class OperatorClient:
 
     def _dial(self) -> grpc.Channel:
         credentials = self.member.channel_credentials()
-        options = (*CHANNEL_OPTIONS, *self._road.options())
-        return grpc.secure_channel(self._road.target, credentials, options)
+        options = (*CHANNEL_OPTIONS, *self._approach.options())
+        return grpc.secure_channel(self._approach.target, credentials, options)
 
     def call(self, method: str, request: Message, reply: type[_Reply]) -> _Reply:
         """Call a method and return its reply."""
@@ -182,7 +188,9 @@ class OperatorClient:
     def _reason(self, details: str) -> str:
         """Why the server cannot be reached, by what is in the way if that is found."""
         reason = short_message(details)
-        if self._road.proxy is None and NOT_PASSED not in reason:
+        if self._approach.blocked is not None:
+            return str(self._approach.blocked)
+        if self._road.is_plain and NOT_PASSED not in reason:
             return reason
         blocked = asyncio.run(obstacle(self._road, self.member.authority))
         return reason if blocked is None else str(blocked)
@@ -209,15 +217,13 @@ def join(
     token: str | None,
     token_file: str | None,
     state: Path,
-    proxy: str | None,
-    proxy_login: Path | None,
+    proxy: ProxyChoice,
 ) -> None:
     """Join the server at HOST:PORT with an operator's TOKEN."""
     from isthmus.identity import joining
 
     given = joining.Token.given(token, token_file)
-    choice = ProxyChoice.given(proxy, proxy_login)
-    member = asyncio.run(joining.join(url, given, state, "operator", choice))
+    member = asyncio.run(joining.join(url, given, state, "operator", proxy))
     click.echo(f"joined {member.server} as {member.name!r}")
 
 
@@ -227,11 +233,8 @@ def _dialling(command: Callable[..., None]) -> Callable[..., None]:
     @_STATE
     @proxy_options
     @functools.wraps(command)
-    def with_options(
-        state: Path, proxy: str | None, proxy_login: Path | None, **others: Any
-    ) -> None:
-        choice = ProxyChoice.given(proxy, proxy_login)
-        command(dial=lambda: OperatorClient(state, choice), **others)
+    def with_options(state: Path, proxy: ProxyChoice, **others: Any) -> None:
+        command(dial=lambda: OperatorClient(state, proxy), **others)
 
     return with_options
 

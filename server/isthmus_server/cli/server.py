@@ -17,7 +17,7 @@ import click
 from isthmus.errors import IsthmusError, UserError
 from isthmus.identity import tls
 from isthmus.identity.proxies import ProxyChoice
-from isthmus.identity.proxy_options import proxy_options
+from isthmus.identity.proxy_options import NAMES, proxy_options
 from isthmus.system.clocks import utc
 from isthmus_server.fleet.durations import seconds_of
 from isthmus_server.fleet.rollouts import MAX_USES
@@ -27,6 +27,7 @@ from isthmus_server.storage.sealed_database import database_error
 
 if TYPE_CHECKING:
     from isthmus_server.fleet.registry import Registry
+    from isthmus_server.service.server import BalancerListener
 
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 _STATE = click.argument("state", metavar="DIR", type=_DIRECTORY)
@@ -62,8 +63,7 @@ def init(
     hosts: tuple[str, ...],
     authority: str | None,
     token_file: str | None,
-    proxy: str | None,
-    proxy_login: Path | None,
+    proxy: ProxyChoice,
 ) -> None:
     """Create a new server in DIR: its authority, certificate and registry of participants.
 
@@ -72,20 +72,19 @@ def init(
     from isthmus_server.fleet.authority import default_hosts, initialise
     from isthmus_server.fleet.registry import Registry
 
-    choice = ProxyChoice.given(proxy, proxy_login)
     if authority is not None:
         from isthmus.identity import joining
 
         if hosts:
             raise UserError("--host is decided at the authority; remove it, or --authority")
         given = joining.Token.given(None, token_file)
-        member = asyncio.run(joining.join(authority, given, state, tls.SERVER, choice))
+        member = asyncio.run(joining.join(authority, given, state, tls.SERVER, proxy))
         click.echo(f"the server {member.name!r} is ready in {state}; keep that directory private")
         return
     if token_file is not None:
         raise UserError("--token-file is the token of an authority; also give --authority")
-    if choice:
-        raise UserError("--proxy and --proxy-login lead to an authority; also give --authority")
+    if proxy:
+        raise UserError(f"{NAMES} lead to an authority; also give --authority")
     names = list(hosts) or default_hosts()
     initialise(state, names)
     Registry(state).close()
@@ -255,6 +254,18 @@ def show_audit(state: Path) -> None:
     help="Have joining at the port of --address, too, and --metrics if that is the same address.",
 )
 @click.option(
+    "--balancer",
+    metavar="HOST:PORT",
+    help="Where a balancer that ends TLS forwards WebSockets to, without TLS; with --one-port.",
+)
+@click.option(
+    "--balancer-trusts",
+    multiple=True,
+    metavar="NETWORK",
+    help="Address or range of a balancer whose X-Forwarded-For says who calls; may be repeated. "
+    "Default: all its callers count as one.",
+)
+@click.option(
     "--grace",
     default=30.0,
     show_default=True,
@@ -278,6 +289,8 @@ def start(
     state: Path,
     address: str,
     one_port: bool,
+    balancer: str | None,
+    balancer_trusts: tuple[str, ...],
     grace: float,
     console: str | None,
     jobs: int,
@@ -303,6 +316,7 @@ def start(
             f"--address {address!r} has no next port, which is needed for joining; choose another, "
             "or add --one-port"
         )
+    behind = _balancer(balancer, balancer_trusts, one_port=one_port)
     shown = None if console is None else tls.split_address(console, "--console")
     prepare()
     for name in ("isthmus_server.service", "isthmus_server.fleet"):  # who joins, and who may not
@@ -314,8 +328,32 @@ def start(
     server = ControlPlaneServer(state)
     runner = JobRunner(server.link, state, observers, jobs)
     with contextlib.suppress(click.Abort):  # the queue is kept
-        served = serve_queue(server, runner, host, port, shown, one_port=one_port)
+        served = serve_queue(server, runner, host, port, shown, one_port=one_port, balancer=behind)
         run_until_stopped(served, runner.leave, grace)
+
+
+def _balancer(
+    address: str | None, trusted: tuple[str, ...], *, one_port: bool
+) -> BalancerListener | None:
+    """What the options about a balancer say.
+
+    Raises:
+        UserError: one of them is of another form, or another option is missing.
+    """
+    from isthmus_server.service.server import BalancerListener
+    from isthmus_server.transport.balancer_port import network_named
+
+    if address is None:
+        if trusted:
+            raise UserError("--balancer-trusts is about a balancer; also give --balancer")
+        return None
+    if not one_port:
+        raise UserError(
+            "--balancer leads to the one port for participants, operators and joining; also give "
+            "--one-port"
+        )
+    host, port = tls.split_address(address, "--balancer")
+    return BalancerListener(host, port, tuple(map(network_named, trusted)))
 
 
 def _same(metrics: str, host: str, port: int) -> bool:

@@ -28,11 +28,15 @@ from isthmus_server.fleet.members import Members
 from isthmus_server.fleet.registry import Registry
 from isthmus_server.transport.fair_port import FairPort
 from isthmus_server.transport.limits import CALLER_CONNECTIONS, Services
+from isthmus_server.transport.places import is_balancer
 
 log = logging.getLogger(__name__)
 
 MAX_CALLERS = CALLER_CONNECTIONS
 """Concurrent connections; further callers of one address are refused and retry."""
+
+MANY = 20
+"""How many more attempts a balancer has than one address, because it stands for many."""
 
 _CALLER_SECONDS = 15
 """Maximum duration of a connection."""
@@ -90,6 +94,8 @@ class JoinService:
         self.members = members
         self._link_port = 0
         self._bucket = bucket or TokenBucket()
+        self._balancers = TokenBucket(MANY * MAX_CALLERS, MANY * 5.0)
+        """For balancers that do not say who their callers are."""
         self._port = FairPort(MAX_CALLERS, _CALLER_SECONDS)
         self._authority = join_pb2.AuthorityReply(
             certificate=tls.pem(members.certificate_authority.certificate)
@@ -115,7 +121,7 @@ class JoinService:
 
     async def start_behind(
         self, credentials: grpc.ServerCredentials
-    ) -> Callable[[socket.socket], None]:
+    ) -> Callable[[socket.socket, str], None]:
         """Serve connections that a port of this process accepts; returns what takes one over.
 
         The link is at the address at which participants join.
@@ -148,7 +154,8 @@ class JoinService:
 
     async def _join(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         address = self._port.address_of(context.peer())
-        if not self._bucket.take(address, time.monotonic()):
+        bucket = self._balancers if is_balancer(address) else self._bucket
+        if not bucket.take(address, time.monotonic()):
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, "too many attempts; try again later"
             )
@@ -159,7 +166,7 @@ class JoinService:
         except AdmissionRefused as error:
             log.info("a join from %s was refused: %s", address, error)
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
-        self._bucket.give_back(address)
+        bucket.give_back(address)
         return reply.SerializeToString()
 
     async def admit(self, request: join_pb2.JoinRequest) -> join_pb2.JoinReply:

@@ -41,8 +41,8 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 log = logging.getLogger(__name__)
 
-Take = Callable[[socket.socket], None]
-"""Takes over a connection, of which nothing has been read."""
+Take = Callable[[socket.socket, str], None]
+"""Takes over a connection, of which nothing has been read, and its caller's address."""
 
 Ready = Callable[[], Sequence[str]]
 """Returns why the process cannot do its work now, one sentence each; none if it can."""
@@ -102,11 +102,11 @@ class MetricsListener:
         self.port = port
         return self._take
 
-    def _take(self, connection: socket.socket) -> None:
+    def _take(self, connection: socket.socket, network: str) -> None:
         if self._server is None:  # it does not serve yet, or not any more
             connection.close()
         else:
-            self._server.take(connection)
+            self._server.take(connection, network)
 
     @property
     def _is_open(self) -> bool:
@@ -230,7 +230,7 @@ class _Server(ThreadingHTTPServer):
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Whether there is room for the connection, for which another one may have to go."""
-        network = network_of(client_address[0])
+        network = self.network_of(client_address)
         placed = list(self._open.values())
         if len(placed) >= CONNECTIONS:
             leaving = least_needed(network, placed)
@@ -240,6 +240,10 @@ class _Server(ThreadingHTTPServer):
             leaving.cut()
         self._open[request] = _MetricsCaller(request, network, time.monotonic())
         return True
+
+    def network_of(self, client_address: Any) -> str:
+        """The address of a caller, see `isthmus_server.transport.places.network_of`."""
+        return network_of(client_address[0])
 
     def service_actions(self) -> None:
         """Cut connections that have lasted too long."""
@@ -297,7 +301,7 @@ class _SharedServer(_Server):
 
     def server_bind(self) -> None:
         """Listen nowhere."""
-        self._given: SimpleQueue[socket.socket] = SimpleQueue()
+        self._given: SimpleQueue[tuple[socket.socket, str]] = SimpleQueue()
         self.socket.close()
         self.socket, self._bell = socket.socketpair()
         self._bell.setblocking(False)
@@ -307,30 +311,29 @@ class _SharedServer(_Server):
     def server_activate(self) -> None:
         """Likewise."""
 
-    def take(self, connection: socket.socket) -> None:
+    def take(self, connection: socket.socket, network: str) -> None:
         """Serve a connection, unless too many wait."""
         if self._given.qsize() >= CONNECTIONS:
             connection.close()
             return
-        self._given.put(connection)
+        self._given.put((connection, network))
         self._bell.send(b"!")
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """The next connection, and its caller's address."""
         self.socket.recv(1)
-        connection = self._given.get_nowait()
-        try:
-            return connection, connection.getpeername()
-        except OSError:  # it has ended
-            connection.close()
-            raise
+        return self._given.get_nowait()
+
+    def network_of(self, client_address: Any) -> str:
+        """What `take` was told."""
+        return str(client_address)
 
     def server_close(self) -> None:
         """Close what waits, too."""
         super().server_close()
         self._bell.close()
         while not self._given.empty():
-            self._given.get_nowait().close()
+            self._given.get_nowait()[0].close()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -27,7 +27,7 @@ from isthmus_server.fleet.presence import FleetPresence
 from isthmus_server.read.export.results import PART_BYTES, open_result
 from isthmus_server.runs.jobs.queue import QueuedJob, no_such_job
 from isthmus_server.runs.jobs.runner import JobRunner
-from isthmus_server.service.server import ControlPlaneServer
+from isthmus_server.service.server import BalancerListener, ControlPlaneServer
 from isthmus_server.storage import audit
 from isthmus_server.transport.event_loop import LoopObserver
 from isthmus_server.transport.limits import HELLO_SECONDS, certificate_of
@@ -314,11 +314,13 @@ async def serve_queue(
     console: tuple[str, int] | None = None,
     *,
     one_port: bool = False,
+    balancer: BalancerListener | None = None,
 ) -> None:
     """Listen, and run the jobs that operators submit, until cancelled or until `runner.leave`.
 
     `console` is where the web console listens; None for nowhere. With `one_port` joining is at the
-    port of the link, and so are the metrics of a listener that is for it.
+    port of the link, and so are the metrics of a listener that is for it; `balancer` as in
+    `ControlPlaneServer.listening`.
 
     Raises:
         UserError: it cannot listen at the address.
@@ -326,7 +328,7 @@ async def serve_queue(
     services = {SERVICE: OperatorService(server.members, runner).methods()}
     # Closed after the server, because operators may follow a log until it stops.
     with contextlib.closing(runner.queue):
-        async with server.listening(host, port, services, one_port=one_port):
+        async with server.listening(host, port, services, one_port=one_port, balancer=balancer):
             if server.one_port is not None and (metrics := runner.observers.metrics) is not None:
                 server.one_port.metrics = metrics.taking(server.link_port)
             where = f"link at {host}:{server.link_port}, joining at "
@@ -334,6 +336,8 @@ async def serve_queue(
                 where = f"link and joining at {host}:{server.link_port}"
             else:
                 where += f"{host}:{server.join_port}" if server.join_port else "its authority"
+            if balancer is not None:
+                where += f", for balancers at {balancer.host}:{server.balancer_port}"
             runner.console.print(where, soft_wrap=True)
             presence = FleetPresence(server.members.directory, server.link, runner.waiting)
             runner.observers.followers.append(presence.following)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import resource
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from isthmus_server.fleet.authority import CertificateAuthority, is_separate
 from isthmus_server.fleet.joining import JoinService
 from isthmus_server.fleet.members import Members
 from isthmus_server.fleet.remote_authority import RemoteMembers
+from isthmus_server.transport.balancer_port import MORE_FILES, BalancerPort, Network
 from isthmus_server.transport.limits import Services
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.one_port import OnePort
@@ -32,6 +34,16 @@ _RENEWAL_SECONDS = 10.0
 was set."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class BalancerListener:
+    """Where balancers that end TLS forward to."""
+
+    host: str
+    port: int
+    trusted: tuple[Network, ...] = ()
+    """Whose `X-Forwarded-For` counts."""
 
 
 class ControlPlaneServer:
@@ -68,8 +80,12 @@ class ControlPlaneServer:
         self.link = Link(lease_seconds, self.members)
         self.one_port: OnePort | None = None
         """What accepts the connections of all, if there is one port for everything."""
+        self.balancer: BalancerPort | None = None
+        """What accepts the connections of balancers, if there are any."""
+        self._balancer_at = ("", 0)
         self.link_port = 0
         self.join_port = 0
+        self.balancer_port = 0
         self.pair = (b"", b"")
         """Key and certificate (PEM) for new connections."""
 
@@ -81,6 +97,7 @@ class ControlPlaneServer:
         services: Services | None = None,
         *,
         one_port: bool = False,
+        balancer: BalancerListener | None = None,
     ) -> AsyncIterator[None]:
         """Listen: the link at `port`, joining at the next one (0: any free ports).
 
@@ -89,6 +106,7 @@ class ControlPlaneServer:
             port: of the link.
             services: further gRPC services on the port of the link.
             one_port: joining is at the port of the link, too.
+            balancer: where balancers that end TLS forward to; only with one port.
 
         Raises:
             UserError: a port is in use.
@@ -97,6 +115,9 @@ class ControlPlaneServer:
         directory = self.members.directory
         with file_lock(directory / "lock", f"another server runs from {directory}"):
             self.one_port = OnePort() if one_port else None
+            if self.one_port is not None and balancer is not None:
+                self.balancer = BalancerPort(self.one_port, balancer.trusted)
+                self._balancer_at = (balancer.host, balancer.port)
             async with self._open(host, port, services or {}):
                 yield
 
@@ -117,6 +138,8 @@ class ControlPlaneServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self.balancer is not None:
+                await self.balancer.stop()
             if self.one_port is not None:
                 await self.one_port.stop()
             if self.joining is not None:
@@ -135,11 +158,15 @@ class ControlPlaneServer:
             )
 
     async def _start_one(self, one: OnePort, host: str, port: int, services: Services) -> None:
-        one.link = await self.link.start_behind(self._credentials(known=True), services)
+        more_files = MORE_FILES if self.balancer is not None else 0
+        known = self._credentials(known=True)
+        one.link = await self.link.start_behind(known, services, more_files)
         if self.joining is not None:
             one.joining = await self.joining.start_behind(self._credentials(known=False))
         self.link_port = await one.start(host, port)
         self.join_port = self.link_port if self.joining is not None else 0
+        if self.balancer is not None:
+            self.balancer_port = await self.balancer.start(*self._balancer_at)
 
     async def _disconnect_revoked(self) -> None:
         while True:

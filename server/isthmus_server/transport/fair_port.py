@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 from typing import Any, cast
 
@@ -119,18 +120,22 @@ class FairPort:
             await self.stop()
             raise
 
-    def take(self, connection: socket.socket) -> None:
-        """Serve a connection that another port has accepted; it belongs to this one now."""
+    def take(self, connection: socket.socket, network: str) -> None:
+        """Serve a connection that another port has accepted; it belongs to this one now.
+
+        `network` is its caller's address.
+        """
         if self._ends:
             connection.close()
             return
         loop = asyncio.get_running_loop()
-        task = loop.create_task(loop.connect_accepted_socket(self._new_caller, connection))
+        new = functools.partial(self._new_caller, network)
+        task = loop.create_task(loop.connect_accepted_socket(new, connection))
         task.add_done_callback(lambda done: connection.close() if done.cancelled() else None)
         self._keep(task)
 
-    def _new_caller(self) -> _Caller:
-        return _Caller(self, self._target, asyncio.get_running_loop())
+    def _new_caller(self, network: str = "") -> _Caller:
+        return _Caller(self, self._target, asyncio.get_running_loop(), network)
 
     async def _listen(self, host: str, port: int) -> int:
         loop = asyncio.get_running_loop()
@@ -222,9 +227,12 @@ class _End(asyncio.Protocol):
 class _Caller(_End):
     """The end of a caller."""
 
-    def __init__(self, port: FairPort, target: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, port: FairPort, target: str, loop: asyncio.AbstractEventLoop, network: str
+    ) -> None:
+        """`network`: its address; empty for that of the connection."""
         super().__init__()
-        self.network = ""
+        self.network = network
         self._port = port
         self._target = target
         self._loop = loop
@@ -255,7 +263,8 @@ class _Caller(_End):
         super().connection_made(transport)
         assert self.transport is not None
         peer = transport.get_extra_info("peername")
-        self.network = network_of(peer[0]) if peer else ""
+        if not self.network:
+            self.network = network_of(peer[0]) if peer else ""
         if not self._port.admit(self):
             self.transport.abort()
             return

@@ -136,18 +136,19 @@ class Link(AllTurns):
         await self._listen(address, None, {})
 
     async def start_behind(
-        self, credentials: grpc.ServerCredentials, services: Services
-    ) -> Callable[[socket.socket], None]:
+        self, credentials: grpc.ServerCredentials, services: Services, more_files: int = 0
+    ) -> Callable[[socket.socket, str], None]:
         """Serve connections that a port of this process accepts; returns what takes one over.
 
-        The arguments are as in `start`.
+        `more_files` are open elsewhere for each of them; the other arguments are as in `start`.
 
         Raises:
             UserError: there can be no socket in the temporary folder.
         """
         address = self._private.enter_context(private_socket())
         await self._listen(address, credentials, services)
-        self._passing = Relay(address.removeprefix("unix:"), CONNECTIONS, RESERVED_FILES)
+        path = address.removeprefix("unix:")
+        self._passing = Relay(path, CONNECTIONS, RESERVED_FILES, more_files)
         return self._passing.take
 
     async def _listen(

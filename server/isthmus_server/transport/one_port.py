@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import socket
 from collections.abc import Callable
@@ -41,8 +42,9 @@ _PAUSE_SECONDS = 1.0
 """Pause after a connection that could not be accepted, for want of files or memory."""
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-Take = Callable[[socket.socket], None]
-"""Takes over a connection, which does not block, and of which nothing has been read."""
+Take = Callable[[socket.socket, str], None]
+"""Takes over a connection, which does not block and of which nothing has been read; the text is its
+caller's address, see `isthmus_server.transport.places.network_of`."""
 
 log = logging.getLogger(__name__)
 
@@ -109,11 +111,19 @@ class OnePort:
                 connection.close()
                 return
             leaving.close()
-        arriving = _Arriving(connection, network, self._sort, self._arriving.discard)
+        sort = functools.partial(self.sort, network=network)
+        arriving = _Arriving(connection, network, sort, self._arriving.discard)
         self._arriving.add(arriving)
         arriving.start()
 
-    def _sort(self, connection: socket.socket, protocols: tuple[bytes, ...]) -> None:
+    def sort(self, connection: socket.socket, protocols: tuple[bytes, ...], network: str) -> None:
+        """Give a connection to the listener that is for what its first message offers.
+
+        Args:
+            connection: does not block, and nothing of it has been read.
+            protocols: see `isthmus_server.transport.client_hello.protocols_of`.
+            network: its caller's address.
+        """
         take: Take | None = None
         if JOIN_PROTOCOL.encode() in protocols:
             take = self.joining
@@ -124,7 +134,7 @@ class OnePort:
         if take is None:
             connection.close()
         else:
-            take(connection)
+            take(connection, network)
 
 
 class _Arriving:

@@ -65,3 +65,16 @@ def network_of(host: str) -> str:
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
     return str(ipaddress.ip_network((address, 64), strict=False))
+
+
+_BALANCER = "balancer "
+
+
+def balancer_network(host: str) -> str:
+    """What counts as the address of all callers that one balancer does not name."""
+    return _BALANCER + network_of(host)
+
+
+def is_balancer(network: str) -> bool:
+    """Whether an address stands for all callers of a balancer."""
+    return network.startswith(_BALANCER)

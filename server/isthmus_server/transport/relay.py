@@ -34,10 +34,10 @@ class Relay:
       * one whose receiver has stalled for a minute is closed.
     """
 
-    def __init__(self, target: str, places: int, reserved: int) -> None:
-        """`target` is the path of the socket."""
+    def __init__(self, target: str, places: int, reserved: int, more_files: int = 0) -> None:
+        """`target` is the path of the socket, `more_files` are open elsewhere per connection."""
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.places = max(64, min(places, (files - reserved) // _FILES))
+        self.places = max(64, min(places, (files - reserved) // (_FILES + more_files)))
         self._target = target
         self._loop = asyncio.get_running_loop()
         self._connections: set[_Connection] = set()
@@ -50,7 +50,7 @@ class Relay:
         """Number of open connections."""
         return len(self._connections)
 
-    def take(self, caller: socket.socket) -> None:
+    def take(self, caller: socket.socket, network: str) -> None:
         """Pass on a connection that a port has accepted; it is closed if there is no place."""
         if len(self._connections) >= self.places:
             caller.close()
@@ -63,7 +63,8 @@ class Relay:
         try:
             inner.setblocking(False)
             inner.connect(self._target)
-            caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if caller.family != socket.AF_UNIX:  # of a balancer's connection, within this process
+                caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:  # gRPC has ended, too many wait for it, or the caller has left
             inner.close()
             caller.close()

@@ -37,6 +37,8 @@ class Fleet:
 
     one_port = False
     """Whether it has one port for everything."""
+    balancer = None
+    """Where balancers forward to, if there are any."""
 
     def __init__(self, folder, names=("localhost", "127.0.0.1")):
         self.folder = folder
@@ -60,7 +62,7 @@ class Fleet:
             services[SERVICE] = self.control.methods()
             self.connections.append(asyncio.create_task(self.runner.run()))
         await self.stack.enter_async_context(
-            self.server.listening(host, 0, services, one_port=self.one_port)
+            self.server.listening(host, 0, services, one_port=self.one_port, balancer=self.balancer)
         )
         assert self.one_port is (self.server.join_port == self.server.link_port)
         self.link = self.server.link

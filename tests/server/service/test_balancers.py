@@ -2,17 +2,13 @@
 
 import asyncio
 import contextlib
-import os
-import shutil
-import signal
-import socket
 from pathlib import Path
 
 import grpc.aio
 import pytest
+from tests.server.real_nginx import CONFIGURATIONS, free_port, nginx, program, replaced
 from tests.server.scripted_participant import payload_of, training_request
 from tests.server.service.test_joining import ask, request_of
-from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused
 from isthmus.identity import joining
@@ -22,18 +18,7 @@ from isthmus.wire import link_pb2
 from isthmus.wire import operator_pb2 as pb
 from isthmus_server.cli.operators import OperatorClient
 
-CONFIGURATION = Path(__file__).parents[3] / "deploy" / "nginx" / "pass-through.conf"
 MODULE = Path("/usr/lib/nginx/modules/ngx_stream_module.so")
-
-AROUND = """
-load_module {module};
-daemon off;
-master_process off;
-pid {folder}/pid;
-error_log {folder}/log;
-events {{}}
-"""
-
 
 pytestmark = pytest.mark.usefixtures("ports")
 
@@ -43,49 +28,25 @@ def ports():
     return 1
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
-
-
-def prepared():
-    """The program and the text of its configuration."""
-    program = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
-    if program is None or not MODULE.exists():
-        pytest.skip("there is no nginx with streams; install nginx-light and libnginx-mod-stream")
-    return program, CONFIGURATION.read_text()
+def check_streams():
+    program()
+    if not MODULE.exists():
+        pytest.skip("nginx has no streams here; install libnginx-mod-stream")
 
 
 @contextlib.asynccontextmanager
 async def passing_to(port, folder):
-    """The nginx of `deploy`, with other addresses; returns its port."""
-    program, text = prepared()
+    """The nginx of `deploy` that passes TLS on, with other addresses; returns its port."""
+    check_streams()
     own = free_port()
-    for there, here in (
-        ("listen 443;", f"listen 127.0.0.1:{own};"),
-        ("listen [::]:443;", ""),
-        ("127.0.0.1:9402", f"127.0.0.1:{port}"),
-    ):
-        assert there in text
-        text = text.replace(there, here)
-    file = folder / "nginx.conf"
-    file.write_text(AROUND.format(module=MODULE, folder=folder) + text)
-    process = await asyncio.create_subprocess_exec(
-        program, "-e", str(folder / "log"), "-c", str(file), stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        await wait_until(lambda: process.returncode is not None or listens(own))
-        assert process.returncode is None, await process.stderr.read()
+    changes = {
+        "listen 443;": f"listen 127.0.0.1:{own};",
+        "listen [::]:443;": "",
+        "127.0.0.1:9402": f"127.0.0.1:{port}",
+    }
+    text = replaced((CONFIGURATIONS / "pass-through.conf").read_text(), changes)
+    async with nginx(f"load_module {MODULE};\n{text}", folder, own):
         yield own
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-        await process.communicate()
-
-
-def listens(port):
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture

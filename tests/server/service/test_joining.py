@@ -362,7 +362,7 @@ async def test_a_balancer_that_ends_tls_is_named(fleet, tmp_path):
     balancer.close()
     assert str(caught.value) == (
         f"what answers at {address} is not where a server is joined; check the port; a balancer "
-        "between has to pass TLS on and must not end it"
+        "between has to pass TLS on, or to forward a WebSocket at an address with wss://"
     )
     assert heard in ([], [b""])
 

@@ -170,7 +170,8 @@ FAULTS = {
         "the certificate that {hub} shows through the proxy {url} (HTTPS_PROXY) was issued by "
         f"'{INSPECTOR}', and not by the authority of an Isthmus server: something on the way "
         "inspects TLS or ends it, as some balancers do, or another service answers; ask the "
-        "network's owner to exempt {hub} from TLS inspection",
+        "network's owner to exempt {hub} from TLS inspection; behind a balancer, give its address "
+        "with wss://",
     ),
 }
 
@@ -366,7 +367,7 @@ async def test_the_nodes_of_a_cluster_get_the_options_of_launch(hub, tmp_path):
     words[4] = str(tmp_path / "new")
     refused = await asyncio.to_thread(CliRunner().invoke, datacenter, [*words, "--server", "a:1"])
     assert str(refused.exception) == (
-        "--proxy and --proxy-login need a datacenter that has joined a server"
+        "--proxy, --proxy-login and --balancer-ca need a datacenter that has joined a server"
     )
 
 

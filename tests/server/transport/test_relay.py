@@ -36,7 +36,7 @@ class Passed:
         caller = await asyncio.open_connection(*address)
         accepted, _ = self.listener.accept()
         accepted.setblocking(False)
-        self.relay.take(accepted)
+        self.relay.take(accepted, "127.0.0.1")
         near = await asyncio.wait_for(self.near.get(), 20)
         self.writers += [caller[1], near[1]]
         return caller, near
@@ -118,7 +118,7 @@ async def test_a_caller_without_a_place_is_closed(passed):
     caller, writer = await asyncio.open_connection(*passed.listener.getsockname())
     passed.writers.append(writer)
     accepted, _ = passed.listener.accept()
-    passed.relay.take(accepted)
+    passed.relay.take(accepted, "127.0.0.1")
     assert await asyncio.wait_for(caller.read(), 20) == b""
     assert len(passed.relay) == passed.relay.places == 64
 
@@ -127,6 +127,6 @@ async def test_without_a_server_behind_it_callers_are_closed(tmp_path):
     relay = Relay(str(tmp_path / "nothing"), places=64, reserved=100)
     ours, accepted = socket.socketpair()
     with ours:
-        relay.take(accepted)
+        relay.take(accepted, "127.0.0.1")
         assert ours.recv(1) == b""
     assert len(relay) == 0

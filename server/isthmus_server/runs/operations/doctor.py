@@ -18,6 +18,7 @@ from isthmus_server.fleet.authority import CertificateAuthority, is_separate
 from isthmus_server.fleet.presence import read_snapshot
 from isthmus_server.runs.jobs import queue
 from isthmus_server.storage import audit
+from isthmus_server.transport.balancer_port import takes_websockets
 
 _SECRETS = (
     "authority.pem",
@@ -28,6 +29,8 @@ _SECRETS = (
     "fleet.sqlite",
 )
 
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - what listens everywhere
+
 
 @click.command("server")
 @click.argument("state", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
@@ -37,13 +40,22 @@ _SECRETS = (
 @click.option(
     "--one-port", is_flag=True, help="The server has one port, as with this option of its start."
 )
+@click.option(
+    "--balancer",
+    metavar="HOST:PORT",
+    help="Where the server listens for balancers, as with this option of its start.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def doctor_server(state: Path, address: str, one_port: bool, as_json: bool) -> None:
+def doctor_server(
+    state: Path, address: str, one_port: bool, balancer: str | None, as_json: bool
+) -> None:
     """Check the server, or separate authority, of the state directory DIR."""
-    tell(_results(state, address, one_port), as_json=as_json)
+    tell(_results(state, address, one_port, balancer), as_json=as_json)
 
 
-def _results(state: Path, address: str, one_port: bool) -> Iterator[Diagnosis]:
+def _results(
+    state: Path, address: str, one_port: bool, balancer: str | None
+) -> Iterator[Diagnosis]:
     yield from diagnose("versions", checks.versions)
     yield checks.tls_version()
     if not (state / "authority.pem").exists():
@@ -72,6 +84,8 @@ def _results(state: Path, address: str, one_port: bool) -> Iterator[Diagnosis]:
         yield from diagnose(what, intact)
     ports = list(diagnose("ports", lambda: _ports(state, address, one_port)))
     yield from ports
+    if balancer is not None:
+        yield from diagnose("balancer", lambda: _balancer(balancer))
     fleet = read_snapshot(state)
     free = any("it is free" in port.found for port in ports)
     if fleet is not None and fleet.is_current() and free:
@@ -91,6 +105,22 @@ def _certificate(state: Path) -> Diagnosis:
         return checks.certificate("certificate", Membership(state).certificate, remedy)
     _, found = CertificateAuthority(state).read_server_pair()
     return checks.certificate("certificate", found, "start the server, which renews it")
+
+
+def _balancer(address: str) -> Diagnosis:
+    """Whether a server takes what a balancer forwards to it."""
+    host, port = tls.split_address(address, "--balancer")
+    host = _LOOPBACK.get(host.strip("[]"), host)
+    try:
+        taken = takes_websockets(host, port)
+    except OSError as error:
+        found = f"nothing answers at {address} ({error.strerror or error})"
+        remedy = "start the server with --one-port and --balancer, or correct the address"
+        return Diagnosis("WARN", "balancer", found, remedy)
+    if not taken:
+        found = f"what answers at {address} is not a server that takes WebSockets of a balancer"
+        return Diagnosis("FAIL", "balancer", found, "correct the address, or --balancer")
+    return Diagnosis("OK", "balancer", f"the server takes WebSockets at {address}")
 
 
 def _ports(state: Path, address: str, one_port: bool) -> Iterator[Diagnosis]:

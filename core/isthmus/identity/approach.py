@@ -1,0 +1,143 @@
+"""Where gRPC dials to get to the end of a road.
+
+gRPC gets through a proxy by itself. Through a balancer that ends TLS it does not: there it dials a
+socket of this process that only this user can open, from which each connection is passed on in a
+WebSocket of its own. TLS is between gRPC and the server as on every other road.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+
+from isthmus.identity.proxies import Road, RoadBlocked
+from isthmus.system.private_socket import private_socket
+
+_SECONDS = 15.0
+"""Time to open a WebSocket."""
+_WAITING = 16
+"""Connections that wait to be accepted: one channel has one at a time."""
+_ROUNDS = 5
+"""Rounds of an event loop in which it closes what was aborted, TLS within TLS too."""
+
+log = logging.getLogger(__name__)
+
+
+class Approach:
+    """What a gRPC channel needs to reach the end of a road."""
+
+    def __init__(self, road: Road, target: str) -> None:
+        self.road = road
+        self.target = target
+        """What to dial."""
+        self.blocked: RoadBlocked | None = None
+        """What ended the last connection through a balancer, or kept it from coming about."""
+
+    def options(self) -> tuple[tuple[str, str], ...]:
+        """The options of a channel to `target`, which leave TLS between here and the server.
+
+        Raises:
+            RoadBlocked: the file with the login cannot be used.
+        """
+        if self.road.balancer is None:
+            return self.road.options()
+        return (("grpc.default_authority", self.road.place),)
+
+
+@contextlib.contextmanager
+def approach_to(road: Road) -> Iterator[Approach]:
+    """The approach to the end of a road, which is open during the block.
+
+    Raises:
+        UserError: there can be no socket in the temporary folder.
+    """
+    if road.balancer is None:
+        yield Approach(road, road.target)
+        return
+    with private_socket() as address:
+        approach = Approach(road, address)
+        with _Passage(approach, address.removeprefix("unix:")):
+            yield approach
+
+
+class _Passage:
+    """Passes connections on, in a thread of its own: channels may have an event loop or none."""
+
+    def __init__(self, approach: Approach, path: str) -> None:
+        self._approach = approach
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen(_WAITING)
+        self._listener.setblocking(False)
+        self._loop = asyncio.new_event_loop()
+        self._accepting = self._loop.create_task(self._accept())
+        self._crossing: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._run, name="balancer", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._accepting.cancel)
+        if threading.current_thread() is not self._thread:  # which may collect its own channel
+            self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(self._accepting)
+            for task in self._crossing:
+                task.cancel()
+            self._loop.run_until_complete(_ended(self._crossing))
+        finally:
+            self._listener.close()
+            self._loop.close()
+
+    async def _accept(self) -> None:
+        while True:
+            near, _ = await self._loop.sock_accept(self._listener)
+            task = self._loop.create_task(self._pass_on(near))
+            self._crossing.add(task)
+            task.add_done_callback(self._crossing.discard)
+
+    async def _pass_on(self, near: socket.socket) -> None:
+        """Pass a connection on until it has ended."""
+        from isthmus.identity.crossing import cross
+
+        over = self._loop.create_future()
+        try:
+            tell = functools.partial(_tell, over)
+            tunnel = await cross(self._approach.road, near, _SECONDS, tell)
+            self._approach.blocked = None
+            try:
+                why = await over
+            except asyncio.CancelledError:
+                tunnel.abort()
+                raise
+        except RoadBlocked as blocked:
+            self._approach.blocked = blocked
+        except OSError as error:
+            log.debug("a connection through a balancer failed", exc_info=error)
+        else:
+            if why:
+                balancer = self._approach.road.balancer
+                self._approach.blocked = RoadBlocked(f"{balancer} ended the connection: {why}")
+
+
+async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Wait for tasks that were cancelled, and for the connections that they have aborted."""
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for _ in range(_ROUNDS):
+        await asyncio.sleep(0)
+
+
+def _tell(over: asyncio.Future[str], why: str) -> None:
+    if not over.done():
+        over.set_result(why)
