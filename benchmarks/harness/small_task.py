@@ -33,11 +33,11 @@ class Small(Task):
 
     def local_data(self, participant: Participant) -> Dataset[Any]:
         """Examples that depend on the device's name."""
-        return _rows(EXAMPLES, seed=sum(participant.name.encode()))
+        return rows(EXAMPLES, seed=sum(participant.name.encode()))
 
     def eval_data(self) -> Dataset[Any]:
         """Other examples."""
-        return _rows(EXAMPLES, seed=0)
+        return rows(EXAMPLES, seed=0)
 
     def optimizer(
         self, parameters: Iterable[nn.Parameter], participant: Participant
@@ -46,6 +46,7 @@ class Small(Task):
         return torch.optim.SGD(parameters, lr=0.1)
 
 
-def _rows(count: int, seed: int) -> Dataset[Any]:
+def rows(count: int, seed: int) -> Dataset[Any]:
+    """So many examples."""
     inputs = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(inputs, inputs.argmax(1).clamp(max=2))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from isthmus.errors import UserError
-from isthmus_privacy.dp.auditing import CONFIDENCE
+from isthmus_privacy.dp.auditing import CONFIDENCE, CONFIDENCES
 from isthmus_server.cli.run import loaded_job, prepare, run_until_stopped
 
 if TYPE_CHECKING:
@@ -60,8 +60,9 @@ def audit(
     For a JOB without noise, it prints what membership inference gets from the opened sums of
     devices and from the final model.
     """
-    if not 0.9 <= confidence < 1:
-        raise UserError(f"--confidence {confidence:g} is not in the range of 0.9 to below 1")
+    least, most = CONFIDENCES
+    if not least <= confidence <= most:
+        raise UserError(f"--confidence {confidence!r} is not in the range of {least} to {most}")
     loaded = loaded_job(job, overrides)
     prepare()
     from isthmus_simulation.audit.audit import Audit, AuditReport

@@ -22,6 +22,10 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 BENCHMARKS = Path(run_all.__file__).parent
 ELSEWHERE = {
+    "audit": {  # with --datasets
+        "data/<digits|mnist|letters>/<device|example>/<claimed|measured|guesses|seconds>",
+        "membership/<digits|mnist|letters>/<device|example>",
+    },
     "datacenter": {"<mfu|peak_gib>/<device>/<model>"},  # of a GPU
     "regimes": {"regret/<data set>/<problem>/<policy>"},  # with --datasets
     "round_overhead": {"observed/<params>/<clients>"},  # with --observed

@@ -32,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from isthmus_privacy.dp.accounting import (
@@ -48,8 +48,20 @@ CONFIDENCE = 0.9999
 """Of a lower bound: an audit of an honest job raises an alarm in at most one of 10,000."""
 POWER = 0.99
 """The noise that an audit is said to find is found in at least so many of them."""
+CONFIDENCES = (0.9, 1 - 1e-9)
+"""Between which a confidence can be."""
 _LARGEST_FACTOR = 64.0
 """Noise that is weaker by more is not told apart."""
+_CERTAIN = 1 - 1e-9
+"""A claim that allows more right guesses than this excludes nothing."""
+_SHARES_OF_SAMPLED = 4
+"""Shares of sampled participations that are told apart, as each has a distribution of its own."""
+
+Shares = Mapping[float, int]
+"""How many canaries took part in each share of the participations that are claimed, 0 to 1.
+
+The share is of the sum of 1 / noise multiplier^2: of independent noise, that of participations.
+"""
 _CLOSE = 5e-3
 """Relative precision of factors."""
 _COARSE = 1e-2
@@ -66,15 +78,20 @@ class Measurement:
     probability: float
     """Lower bound on the probability with which a guess is right."""
     allowed: float
-    """The largest one that the claim allows."""
+    """The largest one that the claim allows, on average over the canaries."""
     factor: float
     """How many times weaker than promised the noise is, at least; below 1 for none."""
     epsilon: float
-    """Lower bound on epsilon, of the mechanism with so much noise; 0 if nothing was learned."""
+    """Lower bound on epsilon, of the mechanism with so much noise; 0 if nothing was learned.
+
+    `least`, if not even the mechanism without noise allows so many right guesses."""
+    least: float
+    """Lower bound on epsilon whatever the fault is, also if it is no missing noise."""
     claimed: float
     """Epsilon of the claim."""
     most: float
-    """The largest epsilon that so many guesses could show, if all were right."""
+    """The largest epsilon that so many guesses could show, if all were right; infinity if that
+    would show that there is no noise."""
     finds: float | None
     """Share of the promised noise below which so many guesses find that some is missing, in 99 of
     100 audits; None if they find nothing."""
@@ -106,26 +123,40 @@ class Claim:
             return float(_distribution(composition).get_epsilon(self.delta))
         return composition.epsilon(self.delta)
 
-    def right(self, factor: float = 1.0) -> float:
-        """The largest probability of a right guess, with noise that is weaker by a factor."""
-        return _right(self._composition(factor))
+    def right(self, factor: float = 1.0, shares: Shares | None = None) -> float:
+        """The largest probability of a right guess, with noise that is weaker by a factor.
 
-    def measured(self, right: int, guesses: int, confidence: float) -> Measurement:
+        On average over canaries that took part in shares of the participations; None for all. A sum
+        of guesses that are right with different probabilities is as likely to be above a number as
+        one with their mean, or less (Hoeffding 1956, theorem 4).
+        """
+        if shares is None:
+            return _right(self._composition(factor))
+        total = sum(
+            count * _right(self._composition(factor, share)) for share, count in shares.items()
+        )
+        return total / sum(shares.values())
+
+    def measured(
+        self, right: int, guesses: int, confidence: float, shares: Shares | None = None
+    ) -> Measurement:
         """What follows from so many right guesses.
 
         Args:
             right: of `guesses`.
             guesses: one for each canary.
             confidence: of the lower bounds, above 0.5 and below 1.
+            shares: of the participations that the canaries had; None for all.
 
         Raises:
             ValueError: the numbers are not in their range.
         """
         if not (0 <= right <= guesses and guesses >= 1 and 0.5 < confidence < 1):
             raise ValueError(f"{right} of {guesses} right guesses, with confidence {confidence}")
-        allowed = self.right()
+        allowed = self.right(1.0, shares)
         probability = lower_bound(right, guesses, confidence)
-        factor = self._factor(probability)
+        factor = self._factor(probability, shares)
+        least = self._of_any(probability)
         return Measurement(
             right=right,
             guesses=guesses,
@@ -133,23 +164,28 @@ class Claim:
             probability=probability,
             allowed=allowed,
             factor=factor,
-            epsilon=self.epsilon(factor) if factor else 0.0,
+            epsilon=least if factor >= _LARGEST_FACTOR else self._at(factor),
+            least=least,
             claimed=self.epsilon(),
-            most=self.most(guesses, confidence),
-            finds=self._finds(guesses, confidence, allowed),
+            most=self.most(guesses, confidence, shares),
+            finds=self._finds(guesses, confidence, allowed, shares),
         )
 
-    def most(self, guesses: int, confidence: float) -> float:
-        """The largest epsilon that so many guesses can show, if all are right."""
-        factor = self._factor(lower_bound(guesses, guesses, confidence))
-        return self.epsilon(factor) if factor else 0.0
+    def most(self, guesses: int, confidence: float, shares: Shares | None = None) -> float:
+        """The largest epsilon that so many guesses can show, see `Measurement.most`."""
+        factor = self._factor(lower_bound(guesses, guesses, confidence), shares)
+        return math.inf if factor >= _LARGEST_FACTOR else self._at(factor)
 
-    def needed(self, confidence: float) -> int:
-        """The fewest guesses that can show more than is claimed, if all are right."""
+    def needed(self, confidence: float) -> int | None:
+        """The fewest guesses that can show more than is claimed, if all are right; None for any."""
         allowed = self.right()
-        return math.floor(math.log(1 - confidence) / math.log(allowed)) + 1 if allowed < 1 else 0
+        if allowed > _CERTAIN:
+            return None
+        return math.floor(math.log(1 - confidence) / math.log(allowed)) + 1
 
-    def _finds(self, guesses: int, confidence: float, allowed: float) -> float | None:
+    def _finds(
+        self, guesses: int, confidence: float, allowed: float, shares: Shares | None
+    ) -> float | None:
         """See `Measurement.finds`."""
         low = 0
         high = guesses + 1  # the fewest right guesses that are an alarm; more than all for none
@@ -162,33 +198,52 @@ class Claim:
         if low > guesses:
             return None
         found = _least(lambda probability: at_least(low, guesses, probability) >= POWER)
-        factor = self._factor(found)
-        return None if factor >= _LARGEST_FACTOR else 1 / factor
+        factor = self._factor(found, shares)
+        return None if factor >= _LARGEST_FACTOR else min(1.0, 1 / factor)
 
-    def _factor(self, probability: float) -> float:
+    def _at(self, factor: float) -> float:
+        return self.epsilon(factor) if factor else 0.0
+
+    def _of_any(self, probability: float) -> float:
+        """The least epsilon of any mechanism with `delta` that allows so many right guesses.
+
+        Such a mechanism allows (e^epsilon + delta) / (e^epsilon + 1) of them (Kairouz, Oh and
+        Viswanath 2015).
+        """
+        if probability <= 0.5:
+            return 0.0
+        return max(0.0, math.log((probability - self.delta) / (1 - probability)))
+
+    def _factor(self, probability: float, shares: Shares | None) -> float:
         """By which factor noise is weaker if a guess is right with a probability; 0: any."""
         if probability <= 0.5:
             return 0.0
         high = 1.0
-        while self.right(high) < probability:
+        while self.right(high, shares) < probability:
             high *= 1.5
             if high > _LARGEST_FACTOR:
                 return _LARGEST_FACTOR
         low = high
-        while self.right(low) > probability:
+        while self.right(low, shares) > probability:
             low /= 1.5
             if low < 1 / _LARGEST_FACTOR:
                 return 0.0
         while high / low > 1 + _CLOSE:
             middle = math.sqrt(low * high)
-            if self.right(middle) < probability:
+            if self.right(middle, shares) < probability:
                 low = middle
             else:
                 high = middle
-        return low
+        # The search ends a little below the factor, which is above 1 if the claim is exceeded.
+        return max(low, 1.0) if self.right(1.0, shares) < probability else low
 
-    def _composition(self, factor: float) -> Composition:
-        return Composition().plus(_weaker(self.event, factor), self.times)
+    def _composition(self, factor: float, share: float = 1.0) -> Composition:
+        """The participations of a canary, in a share of all, with weaker noise."""
+        event = _weaker(self.event, factor)
+        if isinstance(event, SampledGaussian):
+            part = math.ceil(share * _SHARES_OF_SAMPLED - 1e-9) / _SHARES_OF_SAMPLED
+            return Composition().plus(event, math.ceil(part * self.times))
+        return Composition().plus(_weaker(event, math.sqrt(share)), self.times)
 
 
 def lower_bound(right: int, guesses: int, confidence: float) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,21 +14,29 @@ from isthmus.errors import JobError, UserError
 from isthmus.job import Job
 from isthmus.job.federated import MAX_SECURE_COHORT
 from isthmus.task import Task, load_task
-from isthmus_privacy.dp.accounting import SampledGaussian
+from isthmus_privacy.dp.accounting import Composition
 from isthmus_privacy.dp.auditing import Claim, Measurement
 from isthmus_privacy.dp.calibration import NoisePlan
 from isthmus_privacy.dp_sgd.device_examples import DeviceExamplesPlan
 from isthmus_server.model.global_model import GlobalModel
 from isthmus_simulation.audit.device_canaries import Guesses, audit_devices, most_in_a_run
-from isthmus_simulation.audit.example_canaries import audit_examples, largest_device
+from isthmus_simulation.audit.example_canaries import (
+    audit_examples,
+    largest_device,
+    most_of_devices,
+)
 from isthmus_simulation.audit.membership import MembershipReport, membership_run, report_of
 from isthmus_simulation.run import Simulation
 
 Unit = Literal["device", "example"]
 
+MOST_CANARIES = 1_000_000
+"""Of an audit."""
 _AT_ONCE = 1000
-"""Canary devices of a run: each has a vector in memory while it is encoded."""
+"""Canary devices of a run."""
 _MOST_RUNS = 200
+_ROUNDED = 1.001
+"""Part by which what is charged may differ from what is claimed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +53,19 @@ class AuditReport:
     measurement: Measurement
     runs: int
     """Simulated ones."""
+    undercharged: tuple[float, float] | None = None
+    """The epsilon that a run's ledger had at its end, and that of the rounds that were released, if
+    it was less."""
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether what is claimed is more than the job's table allows."""
+        return self.measurement.claimed > self.budget * _ROUNDED
 
     @property
     def is_alarm(self) -> bool:
-        """Whether the job reveals more than it claims."""
-        return self.measurement.is_alarm
+        """Whether the job reveals more than it claims, or claims more than it may."""
+        return self.measurement.is_alarm or self.is_over_budget or self.undercharged is not None
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -60,34 +77,31 @@ class AuditReport:
             "mechanism": self.mechanism,
             "budget": self.budget,
             "delta": self.delta,
-            "claimed_epsilon": found.claimed,
-            "measured_epsilon_at_least": found.epsilon,
+            "claimed_epsilon": finite(found.claimed),
+            "measured_epsilon_at_least": finite(found.epsilon),
+            "whatever_the_fault_at_least": finite(found.least),
             "confidence": found.confidence,
             "guesses": found.guesses,
             "right": found.right,
             "right_at_least": found.probability,
             "right_allowed": found.allowed,
-            "most_measurable_epsilon": found.most,
+            "most_measurable_epsilon": finite(found.most),
             "finds_noise_below": found.finds,
             "runs": self.runs,
-            "alarm": found.is_alarm,
+            "over_budget": self.is_over_budget,
+            "undercharged": self.undercharged is not None,
+            "alarm": self.is_alarm,
         }
 
     def lines(self) -> list[tuple[str, str]]:
         """As lines: names and texts."""
         found = self.measurement
-        confidence = f"{found.confidence:.4%}"
+        confidence = in_percent(found.confidence)
         neighbour = "update is" if self.unit == "device" else "gradients are"
+        most = f"an epsilon of {found.most:.3g}" if math.isfinite(found.most) else "no noise at all"
         finds = "no missing noise"
         if found.finds is not None:
             finds = f"noise below {found.finds:.0%} of what is promised, in 99 of 100 audits"
-        verdict = "no alarm: nothing was measured that the claim excludes"
-        if found.is_alarm:
-            verdict = (
-                f"ALARM: it is as if the noise was {1 / found.factor:.0%} of what is promised, or "
-                "each canary contributed more than it may; an honest job gives an alarm in at most "
-                f"{1 - found.confidence:.2%} of audits"
-            )
         return [
             ("unit", f"one {self.unit}, whose {neighbour} zeros in the neighbouring data"),
             ("noise", self.mechanism),
@@ -96,7 +110,11 @@ class AuditReport:
                 f"epsilon {found.claimed:.3f} at delta {self.delta:g} (the budget is "
                 f"{self.budget:g})",
             ),
-            ("measured", f"epsilon at least {found.epsilon:.3f}, with confidence {confidence}"),
+            (
+                "measured",
+                f"epsilon at least {found.epsilon:.3f} if nothing but noise is missing, with "
+                f"confidence {confidence}; at least {found.least:.3f} whatever is wrong",
+            ),
             (
                 "guesses",
                 f"{found.right} of {found.guesses} right, in {self.runs} simulated "
@@ -105,11 +123,35 @@ class AuditReport:
             ),
             (
                 "reach",
-                f"so many guesses can show at most an epsilon of {found.most:.3g}, and find "
-                f"{finds}",
+                f"so many guesses can show at most {most}, and find {finds}",
             ),
-            ("verdict", verdict),
+            ("verdict", self._verdict()),
         ]
+
+    def _verdict(self) -> str:
+        found = self.measurement
+        if found.is_alarm:
+            return (
+                f"ALARM: it is as if the noise was {1 / found.factor:.0%} of what is promised, or "
+                "each canary contributed more than it may; an honest job gives an alarm in at most "
+                f"{in_percent(1 - found.confidence)} of audits"
+            )
+        if self.is_over_budget:
+            return f"ALARM: what is claimed is more than the budget of {self.budget:g}"
+        if self.undercharged is not None:
+            charged, due = self.undercharged
+            return f"ALARM: a ledger has an epsilon of {charged:.3f} for rounds that cost {due:.3f}"
+        return "no alarm: nothing was measured that the claim excludes"
+
+
+def finite(number: float) -> float | None:
+    """The number, or None for infinity, which JSON does not have."""
+    return number if math.isfinite(number) else None
+
+
+def in_percent(share: float) -> str:
+    """A share with all digits that it has."""
+    return f"{100 * share:.9g} %"
 
 
 class Audit:
@@ -159,8 +201,8 @@ class Audit:
         model = GlobalModel.of(self.job, task, self.base)
         if self.unit == "device":
             return self._devices(model.layout.size)
-        parameters = model.module.parameters()
-        trained = sum(each.numel() for each in parameters if each.requires_grad)
+        parameters = model.module.named_parameters()
+        trained = {name: each.numel() for name, each in parameters if each.requires_grad}
         return self._examples(task, trained)
 
     def _membership(self, task: Task) -> MembershipReport:
@@ -175,23 +217,30 @@ class Audit:
         privacy = job.privacy
         assert privacy is not None
         plan = NoisePlan.of_job(job)
-        times = min(job.rounds, plan.participations)
+        times = _rounds_of_a_device(plan, job.rounds)
         claim = Claim(plan.event("audit"), 1 if plan.correlated else times, privacy.delta)
         own = job.simulation.population(job.federated)
         most = min(most_in_a_run(job, elements, own), _AT_ONCE)
+        if not elements:
+            raise JobError("no parameter of the model is trained, so devices send nothing")
         if most < 1:
             raise JobError(
                 f"a round with {job.federated.cohort} of {own} devices has no room for a canary "
                 f"device, with delta={privacy.delta:g} and secure sums of at most "
                 f"{MAX_SECURE_COHORT:,} devices; lower delta or federated.cohort"
             )
-        self._check_enough(claim)
+        self._check_enough(claim, most)
+        undercharged: list[tuple[float, float]] = []
 
-        def one(left: int, seed: int, folder: Path) -> Guesses:
-            count = min(left, most)
+        def one(wanted: int, seed: int, folder: Path) -> Guesses:
+            count = min(wanted, most)
             audited = audit_devices(job, self.base, folder, elements, count, seed)
             self._run(audited)
-            return audited.canaries.guesses(plan)
+            charged = audited.spent()
+            due = plan.epsilon(min(audited.canaries.most_asked, times))
+            if charged * _ROUNDED < due:
+                undercharged.append((charged, due))
+            return audited.canaries.guesses(plan, times)
 
         guesses, runs = self._until_enough(one)
         mechanism = (
@@ -200,25 +249,33 @@ class Audit:
         )
         found = self._measured(claim, guesses)
         return AuditReport(
-            job.name, "device", mechanism, privacy.epsilon, privacy.delta, found, runs
+            job.name,
+            "device",
+            mechanism,
+            privacy.epsilon,
+            privacy.delta,
+            found,
+            runs,
+            max(undercharged, key=lambda each: each[1] - each[0], default=None),
         )
 
-    def _examples(self, task: Task, elements: int) -> AuditReport:
+    def _examples(self, task: Task, trained: Mapping[str, int]) -> AuditReport:
         job = self.job
         privacy = job.federated.privacy
         assert privacy is not None
         devices = job.simulation.population(job.federated)
         index, examples = largest_device(task, devices)
         plan = DeviceExamplesPlan.of(job.federated, job.rounds, examples)
-        times = min(job.rounds, plan.participations)
-        event = SampledGaussian(plan.multiplier, plan.probability, plan.steps)
-        claim = Claim(event, times, privacy.delta)
-        self._check_enough(claim)
+        times = _participations_of_a_device(plan, job.rounds)
+        claim = Claim(plan.event, times, privacy.delta)
+        most = most_of_devices(job, examples, sum(trained.values()))
+        self._check_enough(claim, most)
 
-        def one(left: int, seed: int, folder: Path) -> Guesses:
-            audited = audit_examples(job, self.base, folder, (index, devices), elements, seed)
+        def one(wanted: int, seed: int, folder: Path) -> Guesses:
+            shard = index, devices
+            audited = audit_examples(job, self.base, folder, shard, examples, trained, seed)
             self._run(audited)
-            return audited.canaries.guesses()
+            return audited.canaries.guesses(times)
 
         guesses, runs = self._until_enough(one)
         mechanism = (
@@ -232,9 +289,14 @@ class Audit:
         )
 
     def _until_enough(self, one: Callable[[int, int, Path], Guesses]) -> tuple[Guesses, int]:
-        """Run until enough guesses were made; `one` gets those that are left, a seed, a folder."""
-        total = Guesses(0, 0)
+        """Run until enough guesses were made.
+
+        Args:
+            one: a run; it gets the canaries that are wanted, a seed, and a folder.
+        """
+        total = Guesses(0, 0, {})
         runs = 0
+        share = 1.0  # of the canaries that a run asks
         while total.made < self.canaries:
             if runs == _MOST_RUNS:
                 raise UserError(
@@ -244,33 +306,91 @@ class Audit:
             with tempfile.TemporaryDirectory(prefix="isthmus-audit-") as folder:
                 # Nobody who writes a task or a job can know the coins.
                 seed = secrets.randbits(48)
-                found = one(self.canaries - total.made, seed, Path(folder) / "run")
+                wanted = math.ceil((self.canaries - total.made) / share)
+                found = one(wanted, seed, Path(folder) / "run")
             runs += 1
             if not found.made:
                 raise UserError(
                     "no canary was asked in a simulated run, so nothing can be guessed; see what "
                     "`isthmus simulate` says of the job"
                 )
-            total = Guesses(total.right + found.right, total.made + found.made)
+            share = min(1.0, found.made / wanted)
+            total = total.plus(found)
         return total, runs
 
-    def _check_enough(self, claim: Claim) -> None:
-        """Refuse an audit that could not find anything.
+    def _check_enough(self, claim: Claim, most: int) -> None:
+        """Refuse an audit that could not find anything, or not make its guesses.
+
+        Args:
+            claim: that is audited.
+            most: canaries of a run.
 
         Raises:
             UserError: with the number of canaries that could.
         """
         needed = claim.needed(self.confidence)
-        if self.canaries < needed:
+        if needed is None or needed > MOST_CANARIES:
             raise UserError(
-                f"{self.canaries} canaries can show an epsilon of at most "
+                f"{self.job.name!r} claims an epsilon of {claim.epsilon():.3g}, which allows all "
+                f"guesses to be right: not even {MOST_CANARIES:,} canaries could find anything; "
+                "lower epsilon"
+            )
+        if self.canaries > most * _MOST_RUNS:
+            raise UserError(
+                f"a run of {self.job.name!r} has room for {most} canaries, and {_MOST_RUNS} runs "
+                f"for {most * _MOST_RUNS:,}; lower --canaries, for which at least {needed} are "
+                "needed"
+            )
+        if self.canaries < needed:
+            many = "1 canary" if self.canaries == 1 else f"{self.canaries} canaries"
+            raise UserError(
+                f"{many} can show an epsilon of at most "
                 f"{claim.most(self.canaries, self.confidence):.3g} with confidence "
                 f"{self.confidence:g}, and {self.job.name!r} claims {claim.epsilon():.3g}: nothing "
                 f"could be found; at least {needed} are needed (--canaries)"
             )
 
     def _measured(self, claim: Claim, guesses: Guesses) -> Measurement:
-        return claim.measured(guesses.right, guesses.made, self.confidence)
+        return claim.measured(guesses.right, guesses.made, self.confidence, guesses.shares)
+
+
+def _rounds_of_a_device(plan: NoisePlan, rounds: int) -> int:
+    """The most rounds of one device that its budget allows."""
+    privacy = plan.privacy
+
+    def fits(times: int) -> bool:
+        spent = Composition().plus(plan.event(""), times)
+        if plan.measurements:
+            spent = spent.plus(plan.measuring_event, plan.measurements)
+        return spent.epsilon(privacy.delta) <= privacy.epsilon
+
+    most = rounds
+    if privacy.noise is None or privacy.participations is not None:
+        most = min(rounds, plan.participations)
+    if plan.correlated is not None or privacy.noise is None:
+        return most
+    return _most(most, fits)
+
+
+def _participations_of_a_device(plan: DeviceExamplesPlan, rounds: int) -> int:
+    """The most participations of one device that its budget allows."""
+    most = min(rounds, plan.participations)
+    if plan.privacy.noise is None:
+        return most
+    return _most(most, lambda times: plan.epsilon(times) <= plan.privacy.epsilon)
+
+
+def _most(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `most`, at least 1, that fits, as all smaller ones do."""
+    low = 1
+    high = most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def unit_of(job: Job, wanted: Unit | None) -> Unit | None:

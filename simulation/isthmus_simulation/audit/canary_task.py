@@ -77,13 +77,15 @@ class CanaryTask(Task):
         self.seed = int(audit["seed"])
         self.count = int(audit["count"])
         self.norm = float(audit["norm"])
+        self.trained = frozenset(audit["trained"])
         self.directions: Directions | None = None
 
     def model(self) -> nn.Module:
         """See `Task.model`."""
         model = self.inner.model()
-        sizes = {name: each.numel() for name, each in model.named_parameters()}
-        self.directions = Directions.drawn(sizes, self.count, self.seed)
+        parameters = model.named_parameters()
+        size = sum(each.numel() for name, each in parameters if name in self.trained)
+        self.directions = Directions.drawn(size, self.count, self.seed)
         return model
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
@@ -92,9 +94,9 @@ class CanaryTask(Task):
             return self.inner.forward(model, inputs)
         output = self.inner.forward(model, inputs.inputs)
         assert self.directions is not None
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        values = torch.cat([each.reshape(-1) for each in trained.values()])
-        directions = self.directions.of_parts(trained)
+        directions = self.directions
+        parts = [each for name, each in model.named_parameters() if name in self.trained]
+        values = torch.cat([each.reshape(-1).float() for each in parts])
         chosen = torch.where(directions.owner == inputs.numbers[:, None], directions.signs, 0.0)
         lengths = directions.lengths.float()[inputs.numbers.clamp(min=0, max=self.count - 1)]
         terms = self.norm * inputs.coins * (chosen @ values) / lengths

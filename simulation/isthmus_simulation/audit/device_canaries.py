@@ -1,17 +1,20 @@
 """Canary devices in a simulated run, for a job that protects devices.
 
 A canary is asked like any other device. Its task returns an update that is longer than the clipping
-bound, in a direction of its own, or zeros, by the toss of a coin. Everything else is the product's:
-selection, charges, clipping, encoding, noise and the sum. The auditor sees what is released, the
-mean of each round with its noise, knows who was asked and what all other devices contributed, and
-guesses each coin.
+bound, in a direction of its own, or zeros, by the toss of a coin. With noise that is independent in
+each round, its sign changes from one time to the next: noise that repeats itself is subtracted.
+Everything else is the product's: selection, charges, clipping, encoding, noise and the sum. The
+auditor sees what is released, the mean of each round with its noise, knows who was asked and what
+all other devices contributed, and guesses each coin.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,14 +43,26 @@ if TYPE_CHECKING:
 
 OVER = 4.0
 """How many times longer than the clipping bound a canary is before it is clipped."""
+_LARGEST_ELEMENT = 0.9
+"""Of an update before it is clipped, over the bound: a larger one may be refused with the sum."""
+MEMORY = 2 << 30
+"""Bytes of the updates of a run's canaries."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Guesses:
-    """The guesses of a run."""
+    """The guesses of one run or several."""
 
     right: int
     made: int
+    shares: Mapping[float, int]
+    """Of the participations that are claimed, see `auditing.Shares`."""
+
+    def plus(self, other: Guesses) -> Guesses:
+        """Those of both."""
+        shares = Counter(self.shares)
+        shares.update(other.shares)
+        return Guesses(self.right + other.right, self.made + other.made, shares)
 
 
 class DeviceCanaries:
@@ -56,17 +71,27 @@ class DeviceCanaries:
     Shape legend: M = canaries, T = rounds whose mean was released.
     """
 
-    def __init__(self, own: int, directions: SpreadDirections, present: torch.Tensor) -> None:
+    def __init__(
+        self, own: int, directions: SpreadDirections, present: torch.Tensor, *, alternate: bool
+    ) -> None:
         """Set up.
 
         Args:
             own: number of the other devices, before which canaries are not numbered.
             directions: M of them.
             present: whether each canary contributes its update, bool (M).
+            alternate: whether its sign changes from one time to the next.
         """
         self.own = own
         self.directions = directions
         self.present = present
+        self.over = max(1.0, min(OVER, _LARGEST_ELEMENT / directions.largest))
+        """How many times longer than the bound an update is."""
+        self._alternate = alternate
+        self._attempts: dict[int, tuple[int, int]] = {}
+        """The round and the attempt at it for which each canary was asked last."""
+        self._signs = torch.full((directions.count,), -1.0 if alternate else 1.0)
+        """Of the update that each canary sent last."""
         self.clip: Callable[[], float]
         """The bound of the running round."""
         self.row: Callable[[], int]
@@ -77,13 +102,17 @@ class DeviceCanaries:
         self._seen: list[torch.Tensor] = []
         """The part of each released sum in each direction, over the bound, float64 (M)."""
         self._asked: list[torch.Tensor] = []
-        """Whether each canary was in it, float64 (M)."""
+        """The sign with which each canary was in it, 0 if it was not, float64 (M)."""
 
-    def update(self, index: int) -> torch.Tensor:
+    def update(self, index: int, work: link_pb2.TrainLocal) -> torch.Tensor:
         """What the device with a number sends, before it is clipped; float32 (N)."""
         number = index - self.own
-        vector = self.directions.vector(number)
-        return vector.mul_(OVER * self.clip() if self.present[number] else 0.0)
+        attempt = work.round, work.attempt
+        if self._alternate and self._attempts.get(number) != attempt:
+            self._attempts[number] = attempt
+            self._signs[number] *= -1
+        length = self.over * self.clip() if self.present[number] else 0.0
+        return self.directions.vector(number).mul_(length * float(self._signs[number]))
 
     def note_other(self, work: link_pb2.TrainLocal, name: str, update: torch.Tensor) -> None:
         """Remember what another device sends, which is known to the worst adversary."""
@@ -101,10 +130,19 @@ class DeviceCanaries:
         asked = [f"client-{self.own + number}" in names for number in range(self.directions.count)]
         self._rows.append(self.row())
         self._seen.append(seen / clip)
-        self._asked.append(torch.tensor(asked, dtype=torch.float64))
+        self._asked.append(self._signs.double() * torch.tensor(asked, dtype=torch.float64))
 
-    def guesses(self, plan: NoisePlan) -> Guesses:
+    @property
+    def most_asked(self) -> int:
+        """Released rounds of the canary that was in most of them."""
+        return int(torch.stack(self._asked).abs().sum(0).max()) if self._asked else 0
+
+    def guesses(self, plan: NoisePlan, times: int) -> Guesses:
         """Guess the coin of each canary that was asked.
+
+        Args:
+            plan: the noise that is promised.
+            times: participations that are claimed.
 
         Raises:
             UserError: no round was released; or, with correlated noise, an attempt failed.
@@ -130,7 +168,16 @@ class DeviceCanaries:
         were_asked = weight > 0
         score = (asked * seen).sum(0)[were_asked] / weight[were_asked]
         right = int(((score > 0.5) == self.present[were_asked]).sum())
-        return Guesses(right, int(were_asked.sum()))
+        claimed = times if plan.correlated is None else plan.correlated.sensitivity**2
+        shares = Counter(
+            min(1.0, math.ceil(_SHARES * each / claimed) / _SHARES)
+            for each in weight[were_asked].tolist()
+        )
+        return Guesses(right, int(were_asked.sum()), shares)
+
+
+_SHARES = 1000
+"""Shares of the claimed participations that are told apart, rounded up."""
 
 
 def _mixing(coefficients: object, rows: int) -> torch.Tensor:
@@ -150,9 +197,12 @@ class CanaryHost(VirtualHost):
     trains = False
 
     def __init__(
-        self, fleet: VirtualFleet, participant: Participant, update: Callable[[], torch.Tensor]
+        self,
+        fleet: VirtualFleet,
+        participant: Participant,
+        update: Callable[[link_pb2.TrainLocal], torch.Tensor],
     ) -> None:
-        """`update` gives what it sends (N)."""
+        """`update` gives what it sends (N) in a round."""
         super().__init__(fleet, participant)
         self._update = update
 
@@ -170,7 +220,7 @@ class CanaryHost(VirtualHost):
         """See `TaskHost.train`."""
         assert self.run is not None
         result, *_ = pieces(self.run.layout, payload)
-        self.run.layout.decode(result).copy_(self._update())
+        self.run.layout.decode(result).copy_(self._update(work))
         weight = self.run.job.federated.weight(self.run.examples)
         return link_pb2.Trained(examples=weight, steps=1), result
 
@@ -200,6 +250,8 @@ class DeviceAudit(Simulation):
     """A simulated run with canary devices, which have the numbers after all others."""
 
     canaries: DeviceCanaries
+    spent: Callable[[], float]
+    """Epsilon of the device that was asked most, by the ledger of the run, once it has begun."""
 
     def _host(self, fleet: VirtualFleet, index: int) -> VirtualHost:
         participant = fleet.participant(index)
@@ -211,6 +263,7 @@ class DeviceAudit(Simulation):
     def _watch(self, parts: RunParts, fleet: VirtualFleet) -> None:
         budget = parts.budgets.devices
         assert budget is not None
+        self.spent = lambda: budget.spent
         own = self.canaries.own
         fleet.shard_of = lambda index: (index % own, own)
         self.canaries.clip = lambda: budget.clip
@@ -233,7 +286,8 @@ def most_in_a_run(job: Job, elements: int, own: int) -> int:
     largest = 1 / privacy.delta - 1
     if job.federated.secure_aggregation:
         largest = min(largest, float(MAX_SECURE_COHORT))
-    return max(0, min(SpreadDirections.most(elements), int(own * (largest / cohort - 1)) - 1))
+    room = max(0, int(own * (largest / cohort - 1)) - 1)
+    return min(SpreadDirections.most(elements), room, max(1, MEMORY // (8 * elements)))
 
 
 def with_canaries(job: Job, canaries: int) -> Job:
@@ -283,5 +337,7 @@ def audit_devices(
         job.simulation.population(job.federated),
         SpreadDirections.drawn(elements, canaries, seed),
         torch.rand(canaries, generator=generator) < 0.5,
+        # Of correlated noise, the claim is about updates with the same sign, the worst ones.
+        alternate=job.privacy is not None and job.privacy.mechanism != "correlated",
     )
     return simulation

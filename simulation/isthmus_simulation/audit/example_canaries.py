@@ -9,6 +9,8 @@ from the likelihood of the sums with and without it.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +37,8 @@ MOST_LOOKED_AT = 64
 """Devices whose data are loaded to find one with many examples."""
 MOST_ON_A_DEVICE = 1000
 """Canaries among the examples of a device: each has a direction in memory."""
+_REPEATED = 0.5
+"""Noise of the differences between steps, over that of a step, below which it repeats itself."""
 _LEAST_NOISE = 1 / 16
 """Of the promised noise: less is not told apart from it."""
 _MEDIAN_DISTANCE = 0.6745
@@ -62,22 +66,28 @@ class ExampleCanaries:
         seen = directions.of_all(total)[:canaries] / self._plans[name].privacy.clip
         self._seen.setdefault(name, []).append(seen)
 
-    def guesses(self) -> Guesses:
-        """Guess the coin of each canary of a device that has trained."""
+    def guesses(self, times: int) -> Guesses:
+        """Guess the coin of each canary of a device that has trained.
+
+        Args:
+            times: participations that are claimed.
+        """
         right = 0
-        made = 0
+        shares = Counter[float]()
         for name, rows in self._seen.items():
-            present = _evidence(torch.stack(rows), self._plans[name]) > 0
+            plan = self._plans[name]
+            present = _evidence(torch.stack(rows), plan) > 0
             right += int((present == self._coins[name]).sum())
-            made += len(present)
-        return Guesses(right, made)
+            shares[min(1.0, len(rows) / (plan.steps * times))] += len(present)
+        return Guesses(right, shares.total(), shares)
 
 
 def _evidence(seen: torch.Tensor, plan: DeviceExamplesPlan) -> torch.Tensor:
     """The logarithm of the likelihood of the steps with each canary over that without it.
 
     With the noise that the steps seem to have, by their median distance from zero, and not with the
-    promised one: with that, one that is missing would hardly be noticed.
+    promised one: with that, one that is missing would hardly be noticed. If steps differ by much
+    less, their noise repeats itself, and is subtracted.
 
     Args:
         seen: what each step has of each canary, (steps, canaries).
@@ -87,6 +97,12 @@ def _evidence(seen: torch.Tensor, plan: DeviceExamplesPlan) -> torch.Tensor:
         float64 (canaries).
     """
     deviation = float(seen.abs().median()) / _MEDIAN_DISTANCE
+    differences = seen - seen.median(0).values
+    if len(seen) > 2 and (rest := float(differences.abs().median()) / _MEDIAN_DISTANCE) < (
+        _REPEATED * deviation
+    ):
+        seen = differences
+        deviation = rest
     deviation = min(max(deviation, _LEAST_NOISE * plan.multiplier), plan.multiplier)
     exponent = (seen - 0.5) / deviation**2
     if plan.probability == 1:
@@ -116,8 +132,7 @@ class WatchedHost(VirtualHost):
             return examples
         assert isinstance(task, CanaryTask)
         assert task.directions is not None
-        trained = [name for name, each in run.model.named_parameters() if each.requires_grad]
-        directions = task.directions.of_parts(trained)
+        directions = task.directions
         name = self._participant.name
         self._canaries.device(name, task, steps.plan, examples)
         steps.watch = lambda total: self._canaries.watch(name, directions, total)
@@ -140,7 +155,13 @@ class ExampleAudit(Simulation):
 
 
 def audit_examples(
-    job: Job, base: Path, directory: Path, shard: tuple[int, int], elements: int, seed: int
+    job: Job,
+    base: Path,
+    directory: Path,
+    shard: tuple[int, int],
+    examples: int,
+    trained: Mapping[str, int],
+    seed: int,
 ) -> ExampleAudit:
     """A run of a job with canary examples, which is yet to be run.
 
@@ -149,7 +170,8 @@ def audit_examples(
         base: where its relative paths start.
         directory: of the run.
         shard: the device whose data all devices have, and the devices of the job.
-        elements: N, of a gradient.
+        examples: in these data.
+        trained: the names of the parameters that devices train, and their elements.
         seed: of directions and coins.
 
     Raises:
@@ -161,7 +183,9 @@ def audit_examples(
         "source": job.task.source,
         "base": str(base),
         "seed": seed,
-        "count": min(elements, MOST_ON_A_DEVICE),
+        # No more directions than canaries, so that each has elements in several layers.
+        "count": canaries_among(examples, min(sum(trained.values()), MOST_ON_A_DEVICE)),
+        "trained": list(trained),
         "norm": OVER * privacy.clip,
     }
     changes = {
@@ -178,6 +202,11 @@ def audit_examples(
     simulation.canaries = ExampleCanaries()
     simulation.shard = shard
     return simulation
+
+
+def most_of_devices(job: Job, examples: int, elements: int) -> int:
+    """Canaries of a run whose devices have so many examples, and gradients so many elements."""
+    return job.federated.cohort * canaries_among(examples, min(elements, MOST_ON_A_DEVICE))
 
 
 def largest_device(task: Task, devices: int) -> tuple[int, int]:

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 
 MOST_EXAMPLES = 1000
 """Members, and others, whose losses are compared."""
+FEW = 4
+"""With fewer devices in a sum, they are not compared with the middle of them."""
+_MIDDLE = 0.5
+"""Of the cosines of an update and a sum that is all of it or zeros."""
 FALSE_ALARMS = 0.01
 """Share of those that are no members which an attack may take for members."""
 
@@ -108,7 +112,7 @@ class DeviceMembership:
                 scores.append(float(torch.cosine_similarity(mean, update.double(), dim=0)))
                 coins.append(present)
         self._updates.clear()  # of attempts that failed
-        middle = sorted(scores)[len(scores) // 2] if scores else 0.0
+        middle = sorted(scores)[len(scores) // 2] if len(scores) >= FEW else _MIDDLE
         for score, present in zip(scores, coins, strict=True):
             (self.inside if present else self.outside).append(score - middle)
             self.right += (score >= middle) == present
