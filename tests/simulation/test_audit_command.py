@@ -135,7 +135,7 @@ def invoke(job, monkeypatch):
 
 def test_an_alarm_is_the_exit_status(invoke):
     with faults.long_updates():
-        result = invoke("--canaries", "100", *changes((*DEVICES, "privacy.mechanism=gaussian")))
+        result = invoke("--canaries", "500", *changes((*DEVICES, "privacy.mechanism=gaussian")))
     assert result.exit_code == 1
     assert "verdict      ALARM: it is as if the noise was" in result.output
 

@@ -143,9 +143,13 @@ FAULTS = {
         "mode 0600 and give it with --proxy-login",
     ),
     "asks for too many kinds": (
-        {"login": f"device:{SECRET}", "schemes": [f"X{n}" for n in range(500)]},
+        {"login": f"device:{SECRET}", "schemes": [f"X{n}" for n in range(100)]},
         "the proxy {url} asks for a login by X0 or X1 or X2, and only Basic is supported; ask the "
         "network's owner to permit {hub} without a login",
+    ),
+    "has no end of headers": (
+        {"login": f"device:{SECRET}", "schemes": [f"X{n}" for n in range(500)]},
+        "the proxy {url} answers with more than 128 lines; check HTTPS_PROXY",
     ),
     "refuses": (
         {"status": "403 Forbidden by policy"},
