@@ -63,6 +63,11 @@ def check(job: Job, task: Task, base: Path) -> str:
     buffers = OwnBuffers(run.model)
     run.train(train, layout.encode(layout.gather(model)), lambda _: None, lambda: False)
     tried = f"one training batch of {name}{buffers.in_words(run.model)}"
+    if run.difference is not None:
+        tried += (
+            f", whose loss is {run.difference.small:.6g} with federated.frozen_dtype="
+            f"{job.federated.frozen_dtype!r} and {run.difference.full:.6g} in float32"
+        )
     tried += _try_last_row(job, run, opening, train, layout.encode(layout.gather(model)))
     if not isinstance(run.dataset, IterableDataset):
         tried += pairs_in_words(task, model, run.dataset, run.examples)

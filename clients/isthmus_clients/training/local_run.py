@@ -6,6 +6,7 @@ Shape legend: N = float32 elements of the exchange set.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -13,17 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 
 from isthmus.errors import JobError, TaskError
-from isthmus.job import read_job
+from isthmus.job import Job, read_job
 from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.start.manifest import StartPlace
-from isthmus.task import Participant, load_task, user_code
+from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers
-from isthmus.task.scoring import Averages, build_same_model
+from isthmus.task.scoring import Averages, build_same_model, build_small_model
+from isthmus.task.scoring.frozen_form import FrozenForm, LossDifference
+from isthmus.tensors.division import Division
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import explain_change, fingerprint
 from isthmus.tensors.finite import is_finite
@@ -49,12 +53,23 @@ from isthmus_clients.training.steps.step_loop import take_steps
 from isthmus_clients.training.update import normalize, scale_gradient
 
 CPU = torch.device("cpu")
+log = logging.getLogger(__name__)
 
 
 def pieces(layout: TensorLayout, payload: Buffer) -> list[memoryview]:
     """Split a blob into its encoded vectors."""
     view = memoryview(payload)
     return [view[start : start + layout.nbytes] for start in range(0, len(view), layout.nbytes)]
+
+
+def _build(
+    task: Task, job: Job, work: link_pb2.OpenRun, base: Path, place: StartPlace | None
+) -> tuple[nn.Module, Division, FrozenForm | None]:
+    """The model of a run on this device, and the form of its frozen parameters, if it has one."""
+    expected = (task, job, work.layout, fingerprint_of(work.frozen), "this device")
+    if job.federated.frozen_dtype != "float32":
+        return build_small_model(*expected, base=base, place=place)
+    return (*build_same_model(*expected, base=base, on_device=True, place=place), None)
 
 
 def _check_wanted(stopped: Callable[[], bool]) -> None:
@@ -98,16 +113,11 @@ class DeviceRun:
         if tasks is not None and start is None:
             self.job.model.check_inside(tasks)
         self.task = load_task(source, self.job.task.settings, base=base, data=data)
-        self.model, division = build_same_model(
-            self.task,
-            self.job,
-            work.layout,
-            fingerprint_of(work.frozen),
-            "this device",
-            base=base,
-            on_device=True,
-            place=start,
-        )
+        self.model, division, form = _build(self.task, self.job, work, base, start)
+        self._form = form
+        """Of frozen parameters in a smaller type, until their effect has been measured."""
+        self.difference: LossDifference | None = None
+        """What that type changes in the loss of this device's first batch, once it is known."""
         self.layout = division.exchanged
         self.personal = division.personal
         check_agreed(self.personal, work.personal)
@@ -234,6 +244,10 @@ class DeviceRun:
         self.data.warn_of_growth()
         start = self.layout.decode(payload)
         self._load(start, personal)
+        too_different = None
+        if self._form is not None:
+            too_different = self._measure_form(self._form, work.round)
+            self._load(start, personal)  # a forward pass may change buffers
         term = None if gradient is None else self.layout.decode(gradient)
         control = None
         if self.job.federated.control_variates is not None:
@@ -275,6 +289,8 @@ class DeviceRun:
             personal_is_finite = is_finite(measured)
         else:
             personal_is_finite = self._keep(personal)
+        if too_different is not None:
+            raise too_different
         if not gradient_is_finite:
             raise TaskError(
                 f"the gradient of {self.participant.name} at the round's model is not finite; "
@@ -295,6 +311,42 @@ class DeviceRun:
             seconds=time.monotonic() - started,
             training=averages.result(),
         )
+
+    def _measure_form(self, form: FrozenForm, round_: int) -> TaskError | None:
+        """Compare the loss of the first batch with that in float32, once for a run.
+
+        Returns:
+            Why nothing may be trained, if that is only said after the training: the time until the
+            reply to a secure sum must not tell.
+
+        Raises:
+            TaskError: nothing may be trained, or the model cannot be computed in this form.
+        """
+        seed = self.seed_of(round_)
+        parts = next(iter(self.data.first_pass(seed, round_)), None)
+        if parts is None:  # no steps
+            return None
+        part = next(iter(parts))
+        with torch.random.fork_rng(devices=[]):
+            self.difference = form.difference(
+                self.model, lambda: self._gradient.loss_of(self.model, part)
+            )
+        log.info(
+            "the frozen parameters are in %s: the loss of the first batch is %.6g, and %.6g in "
+            "float32, a difference of %.3f %%",
+            self.job.federated.frozen_dtype,
+            self.difference.small,
+            self.difference.full,
+            100 * self.difference.share,
+        )
+        try:
+            self.difference.check(self.job.federated.frozen_tolerance)
+        except TaskError as error:
+            if not self.job.federated.secure_aggregation:
+                raise
+            return error
+        self._form = None
+        return None
 
     def _load(self, vector: torch.Tensor, personal: Buffer | None) -> None:
         """Load the exchange set (N) and a personal state, and the buffers as they were built."""

@@ -43,6 +43,7 @@ def check(job: JobTables) -> None:
         _task_or_server_app,
         _gradient_transfer,
         _exchange,
+        _frozen_parameters,
         _personal_parameters,
         _control_variates,
         _evaluation_on_devices,
@@ -131,6 +132,29 @@ def _exchange(job: JobTables) -> Iterator[str]:
             f"strategy.served_average={job.strategy.served_average:g} would need running "
             "statistics of its own, which exchange.buffers='recompute' does not compute; "
             "remove one of them"
+        )
+
+
+def _frozen_parameters(job: JobTables) -> Iterator[str]:
+    """What devices hold in another type is in the files of the start, and used as it is."""
+    federated = job.federated
+    if federated.frozen_dtype == "float32":
+        if federated.frozen_tolerance != type(federated).model_fields["frozen_tolerance"].default:
+            yield (
+                "federated.frozen_tolerance has no effect with "
+                "federated.frozen_dtype='float32', which changes no loss; remove it"
+            )
+        return
+    chosen = f"federated.frozen_dtype={federated.frozen_dtype!r}"
+    if job.model.start is None:
+        yield (
+            f"{chosen} is for frozen parameters that are read from files, and the job names none; "
+            "set model.start"
+        )
+    if federated.privacy is not None:
+        yield (
+            f"{chosen} does not work with federated.privacy, because each example's gradient is "
+            "computed in float32; remove frozen_dtype"
         )
 
 

@@ -21,7 +21,7 @@ import dataclasses
 import hashlib
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -126,7 +126,12 @@ class ModelStart:
 
     @torch.no_grad()
     def fill(
-        self, model: nn.Module, names: Mapping[str, str] | None = None, *, mapped: bool = False
+        self,
+        model: nn.Module,
+        names: Mapping[str, str] | None = None,
+        *,
+        mapped: bool = False,
+        rounded: Collection[str] = (),
     ) -> None:
         """Copy the tensors of the files into a model. It is not usable after an error.
 
@@ -135,6 +140,7 @@ class ModelStart:
             names: see `compare`.
             mapped: whether frozen parameters may be mapped from the files instead, which must then
                 never become shorter. What is written to them stays in this process.
+            rounded: names of parameters whose values are rounded to their type.
 
         Raises:
             JobError: the files cannot be used, do not fit, or do not have the expected digest.
@@ -144,16 +150,21 @@ class ModelStart:
             if reason := compared.plan.explain():
                 raise UserError(f"{self.path}: {reason}")
             parameters = {name: each for name, each in model.named_parameters() if mapped}
-            check_digest(self.path, self._copy(compared, parameters), self.sha256)
+            check_digest(self.path, self._copy(compared, parameters, rounded), self.sha256)
             # Headers and adapters were read before the digest was computed.
             for files in compared.files:
                 files.check_unchanged()
         except UserError as error:
             raise JobError(f"model.start: {error}") from None
 
-    def _copy(self, compared: ComparedStart, mapped: Mapping[str, nn.Parameter]) -> str:
+    def _copy(
+        self,
+        compared: ComparedStart,
+        mapped: Mapping[str, nn.Parameter],
+        rounded: Collection[str],
+    ) -> str:
         """Copy all values, or map those that can be; returns the digest of the files."""
-        filled = FilledModel(compared.plan, {} if compared.merged else mapped)
+        filled = FilledModel(compared.plan, {} if compared.merged else mapped, rounded)
         filled.check_sums(self.path, compared.merged)
         if compared.converted is not None:
             for name, tensor in compared.converted.tensors.items():
@@ -228,8 +239,17 @@ def _hashed_view(mapping: mmap.mmap, stored: StoredTensor, hashed: hashlib._Hash
 class FilledModel:
     """The tensors of a model while they are filled."""
 
-    def __init__(self, plan: StartPlan, mapped: Mapping[str, nn.Parameter]) -> None:
-        """`plan` says where stored tensors go; frozen parameters among `mapped` may be mapped."""
+    def __init__(
+        self,
+        plan: StartPlan,
+        mapped: Mapping[str, nn.Parameter],
+        rounded: Collection[str] = (),
+    ) -> None:
+        """`plan` says where stored tensors go; frozen parameters among `mapped` may be mapped.
+
+        Values of those with names in `rounded` are rounded to their type.
+        """
+        self._rounded = frozenset(rounded)
         self._into = plan.into
         self._mapped = {name: each for name, each in mapped.items() if not each.requires_grad}
         self._filled: set[str] = set()
@@ -279,7 +299,10 @@ class FilledModel:
             end = at + len(values)
             for target in targets:
                 part = flats[target.name][at:end]
-                converted = exactly(values, stored, target)
+                if self._rounded.isdisjoint(target.names):
+                    converted = exactly(values, stored, target)
+                else:
+                    converted = values.to(target.tensor.dtype)
                 if target in copied:
                     part.copy_(converted)
                 elif not same_values(part, converted):

@@ -33,14 +33,23 @@ def fingerprint(model: nn.Module, without: Collection[str] = ()) -> Fingerprint:
     }
 
 
-def explain_difference(model: nn.Module, expected: Mapping[str, Sequence[float]]) -> str | None:
-    """The first difference of a model from a fingerprint as half a sentence, or None."""
+def explain_difference(
+    model: nn.Module,
+    expected: Mapping[str, Sequence[float]],
+    rounded: Mapping[str, torch.dtype] | None = None,
+) -> str | None:
+    """The first difference of a model from a fingerprint as half a sentence, or None.
+
+    Expected values of parameters in `rounded` are rounded to its type first.
+    """
     actual = fingerprint(model)
     for name, values in expected.items():
         if name not in actual:
             return f"parameter {name!r} is frozen there and not here"
         own = torch.tensor(actual[name])
         others = torch.tensor(list(values))
+        if rounded is not None and name in rounded:
+            others = others.to(rounded[name]).float()
         if own.shape != others.shape or not torch.allclose(
             own, others, _RELATIVE, _ABSOLUTE, equal_nan=True
         ):

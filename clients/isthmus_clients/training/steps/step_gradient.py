@@ -76,6 +76,20 @@ class StepGradient:
         with user_code("the backward pass"):
             torch.autograd.backward(loss * share)
 
+    @torch.no_grad()
+    def loss_of(self, model: nn.Module, part: StepPart) -> torch.Tensor:
+        """The mean loss of a part by a model, a scalar, for the first optimizer of the task.
+
+        Raises:
+            TaskError: the task's code raised.
+        """
+        with self._arithmetic.autocast():
+            if self._by_step:
+                return training_step(self._task, model, part.batch).loss
+            inputs, target = pair_of(self._task, part.batch)
+            _, values = losses(self._task, model, inputs, target)
+            return values.mean()
+
     def _backward(self, loss: torch.Tensor) -> None:
         with user_code("the backward pass"):
             self._arithmetic.backward(loss)

@@ -4,7 +4,12 @@ Reading order: `inputs` (from rows to batches), `order` (which rows), `units` (w
 of a batch, and averages), `steps` (losses of a batch as a whole), `evaluation`, `building`.
 """
 
-from isthmus.task.scoring.building import build_model, build_same_model, build_start_model
+from isthmus.task.scoring.building import (
+    build_model,
+    build_same_model,
+    build_small_model,
+    build_start_model,
+)
 from isthmus.task.scoring.evaluation import evaluate
 from isthmus.task.scoring.inputs import (
     batches,
@@ -29,6 +34,7 @@ __all__ = [
     "batches",
     "build_model",
     "build_same_model",
+    "build_small_model",
     "build_start_model",
     "count_examples",
     "evaluate",

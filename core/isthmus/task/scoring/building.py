@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from isthmus.start.slices import StartSlices
 from isthmus.start.unfilled import parameters_without_memory
 from isthmus.task.definition import Task
 from isthmus.task.loading import user_code
+from isthmus.task.scoring.frozen_form import FrozenForm, change_types, smaller_type
 from isthmus.tensors.division import Division, divide
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import explain_difference
@@ -123,25 +124,36 @@ def build_start_model(task: Task, job: Job, base: Path) -> nn.Module:
 
 
 def fill_from_start(
-    model: nn.Module, task: Task, job: Job, base: Path, place: StartPlace | None = None
+    model: nn.Module,
+    task: Task,
+    job: Job,
+    base: Path,
+    place: StartPlace | None = None,
+    rounded: Collection[str] = (),
 ) -> None:
     """Copy the values of the job's `model.start` into a model, if the job has one.
 
     With a `place` they are read there; what is frozen is then mapped into memory if it can be, so
-    that all processes of a machine have it once.
+    that all processes of a machine have it once. Values of parameters with names in `rounded` are
+    rounded to their type.
 
     Raises:
         TaskError: `start_names()` failed.
         JobError: the files of the start cannot be used.
     """
-    if place is not None:
-        base_there = None if place.base is None else str(place.base)
-        there = {"start": str(place.start), "base": base_there}
-        job = job.model_copy(update={"model": job.model.model_copy(update=there)})
-    start = start_of(job, base)
+    start = start_of(_placed(job, place), base)
     if start is not None:
         mapped = place is not None and place.mapped
-        start.fill(model, _start_names(task, model), mapped=mapped)
+        start.fill(model, _start_names(task, model), mapped=mapped, rounded=rounded)
+
+
+def _placed(job: Job, place: StartPlace | None) -> Job:
+    """The job with the places where the files of its start are on this machine."""
+    if place is None:
+        return job
+    base_there = None if place.base is None else str(place.base)
+    there = {"start": str(place.start), "base": base_there}
+    return job.model_copy(update={"model": job.model.model_copy(update=there)})
 
 
 def start_without_memory(task: Task, job: Job, base: Path) -> tuple[nn.Module, StartSlices] | None:
@@ -254,3 +266,47 @@ def build_same_model(
     if difference is not None:
         raise TaskError(f"{owner}'s model is not the server's: {difference}")
     return model, division
+
+
+def build_small_model(
+    task: Task,
+    job: Job,
+    header: bytes,
+    frozen: Mapping[str, Sequence[float]],
+    owner: str,
+    *,
+    base: Path,
+    place: StartPlace | None = None,
+) -> tuple[nn.Module, Division, FrozenForm]:
+    """The model of `build_same_model` on a device, as the job's `federated.frozen_dtype` says.
+
+    The frozen parameters are read in that type. The model is built without memory if that is the
+    same one, and else freed of theirs before anything is read. What is trained has its values by
+    each round's model, and no others.
+
+    Raises:
+        TaskError: see `build_same_model`; or nothing is frozen.
+        JobError: see `build_same_model`; or a frozen parameter is not in the files as it is.
+    """
+    dtype = smaller_type(job.federated.frozen_dtype)
+    assert dtype is not None
+    # What is personal begins with the values of the seed.
+    model = None if job.exchange.personal else build_without_memory(task, job.seed)
+    if model is None:
+        model = build_model(task, job.seed)
+    division = divide(model, job.exchange, on_device=True, unfilled=True)
+    difference = division.exchanged.explain_difference(TensorLayout.from_header(header))
+    if difference is None:
+        types = change_types(model, dtype)
+        there = _placed(job, place)
+        try:
+            compared = compare_with_start(model, task, there, base, converts=False)
+        except UserError as error:
+            raise JobError(f"model.start: {error}") from None
+        unchanging = [name for name, each in model.named_parameters() if not each.requires_grad]
+        form = FrozenForm(base / str(there.model.start), compared, types, unchanging)
+        fill_from_start(model, task, job, base, place, rounded=types)
+        difference = explain_difference(model, frozen, types)
+    if difference is not None:
+        raise TaskError(f"{owner}'s model is not the server's: {difference}")
+    return model, division, form

@@ -68,6 +68,11 @@ def check_settings(settings: FederatedSection) -> None:
             "at its own, with a part of what it has not sent; set its key step_ahead = 0, or train "
             "one by one"
         )
+    if settings.frozen_dtype != "float32":
+        raise JobError(
+            "stacked models train together in float32, without federated.frozen_dtype; remove it, "
+            "or train one by one"
+        )
     if settings.precision != "fp32" or settings.compile:
         raise JobError(
             "stacked models train together in float32, without federated.precision and "

@@ -1,0 +1,240 @@
+"""Devices hold frozen parameters in bfloat16, as a plain loop over such a model would."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tests.clients.training.conftest import train
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from isthmus.errors import JobError, TaskError
+from isthmus.job import load_job, parse_job
+from isthmus.start.manifest import StartPlace
+from isthmus.task import Participant, load_task
+from isthmus.task.scoring import build_start_model
+from isthmus.tensors.division import divide
+from isthmus.tensors.fingerprint import fingerprint
+from isthmus.transport.requests import fingerprint_messages
+from isthmus.wire import link_pb2
+from isthmus_clients.training.local_run import DeviceRun
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+SIZES = {
+    "vocab_size": 16,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "tie_word_embeddings": True,
+}
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"}
+TASK = f"""
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+import isthmus
+
+class Adapters(isthmus.Task):
+    def model(self):
+        config = LlamaConfig(**{SIZES!r})
+        decoder = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return get_peft_model(decoder, LoraConfig(**{LORA!r}))
+
+    def forward(self, model, tokens):
+        return model(input_ids=tokens, use_cache=False).logits
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(
+            output.float().transpose(1, 2), target, reduction="none"
+        ).mean(1)
+
+    def local_data(self, participant):
+        rows = torch.randint(0, 16, (8, 7), generator=torch.Generator().manual_seed(3))
+        return [(row[:-1], row[1:]) for row in rows]
+
+    def eval_data(self):
+        return self.local_data(None)
+
+    def optimizer(self, parameters, participant):
+        return torch.optim.SGD(parameters, lr=0.5)
+"""
+JOB = """
+name = "small"
+[task]
+source = "task.py:Adapters"
+[model]
+start = "base"
+fresh = ["*lora_*"]
+[federated]
+secure_aggregation = false
+batch_size = 8
+local_steps = 1
+frozen_dtype = "bfloat16"
+"""
+
+
+@pytest.fixture
+def opening(tmp_path):
+    """What a server, which has the base in float32, sends to open a run; and its model."""
+
+    def opening(*overrides, task=TASK, weights=None):
+        (tmp_path / "task.py").write_text(task)
+        torch.manual_seed(5)
+        base = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), dtype=torch.float32)
+        base.save_pretrained(tmp_path / "base")
+        if weights is not None:
+            save_file(weights, tmp_path / "base.safetensors")
+            overrides = ("model.start='base.safetensors'", *overrides)
+        (tmp_path / "job.toml").write_text(JOB)
+        job = load_job(tmp_path / "job.toml", overrides)
+        loaded = load_task(job.task.source, job.task.settings, base=tmp_path)
+        model = build_start_model(loaded, job, tmp_path)
+        division = divide(model, job.exchange)
+        return link_pb2.OpenRun(
+            run_id="run",
+            job=job.model_dump_json(),
+            base=str(tmp_path),
+            layout=division.exchanged.header,
+            frozen=fingerprint_messages(fingerprint(model, division.personal.names)),
+        ), division.exchanged.gather(model)
+
+    return opening
+
+
+def opened(work, start=None):
+    return DeviceRun(work, Participant(name="a", regime="federated"), None, start=start)
+
+
+def in_bfloat16(folder):
+    """The model of the task by transformers and PEFT themselves, with a base in bfloat16."""
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return get_peft_model(base, LoraConfig(**LORA))
+
+
+def test_a_step_is_that_of_transformers_and_peft_with_a_base_in_bfloat16(opening, tmp_path):
+    work, start = opening()
+    run = opened(work)
+    reference = in_bfloat16(tmp_path / "base")
+    run.layout.scatter(start, reference)
+    held = dict(run.model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        assert held[name].dtype == parameter.dtype
+        if not parameter.requires_grad:
+            assert held[name].equal(parameter)
+    assert {each.dtype for each in held.values() if each.requires_grad} == {torch.float32}
+
+    update, _, _ = train(run, start=start.clone())
+
+    rows = run.task.local_data(None)
+    inputs = torch.stack([row[0] for row in rows])
+    target = torch.stack([row[1] for row in rows])
+    optimizer = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.5)
+    reference.train()
+    run.task.loss(run.task.forward(reference, inputs), target).mean().backward()
+    optimizer.step()
+    expected = start - run.layout.gather(reference)
+    assert expected.abs().max() > 1e-3
+    # Examples are in another order, so that sums are rounded otherwise.
+    torch.testing.assert_close(update, expected, rtol=1e-2, atol=1e-5)
+
+
+def test_the_loss_in_float32_is_that_of_the_whole_model(opening, tmp_path, caplog):
+    work, start = opening()
+    run = opened(work)
+    before = {name: each.clone() for name, each in run.model.named_parameters()}
+    with caplog.at_level(logging.INFO):
+        train(run, start=start.clone())
+    small, full = run.difference.small, run.difference.full
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    expected = []
+    for base in (in_bfloat16(tmp_path / "base"), get_peft_model(whole, LoraConfig(**LORA))):
+        run.layout.scatter(start, base)
+        rows = run.task.local_data(None)
+        inputs = torch.stack([row[0] for row in rows])
+        target = torch.stack([row[1] for row in rows])
+        with torch.no_grad():
+            output = run.task.forward(base.eval(), inputs)
+            expected.append(float(run.task.loss(output, target).mean()))
+    assert (small, full) == pytest.approx(tuple(expected), rel=1e-6)
+    assert small != full
+    assert "the frozen parameters are in bfloat16: the loss of the first batch is" in caplog.text
+    for name, each in run.model.named_parameters():
+        assert each.requires_grad or each.equal(before[name])
+
+
+def test_a_base_that_is_too_different_is_not_trained(opening):
+    for secure in ("false", "true"):
+        work, start = opening(
+            "federated.frozen_tolerance=0", f"federated.secure_aggregation={secure}"
+        )
+        run = opened(work)
+        said = r"in the smaller type and .* in float32, a difference of .* allows 0\.00%"
+        for _ in range(2):
+            with pytest.raises(TaskError, match=said):
+                train(run, start=start.clone())
+
+
+def test_a_file_in_bfloat16_is_mapped_and_never_in_memory(opening, tmp_path):
+    opening()
+    stored = load_file(tmp_path / "base/model.safetensors")
+    work, start = opening(weights={name: each.bfloat16() for name, each in stored.items()})
+    path = tmp_path / "base.safetensors"
+    run = opened(work, StartPlace(path, None, (path,), mapped=True))
+    train(run, start=start.clone())
+    sections = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    lines = [line for each in sections if str(path) in each for line in each.splitlines()]
+    own = sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+    shared = sum(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+    assert (own, shared > 0) == (0, True)
+
+
+def test_other_frozen_values_than_the_servers_are_still_refused(opening):
+    work, _ = opening()
+    name = next(each for each in work.frozen if "norm" in each)
+    work.frozen[name].values[0] += 0.05
+    with pytest.raises(TaskError, match="has other values here than there"):
+        opened(work)
+
+
+def test_a_frozen_parameter_that_no_file_has_is_refused(opening, tmp_path):
+    opening()
+    weights = load_file(tmp_path / "base/model.safetensors")
+    del weights["model.norm.weight"]
+    work, _ = opening("model.fresh=['*lora_*', '*.model.norm.weight']", weights=weights)
+    with pytest.raises(JobError, match=r"model\.norm\.weight' is frozen and not in the files"):
+        opened(work)
+
+
+def test_a_model_that_refuses_mixed_types_is_one_sentence(opening):
+    head = """
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
+
+    def forward(self, model, tokens):
+        return model(tokens[:, :4].float())
+
+    def loss(self, output, target):
+        return output.square().mean(1)
+"""
+    task = TASK.replace("    def local_data", f"{head}\n    def local_data")
+    weights = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).state_dict()
+    work, start = opening("model.fresh=[]", task=task, weights=weights)
+    run = opened(work)
+    said = "cannot be computed with its frozen parameters in bfloat16 and the others in float32"
+    with pytest.raises(TaskError, match=said):
+        train(run, start=start)
+
+
+def test_jobs_that_cannot_have_it_are_refused():
+    text = 'name = "a"\n[task]\nsource = "task.py:A"'
+    with pytest.raises(JobError, match="read from files, and the job names none; set "):
+        parse_job(text, ["federated.frozen_dtype='bfloat16'"])
+    with pytest.raises(JobError, match=r"frozen_tolerance has no effect with .*'float32'"):
+        parse_job(text, ["federated.frozen_tolerance=0.1"])
