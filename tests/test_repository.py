@@ -49,55 +49,55 @@ COMMANDS = [
     "isthmus authority start --address STATE",
     "isthmus authority token create --expires --kind --name --uses STATE",
     "isthmus authority verify STATE",
-    "isthmus cancel --proxy --proxy-login --state JOB",
+    "isthmus cancel --balancer-ca --proxy --proxy-login --state JOB",
     (
         "isthmus chaos --clients --crash-sweep --datacenters --json --minutes --plan --sample "
         "--seed --set --state JOB"
     ),
-    "isthmus client join --proxy --proxy-login --state --token-file TOKEN URL",
+    "isthmus client join --balancer-ca --proxy --proxy-login --state --token-file TOKEN URL",
     "isthmus client new-history --state",
     "isthmus client spent --delta --state",
     (
-        "isthmus client start --blobs --data --device --die-with-parent --hours --log-file --name "
-        "--policy --print-systemd --proxy --proxy-login --server --shard --state --tasks --threads "
-        "--weights"
+        "isthmus client start --balancer-ca --blobs --data --device --die-with-parent --hours "
+        "--log-file --name --policy --print-systemd --proxy --proxy-login --server --shard "
+        "--state --tasks --threads --weights"
     ),
     "isthmus client status --state",
     "isthmus compare --json --policies --public-data --run-dir --seeds --set --vary JOB",
     "isthmus console --address PATH",
     "isthmus datacenter agent --control --state",
-    "isthmus datacenter join --proxy --proxy-login --state --token-file TOKEN URL",
+    "isthmus datacenter join --balancer-ca --proxy --proxy-login --state --token-file TOKEN URL",
     (
-        "isthmus datacenter launch --blobs --data --die-with-parent --dry-run --env-file --grace "
-        "--name --nodes --option --prologue --proxy --proxy-login --ranks --scheduler --server "
-        "--state --tasks"
+        "isthmus datacenter launch --balancer-ca --blobs --data --die-with-parent --dry-run "
+        "--env-file --grace --name --nodes --option --prologue --proxy --proxy-login --ranks "
+        "--scheduler --server --state --tasks"
     ),
     (
-        "isthmus datacenter serve --blobs --control --data --grace --name --nodes --proxy "
-        "--proxy-login --ranks --server --state --tasks"
+        "isthmus datacenter serve --balancer-ca --blobs --control --data --grace --name "
+        "--nodes --proxy --proxy-login --ranks --server --state --tasks"
     ),
-    "isthmus doctor datacenter --json --proxy --proxy-login --state",
-    "isthmus doctor device --json --proxy --proxy-login STATE",
-    "isthmus doctor server --address --json --one-port STATE",
+    "isthmus doctor datacenter --balancer-ca --json --proxy --proxy-login --state",
+    "isthmus doctor device --balancer-ca --json --proxy --proxy-login STATE",
+    "isthmus doctor server --address --balancer --json --one-port STATE",
     "isthmus export --format --output RUN_DIR",
-    "isthmus fetch --max-mb --output --proxy --proxy-login --state JOB",
+    "isthmus fetch --balancer-ca --max-mb --output --proxy --proxy-login --state JOB",
     "isthmus job check --device --memory --ranks --set PATH",
     "isthmus job schema",
-    "isthmus jobs --ended --json --proxy --proxy-login --state",
-    "isthmus logs --follow --proxy --proxy-login --state JOB",
+    "isthmus jobs --balancer-ca --ended --json --proxy --proxy-login --state",
+    "isthmus logs --balancer-ca --follow --proxy --proxy-login --state JOB",
     "isthmus model convert FOLDER OUTPUT",
     "isthmus model import --base --set JOB PATH",
     "isthmus model inspect --base PATH",
     "isthmus new --kind FOLDER",
-    "isthmus operator join --proxy --proxy-login --state --token-file TOKEN URL",
-    "isthmus pause --proxy --proxy-login --state JOB",
+    "isthmus operator join --balancer-ca --proxy --proxy-login --state --token-file TOKEN URL",
+    "isthmus pause --balancer-ca --proxy --proxy-login --state JOB",
     "isthmus privacy audit --canaries --confidence --json --set --unit JOB",
     "isthmus privacy ledger --json RUN_DIR",
     "isthmus privacy plan --find --json --noise --set --signal-to-noise --unit JOB",
     "isthmus prove --output --replay RUN_DIR",
     "isthmus report --html --json --schema RUN_DIR",
-    "isthmus resume --proxy --proxy-login --state JOB",
-    ("isthmus run --address --log-format --metrics --quiet --resume --run-dir --set --track JOB"),
+    "isthmus resume --balancer-ca --proxy --proxy-login --state JOB",
+    "isthmus run --address --log-format --metrics --quiet --resume --run-dir --set --track JOB",
     "isthmus runs adopt --nothing-ran-since --original-is-gone RUN_DIR",
     "isthmus runs branch SOURCE TARGET",
     "isthmus runs export RUN_DIR TARGET",
@@ -108,24 +108,24 @@ COMMANDS = [
     "isthmus runs verify RUN_DIR",
     "isthmus server audit STATE",
     "isthmus server backup STATE TARGET",
-    "isthmus server init --authority --host --proxy --proxy-login --token-file STATE",
+    "isthmus server init --authority --balancer-ca --host --proxy --proxy-login --token-file STATE",
     "isthmus server participants --json STATE",
     "isthmus server population NAME STATE",
     "isthmus server restore --lost --nothing-ran-since SOURCE STATE",
     "isthmus server revoke --rollout NAME STATE",
     (
-        "isthmus server start --address --console --grace --jobs --log-format --metrics --one-port "
-        "--quiet --track STATE"
+        "isthmus server start --address --balancer --balancer-trusts --console --grace --jobs "
+        "--log-format --metrics --one-port --quiet --track STATE"
     ),
     "isthmus server token create --expires --kind --name --uses STATE",
     "isthmus server verify STATE",
     (
-        "isthmus simulate --clients --cohort --dry-run --env-file --json --log-format --metrics"
-        " --nodes --option --or-resume --prologue --public-data --quiet --ranks --resume --run-dir"
-        " --scheduler --seeds --set --track --vary JOB"
+        "isthmus simulate --clients --cohort --dry-run --env-file --json --log-format "
+        "--metrics --nodes --option --or-resume --prologue --public-data --quiet --ranks "
+        "--resume --run-dir --scheduler --seeds --set --track --vary JOB"
     ),
     "isthmus statistics --address --output --run-dir --set JOB",
-    "isthmus submit --project --proxy --proxy-login --set --share --state JOB",
+    "isthmus submit --balancer-ca --project --proxy --proxy-login --set --share --state JOB",
     "isthmus task install --author --tasks PACKAGE",
     "isthmus task key FILE",
     "isthmus task pack --key --name --output --version FOLDER",

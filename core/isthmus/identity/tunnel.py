@@ -91,7 +91,7 @@ class Tunnel:
         """Begin to pass on; the socket belongs to the tunnel."""
         try:
             near.setblocking(False)
-            await self._loop.connect_accepted_socket(lambda: _Inner(self), near)
+            await self._loop.connect_accepted_socket(lambda: _NearEnd(self), near)
         except BaseException:
             near.close()
             self._close(CloseCode.INTERNAL_ERROR)
@@ -258,7 +258,7 @@ class _Outer(asyncio.Protocol):
         self._tunnel.outer_lost()
 
 
-class _Inner(asyncio.Protocol):
+class _NearEnd(asyncio.Protocol):
     """The socket of this machine."""
 
     def __init__(self, tunnel: Tunnel) -> None:

@@ -78,7 +78,7 @@ class BalancerPort:
         self._one = one
         self._trusted = trusted
         self._places = places
-        self._arriving: set[_Arriving] = set()
+        self._arriving: set[_Forwarded] = set()
         self._tunnels: set[Tunnel] = set()
         self._servers: list[asyncio.Server] = []
         self._starting: set[asyncio.Task[None]] = set()
@@ -93,7 +93,7 @@ class BalancerPort:
         sockets, port = await listening_sockets(host, port)
         for each in sockets:
             server = await loop.create_server(
-                lambda: _Arriving(self), sock=each, backlog=_AT_A_TIME
+                lambda: _Forwarded(self), sock=each, backlog=_AT_A_TIME
             )
             self._servers.append(server)
             each.listen(WAITING)
@@ -111,7 +111,7 @@ class BalancerPort:
         for tunnel in list(self._tunnels):
             tunnel.abort()
 
-    def admit(self, arriving: _Arriving) -> bool:
+    def admit(self, arriving: _Forwarded) -> bool:
         """Give a new connection a place; returns whether there is one."""
         if len(self._arriving) >= self._places:
             leaving = least_needed(arriving.network, self._arriving)
@@ -121,7 +121,7 @@ class BalancerPort:
         self._arriving.add(arriving)
         return True
 
-    def forget(self, arriving: _Arriving) -> None:
+    def forget(self, arriving: _Forwarded) -> None:
         """A connection has left, or its first message is complete."""
         self._arriving.discard(arriving)
 
@@ -176,7 +176,7 @@ class BalancerPort:
         self._one.sort(far, protocols, network)
 
 
-class _Arriving(asyncio.Protocol):
+class _Forwarded(asyncio.Protocol):
     """A connection of a balancer until the first message of TLS within it is complete."""
 
     def __init__(self, port: BalancerPort) -> None:
