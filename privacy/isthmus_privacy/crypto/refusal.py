@@ -81,6 +81,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "roster-own-entry-changed",
     "roster-no-threshold",
     "roster-member-not-selected",
+    "roster-member-of-another-group",
     "key-of-low-order",
     "key-malformed",
     # client: its inbox
