@@ -203,13 +203,13 @@ def check_random_group(group: str, *, clients_min: int, minimum: int, most: int)
     found = RandomGroup.parse(group)
     if found is None or found.count > most:
         refusal.refuse(
-            "group-differs",
+            "random-group-unknown",
             f"this request is for the sum of the group {group!r}, and the job that this device has "
             f"opened has at most {most} random groups (federated.robust_groups)",
         )
     if clients_min < minimum:
         refusal.refuse(
-            "group-below-minimum",
+            "random-group-below-minimum",
             f"the sum of the group {group!r} may be of {clients_min} devices, and the job that "
             f"this device has opened requires {minimum} (federated.robust_minimum)",
         )

@@ -545,9 +545,12 @@ class ActiveRun:
 
         federated = self.job.federated
         if federated.robust is not None:
-            minimum = federated.robust_minimum
-            most = federated.robust_groups
-            check_random_group(group, clients_min=clients_min, minimum=minimum, most=most)
+            check_random_group(
+                group,
+                clients_min=clients_min,
+                minimum=federated.robust_minimum,
+                most=federated.robust_groups,
+            )
             return
         groups = federated.groups
         minimum = None if groups is None else groups.minimum

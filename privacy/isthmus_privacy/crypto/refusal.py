@@ -53,6 +53,8 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "gradient-scale-invalid",
     "group-differs",
     "group-below-minimum",
+    "random-group-unknown",
+    "random-group-below-minimum",
     "ranges-not-of-job",
     "encoding-not-of-job",
     "buffered-mode-differs",

@@ -56,7 +56,7 @@ class FederatedRegime:
         self.extension = aggregation_of(settings, context.layout)
         self._robust: RobustRule | None = None
         if settings.robust is not None:
-            self._robust = RobustRule(settings, context.layout)
+            self._robust = RobustRule(settings)
         self.buffered = BufferedDevices(context) if settings.mode == "buffered" else None
         """Devices that train across rounds; only in buffered mode."""
         self._attempt: FederatedAttempt | None = None

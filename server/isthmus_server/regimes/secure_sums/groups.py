@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from isthmus.errors import AggregationAborted, RoundFailed
 from isthmus.job.federated import MIN_ROBUST_GROUPS
@@ -149,7 +149,6 @@ class GroupedAttempt:
         results, receipts = await self.results()
         if self._robust is None:
             return self._combined(results, receipts)
-        receipts = [dataclasses.replace(r, group=self._group_of(r.participant)) for r in receipts]
         try:
             return await asyncio.to_thread(self._robustly, self._robust, results, receipts)
         except RoundFailed as error:
@@ -178,7 +177,7 @@ class GroupedAttempt:
             else:
                 results[name] = outcome
         self._check_quorum(results, failures)
-        return results, _sorted_receipts(results, failures)
+        return results, self._all_receipts(results, failures)
 
     async def _run(self, name: str) -> FederatedResult | AttemptFailed:
         async def before_unmasking(entry: Unmasking) -> None:
@@ -199,7 +198,7 @@ class GroupedAttempt:
     def cancelled(self, reason: str) -> list[Receipt]:
         """Receipts of all invited devices after `run` was cancelled for `reason`."""
         receipts = [r for attempt in self._sums.values() for r in attempt.cancelled(reason)]
-        return sorted(receipts, key=lambda receipt: receipt.participant)
+        return self._with_groups(receipts)
 
     def _check_quorum(
         self, results: Mapping[str, FederatedResult], failures: Mapping[str, AttemptFailed]
@@ -224,7 +223,7 @@ class GroupedAttempt:
             dataclasses.replace(receipt, status="rejected", reason=reason)
             if receipt.status == "accepted"
             else receipt
-            for receipt in _sorted_receipts(results, failures)
+            for receipt in self._all_receipts(results, failures)
         ]
         raise AttemptFailed(
             "; ".join([unused if len(summed) >= self._needed else few, *reasons]),
@@ -232,8 +231,18 @@ class GroupedAttempt:
             excused=bool(causes) and all(failures[name].excused for name in causes),
         )
 
-    def _group_of(self, device: str) -> str:
-        return next((name for name, each in self._devices.items() if device in each), "")
+    def _all_receipts(
+        self, results: Mapping[str, FederatedResult], failures: Mapping[str, AttemptFailed]
+    ) -> list[Receipt]:
+        receipts = [receipt for result in results.values() for receipt in result.receipts]
+        receipts += [receipt for failure in failures.values() for receipt in failure.receipts]
+        return self._with_groups(receipts)
+
+    def _with_groups(self, receipts: Iterable[Receipt]) -> list[Receipt]:
+        """In order; each names the random group of its device, if there are such groups."""
+        group_of = {device: name for name, each in self._devices.items() for device in each}
+        named = [dataclasses.replace(r, group=group_of.get(r.participant, "")) for r in receipts]
+        return sorted(named, key=lambda receipt: receipt.participant)
 
     def _robustly(
         self,
@@ -287,14 +296,6 @@ class GroupedAttempt:
             ),
             groups=dict(results),
         )
-
-
-def _sorted_receipts(
-    results: Mapping[str, FederatedResult], failures: Mapping[str, AttemptFailed]
-) -> list[Receipt]:
-    receipts = [receipt for result in results.values() for receipt in result.receipts]
-    receipts += [receipt for failure in failures.values() for receipt in failure.receipts]
-    return sorted(receipts, key=lambda receipt: receipt.participant)
 
 
 def _figures(

@@ -22,7 +22,6 @@ import torch
 
 from isthmus.errors import JobError, RoundFailed, UserError
 from isthmus.job.federated import FederatedSection
-from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_server.regimes.aggregation.coordinate_wise import Median, TrimmedMean
 from isthmus_server.regimes.aggregation.loading import load_rule
 from isthmus_server.regimes.aggregation.rule import AggregatedRound, AggregationRule, SingleUpdate
@@ -44,27 +43,15 @@ class Combined:
     """Why each group that was left out before was; the reason names the group."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Tolerance:
-    """How many groups of a round a rule can bear, whatever their devices send."""
-
-    rule: str
-    groups: int
-    """Groups of the round."""
-    bad: int
-    """Of which so many may have a liar; 0 for a rule that bounds and rejects nothing."""
-
-
 class RobustRule:
     """The rule that `federated.robust` names."""
 
-    def __init__(self, federated: FederatedSection, layout: TensorLayout) -> None:
+    def __init__(self, federated: FederatedSection) -> None:
         """Load the rule, and check its settings with the groups that a quorum leaves.
 
         Raises:
             JobError: they cannot be used.
         """
-        self._layout = layout
         self._federated = federated
         self._name = str(federated.robust)
         plain = federated.robust_rule
@@ -83,10 +70,24 @@ class RobustRule:
         self._rule: AggregationRule = rule
 
     @property
-    def tolerance(self) -> Tolerance:
-        """What it can bear in a round of all groups."""
-        groups = self._federated.robust_groups
-        return Tolerance(self._name, groups, tolerated(self._rule, groups))
+    def in_words(self) -> str:
+        """What holds and what does not, with all of the job's groups."""
+        federated = self._federated
+        groups = federated.robust_groups
+        bad = tolerated(self._rule, groups)
+        each = federated.cohort // groups
+        start = f"federated.robust={self._name!r} over {groups} random groups of {each} devices"
+        long = (
+            f"a group whose mean is more than {LONGEST:g} times as long as those of the shortest "
+            "is left out, however many there are but for these"
+        )
+        if not bad:
+            return f"{start} bounds what each group adds, and bears no lying device; {long}"
+        share = bad / federated.cohort
+        return (
+            f"{start} bears lies in {bad} groups, so {bad} lying devices wherever they are "
+            f"({share:.1%} of the cohort), and more of them only if their sums are long: {long}"
+        )
 
     def combine(self, round_: int, means: Mapping[str, tuple[torch.Tensor, int]]) -> Combined:
         """Combine the mean of each group, float32 (N), with its number of devices.
@@ -100,7 +101,7 @@ class RobustRule:
         used = {name: mean for name, mean in means.items() if name not in left_out}
         facts = AggregatedRound(
             round=round_,
-            size=self._layout.size,
+            size=len(next(iter(used.values()))[0]),
             cohort={name: devices for name, (_, devices) in used.items()},
             quorum=len(means),
             max_updates=len(means),
@@ -117,6 +118,15 @@ class RobustRule:
             raise
         except UserError as error:
             raise RoundFailed(f"federated.robust={self._name!r}: {error}") from error
+
+
+def check_robust(federated: FederatedSection) -> list[str]:
+    """Check the rule that a job names; what it bears in words, or nothing without one.
+
+    Raises:
+        JobError: its settings cannot be used.
+    """
+    return [] if federated.robust is None else [RobustRule(federated).in_words]
 
 
 def long_groups(means: Mapping[str, torch.Tensor]) -> dict[str, str]:
