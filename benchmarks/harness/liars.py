@@ -176,5 +176,3 @@ def _lying(attack: str, liars: frozenset[int]) -> Iterator[None]:
         yield
     finally:
         VirtualHost.train = train  # type: ignore[method-assign]
-
-

@@ -2,7 +2,7 @@
 
 With robust sums a round is summed in several groups, and a rule compares their means. A server that
 composed the groups could put one victim among devices that collude with it, and devices that could
-choose would put a liar into every group, or all of them beside one victim. So nobody chooses: the
+choose would put a liar into every group, or all of them around one victim. So nobody chooses: the
 lottery number in a device's enrolment and the draw of the round say in which group a device is, as
 they say whether it is in the round at all (`isthmus_privacy.secagg.lottery`). Every device checks
 every member of its group's roster.

@@ -153,7 +153,7 @@ def a_colluder_without_a_ticket():
 
 @expect_refusal("roster-member-of-another-group")
 def a_colluder_that_the_draw_has_put_into_another_group():
-    """The server puts it beside a victim whose group it is not in."""
+    """The server puts it next to a victim whose group it is not in."""
     config = make_config(draw=DRAW)
     of = {name: RandomGroup.of(enrolment(name).lottery, DRAW, 3) for name in names(60)}
     victim, *others = [name for name in of if of[name] == of[ALICE]][:5]

@@ -82,10 +82,10 @@ class RobustRule:
             "is left out, however many there are but for these"
         )
         if not bad:
-            return f"{start} bounds what each group adds, and bears no lying device; {long}"
+            return f"{start} bounds what each group adds, and withstands no lying device; {long}"
         share = bad / federated.cohort
         return (
-            f"{start} bears lies in {bad} groups, so {bad} lying devices wherever they are "
+            f"{start} withstands lies in {bad} groups, so {bad} lying devices wherever they are "
             f"({share:.1%} of the cohort), and more of them only if their sums are long: {long}"
         )
 
@@ -121,7 +121,7 @@ class RobustRule:
 
 
 def check_robust(federated: FederatedSection) -> list[str]:
-    """Check the rule that a job names; what it bears in words, or nothing without one.
+    """Check the rule that a job names; what it withstands, in words, or nothing without one.
 
     Raises:
         JobError: its settings cannot be used.
