@@ -22,6 +22,8 @@ _DEFAULTS: dict[tuple[str, ...], object] = {
     ("federated", "mode"): "rounds",
     ("federated", "quorum"): None,
     ("federated", "privacy"): None,
+    ("federated", "robust"): None,
+    ("federated", "robust_minimum"): 10,
     ("datacenter", "privacy"): None,
     ("prices", "client_update"): 1.0,
     ("privacy",): None,

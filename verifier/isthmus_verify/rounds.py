@@ -21,6 +21,7 @@ _RECEIPT = (
     "bytes_in",
     "bytes_out",
     "examples",
+    "group",
     "late",
     "loss",
     "messages_in",
@@ -90,6 +91,8 @@ class JobFacts:
     """Price of a device in a round."""
     recomputes: bool
     """Whether a datacenter computes the running statistics of each round."""
+    robust_minimum: int
+    """Fewest devices in the sum of a random group; 0 without robust sums."""
 
     @classmethod
     def of(cls, job: Fields) -> JobFacts:
@@ -104,6 +107,7 @@ class JobFacts:
             quorum=federated.count("quorum") if federated.has("quorum") else 0,
             client_update=job.table("prices").number("client_update"),
             recomputes=job.table("exchange").text("buffers") == "recompute",
+            robust_minimum=federated.count("robust_minimum") if federated.has("robust") else 0,
         )
 
 
@@ -142,6 +146,8 @@ class Rounds:
         self.models: dict[str, str] = {}
         """Digests of the models that the last commit has, by name."""
         self._in_datacenter = False
+        self._groups: dict[str, str] = {}
+        """Of the devices of the attempt that is checked, by its receipts."""
         self._charged: list[Charge] = []
         """Charges of the attempt that is checked."""
         self._initial = ""
@@ -279,6 +285,7 @@ class Rounds:
                 f"{where} was {shown(regime)} because {shown(record.text('reason'))}, and was "
                 f"planned as {shown(plan.regime)} because {shown(plan.reason)}"
             )
+        self._groups = {}
         accepted, sent, started = self._check_receipts(record, plan, where, committed=committed)
         self._check_cost(record, plan, where, committed=committed)
         for key in ("started_at", "seconds", "elapsed"):
@@ -356,8 +363,15 @@ class Rounds:
                 raise Violation(f"{where} has a result of {shown(name)} for an earlier round")
             if receipt.number("seconds") < 0:
                 raise Violation(f"{where} has a receipt of {shown(name)} with less than no time")
+            group = receipt.text("group") if receipt.has("group") else ""
+            if group and not (self._job.robust_minimum and regime == "federated"):
+                raise Violation(
+                    f"{where} has a receipt of {shown(name)} in the group {shown(group)}, and the "
+                    "job has no random groups"
+                )
             if regime != "federated":
                 continue
+            self._groups[name] = group
             if status == "accepted" and not {"started", "sent"} <= flags:
                 raise Violation(
                     f"{where} has accepted a result of {shown(name)}, which has sent none"
@@ -472,7 +486,8 @@ class Rounds:
                 f"the devices of {where} have signed the draw {signed.draw}, and its plan has "
                 f"{plan.draw}"
             )
-        grouped = plan.by_group
+        grouped = plan.by_group or self._job.robust_minimum
+        self._check_random_group(signed, where)
         if not self._job.buffered and not grouped and signed.clients_min < self._job.quorum:
             raise Violation(
                 f"the devices of {where} have signed a sum over at least {signed.clients_min}, and "
@@ -498,6 +513,28 @@ class Rounds:
                 raise Violation(
                     f"{where} was charged with rho {charge.event.number('rho'):.6g}, and the noise "
                     f"that its devices have signed costs {least:.6g}"
+                )
+
+    def _check_random_group(self, signed: SignedSum, where: str) -> None:
+        """Check the group of a robust sum: who is in it, how many, and what receipts say of it."""
+        if not self._job.robust_minimum:
+            return
+        if signed.clients_min < self._job.robust_minimum:
+            raise Violation(
+                f"the devices of {where} have signed a sum over at least {signed.clients_min}, and "
+                f"federated.robust_minimum is {self._job.robust_minimum}"
+            )
+        # Without a lottery the server has divided the devices.
+        if signed.draw and not signed.in_group:
+            raise Violation(
+                f"the devices of {where} have signed the sum of the group {shown(signed.group)}, "
+                f"and the draw {signed.draw} has put one of them into another group"
+            )
+        for name in sorted(signed.roster & self._groups.keys()):
+            if self._groups[name] != signed.group:
+                raise Violation(
+                    f"{where} has a receipt of {shown(name)} in the group "
+                    f"{shown(self._groups[name])}, and it has signed a sum of {shown(signed.group)}"
                 )
 
     def _check_sums(
