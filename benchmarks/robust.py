@@ -39,11 +39,11 @@ EACH = 12
 """Devices of a group."""
 MINIMUM = 10
 STRATEGIES = {
-    "FedMedian": "{}",
-    "FedTrimmedAvg": "{beta=0.2}",
-    "MultiKrum": "{num_malicious_nodes=24, num_nodes_to_select=200}",
+    "FedMedian": "{{}}",
+    "FedTrimmedAvg": "{{beta=0.2}}",
+    "MultiKrum": "{{num_malicious_nodes={faulty}, num_nodes_to_select={selected}}}",
 }
-"""Flower's rules, with their options."""
+"""Flower's rules, with their options. A tenth is the most that lies; Krum selects five sixths."""
 TARGETS = {
     "loss/*/5": Target(at_most=1, full_size=True),
     "loss/*/10": Target(at_most=3, full_size=True),
@@ -125,10 +125,11 @@ class Runs:
         return statistics.mean(lost), learned
 
 
-def flower_rule(strategy: str) -> list[str]:
+def flower_rule(strategy: str, devices: int) -> list[str]:
     """The settings of a plain run with a rule of Flower."""
+    options = STRATEGIES[strategy].format(faulty=devices // 10, selected=devices * 5 // 6)
     return [
-        f'federated.flower.strategy={{name="{strategy}", options={STRATEGIES[strategy]}}}',
+        f'federated.flower.strategy={{name="{strategy}", options={options}}}',
         "federated.secure_aggregation=false",
     ]
 
@@ -166,7 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 results[f"mean/{key}"], _ = runs.loss(name, base, attack, share, ())
                 if options.flower:
                     for strategy in STRATEGIES:
-                        lost, _ = runs.loss(name, base, attack, share, flower_rule(strategy))
+                        rule = flower_rule(strategy, runs.devices_of(name))
+                        lost, _ = runs.loss(name, base, attack, share, rule)
                         results[f"flower/{strategy}/{key}"] = lost
                 rows.append((key, *(f"{value:.1f}" for value in _of(results, key))))
     results["smallest_sum"] = min(opened)

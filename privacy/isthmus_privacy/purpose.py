@@ -190,7 +190,7 @@ def check_random_group(group: str, *, clients_min: int, minimum: int, most: int)
     Who is in it is checked with the roster, see `isthmus_privacy.random_groups`.
 
     Args:
-        group: that of the request; empty for a sum of any devices, which other checks bound.
+        group: that of the request; empty for a sum of any devices, which this job has none of.
         clients_min: least number of devices in the sum, see `RoundConfig`.
         minimum: `federated.robust_minimum` of the job.
         most: `federated.robust_groups` of the job.
@@ -198,14 +198,13 @@ def check_random_group(group: str, *, clients_min: int, minimum: int, most: int)
     Raises:
         PeerMisbehaved: the group is none of at most so many, or the number is below the minimum.
     """
-    if not group:
-        return
     found = RandomGroup.parse(group)
     if found is None or found.count > most:
         refusal.refuse(
             "random-group-unknown",
-            f"this request is for the sum of the group {group!r}, and the job that this device has "
-            f"opened has at most {most} random groups (federated.robust_groups)",
+            f"this request is for the sum of {f'the group {group!r}' if group else 'no group'}, and "
+            f"the job that this device has opened has 3 to {most} random groups "
+            "(federated.robust_groups)",
         )
     if clients_min < minimum:
         refusal.refuse(

@@ -10,8 +10,9 @@ every member of its group's roster.
 The second hash is independent of the ticket. So one colluder is in a given group of a given draw
 with probability 1 / count times that of the ticket, and a share of all devices that is `count`
 times wider lets the server choose among as many devices for the sum of a group as for another sum
-of the same size. A server has `count` groups in each draw to choose from: the bound of
-`lottery.colluder_bound` grows by that factor, at most 32.
+of the same size. A server has more to choose from in each draw: the number of groups, which depends
+on how many devices are available, and one of them. The bound of `lottery.colluder_bound` grows by
+`choices`, at most 525.
 
 >>> group = RandomGroup.of(bytes(32), draw=7, count=4)
 >>> RandomGroup.parse(group.name) == group
@@ -30,6 +31,8 @@ from isthmus_privacy.crypto.canonical import NUMBER, tagged_hash
 
 MOST_GROUPS = 32
 """Most random groups of one round."""
+FEWEST_GROUPS = 3
+"""Fewest: a rule cannot tell one from the others with less."""
 
 _NAME = re.compile(r"random-([1-9][0-9]?)-of-([1-9][0-9]?)")
 
@@ -41,7 +44,7 @@ class RandomGroup:
     index: int
     """From 1 to `count`."""
     count: int
-    """Groups of the round, from 2."""
+    """Groups of the round, from `FEWEST_GROUPS`."""
 
     @property
     def name(self) -> str:
@@ -58,13 +61,15 @@ class RandomGroup:
 
         >>> RandomGroup.parse("random-13-of-12") is RandomGroup.parse("north") is None
         True
+        >>> RandomGroup.parse("random-1-of-2") is None
+        True
         """
         found = _NAME.fullmatch(name)
         if found is None:
             return None
         index = int(found[1])
         count = int(found[2])
-        if not (2 <= count <= MOST_GROUPS and index <= count):
+        if not (FEWEST_GROUPS <= count <= MOST_GROUPS and index <= count):
             return None
         return cls(index, count)
 
@@ -78,3 +83,12 @@ class RandomGroup:
     def has(self, lottery: bytes, draw: int) -> bool:
         """Whether a lottery number is in this group in a draw."""
         return self == self.of(lottery, draw, self.count)
+
+
+def choices(most: int) -> int:
+    """Groups that a server can choose from in one draw, of a job with at most so many groups.
+
+    >>> choices(12), choices(MOST_GROUPS)
+    (75, 525)
+    """
+    return sum(range(FEWEST_GROUPS, most + 1))

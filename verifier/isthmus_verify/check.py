@@ -23,6 +23,7 @@ _DEFAULTS: dict[tuple[str, ...], object] = {
     ("federated", "quorum"): None,
     ("federated", "privacy"): None,
     ("federated", "robust"): None,
+    ("federated", "robust_groups"): 12,
     ("federated", "robust_minimum"): 10,
     ("datacenter", "privacy"): None,
     ("prices", "client_update"): 1.0,

@@ -323,12 +323,19 @@ def read_purpose(data: bytes, where: str) -> tuple[bytes, dict[int, str], str]:
     return job, starts, group
 
 
+def random_group(name: str) -> tuple[int, int] | None:
+    """The number of a random group, from 1, and how many there are; None for any other name."""
+    found = _RANDOM_GROUP.fullmatch(name)
+    if found is None or int(found[1]) > int(found[2]):
+        return None
+    return int(found[1]), int(found[2])
+
+
 def in_random_group(name: str, lottery: bytes, draw: int) -> bool:
     """Whether a lottery number is in the random group of a name, in a draw."""
-    found = _RANDOM_GROUP.fullmatch(name)
+    found = random_group(name)
     if found is None:
         return False
-    index = int(found[1])
-    count = int(found[2])
+    index, count = found
     digest = tagged_hash("random-group", lottery, draw.to_bytes(8, "little"))
     return int.from_bytes(digest[:8], "little") % count + 1 == index

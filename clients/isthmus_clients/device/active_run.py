@@ -535,8 +535,10 @@ class ActiveRun:
             raise UpdateError("federated.codec encodes an update, and a gradient is asked for too")
         return bytearray(self.messages.encode(self.layout.decode(update), work.round))
 
-    def check_group(self, group: str, clients_min: int) -> None:
+    def check_group(self, group: str, clients_min: int, *, of_updates: bool = True) -> None:
         """Refuse a sum of a group, unless it is the device's own or a random one, and large enough.
+
+        Updates of a job with robust sums are summed in random groups only, and nothing else is.
 
         Raises:
             PeerMisbehaved: see `isthmus_privacy.purpose.check_group` and `check_random_group`.
@@ -544,7 +546,7 @@ class ActiveRun:
         from isthmus_privacy.purpose import check_group, check_random_group
 
         federated = self.job.federated
-        if federated.robust is not None:
+        if federated.robust is not None and of_updates:
             check_random_group(
                 group,
                 clients_min=clients_min,

@@ -12,7 +12,6 @@ from isthmus.job.flower import SERVER_APP
 from isthmus.task import check_installed
 from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.regimes.aggregation.loading import load_rule
-from isthmus_server.regimes.secure_sums.robust_rule import check_robust
 from isthmus_server.strategy import load_policy
 from isthmus_server.strategy.selection import CheckedSelection
 
@@ -55,7 +54,10 @@ def check_job(job: Job, tasks: Path, lease: float) -> None:
 
         check_codecs(job)
     load_rule(federated)
-    check_robust(federated)
+    if federated.robust is not None:
+        from isthmus_server.regimes.secure_sums.robust_rule import check_robust  # loads PyTorch
+
+        check_robust(federated)
     check_budgets(job)
     job.model.check_inside(tasks)
     if job.task.data is not None:
