@@ -200,9 +200,10 @@ def check_random_group(group: str, *, clients_min: int, minimum: int, most: int)
     """
     found = RandomGroup.parse(group)
     if found is None or found.count > most:
+        shown = f"the group {group!r}" if group else "no group"
         refusal.refuse(
             "random-group-unknown",
-            f"this request is for the sum of {f'the group {group!r}' if group else 'no group'}, and "
+            f"this request is for the sum of {shown}, and "
             f"the job that this device has opened has 3 to {most} random groups "
             "(federated.robust_groups)",
         )

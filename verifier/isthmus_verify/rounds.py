@@ -552,7 +552,7 @@ class Rounds:
                 )
 
     def _check_left_out(self, record: Fields, where: str) -> None:
-        """Check that the groups of a round, and those that were left out, are those of its receipts.
+        """Check that groups of a round, and those that were left out, are as its receipts say.
 
         The rule that has left them out compared vectors that are not in a transcript.
         """
