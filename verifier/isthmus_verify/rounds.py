@@ -583,16 +583,16 @@ class Rounds:
         if len(accepted) < MIN_GROUPS:
             raise Violation(f"{where} has a robust sum of {len(accepted)} groups")
         for name, devices in accepted.items():
-            group = groups.table(name)
-            if group.count("devices") != devices:
+            stated = groups.table(name)
+            if stated.count("devices") != devices:
                 raise Violation(
                     f"{where} counts {group.count('devices')} devices in the group {shown(name)}, "
                     f"and its receipts {devices}"
                 )
-            if group.flag("left_out") != (name in left_out):
+            if stated.flag("left_out") != (name in left_out):
                 raise Violation(
                     f"{where} has "
-                    + ("left out" if group.flag("left_out") else "used")
+                    + ("left out" if stated.flag("left_out") else "used")
                     + f" the sum of the group {shown(name)}, and its receipts say otherwise"
                 )
 
