@@ -37,6 +37,7 @@ from isthmus_privacy.crypto.canonical import (
     tagged_hash,
     text,
 )
+from isthmus_privacy.random_groups import RandomGroup
 
 MAX_STARTS = 1 << 12
 """Maximum number of start models of one buffered sum."""
@@ -180,6 +181,37 @@ def check_group(group: str, *, own: str, clients_min: int, minimum: int | None) 
             "group-below-minimum",
             f"the sum of the group {group!r} may be of {clients_min} devices, and the job that "
             f"this device has opened {allowed}",
+        )
+
+
+def check_random_group(group: str, *, clients_min: int, minimum: int, most: int) -> None:
+    """Refuse the sum of a group that is no random one, or of too few devices.
+
+    Who is in it is checked with the roster, see `isthmus_privacy.random_groups`.
+
+    Args:
+        group: that of the request; empty for a sum of any devices, which this job has none of.
+        clients_min: least number of devices in the sum, see `RoundConfig`.
+        minimum: `federated.robust_minimum` of the job.
+        most: `federated.robust_groups` of the job.
+
+    Raises:
+        PeerMisbehaved: the group is none of at most so many, or the number is below the minimum.
+    """
+    found = RandomGroup.parse(group)
+    if found is None or found.count > most:
+        shown = f"the group {group!r}" if group else "no group"
+        refusal.refuse(
+            "random-group-unknown",
+            f"this request is for the sum of {shown}, and "
+            f"the job that this device has opened has 3 to {most} random groups "
+            "(federated.robust_groups)",
+        )
+    if clients_min < minimum:
+        refusal.refuse(
+            "random-group-below-minimum",
+            f"the sum of the group {group!r} may be of {clients_min} devices, and the job that "
+            f"this device has opened requires {minimum} (federated.robust_minimum)",
         )
 
 

@@ -23,6 +23,7 @@ from isthmus_privacy.compression.sum_codecs import check_sums
 from isthmus_server.budgets.run_budgets import check_budgets
 from isthmus_server.model.optimizers import check_round_length, make_optimizer
 from isthmus_server.regimes.run_aggregation import aggregation_of
+from isthmus_server.regimes.secure_sums.robust_rule import check_robust
 from isthmus_server.rounds.measurements.followed_metrics import (
     check_apart,
     check_followed_metrics,
@@ -61,6 +62,7 @@ def check(job: Job, task: Task, base: Path) -> str:
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
     check_round_length(job, task, lambda: model)
     aggregation_of(job.federated, division.exchanged)
+    robust = check_robust(job.federated)
     check_codecs(job)
     check_budgets(job)
     vector = _device_metrics(job, task)
@@ -93,7 +95,7 @@ def check(job: Job, task: Task, base: Path) -> str:
         tried.append(_on_devices(job, vector))
     if not tried:
         tried.append("no evaluation: eval_data() returns None and evaluation.devices is 0")
-    return "; ".join([*tried, *_limits_of_updates(job)])
+    return "; ".join([*tried, *_limits_of_updates(job), *robust])
 
 
 def _on_devices(job: Job, vector: EvaluationVector) -> str:

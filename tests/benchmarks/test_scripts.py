@@ -28,11 +28,12 @@ ELSEWHERE = {
     },
     "datacenter": {"<mfu|peak_gib>/<device>/<model>"},  # of a GPU
     "regimes": {"regret/<data set>/<problem>/<policy>"},  # with --datasets
+    "robust": {"flower/<rule>/<data>/<attack>/<share>"},  # with --flower
     "round_overhead": {"observed/<params>/<clients>"},  # with --observed
     "simulation": {"speedup/<flower|pfl>/<mlp|cnn>", "accuracy_gap/<flower|pfl>/<mlp|cnn>"},
 }
 """Figures that `--smoke` does not measure."""
-READS_DATA = ("compression", "privacy_utility", "regimes", "simulation")
+READS_DATA = ("compression", "privacy_utility", "regimes", "robust", "simulation")
 NEEDS = (
     ("ghost_clipping", "opacus", "opacus"),
     ("personal", "sklearn", "scikit-learn"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 import struct
 
 from cryptography.exceptions import InvalidSignature
@@ -20,6 +21,9 @@ MAX_CLIENTS = 1 << 16
 ONE_TIME_KEY = 32 + 1184
 MAX_SLOTS = 256
 MAX_STARTS = 1 << 12
+MAX_GROUP = 64
+"""Bytes of the name of a group."""
+_RANDOM_GROUP = re.compile(r"random-([1-9][0-9]?)-of-([1-9][0-9]?)")
 
 
 def tagged(tag: str, *fields: bytes) -> bytes:
@@ -292,10 +296,11 @@ def read_signatures(data: bytes, where: str) -> dict[int, bytes]:
     return found
 
 
-def read_purpose(data: bytes, where: str) -> tuple[bytes, dict[int, str]]:
-    """The SHA-256 of the job that devices had opened, and the start models of a full buffer.
+def read_purpose(data: bytes, where: str) -> tuple[bytes, dict[int, str], str]:
+    """The SHA-256 of the job that devices had opened, the start models of a full buffer, the group.
 
-    The models by the round that asked for the updates; none for a sum of one round's updates.
+    The models by the round that asked for the updates; none for a sum of one round's updates. The
+    group is the one that is summed, empty for any devices.
     """
     reader = Reader(data, where)
     buffered = data.startswith(tagged("buffered-purpose"))
@@ -310,4 +315,27 @@ def read_purpose(data: bytes, where: str) -> tuple[bytes, dict[int, str]]:
             starts[round_] = reader.take(32).hex()
             reader.take(1 + 3 * 8)  # whether a gradient follows, and the position in schedules
         reader.end()
-    return job, starts
+        return job, starts, ""
+    reader.take(32 + 8)  # the gradient that follows the model, and the scale of the devices' own
+    group = reader.take(reader.length(MAX_GROUP)).decode(errors="replace")
+    reader.take(3 * 8)  # the position in schedules
+    reader.end()
+    return job, starts, group
+
+
+def random_group(name: str) -> tuple[int, int] | None:
+    """The number of a random group, from 1, and how many there are; None for any other name."""
+    found = _RANDOM_GROUP.fullmatch(name)
+    if found is None or int(found[1]) > int(found[2]):
+        return None
+    return int(found[1]), int(found[2])
+
+
+def in_random_group(name: str, lottery: bytes, draw: int) -> bool:
+    """Whether a lottery number is in the random group of a name, in a draw."""
+    found = random_group(name)
+    if found is None:
+        return False
+    index, count = found
+    digest = tagged_hash("random-group", lottery, draw.to_bytes(8, "little"))
+    return int.from_bytes(digest[:8], "little") % count + 1 == index

@@ -11,6 +11,7 @@ from typing import Any
 from isthmus_verify.chain import canonical
 from isthmus_verify.charges import TOLERANCE, Charge, Charges
 from isthmus_verify.fields import Fields
+from isthmus_verify.messages import random_group
 from isthmus_verify.sums import SignedSum, SignedSums
 from isthmus_verify.violation import Violation, shown
 
@@ -21,6 +22,7 @@ _RECEIPT = (
     "bytes_in",
     "bytes_out",
     "examples",
+    "group",
     "late",
     "loss",
     "messages_in",
@@ -71,6 +73,8 @@ _ROUND = (
     "training",
 )
 _FAILED = (*_ATTEMPT, "error", "given_up")
+MIN_GROUPS = 3
+"""Fewest random groups of a round."""
 _REGIMES = ("federated", "datacenter", "hybrid")
 
 
@@ -90,6 +94,10 @@ class JobFacts:
     """Price of a device in a round."""
     recomputes: bool
     """Whether a datacenter computes the running statistics of each round."""
+    robust_minimum: int
+    """Fewest devices in the sum of a random group; 0 without robust sums."""
+    robust_groups: int
+    """Most random groups of a round; 0 without robust sums."""
 
     @classmethod
     def of(cls, job: Fields) -> JobFacts:
@@ -104,6 +112,8 @@ class JobFacts:
             quorum=federated.count("quorum") if federated.has("quorum") else 0,
             client_update=job.table("prices").number("client_update"),
             recomputes=job.table("exchange").text("buffers") == "recompute",
+            robust_minimum=federated.count("robust_minimum") if federated.has("robust") else 0,
+            robust_groups=federated.count("robust_groups") if federated.has("robust") else 0,
         )
 
 
@@ -142,6 +152,8 @@ class Rounds:
         self.models: dict[str, str] = {}
         """Digests of the models that the last commit has, by name."""
         self._in_datacenter = False
+        self._groups: dict[str, str] = {}
+        """Of the devices of the attempt that is checked, by its receipts."""
         self._charged: list[Charge] = []
         """Charges of the attempt that is checked."""
         self._initial = ""
@@ -279,6 +291,7 @@ class Rounds:
                 f"{where} was {shown(regime)} because {shown(record.text('reason'))}, and was "
                 f"planned as {shown(plan.regime)} because {shown(plan.reason)}"
             )
+        self._groups = {}
         accepted, sent, started = self._check_receipts(record, plan, where, committed=committed)
         self._check_cost(record, plan, where, committed=committed)
         for key in ("started_at", "seconds", "elapsed"):
@@ -302,6 +315,8 @@ class Rounds:
             self._check_sum(each, plan, where)
         if committed:
             self._check_sums(sums, plan, accepted, regime, where)
+            if self._job.robust_minimum and accepted:
+                self._check_left_out(record, where)
         return plan
 
     def _check_ledger(self, plan: Plan, record: Fields, head: str, where: str) -> None:
@@ -356,8 +371,15 @@ class Rounds:
                 raise Violation(f"{where} has a result of {shown(name)} for an earlier round")
             if receipt.number("seconds") < 0:
                 raise Violation(f"{where} has a receipt of {shown(name)} with less than no time")
+            group = receipt.text("group") if receipt.has("group") else ""
+            if group and not (self._job.robust_minimum and regime == "federated"):
+                raise Violation(
+                    f"{where} has a receipt of {shown(name)} in the group {shown(group)}, and the "
+                    "job has no random groups"
+                )
             if regime != "federated":
                 continue
+            self._groups[name] = group
             if status == "accepted" and not {"started", "sent"} <= flags:
                 raise Violation(
                     f"{where} has accepted a result of {shown(name)}, which has sent none"
@@ -472,7 +494,8 @@ class Rounds:
                 f"the devices of {where} have signed the draw {signed.draw}, and its plan has "
                 f"{plan.draw}"
             )
-        grouped = plan.by_group
+        grouped = plan.by_group or self._job.robust_minimum
+        self._check_random_group(signed, where)
         if not self._job.buffered and not grouped and signed.clients_min < self._job.quorum:
             raise Violation(
                 f"the devices of {where} have signed a sum over at least {signed.clients_min}, and "
@@ -498,6 +521,79 @@ class Rounds:
                 raise Violation(
                     f"{where} was charged with rho {charge.event.number('rho'):.6g}, and the noise "
                     f"that its devices have signed costs {least:.6g}"
+                )
+
+    def _check_random_group(self, signed: SignedSum, where: str) -> None:
+        """Check the group of a robust sum: who is in it, how many, and what receipts say of it."""
+        if not self._job.robust_minimum:
+            return
+        found = random_group(signed.group)
+        if found is None or not MIN_GROUPS <= found[1] <= self._job.robust_groups:
+            raise Violation(
+                f"the devices of {where} have signed the sum of the group {shown(signed.group)}, "
+                f"and the job has 3 to {self._job.robust_groups} random groups"
+            )
+        if signed.clients_min < self._job.robust_minimum:
+            raise Violation(
+                f"the devices of {where} have signed a sum over at least {signed.clients_min}, and "
+                f"federated.robust_minimum is {self._job.robust_minimum}"
+            )
+        # Without a lottery the server has divided the devices.
+        if signed.draw and not signed.in_group:
+            raise Violation(
+                f"the devices of {where} have signed the sum of the group {shown(signed.group)}, "
+                f"and the draw {signed.draw} has put one of them into another group"
+            )
+        for name in sorted(signed.roster & self._groups.keys()):
+            if self._groups[name] != signed.group:
+                raise Violation(
+                    f"{where} has a receipt of {shown(name)} in the group "
+                    f"{shown(self._groups[name])}, and it has signed a sum of {shown(signed.group)}"
+                )
+
+    def _check_left_out(self, record: Fields, where: str) -> None:
+        """Check that groups of a round, and those that were left out, are as its receipts say.
+
+        The rule that has left them out compared vectors that are not in a transcript.
+        """
+        accepted = Counter[str]()
+        left_out = set[str]()
+        for receipt in record.tables("receipts"):
+            if (receipt.text("regime"), receipt.text("status")) != ("federated", "accepted"):
+                continue
+            group = receipt.text("group") if receipt.has("group") else ""
+            accepted[group] += 1
+            is_bad = receipt.text("reason").startswith(f"the sum of its group {group} was left out")
+            if is_bad:
+                left_out.add(group)
+            elif receipt.text("reason") or group in left_out:
+                raise Violation(
+                    f"{where} has a receipt of {shown(receipt.text('participant'))} that says "
+                    f"{shown(receipt.text('reason'))} of the group {shown(group)}, which is not "
+                    "what others of it say"
+                )
+        groups = record.table("groups") if record.has("groups") else Fields({}, where)
+        if groups.values.keys() != accepted.keys():
+            raise Violation(
+                f"{where} has the groups {shown(sorted(groups.values))}, and its receipts "
+                f"{shown(sorted(accepted))}"
+            )
+        if len({(random_group(name) or (0, 0))[1] for name in accepted}) != 1:
+            raise Violation(f"the groups of {where} are not of one division of its devices")
+        if len(accepted) < MIN_GROUPS:
+            raise Violation(f"{where} has a robust sum of {len(accepted)} groups")
+        for name, devices in accepted.items():
+            stated = groups.table(name)
+            if stated.count("devices") != devices:
+                raise Violation(
+                    f"{where} counts {group.count('devices')} devices in the group {shown(name)}, "
+                    f"and its receipts {devices}"
+                )
+            if stated.flag("left_out") != (name in left_out):
+                raise Violation(
+                    f"{where} has "
+                    + ("left out" if stated.flag("left_out") else "used")
+                    + f" the sum of the group {shown(name)}, and its receipts say otherwise"
                 )
 
     def _check_sums(

@@ -13,6 +13,7 @@ from isthmus_verify.fields import Fields
 from isthmus_verify.messages import (
     Config,
     Member,
+    in_random_group,
     is_signed,
     read_purpose,
     read_roster,
@@ -38,6 +39,10 @@ class SignedSum:
     """Of the noise that the devices add; None if they add none."""
     starts: dict[int, str]
     """In buffered mode, the models that updates start from, by the round that asked for them."""
+    group: str
+    """The group that is summed; empty for any devices."""
+    in_group: bool
+    """Whether it is a random one, in which the draw has put all devices of the roster."""
 
 
 class SignedSums:
@@ -98,7 +103,7 @@ class SignedSums:
         self.authorities.add(authority)
         if tagged_hash("purpose", purpose) != config.purpose:
             raise Violation(f"the purpose in {where} is not the one that the devices signed")
-        job, starts = read_purpose(purpose, f"the purpose in {where}")
+        job, starts, group = read_purpose(purpose, f"the purpose in {where}")
         if config.run_id != self._run_id:
             self.of_others[config.run_id] += 1
             return
@@ -113,6 +118,8 @@ class SignedSums:
             clients_min=config.clients_min,
             noise_multiplier=config.noise_multiplier,
             starts=starts,
+            group=group,
+            in_group=all(in_random_group(group, each.lottery, config.draw) for each in roster),
         )
         attempt = (config.round, config.attempt)
         self.of_round.setdefault(attempt, []).append(found)

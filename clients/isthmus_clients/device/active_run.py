@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from isthmus_privacy.compression.changes import ChangesCodec
     from isthmus_privacy.compression.single_updates import UpdateMessages
     from isthmus_privacy.purpose import RunPurpose
+    from isthmus_privacy.random_groups import RandomGroup
     from isthmus_privacy.secagg.config import RoundConfig
     from isthmus_privacy.slots import Slot
 
@@ -534,17 +535,34 @@ class ActiveRun:
             raise UpdateError("federated.codec encodes an update, and a gradient is asked for too")
         return bytearray(self.messages.encode(self.layout.decode(update), work.round))
 
-    def check_group(self, group: str, clients_min: int) -> None:
-        """Refuse a sum of a group, unless it is the device's own and large enough.
+    def check_group(self, group: str, clients_min: int, *, of_updates: bool = True) -> None:
+        """Refuse a sum of a group, unless it is the device's own or a random one, and large enough.
+
+        Updates of a job with robust sums are summed in random groups only, and nothing else is.
 
         Raises:
-            PeerMisbehaved: see `isthmus_privacy.purpose.check_group`.
+            PeerMisbehaved: see `isthmus_privacy.purpose.check_group` and `check_random_group`.
         """
-        from isthmus_privacy.purpose import check_group
+        from isthmus_privacy.purpose import check_group, check_random_group
 
-        groups = self.job.federated.groups
+        federated = self.job.federated
+        if federated.robust is not None and of_updates:
+            check_random_group(
+                group,
+                clients_min=clients_min,
+                minimum=federated.robust_minimum,
+                most=federated.robust_groups,
+            )
+            return
+        groups = federated.groups
         minimum = None if groups is None else groups.minimum
         check_group(group, own=self.group, clients_min=clients_min, minimum=minimum)
+
+    def random_group(self, group: str) -> RandomGroup | None:
+        """The random group of a request whose group was checked; None in a job without them."""
+        from isthmus_privacy.random_groups import RandomGroup
+
+        return None if self.job.federated.robust is None else RandomGroup.parse(group)
 
     def check_counts(self, size: int) -> None:
         """Refuse a sum of more counts than a task can have, before memory is allocated.

@@ -108,7 +108,7 @@ def evaluate(
 
     work = request.evaluate
     config = sessions.read_config(work.secure)
-    run.check_group(work.group, config.clients_min)
+    run.check_group(work.group, config.clients_min, of_updates=False)
     run.check_counts(config.size)
     name = evaluated_model(work.model.sha256)
     if run.job.statistics.collect:

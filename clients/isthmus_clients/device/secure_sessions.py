@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from isthmus_clients.device.residuals import Residual, Residuals
     from isthmus_clients.training.personal_state import Work
     from isthmus_clients.training.secure import Credentials, SecureParticipation
+    from isthmus_privacy.random_groups import RandomGroup
     from isthmus_privacy.secagg.config import RoundConfig
     from isthmus_privacy.secagg.history import StartModel
     from isthmus_privacy.secagg.spacing import Spacing
@@ -307,6 +308,7 @@ class SecureSessions:
             _purpose(run, work),
             run.update_slots(work),
             start=_start(run, work, origin),
+            group=run.random_group(work.group),
         )
 
     def _propose_ranges(
@@ -323,7 +325,10 @@ class SecureSessions:
         about = (work.run_id, work.round, work.attempt)
         purpose = _purpose(run, work)
         start = _start(run, work, origin)
-        return self._propose_ranges_of(run, about, work.ranges, origin.model, purpose, start)
+        group = run.random_group(work.group)
+        return self._propose_ranges_of(
+            run, about, work.ranges, origin.model, purpose, start, group=group
+        )
 
     def _propose_ranges_of(
         self,
@@ -335,6 +340,7 @@ class SecureSessions:
         start: StartModel,
         *,
         selected: bool = True,
+        group: RandomGroup | None = None,
     ) -> SecureParticipation:
         """`name`, `purpose` and `start` are those of the updates."""
         from isthmus_privacy.purpose import RangePurpose, ranged_model, ranges_run_id
@@ -356,6 +362,7 @@ class SecureSessions:
             start=ranged,
             selected=selected,
             whole=BIN_LEVELS,
+            group=group,
         )
 
     def _join_in_round(self, attempt: SecureParticipation, kept: KeptUpdate) -> link_pb2.Reply:
@@ -499,6 +506,7 @@ class SecureSessions:
         start: StartModel,
         selected: bool = True,
         whole: int = 0,
+        group: RandomGroup | None = None,
     ) -> SecureParticipation:
         """Check the configuration that the server proposes, before any work is done for it.
 
@@ -512,6 +520,7 @@ class SecureSessions:
             selected: False for a full buffer, whose devices are those that finished first.
             whole: levels of the whole numbers that this device sends in place of an update, see
                 `RoundConfig.check_form`; 0 for an update.
+            group: the random group that is summed; None for any devices.
 
         Raises:
             PeerMisbehaved: the configuration is refused.
@@ -534,6 +543,7 @@ class SecureSessions:
                 selected=selected,
                 start=start,
                 whole=whole,
+                group=group,
             )
         except PeerMisbehaved as refused:
             if refused.code == "draw-not-now":

@@ -16,6 +16,7 @@ from isthmus.wire import link_pb2
 from isthmus_clients.training.history_log import HistoryLog
 from isthmus_privacy.crypto.keys import SigningKey
 from isthmus_privacy.dp.accounting import epsilon_of_rho
+from isthmus_privacy.random_groups import RandomGroup
 from isthmus_privacy.secagg.client import ClientSession
 from isthmus_privacy.secagg.config import ClientRequirements, RoundConfig
 from isthmus_privacy.secagg.encoding import Encoded, encode, hide_spacing
@@ -135,6 +136,7 @@ class SecureParticipation:
         selected: bool = True,
         start: StartModel | None = None,
         whole: int = 0,
+        group: RandomGroup | None = None,
     ) -> None:
         """Check the configuration that the server proposes.
 
@@ -151,6 +153,7 @@ class SecureParticipation:
             start: model and vector of the device; None for those that the configuration names.
             whole: levels of the whole numbers that this device sends in place of an update, see
                 `RoundConfig.check_form`; 0 for an update.
+            group: the random group that is summed; None for any devices.
 
         Raises:
             PeerMisbehaved: the configuration is refused.
@@ -167,6 +170,8 @@ class SecureParticipation:
         requirements = credentials.requirements or ClientRequirements()
         if not selected:
             requirements = dataclasses.replace(requirements, selection_slack=None)
+        if group is not None:
+            requirements = dataclasses.replace(requirements, group=group)
         # All refusals are here, so that nothing was trained for a configuration that is refused.
         self.session = ClientSession(
             self.config,

@@ -206,6 +206,7 @@ def _control_variates(job: JobTables) -> Iterator[str]:
         "federated.clip_norm": federated.clip_norm is not None,
         "federated.precision": federated.precision != "fp32",
         "federated.aggregation": federated.aggregation != "mean",
+        "federated.robust": federated.robust is not None,
         "federated.flower": federated.flower is not None,
         "federated.codec": federated.codec is not None,
         "federated.download_bits": federated.download_bits is not None,
@@ -331,6 +332,11 @@ def _privacy_of_updates(job: JobTables) -> Iterator[str]:
         )
     if job.federated.groups is not None:
         yield "privacy: federated.groups sums several groups in a round; remove one of them"
+    if job.federated.robust is not None:
+        yield (
+            f"privacy: federated.robust={job.federated.robust!r} sums several groups in a round, "
+            "and is no mean of clipped updates, for which the noise is made; remove one of them"
+        )
     measurements = job.privacy.measurements
     if job.evaluation.devices and measurements == 0:
         yield (

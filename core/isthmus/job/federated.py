@@ -97,6 +97,9 @@ class Groups(Section):
         return bool(name) and (not self.names or name in self.names)
 
 
+MIN_ROBUST_GROUPS = 3
+"""Fewest groups of which a robust rule can tell one from the others."""
+
 LARGEST_CLIP = 1 << 24
 """Largest `clip` of a job with `max_examples`, which finds no ranges: steps are 1e-7 there."""
 MAX_SECURE_COHORT = 1400
@@ -201,6 +204,15 @@ class FederatedSection(Section):
     aggregation_max_bytes: Annotated[int, Field(ge=1)] = 4 << 30
     """Most bytes of a round's updates, cohort x model, that are in the server's memory at once, for
     a rule that needs all of them."""
+    robust: Literal["median", "trimmed-mean", "norm-bound"] | None = None
+    """With secure aggregation: how the means of random groups of devices become one, each of them a
+    secure sum by itself. Default: one sum of all devices."""
+    robust_settings: Annotated[dict[str, Any], FREE] = Field(default={})
+    """Settings of this rule, those that `aggregation_settings` has for it, see docs/extend.md."""
+    robust_groups: Annotated[int, Field(ge=MIN_ROBUST_GROUPS, le=32)] = 12
+    """Groups of a round, or fewer where fewer devices are available."""
+    robust_minimum: Annotated[int, Field(ge=3)] = 10
+    """Least number of devices in the sum of such a group; each device checks it."""
     flower: FlowerSection | None = None
     """Aggregate with a strategy of Flower."""
     groups: Groups | None = None
@@ -391,6 +403,43 @@ class FederatedSection(Section):
             raise ValueError(
                 f"groups.minimum={self.groups.minimum} is above cohort={self.cohort}, so that no "
                 "group could be summed; lower one or raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _random_groups_can_be_summed(self) -> FederatedSection:
+        """The settings of the rule are checked by the rule, which only the server needs to have."""
+        if self.robust is None:
+            fields = type(self).model_fields
+            unused = [name for name in _ROBUST if getattr(self, name) != fields[name].default]
+            if unused:
+                raise ValueError(f"{unused[0]} has no effect without robust; remove it")
+            return self
+        shown = f"robust={self.robust!r}"
+        if not self.secure_aggregation:
+            raise ValueError(
+                f"{shown} is for secure sums of groups, and secure_aggregation is off; set "
+                f"aggregation={self.robust!r}, which works on single updates"
+            )
+        others = {
+            "mode='buffered'": self.mode == "buffered",
+            "flower": self.flower is not None,
+            "groups": self.groups is not None,
+            "compression": self.compression is not None,
+        }
+        for name, is_used in others.items():
+            if is_used:
+                raise ValueError(
+                    f"{shown} sums random groups of one round's devices, and cannot be used with "
+                    f"{name}; remove one of them"
+                )
+        largest = self.cohort // self.robust_groups
+        part = self.for_group(math.floor(largest * self.over_selection + 1e-9))
+        if part is None:
+            raise ValueError(
+                f"robust_groups={self.robust_groups} of a cohort of {self.cohort} are groups of "
+                f"{largest} devices, and the quorum of a group is {self._group_quorum(largest)} "
+                f"with robust_minimum={self.robust_minimum}; raise cohort, or lower one of them"
             )
         return self
 
@@ -591,21 +640,59 @@ class FederatedSection(Section):
     def for_group(self, invited: int, *, exact: bool = False) -> FederatedSection | None:
         """This section for one group of which that many devices are invited.
 
-        The quorum is the same part of the cohort, and at least `groups.minimum`. None if the group
+        The quorum is the same part of the cohort, and at least `least_in_group`. None if the group
         is too small to be summed by itself. With `exact`, all of them are to be summed.
         """
-        assert self.groups is not None
         cohort = invited if exact else math.floor(invited / self.over_selection + 1e-9)
-        share = -(-self.needed * cohort // self.cohort)
-        quorum = max(share, self.groups.minimum, self._min_secure_quorum(cohort))
+        quorum = self._group_quorum(cohort)
         if cohort < quorum:
             return None
         return self.model_copy(update={"cohort": cohort, "quorum": quorum})
+
+    @property
+    def least_in_group(self) -> int | None:
+        """Fewest devices in the sum of a group; None for a job without groups."""
+        if self.robust is not None:
+            return self.robust_minimum
+        return None if self.groups is None else self.groups.minimum
+
+    @property
+    def needed_groups(self) -> int:
+        """Groups that a quorum of the devices can be in at least, with `robust`.
+
+        >>> robust = {"robust": "median", "robust_groups": 10}
+        >>> FederatedSection(cohort=150, **robust).needed_groups
+        8
+        """
+        largest = -(-self.cohort // self.robust_groups)
+        return max(MIN_ROBUST_GROUPS, -(-self.needed // largest))
+
+    @property
+    def robust_rule(self) -> FederatedSection | None:
+        """What the rule of `robust` is made with: a plain round whose devices are the groups."""
+        if self.robust is None:
+            return None
+        plain = {
+            "aggregation": self.robust,
+            "aggregation_settings": self.robust_settings,
+            "secure_aggregation": False,
+            "cohort": self.robust_groups,
+            "quorum": self.needed_groups,
+            "robust": None,
+        }
+        return self.model_copy(update=plain)
+
+    def _group_quorum(self, cohort: int) -> int:
+        share = -(-self.needed * cohort // self.cohort)
+        return max(share, self.least_in_group or 0, self._min_secure_quorum(cohort))
 
     @staticmethod
     def _min_secure_quorum(cohort: int) -> int:
         return max(3, 56 * cohort // 100 + 1)
 
+
+_ROBUST = ("robust_settings", "robust_groups", "robust_minimum")
+"""Keys that only robust sums have."""
 
 _TRAINING = (
     "local_epochs",

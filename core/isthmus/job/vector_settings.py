@@ -46,6 +46,10 @@ _OF_SELECTION = {
         "hours",
         "max_clipped",
         "groups",
+        "robust",
+        "robust_settings",
+        "robust_groups",
+        "robust_minimum",
     ),
     "evaluation": (
         "every",

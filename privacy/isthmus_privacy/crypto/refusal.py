@@ -53,6 +53,8 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "gradient-scale-invalid",
     "group-differs",
     "group-below-minimum",
+    "random-group-unknown",
+    "random-group-below-minimum",
     "ranges-not-of-job",
     "encoding-not-of-job",
     "buffered-mode-differs",
@@ -81,6 +83,7 @@ _PEER_MISBEHAVED: tuple[str, ...] = (
     "roster-own-entry-changed",
     "roster-no-threshold",
     "roster-member-not-selected",
+    "roster-member-of-another-group",
     "key-of-low-order",
     "key-malformed",
     # client: its inbox

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Collection, Mapping, Set
 
 from isthmus_privacy.crypto import keys, refusal
+from isthmus_privacy.random_groups import RandomGroup
 from isthmus_privacy.secagg.cohort import Cohort, keys_are_signed
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.identity import Directory
@@ -32,6 +33,7 @@ def check_advertised_keys(
     invited: Collection[str] | None,
     received: Mapping[str, AdvertiseKeys],
     used_keys: Set[bytes],
+    group: RandomGroup | None = None,
 ) -> None:
     """Check a client's advertised keys.
 
@@ -42,6 +44,7 @@ def check_advertised_keys(
         invited: names that may take part; None for all enrolled.
         received: accepted messages of the stage by name.
         used_keys: the public keys of these messages.
+        group: the random group that is summed; None for any devices.
 
     Raises:
         PeerMisbehaved: the client may not take part, or its keys are not its own, fresh and valid.
@@ -58,7 +61,9 @@ def check_advertised_keys(
             peer=name,
         )
     directory.check(message.enrolment)
-    if not is_selected(message.enrolment.lottery, config.draw, config.selected_ppm):
+    lottery = message.enrolment.lottery
+    in_group = group is None or group.has(lottery, config.draw)
+    if not (in_group and is_selected(lottery, config.draw, config.selected_ppm)):
         # In the roster, it would make every other client refuse.
         refusal.refuse("keys-not-selected", f"{name!r} has another ticket by now", peer=name)
     if not keys_are_signed(config, message):

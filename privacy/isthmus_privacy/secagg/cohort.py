@@ -245,6 +245,8 @@ def check_roster(
         refusal.refuse(
             "roster-own-entry-changed", f"the roster lacks the entry that {own.name!r} sent"
         )
+    # Without a lottery nobody has checked the draw, which the groups follow from.
+    in_group = None if requirements.selection_slack is None else requirements.group
     for entry in roster.entries:
         directory.check(entry.enrolment)
         if not is_selected(entry.enrolment.lottery, config.draw, config.selected_ppm):
@@ -252,6 +254,11 @@ def check_roster(
                 "roster-member-not-selected",
                 f"the ticket of {entry.name!r} is above the share of {config.selected_ppm} "
                 f"millionths in draw {config.draw}",
+            )
+        if in_group is not None and not in_group.has(entry.enrolment.lottery, config.draw):
+            refusal.refuse(
+                "roster-member-of-another-group",
+                f"{entry.name!r} is not in the group {in_group.name!r} of draw {config.draw}",
             )
         if not keys_are_signed(config, entry):
             refusal.refuse(

@@ -38,6 +38,7 @@ from isthmus_privacy.crypto.canonical import (
     text,
 )
 from isthmus_privacy.dp.distributed import DistributedNoise
+from isthmus_privacy.random_groups import RandomGroup
 from isthmus_privacy.secagg.graph import (
     COMPLETE_UP_TO,
     GraphParameters,
@@ -412,6 +413,9 @@ class ClientRequirements:
     """Most epsilon that all sums of this client may imply together, at `delta`; sums without noise
     are refused then."""
     delta: float = 1e-6
+    group: RandomGroup | None = None
+    """The random group that is summed: everybody in the roster has to be in it. None for a sum of
+    any devices. Like the share, it is checked with `selection_slack`."""
 
     def check(self, config: RoundConfig) -> None:
         """Refuse a configuration that does not meet the requirements.
@@ -470,12 +474,14 @@ class ClientRequirements:
                 f"the draw is of {utc(config.draw)}, more than a day from the clock of this "
                 f"device, which is at {utc(now)}",
             )
-        # Not clients_max, which a server could set high without inviting that many.
-        allowed = largest_share(self.selection_slack, config.clients_min, population)
+        # Not clients_max, which a server could set high without inviting that many. The draw
+        # leaves one in so many of the selected devices for a random group.
+        needed = config.clients_min * (1 if self.group is None else self.group.count)
+        allowed = largest_share(self.selection_slack, needed, population)
         if config.selected_ppm > allowed:
             refusal.refuse(
                 "selection-too-wide",
                 f"{config.selected_ppm} millionths of {population} enrolled devices may be "
-                f"selected for a sum over at least {config.clients_min}, and this device's own "
+                f"selected for a sum over at least {needed}, and this device's own "
                 f"limit is {allowed} (selection_slack={self.selection_slack})",
             )

@@ -27,6 +27,7 @@ import torch
 from isthmus_privacy.compression.round_vector import RoundVector
 from isthmus_privacy.crypto import refusal
 from isthmus_privacy.crypto.canonical import PositionSet
+from isthmus_privacy.random_groups import RandomGroup
 from isthmus_privacy.secagg.client_messages import (
     check_advertised_keys,
     check_consistency_signature,
@@ -82,6 +83,7 @@ class ServerSession:
         directory: Directory,
         *,
         invited: Collection[str] | None = None,
+        group: RandomGroup | None = None,
     ) -> None:
         """Begin an attempt.
 
@@ -89,6 +91,7 @@ class ServerSession:
             config: the configuration, which is checked here and sent to all clients.
             directory: verifies the clients' enrolments.
             invited: names that may take part; None for all enrolled.
+            group: the random group that is summed; None for any devices.
 
         Raises:
             PeerMisbehaved: the configuration is not safe.
@@ -98,6 +101,7 @@ class ServerSession:
         self.stage = Stage.ADVERTISE_KEYS
         self._directory = directory
         self._invited = None if invited is None else frozenset(invited)
+        self._group = group
         self._keys: dict[str, AdvertiseKeys] = {}
         self._used_keys: set[bytes] = set()
         self._cohort: Cohort
@@ -170,6 +174,7 @@ class ServerSession:
             invited=self._invited,
             received=self._keys,
             used_keys=self._used_keys,
+            group=self._group,
         )
         self._keys[message.name] = message
         self._used_keys.update(message.public_keys)

@@ -111,6 +111,7 @@ def vectors_by_name(results: Sequence[DatacenterResult]) -> dict[str, tuple[torc
 def group_sums(results: TrainingResult) -> dict[str, GroupSum]:
     """The figures of each group's sum; empty for a round of one sum."""
     groups = {} if results.federated is None else results.federated.groups
+    left_out = frozenset[str]() if results.federated is None else results.federated.left_out
     sums = {}
     for name, result in groups.items():
         alone = dataclasses.replace(results, federated=result, gradient_by_datacenter={})
@@ -123,6 +124,7 @@ def group_sums(results: TrainingResult) -> dict[str, GroupSum]:
             norm=math.sqrt(merge.dot(update, update)),
             gradient_norm=None if measured is None else measured.devices_norm,
             cosine=None if measured is None else measured.cosine,
+            left_out=name in left_out,
         )
     return sums
 

@@ -85,6 +85,8 @@ class FederatedResult:
     """Standard deviation of the noise of an element, in a job with `[privacy]`."""
     groups: Mapping[str, FederatedResult] = dataclasses.field(default_factory=dict)
     """The sum of each group by itself, in a round that was summed by group."""
+    left_out: frozenset[str] = frozenset()
+    """Groups whose sums a robust rule has left out."""
     extension_state: Any = None
     """State of the extension after this attempt; it becomes current when the round commits."""
 

@@ -8,9 +8,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from isthmus.errors import JobError
+from isthmus.job.federated import MIN_ROBUST_GROUPS
 from isthmus.transport.requests import gradient_name, position_message, position_of
 from isthmus.wire import link_pb2
 from isthmus_privacy.purpose import TrainingPurpose, ranged_model
+from isthmus_privacy.random_groups import RandomGroup
 from isthmus_privacy.secagg.ranges import lost_in_rounding
 from isthmus_server.budgets.server_noise import is_too_long
 from isthmus_server.regimes.base import (
@@ -26,6 +28,7 @@ from isthmus_server.regimes.run_aggregation import aggregation_of
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.regimes.secure_sums.groups import GroupedAttempt, UnmaskingGate
 from isthmus_server.regimes.secure_sums.ranged import RangedAttempt, RangedSum
+from isthmus_server.regimes.secure_sums.robust_rule import RobustRule
 from isthmus_server.regimes.secure_sums.round_configs import range_config, training_config
 from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
 from isthmus_server.storage.records import Receipt
@@ -51,6 +54,9 @@ class FederatedRegime:
         self.context = context
         settings = context.job.federated
         self.extension = aggregation_of(settings, context.layout)
+        self._robust: RobustRule | None = None
+        if settings.robust is not None:
+            self._robust = RobustRule(settings)
         self.buffered = BufferedDevices(context) if settings.mode == "buffered" else None
         """Devices that train across rounds; only in buffered mode."""
         self.watch: Callable[[AttemptSpec, FederatedResult], None] | None = None
@@ -66,8 +72,22 @@ class FederatedRegime:
         if self.buffered is not None:
             return  # devices that are already training count towards the quorum
         spec.check_quorum()
+        self._check_groups(spec)
         if self.extension is not None:
             self.extension.attempt(self.context, spec)
+
+    def _check_groups(self, spec: AttemptSpec) -> None:
+        """Refuse a round of a job with a robust rule that has no groups, or too few.
+
+        Raises:
+            AttemptFailed: there are too few, and the mean of all devices is no robust one.
+        """
+        if self._robust is not None and len(spec.groups) < MIN_ROBUST_GROUPS:
+            few = (
+                f"federated.robust={spec.settings.robust!r} needs {MIN_ROBUST_GROUPS} groups and "
+                f"there are {len(spec.groups)}"
+            )
+            raise AttemptFailed(spec.shortage or few, [], excused=True)
 
     async def train(self, spec: AttemptSpec) -> FederatedResult:
         """Run one attempt.
@@ -109,7 +129,9 @@ class FederatedRegime:
         if job.finds_ranges or job.privacy is not None or settings.compression is not None:
             return
         layout = self.context.layout
-        for one in (result, *result.groups.values()):
+        # A liar's group may be anything; the rule has compared it with the others.
+        groups = result.groups.values() if settings.robust is None else ()
+        for one in (result, *groups):
             update = layout.parameters_of_update(one.pseudo_gradient)
             if one.rounding > _NOTICEABLE and lost_in_rounding(update, one.rounding):
                 raise AttemptFailed(
@@ -187,6 +209,7 @@ class FederatedRegime:
         if self.buffered is not None:
             return self.buffered.attempt(spec)
         spec.check_quorum()
+        self._check_groups(spec)
         if spec.settings.secure_aggregation:
             return self._grouped_attempt(spec) if spec.groups else self._secure_attempt(spec)
         if self.extension is not None:
@@ -202,13 +225,21 @@ class FederatedRegime:
             cohort = {device: spec.cohort[device] for device in devices}
             part = dataclasses.replace(spec, cohort=cohort, settings=settings, groups={})
             sums[name] = self._secure_attempt(part, "" if name == REST else name)
-        gate = UnmaskingGate(self.context.unmaskings, len(sums), needed)
-        return GroupedAttempt(sums, spec.group_weights, gate, needed)
+        robust = self._robust
+        if robust is None:
+            gate = UnmaskingGate(self.context.unmaskings, len(sums), needed)
+            return GroupedAttempt(sums, spec.group_weights, gate, needed)
+        gate = UnmaskingGate(self.context.unmaskings, len(sums), needed, MIN_ROBUST_GROUPS)
+        return GroupedAttempt(
+            sums, {}, gate, needed, robust=robust, devices=spec.groups, round_=spec.round
+        )
 
     def _secure_attempt(
         self, spec: AttemptSpec, group: str = ""
     ) -> SecureAggregationAttempt | RangedAttempt:
         context = self.context
+        # Without a lottery the server divides the devices, by the seed of the job.
+        drawn = RandomGroup.parse(group) if self._robust is not None and spec.draw else None
 
         def training(secure: bytes = b"", ranges: bytes = b"") -> link_pb2.Request:
             work = link_pb2.TrainLocal(
@@ -244,12 +275,14 @@ class FederatedRegime:
                 spec.cohort,
                 lambda config: training(secure=config),
                 exact=spec.exact,
+                group=drawn,
             )
         sums = RangedSum(
             name=spec.name,
             cohort=spec.cohort,
             exact=spec.exact,
             group=group,
+            drawn=drawn,
             ranges=range_config(context, spec, spec.name, purpose),
             find=lambda config: training(ranges=config),
             send=sending,
@@ -289,7 +322,7 @@ def _check_clipped(result: FederatedResult, spec: AttemptSpec) -> None:
     # A gradient that does not fit is clipped too, and the next one is scaled down for it.
     if spec.gradient_scale or settings.max_clipped == 1:
         return
-    sums = {"": result, **result.groups}
+    sums = {"": result, **(result.groups if settings.robust is None else {})}
     of_group, most = max(sums.items(), key=lambda each: each[1].training.get("clipped", 0.0))
     share = most.training.get("clipped", 0.0)
     if share <= settings.max_clipped:

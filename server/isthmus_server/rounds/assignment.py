@@ -114,6 +114,8 @@ def resolve_plan(
         selected = cohorts.select(round_, federated, model_hash, busy)
         if plan.by_group:
             selected = cohorts.by_group(selected, federated)
+        elif federated.robust is not None:
+            selected = cohorts.in_random_groups(round_, selected, federated)
     single_datacenter = datacenter_only and len(datacenters) == 1
     transfers = plan.regime == "hybrid" and (plan.merge or job.strategy.merge) == "transfer"
     steps = plan.datacenter_steps or job.datacenter.steps

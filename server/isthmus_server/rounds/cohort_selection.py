@@ -11,15 +11,18 @@ only with exactly the same survivors (see `isthmus_server.storage.unmasking_log`
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
 from isthmus.errors import RoundFailed
 from isthmus.job import Job
-from isthmus.job.federated import FederatedSection
+from isthmus.job.federated import MIN_ROBUST_GROUPS, FederatedSection
 from isthmus.job.measurements import evaluations_run_id
 from isthmus.task import paired_scores
+from isthmus_privacy.crypto.canonical import NUMBER, tagged_hash
 from isthmus_privacy.purpose import buffer_name, ranged_model, ranges_run_id
+from isthmus_privacy.random_groups import RandomGroup
 from isthmus_privacy.secagg.lottery import MILLION
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.clock import Clock
@@ -244,6 +247,52 @@ class CohortSelector:
         groups = dict(sorted(parts.items())) | ({REST: sorted(rest)} if rest else {})
         return dataclasses.replace(selected, groups=groups if len(groups) > 1 else {})
 
+    def in_random_groups(
+        self, round_: int, selected: SelectedCohort, settings: FederatedSection
+    ) -> SelectedCohort:
+        """Divide a cohort into random groups, each of which is summed by itself.
+
+        As many as the job has if the devices suffice, else fewer; without devices in groups that
+        cannot be summed. With a lottery nobody chooses who is in which: it follows from the draw.
+        With a shortage, if there are too few groups.
+        """
+        if selected.exact or selected.shortage:
+            return selected
+        for count in range(settings.robust_groups, MIN_ROBUST_GROUPS - 1, -1):
+            groups = self._divided(round_, selected, count)
+            parts = {name: settings.for_group(len(each)) for name, each in groups.items()}
+            summed = {name: each for name, each in groups.items() if parts[name] is not None}
+            devices = {name for each in summed.values() for name in each}
+            if len(summed) >= MIN_ROBUST_GROUPS and len(devices) >= settings.needed:
+                examples = {name: selected.examples[name] for name in sorted(devices)}
+                return dataclasses.replace(selected, examples=examples, groups=summed)
+        few = (
+            f"{len(selected.examples)} devices are ready, too few for {MIN_ROBUST_GROUPS} random "
+            f"groups of at least {settings.robust_minimum} devices, with a quorum of "
+            f"{settings.needed} in all, for federated.robust={settings.robust!r}"
+        )
+        return dataclasses.replace(selected, shortage=few)
+
+    def _divided(
+        self, round_: int, selected: SelectedCohort, count: int
+    ) -> dict[str, Sequence[str]]:
+        """The devices of each of so many random groups."""
+        if self._lottery is not None:
+            return dict(self._lottery.groups_of(selected.examples, selected.draw, count))
+        # Equally many in each, in an order that follows from the seed and the round alone.
+        seed = self._job.seed
+        order = {
+            name: tagged_hash(
+                "random-group", NUMBER.write(seed), NUMBER.write(round_), name.encode()
+            )
+            for name in selected.examples
+        }
+        dealt = sorted(order, key=order.__getitem__)
+        groups: dict[str, Sequence[str]] = {}
+        for index in range(count):
+            groups[RandomGroup(index + 1, count).name] = sorted(dealt[index::count])
+        return groups
+
     def _can_be_summed(
         self, names: Collection[str], selected: SelectedCohort, settings: FederatedSection
     ) -> bool:
@@ -373,18 +422,25 @@ class CohortSelector:
 
         A device takes part only in the sum of the group that its owner declares now.
         """
-        groups = {} if settings.groups is None else _last_groups(unmasked)
+        groups = {} if settings.least_in_group is None else _last_groups(unmasked)
         names = sorted(_devices_of(list(groups.values())))
         if not settings.needed <= len(names) or not set(names) <= set(ready):
             return None
         clients = self._roster.clients
         for group, entry in groups.items():
+            if settings.robust is not None:
+                continue  # nobody has declared it
             if group != REST and any(clients[name].group != group for name in entry.devices):
                 return None
         sizes = (len(entry.devices) for entry in groups.values())
         parts = [settings.for_group(size, exact=True) for size in sizes]
         needed = min(1 if part is None else part.needed for part in parts)
-        cohort = self._again(round_, names, unmasked[0].draw, needed, exact=True)
+        drawn = RandomGroup.parse(unmasked[0].group) if settings.robust is not None else None
+        if drawn is not None:
+            needed = settings.robust_minimum * drawn.count
+        cohort = self._again(
+            round_, names, unmasked[0].draw, needed, exact=True, same_draw=drawn is not None
+        )
         devices = {name: sorted(entry.devices) for name, entry in groups.items()}
         return None if cohort is None else dataclasses.replace(cohort, groups=devices)
 
@@ -423,12 +479,21 @@ class CohortSelector:
         return self._again(round_, names, interrupted.draw, settings.needed)
 
     def _again(
-        self, round_: int, names: Sequence[str], draw: int, needed: int, *, exact: bool = False
+        self,
+        round_: int,
+        names: Sequence[str],
+        draw: int,
+        needed: int,
+        *,
+        exact: bool = False,
+        same_draw: bool = False,
     ) -> SelectedCohort | None:
         """A cohort once more, in the same draw; None if devices do not accept that any longer."""
         if self._lottery is None:
             return self._cohort(names, exact=exact)
-        again = self._lottery.repeat(round_, names, draw, needed, now=self._clock.utc())
+        again = self._lottery.repeat(
+            round_, names, draw, needed, now=self._clock.utc(), same_draw=same_draw
+        )
         if again is None:
             return None
         return self._cohort(names, again.draw, again.selected_ppm, exact=exact)
@@ -455,9 +520,38 @@ class CohortSelector:
         now = self._clock.utc()
         needed = settings.needed
         others = allowed - self._left_out
+        if number > 0 and settings.robust is not None:
+            return self._secure_groups(self._lottery, number, allowed, others, settings)
         drawn = self._lottery.select(number, others, count=count, needed=needed, now=now)
         if drawn.shortage and others != allowed:
             drawn = self._lottery.select(number, allowed, count=count, needed=needed, now=now)
+        return self._cohort(drawn.names, drawn.draw, drawn.selected_ppm, drawn.shortage)
+
+    def _secure_groups(
+        self,
+        lottery: TicketLottery,
+        number: int,
+        allowed: Collection[str],
+        others: Collection[str],
+        settings: FederatedSection,
+    ) -> SelectedCohort:
+        """Devices of random groups, as many as the job has or can have, preferably of `others`."""
+        now = self._clock.utc()
+        smallest = next(n for n in itertools.count(1) if settings.for_group(n) is not None)
+        for names in (others, allowed):
+            for count in range(settings.robust_groups, MIN_ROBUST_GROUPS - 1, -1):
+                drawn = lottery.select_groups(
+                    number,
+                    names,
+                    each=settings.invited // count,
+                    groups=count,
+                    least=settings.robust_minimum,
+                    smallest=smallest,
+                    needed=settings.needed,
+                    now=now,
+                )
+                if not drawn.shortage:
+                    return self._cohort(drawn.names, drawn.draw, drawn.selected_ppm)
         return self._cohort(drawn.names, drawn.draw, drawn.selected_ppm, drawn.shortage)
 
     def _usual(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+from isthmus_privacy.random_groups import RandomGroup
 from isthmus_privacy.secagg.lottery import (
     DRAW_SECONDS,
     MILLION,
@@ -97,6 +98,60 @@ class TicketLottery:
                 break
         return selection
 
+    def select_groups(
+        self,
+        round_: int,
+        available: Collection[str],
+        *,
+        each: int,
+        groups: int,
+        least: int,
+        smallest: int,
+        needed: int,
+        now: float,
+    ) -> TicketSelection:
+        """Up to `each` devices of every random group, those with the lowest tickets in it.
+
+        Args:
+            round_: number of the round.
+            available: names of devices that may be invited.
+            each: devices to invite in each group.
+            groups: into how many the draw divides the devices.
+            least: fewest devices in the sum of one, and
+            smallest: fewest that have to be invited for it.
+            needed: minimum number of devices in all of them together.
+            now: Unix seconds.
+        """
+        latest = self._enrolments.draws.latest(available, now)
+        first = max(int(now), latest)
+        draws = list(range(first, first + _DRAWS_TRIED))
+        if self._kept is not None and self._kept[0] == round_:
+            kept = self._kept[1]
+            if abs(now - kept) < _KEPT_SECONDS and kept >= latest:
+                draws.insert(0, kept)
+        for draw in draws:
+            selection = self._draw(
+                draw, available, len(available), least * groups, groups=groups, each=each
+            )
+            sizes = map(len, self.groups_of(selection.names, draw, groups).values())
+            if sum(size for size in sizes if size >= smallest) >= needed:
+                self._kept = round_, draw
+                return dataclasses.replace(selection, shortage="")
+        few = (
+            f"of {len(available)} available devices, too few are eligible for {groups} random "
+            f"groups of at least {least} with a quorum of {needed}"
+        )
+        return dataclasses.replace(selection, shortage=few)
+
+    def groups_of(self, names: Collection[str], draw: int, groups: int) -> dict[str, list[str]]:
+        """The devices of each random group of a draw, by the name of the group; none is empty."""
+        enrolments = self._enrolments.current
+        found: dict[str, list[str]] = {}
+        for name in sorted(names):
+            group = RandomGroup.of(enrolments[name].lottery, draw, groups)
+            found.setdefault(group.name, []).append(name)
+        return dict(sorted(found.items()))
+
     def accepts(self, names: Collection[str], selected_ppm: int, needed: int) -> bool:
         """Whether devices accept that share of all for a sum over at least `needed` of them."""
         enrolments = self._enrolments.current
@@ -110,20 +165,28 @@ class TicketLottery:
         return selection if len(selection.names) == len(names) else None
 
     def repeat(
-        self, number: int, names: Collection[str], draw: int, needed: int, *, now: float
+        self,
+        number: int,
+        names: Collection[str],
+        draw: int,
+        needed: int,
+        *,
+        now: float,
+        same_draw: bool = False,
     ) -> TicketSelection | None:
         """The selection of exactly these devices: in their earlier draw, or else in a new one.
 
         After a restart of the server devices may have seen later draws, of other runs: a new draw
         is better then.
 
-        Returns None if devices would accept neither. The arguments are those of `select`.
+        Returns None if devices would accept neither. With `same_draw`, on which random groups
+        depend, there is no new one. The other arguments are those of `select`.
         """
         draws = self._enrolments.draws
         latest = draws.latest(names, now)
         first = max(int(now), latest)
         earlier = [draw] if draw >= latest and abs(now - draw) < _KEPT_SECONDS else []
-        later = range(first, first + _DRAWS_TRIED)
+        later = range(first, first if same_draw else first + _DRAWS_TRIED)
         for candidate in (*earlier, *later) if draws.is_known(names) else (*later, *earlier):
             again = self.restate(names, candidate, needed)
             if again is not None:
@@ -132,7 +195,14 @@ class TicketLottery:
         return None
 
     def _draw(
-        self, draw: int, available: Collection[str], count: int, needed: int
+        self,
+        draw: int,
+        available: Collection[str],
+        count: int,
+        needed: int,
+        *,
+        groups: int = 0,
+        each: int = 0,
     ) -> TicketSelection:
         enrolments = self._enrolments.current
         found = {name: enrolments[name] for name in available if name in enrolments}
@@ -146,6 +216,11 @@ class TicketLottery:
         # The lowest tickets: the stated share has to contain all that are selected, and devices
         # refuse one that is wider than the round needs.
         names = sorted(tickets, key=lambda name: (tickets[name], name))[:count]
+        if groups:
+            order = {name: at for at, name in enumerate(names)}
+            divided = self.groups_of(names, draw, groups).values()
+            lowest = [sorted(members, key=order.__getitem__)[:each] for members in divided]
+            names = [name for members in lowest for name in members]
         shortage = ""
         if len(names) < needed:
             shortage = (

@@ -127,7 +127,8 @@ class Receipt(Record):
     participant: str
     regime: Literal["datacenter", "federated"]
     status: Status
-    """`accepted`: its result is part of the model. `rejected`: it sent a result that was not used.
+    """`accepted`: its result is part of the model, or of the sum of a group that a robust rule has
+    left out, which `reason` names. `rejected`: it sent a result that was not used.
     `dropped`: it sent no result, or not in time."""
     reason: str = ""
     """Why it was rejected or dropped; empty for an accepted participant without incident."""
@@ -143,6 +144,8 @@ class Receipt(Record):
     """Optimizer steps it made."""
     seconds: float = 0.0
     """Wall time of its work: its own measurement, or the server's with secure aggregation."""
+    group: str = ""
+    """The random group that it was summed in, in a round with robust sums."""
     loss: float | None = None
     """Mean training loss, where the update is plain; selection by utility uses it."""
     staleness: int = 0

@@ -14,7 +14,7 @@ class GroupSum:
     """The sum of one group of devices."""
 
     devices: int
-    """Updates in it, at least `federated.groups.minimum`."""
+    """Updates in it, at least `federated.groups.minimum`, or `federated.robust_minimum`."""
     examples: int
     """Weight of the group in the mean, unless the plan weighs the groups."""
     loss: float | None
@@ -25,6 +25,8 @@ class GroupSum:
     """2-norm of its mean gradient at the round's model, if that was measured with a small error."""
     cosine: float | None = None
     """Cosine of that with the datacenters' mean gradient; None if one is missing or zero."""
+    left_out: bool = False
+    """Whether a robust rule has left it out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -89,6 +89,7 @@ def observe(
         can_measure_gradients=job.federated.mode == "rounds"
         and job.federated.flower is None
         and job.federated.aggregation == "mean"
+        and job.federated.robust is None
         and job.federated.codec is None
         and job.federated.control_variates is None
         and job.privacy is None

@@ -140,7 +140,8 @@ class PastRound:
     """Gradients at the model that the round started from; None unless the plan requested them."""
     groups: Mapping[str, GroupSum] = dataclasses.field(default_factory=dict)
     """The sum of each group of devices, if the plan was `by_group` and they could be summed so;
-    `REST` is that of all other devices."""
+    `REST` is that of all other devices. With `federated.robust`, those of random groups, of which
+    some may be `left_out`."""
     comparisons: Sequence[Comparison] = ()
     """Comparisons that the policy requested before it planned the round."""
     elapsed: float = 0.0

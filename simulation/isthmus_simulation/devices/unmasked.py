@@ -31,6 +31,7 @@ from isthmus_clients.device.task_host import TaskHost
 from isthmus_clients.device.update_tally import UpdateTally
 from isthmus_clients.training.secure import Credentials, SecureParticipation, encode_repeatably
 from isthmus_privacy.purpose import ranges_run_id
+from isthmus_privacy.random_groups import RandomGroup
 from isthmus_privacy.secagg.config import BIN_LEVELS, RoundConfig
 from isthmus_privacy.secagg.history import StartModel
 from isthmus_privacy.slots import Slot
@@ -173,6 +174,7 @@ class UnmaskedSessions(SecureSessions):
         start: StartModel,
         selected: bool = True,
         whole: int = 0,
+        group: RandomGroup | None = None,
     ) -> SecureParticipation:
         """See `SecureSessions.propose`."""
         return UnmaskedParticipation(about, config, slots, whole=whole)

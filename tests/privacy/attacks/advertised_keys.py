@@ -10,9 +10,17 @@ from tests.privacy.attacks.registry import (
     expect_refusal,
     round_until,
 )
-from tests.privacy.protocol import ProtocolRound, directory, make_config, names, signed_keys
+from tests.privacy.protocol import (
+    ProtocolRound,
+    directory,
+    enrolment,
+    make_config,
+    names,
+    signed_keys,
+)
 
 from isthmus_privacy.crypto import keys
+from isthmus_privacy.random_groups import RandomGroup
 from isthmus_privacy.secagg.messages import Stage
 from isthmus_privacy.secagg.server import ServerSession
 
@@ -50,6 +58,14 @@ def a_client_that_was_not_invited():
 def a_client_with_another_ticket_than_the_server_selected():
     config, name = make_config(draw=DRAW, selected_ppm=500_000), client_above(0.5)
     new_server(config, invited=[name]).receive_keys(signed_keys(config, name))
+
+
+@expect_refusal("keys-not-selected")
+def a_client_whose_lottery_number_is_in_another_random_group_by_now():
+    config = make_config(draw=DRAW)
+    drawn = RandomGroup.of(enrolment(ALICE).lottery, DRAW, 3)
+    other = RandomGroup(drawn.index % 3 + 1, 3)
+    new_server(config, invited=[ALICE], group=other).receive_keys(signed_keys(config, ALICE))
 
 
 @expect_refusal("keys-duplicate")

@@ -12,9 +12,18 @@ from tests.privacy.attacks.registry import (
     expect_refusal,
     round_until,
 )
-from tests.privacy.protocol import make_client, make_config, names, signed_keys
+from tests.privacy.protocol import (
+    AUTHORITY,
+    enrolment,
+    make_client,
+    make_config,
+    names,
+    signed_keys,
+)
 
+from isthmus_privacy.random_groups import RandomGroup
 from isthmus_privacy.secagg.config import ClientRequirements
+from isthmus_privacy.secagg.identity import Directory
 from isthmus_privacy.secagg.messages import Roster, Stage
 
 # -- the roster ----------------------------------------------------------------------------------
@@ -140,6 +149,26 @@ def a_colluder_without_a_ticket():
     entries = [signed_keys(config, name) for name in clients_below(0.5, 5)[1:]]
     entries += [alice.advertise_keys(), signed_keys(config, client_above(0.5))]
     alice.share_keys(Roster(tuple(sorted(entries, key=lambda entry: entry.name))))
+
+
+@expect_refusal("roster-member-of-another-group")
+def a_colluder_that_the_draw_has_put_into_another_group():
+    """The server puts it next to a victim whose group it is not in."""
+    config = make_config(draw=DRAW)
+    of = {name: RandomGroup.of(enrolment(name).lottery, DRAW, 3) for name in names(60)}
+    victim, *others = [name for name in of if of[name] == of[ALICE]][:5]
+    client = make_client(
+        config,
+        victim,
+        directory=Directory(AUTHORITY.public, now=lambda: DRAW),
+        requirements=ClientRequirements(
+            honest_min=0, corrupt_permille=0, selection_slack=10, group=of[victim]
+        ),
+    )
+    colluder = next(name for name in of if of[name] != of[victim])
+    entries = [signed_keys(config, name) for name in (*others, colluder)]
+    entries.append(client.advertise_keys())
+    client.share_keys(Roster(tuple(sorted(entries, key=lambda entry: entry.name))))
 
 
 # -- the inbox -----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from isthmus_privacy.purpose import (
     TrainingPurpose,
     check_gradient_scale,
     check_group,
+    check_random_group,
 )
 from isthmus_privacy.slots import COMPRESSED_SLOTS
 
@@ -124,6 +125,33 @@ def the_sum_of_a_group_without_having_declared_one():
 @expect_refusal("group-below-minimum")
 def a_group_of_fewer_devices_than_the_job_says():
     check_group("north", own="north", clients_min=9, minimum=10)
+
+
+@expect_refusal("random-group-unknown")
+def the_group_of_an_owner_in_place_of_a_random_one():
+    check_random_group("north", clients_min=20, minimum=10, most=12)
+
+
+@expect_refusal("random-group-unknown")
+def one_of_more_random_groups_than_the_job_says():
+    check_random_group("random-1-of-13", clients_min=20, minimum=10, most=12)
+
+
+@expect_refusal("random-group-unknown")
+def one_of_two_random_groups():
+    """One bad group of two is no minority."""
+    check_random_group("random-1-of-2", clients_min=20, minimum=10, most=12)
+
+
+@expect_refusal("random-group-unknown")
+def a_sum_of_any_devices_in_a_job_with_random_groups():
+    """Who is in it would follow from the server's choice."""
+    check_random_group("", clients_min=20, minimum=10, most=12)
+
+
+@expect_refusal("random-group-below-minimum")
+def a_random_group_of_fewer_devices_than_the_job_says():
+    check_random_group("random-1-of-12", clients_min=9, minimum=10, most=12)
 
 
 @expect_refusal("group-below-minimum")

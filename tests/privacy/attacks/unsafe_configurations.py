@@ -13,6 +13,7 @@ from tests.privacy.protocol import (
 
 from isthmus_privacy.compression.update_codec import UpdateCodec
 from isthmus_privacy.dp.distributed import DistributedNoise
+from isthmus_privacy.random_groups import RandomGroup
 from isthmus_privacy.secagg.config import BIN_LEVELS, COUNT_LEVELS, ClientRequirements
 from isthmus_privacy.secagg.history import History, essential
 from isthmus_privacy.secagg.identity import Directory
@@ -304,7 +305,7 @@ def an_earlier_run_after_many_others():
     make_client(make_config(run_id="first", round=2), ALICE, history=History(essential(entries)))
 
 
-def client_at(draw, history=None, *, now=DRAW, population=1, **changes):
+def client_at(draw, history=None, *, now=DRAW, population=1, group=None, **changes):
     """A client that requires a verifiable selection, at a time by its clock."""
     enrolment = AUTHORITY.enrol(
         ALICE, identity(ALICE).public, not_after=FAR_FUTURE, population=population
@@ -315,7 +316,7 @@ def client_at(draw, history=None, *, now=DRAW, population=1, **changes):
         enrolment=enrolment,
         directory=Directory(AUTHORITY.public, now=lambda: now),
         history=History() if history is None else history,
-        requirements=ClientRequirements(**SMALL, selection_slack=10),
+        requirements=ClientRequirements(**SMALL, selection_slack=10, group=group),
     )
 
 
@@ -344,6 +345,13 @@ def a_choice_among_all_devices_of_a_large_fleet():
 @expect_refusal("selection-too-wide")
 def a_wide_choice_for_a_cohort_that_is_large_only_in_the_configuration():
     client_at(DRAW, population=1000, clients_max=1000, selected_ppm=30_001)
+
+
+@expect_refusal("selection-too-wide")
+def a_wide_choice_for_one_of_a_few_random_groups():
+    """A third of the devices in it are in the group; the share may be three times as wide."""
+    client_at(DRAW, group=RandomGroup(1, 3), population=1000, selected_ppm=90_000)
+    client_at(DRAW, group=RandomGroup(1, 3), population=1000, selected_ppm=90_001)
 
 
 @expect_refusal("participation-limit")

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from isthmus_privacy.random_groups import RandomGroup
 from isthmus_privacy.secagg.identity import Authority
 from isthmus_privacy.secagg.lottery import MILLION, is_selected, largest_share, ticket
 from isthmus_server.rounds.ticket_selection import TicketLottery
@@ -176,3 +177,41 @@ def test_a_share_is_accepted_for_the_sum_of_a_group_only_if_it_holds_few_enough(
     assert lottery.accepts(NAMES, allowed, 20)
     assert not lottery.accepts(NAMES, allowed + 1, 20)
     assert not lottery.accepts(NAMES, allowed, 19)
+
+
+def select_groups(lottery, count=5, available=NAMES, needed=30):
+    return lottery.select_groups(
+        1, available, each=10, groups=count, least=6, smallest=6, needed=needed, now=NOW
+    )
+
+
+def test_random_groups_have_the_lowest_tickets_of_each_and_devices_accept_the_share():
+    fleet = LargeFleet(1000)
+    lottery = TicketLottery(fleet)
+    drawn = select_groups(lottery)
+    assert not drawn.shortage
+    groups = lottery.groups_of(drawn.names, drawn.draw, 5)
+    assert sum(map(len, groups.values())) == len(drawn.names)
+    assert drawn.selected_ppm <= largest_share(10, 6 * 5, 1000)
+    for name, devices in groups.items():
+        group = RandomGroup.parse(name)
+        tickets = {
+            device: ticket(fleet.current[device].lottery, drawn.draw)
+            for device in NAMES
+            if group.has(fleet.current[device].lottery, drawn.draw)
+        }
+        eligible = [each for each in tickets if tickets[each] < 0.3]
+        assert devices == sorted(sorted(eligible, key=tickets.get)[:10])
+
+
+def test_too_few_devices_for_random_groups_are_explained():
+    few = select_groups(TicketLottery(LargeFleet(1000)), available=NAMES[:20])
+    assert "of 20 available devices, too few are eligible for 5 random groups" in few.shortage
+
+
+def test_random_groups_are_repeated_in_their_own_draw_or_not_at_all():
+    lottery = TicketLottery(LargeFleet(1000))
+    drawn = select_groups(lottery)
+    again = lottery.repeat(1, drawn.names, drawn.draw, 30, now=NOW, same_draw=True)
+    assert again.draw == drawn.draw
+    assert lottery.repeat(1, drawn.names, drawn.draw, 30, now=NOW + DAY, same_draw=True) is None

@@ -22,6 +22,7 @@ from isthmus_server.model.summed_evaluation import SummedEvaluation
 from isthmus_server.read.report.late_devices import LateDevices
 from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
 from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
+from isthmus_server.read.report.suspected_devices import suspicions
 from isthmus_server.read.report.unused_updates import unused_updates
 from isthmus_server.storage.events import (
     LayoutChanged,
@@ -258,6 +259,7 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
         for sentence in record.incidents
     ]
     lines += unused_updates(report.rounds)
+    lines += suspicions(report.rounds)
     with_devices = sum(record.regime != "datacenter" for record in report.rounds)
     lines += LateDevices(report.events).sentences(with_devices)
     lines += [

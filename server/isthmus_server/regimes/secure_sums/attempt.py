@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from isthmus.errors import AggregationAborted, UpdateError
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
+from isthmus_privacy.random_groups import RandomGroup
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.encoding import Aggregate, decode
 from isthmus_privacy.secagg.messages import (
@@ -88,6 +89,7 @@ class SecureAggregationAttempt:
         exact: bool = False,
         alone: FirstRequest | None = None,
         ranges: Ranges | None = None,
+        group: RandomGroup | None = None,
     ) -> None:
         """Prepare.
 
@@ -103,11 +105,12 @@ class SecureAggregationAttempt:
                 None for `first_request`. The log of unmaskings has it.
             ranges: of the updates of the cohort, which say how much they can weigh; None if they
                 are not known.
+            group: the random group that is summed, if a lottery has drawn it.
         """
         self._context = context
         self._config = config
         self._first_request = first_request
-        self._session = ServerSession(config, context.directory, invited=cohort)
+        self._session = ServerSession(config, context.directory, invited=cohort, group=group)
         self._receipts = ReceiptBook(sorted(cohort), "federated")
         self._encoded = config.to_bytes()
         """The configuration as devices get it: encoding it takes a while for each of many."""

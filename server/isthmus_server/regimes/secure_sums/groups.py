@@ -14,15 +14,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from isthmus.errors import AggregationAborted
+from isthmus.errors import AggregationAborted, RoundFailed
+from isthmus.job.federated import MIN_ROBUST_GROUPS
 from isthmus_privacy.slots import OTHER_WEIGHT, OVER_RANGE, OVER_WEIGHT, UNUSABLE
 from isthmus_server.model import merge
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
 from isthmus_server.regimes.committed_sums import LARGEST_WEIGHT
 from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
 from isthmus_server.regimes.secure_sums.ranged import RANGE, RangedAttempt
+from isthmus_server.regimes.secure_sums.robust_rule import RobustRule
 from isthmus_server.storage.records import Receipt
 from isthmus_server.storage.unmasking_log import Unmasking, UnmaskingLog
 
@@ -35,11 +37,15 @@ _LARGEST = (RANGE, LARGEST_WEIGHT)
 class UnmaskingGate:
     """Lets the sums of several groups be unmasked together, or none of them."""
 
-    def __init__(self, log: UnmaskingLog, groups: int, needed: int) -> None:
-        """Wait for that many groups; fewer than `needed` devices in all of them are too few."""
+    def __init__(self, log: UnmaskingLog, groups: int, needed: int, least: int = 1) -> None:
+        """Wait for that many groups.
+
+        Fewer than `needed` devices in all of them are too few, and fewer groups than `least` too.
+        """
         self._log = log
         self._undecided = groups
         self._needed = needed
+        self._least = least
         self._entries: list[Unmasking] = []
         self._decided = asyncio.Event()
 
@@ -53,7 +59,12 @@ class UnmaskingGate:
         self._entries.append(entry)
         self.decide()
         await self._decided.wait()
-        if self._devices < self._needed:
+        if self._devices >= self._needed and not self._is_open:
+            raise AggregationAborted(
+                f"{len(self._entries)} groups are left and a robust rule needs {self._least}; "
+                "nothing was unmasked"
+            )
+        if not self._is_open:
             raise AggregationAborted(
                 f"the groups that are left have {self._devices} devices and the quorum of the "
                 f"round is {self._needed}; nothing was unmasked"
@@ -65,9 +76,13 @@ class UnmaskingGate:
         if self._undecided:
             return
         # In one transaction: after a crash all groups may have been unmasked, or none.
-        if self._devices >= self._needed:
+        if self._is_open:
             self._log.add(*self._entries)
         self._decided.set()
+
+    @property
+    def _is_open(self) -> bool:
+        return self._devices >= self._needed and len(self._entries) >= self._least
 
     @property
     def _devices(self) -> int:
@@ -81,6 +96,9 @@ class GroupedAttempt:
       * the result is the mean of the groups' sums by examples times weight: with equal weights, the
         mean over the devices of all groups;
       * it needs the quorum of the round in all groups together, and of each group in its own sum.
+
+    With a robust rule, the result is that of the rule over the groups' means, and its receipts name
+    the group of each device whose sum was left out.
     """
 
     def __init__(
@@ -89,6 +107,9 @@ class GroupedAttempt:
         weights: Mapping[str, float],
         gate: UnmaskingGate,
         needed: int,
+        robust: RobustRule | None = None,
+        devices: Mapping[str, Collection[str]] | None = None,
+        round_: int = 0,
     ) -> None:
         """Prepare.
 
@@ -97,11 +118,17 @@ class GroupedAttempt:
             weights: factor of each group's examples in the mean; 1 where there is none.
             gate: of all groups.
             needed: quorum of the round.
+            robust: combines the groups' means; None for their mean.
+            devices: invited in each group, and
+            round_: the number of the round, for a robust rule.
         """
         self._sums = sums
         self._weights = weights
         self._gate = gate
         self._needed = needed
+        self._robust = robust
+        self._devices = {name: frozenset(each) for name, each in (devices or {}).items()}
+        self._round = round_
         self._signed: set[str] = set()
         """Groups whose survivors have signed."""
         self._unmasked: set[str] = set()
@@ -116,9 +143,16 @@ class GroupedAttempt:
         """Run the sums of all groups, and return their mean.
 
         Raises:
-            AttemptFailed: the groups that were summed have too few devices, or no weight.
+            AttemptFailed: the groups that were summed have too few devices, or no weight, or a
+                robust rule cannot combine them.
         """
-        return self._combined(*await self.results())
+        results, receipts = await self.results()
+        if self._robust is None:
+            return self._combined(results, receipts)
+        try:
+            return await asyncio.to_thread(self._robustly, self._robust, results, receipts)
+        except RoundFailed as error:
+            raise AttemptFailed(str(error), receipts) from error
 
     async def results(self) -> tuple[dict[str, FederatedResult], list[Receipt]]:
         """Run the sums of all groups at the same time; returns each, and all receipts.
@@ -143,7 +177,7 @@ class GroupedAttempt:
             else:
                 results[name] = outcome
         self._check_quorum(results, failures)
-        return results, _sorted_receipts(results, failures)
+        return results, self._all_receipts(results, failures)
 
     async def _run(self, name: str) -> FederatedResult | AttemptFailed:
         async def before_unmasking(entry: Unmasking) -> None:
@@ -164,14 +198,15 @@ class GroupedAttempt:
     def cancelled(self, reason: str) -> list[Receipt]:
         """Receipts of all invited devices after `run` was cancelled for `reason`."""
         receipts = [r for attempt in self._sums.values() for r in attempt.cancelled(reason)]
-        return sorted(receipts, key=lambda receipt: receipt.participant)
+        return self._with_groups(receipts)
 
     def _check_quorum(
         self, results: Mapping[str, FederatedResult], failures: Mapping[str, AttemptFailed]
     ) -> None:
         summed = [r for one in results.values() for r in one.receipts if r.status == "accepted"]
         weight = sum(self._weights.get(name, 1.0) for name in results)
-        if len(summed) >= self._needed and weight > 0:
+        least = 1 if self._robust is None else MIN_ROBUST_GROUPS
+        if len(summed) >= self._needed and weight > 0 and len(results) >= least:
             return
         # A group that signed and was not let through has failed because of the others only.
         causes = [name for name in failures if name not in self._signed - self._unmasked]
@@ -181,17 +216,64 @@ class GroupedAttempt:
             f"{self._needed}"
         )
         unused = "the groups that were summed have the weight 0"
+        if weight > 0 and len(results) < least:
+            unused = f"{len(results)} groups could be summed and a robust rule needs {least}"
         reason = "too few groups could be summed"
         receipts = [
             dataclasses.replace(receipt, status="rejected", reason=reason)
             if receipt.status == "accepted"
             else receipt
-            for receipt in _sorted_receipts(results, failures)
+            for receipt in self._all_receipts(results, failures)
         ]
         raise AttemptFailed(
             "; ".join([unused if len(summed) >= self._needed else few, *reasons]),
             receipts,
             excused=bool(causes) and all(failures[name].excused for name in causes),
+        )
+
+    def _all_receipts(
+        self, results: Mapping[str, FederatedResult], failures: Mapping[str, AttemptFailed]
+    ) -> list[Receipt]:
+        receipts = [receipt for result in results.values() for receipt in result.receipts]
+        receipts += [receipt for failure in failures.values() for receipt in failure.receipts]
+        return self._with_groups(receipts)
+
+    def _with_groups(self, receipts: Iterable[Receipt]) -> list[Receipt]:
+        """In order; each names the random group of its device, if there are such groups."""
+        group_of = {device: name for name, each in self._devices.items() for device in each}
+        named = [dataclasses.replace(r, group=group_of.get(r.participant, "")) for r in receipts]
+        return sorted(named, key=lambda receipt: receipt.participant)
+
+    def _robustly(
+        self,
+        rule: RobustRule,
+        results: Mapping[str, FederatedResult],
+        receipts: Sequence[Receipt],
+    ) -> FederatedResult:
+        means = {
+            name: (
+                result.pseudo_gradient,
+                sum(receipt.status == "accepted" for receipt in result.receipts),
+            )
+            for name, result in results.items()
+        }
+        combined = rule.combine(self._round, means)
+        left_out = combined.left_out
+        used = {name: result for name, result in results.items() if name not in left_out}
+        # What all groups have together says how many devices took part; the error of the encoding
+        # is that of the groups in the result.
+        whole = self._combined(results, receipts)
+        return dataclasses.replace(
+            whole,
+            pseudo_gradient=combined.vector,
+            rounding=max(result.rounding for result in used.values()),
+            receipts=[
+                dataclasses.replace(receipt, reason=left_out[receipt.group])
+                if receipt.status == "accepted" and receipt.group in left_out
+                else receipt
+                for receipt in receipts
+            ],
+            left_out=frozenset(left_out),
         )
 
     def _combined(
@@ -214,14 +296,6 @@ class GroupedAttempt:
             ),
             groups=dict(results),
         )
-
-
-def _sorted_receipts(
-    results: Mapping[str, FederatedResult], failures: Mapping[str, AttemptFailed]
-) -> list[Receipt]:
-    receipts = [receipt for result in results.values() for receipt in result.receipts]
-    receipts += [receipt for failure in failures.values() for receipt in failure.receipts]
-    return sorted(receipts, key=lambda receipt: receipt.participant)
 
 
 def _figures(

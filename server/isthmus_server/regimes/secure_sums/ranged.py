@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
+from isthmus_privacy.random_groups import RandomGroup
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.graph import corrupt_clients
 from isthmus_privacy.secagg.ranges import USUAL_CLIP, Encoding, Ranges, lost_in_rounding
@@ -62,6 +63,8 @@ class RangedSum:
     """See `SecureAggregationAttempt`."""
     group: str
     """The group that is summed; empty for any devices."""
+    drawn: RandomGroup | None = None
+    """This group, if a lottery has drawn it."""
     ranges: RoundConfig
     """Of the sum of ranges."""
     find: FirstRequest
@@ -141,6 +144,7 @@ class RangedAttempt:
                 exact=sums.exact,
                 alone=sums.at_once,
                 ranges=known.ranges if comparable else None,
+                group=sums.drawn,
             )
             config = self._current.config
             self._check_differences(known.ranges, config)
@@ -313,7 +317,12 @@ class RangedAttempt:
         """
         sums = self._sums
         self._current = secure_attempt(
-            self._context, sums.ranges, sums.cohort, sums.find, exact=sums.exact
+            self._context,
+            sums.ranges,
+            sums.cohort,
+            sums.find,
+            exact=sums.exact,
+            group=sums.drawn,
         )
 
         async def note(entry: Unmasking) -> None:

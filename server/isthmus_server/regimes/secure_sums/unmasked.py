@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from isthmus.errors import AggregationAborted, UpdateError
 from isthmus.transport.blobs import into
 from isthmus.wire import link_pb2
+from isthmus_privacy.random_groups import RandomGroup
 from isthmus_privacy.secagg.config import RoundConfig
 from isthmus_privacy.secagg.ranges import Ranges
 from isthmus_privacy.secagg.server import RingSum, too_few
@@ -46,10 +47,18 @@ class UnmaskedAttempt(SecureAggregationAttempt):
         exact: bool = False,
         alone: FirstRequest | None = None,
         ranges: Ranges | None = None,
+        group: RandomGroup | None = None,
     ) -> None:
         """Prepare; see `SecureAggregationAttempt`."""
         super().__init__(
-            context, config, cohort, first_request, exact=exact, alone=alone, ranges=ranges
+            context,
+            config,
+            cohort,
+            first_request,
+            exact=exact,
+            alone=alone,
+            ranges=ranges,
+            group=group,
         )
         self._total = config.new_vector()
         self._vector = bytearray(config.payload_bytes)
@@ -112,6 +121,7 @@ def secure_attempt(
     exact: bool = False,
     alone: FirstRequest | None = None,
     ranges: Ranges | None = None,
+    group: RandomGroup | None = None,
 ) -> SecureAggregationAttempt:
     """The attempt for the participants of a link; for the arguments see its class.
 
@@ -123,4 +133,13 @@ def secure_attempt(
         kind = SecureAggregationAttempt
         if exact:
             config = as_before(context.unmaskings, config, cohort)
-    return kind(context, config, cohort, first_request, exact=exact, alone=alone, ranges=ranges)
+    return kind(
+        context,
+        config,
+        cohort,
+        first_request,
+        exact=exact,
+        alone=alone,
+        ranges=ranges,
+        group=group,
+    )

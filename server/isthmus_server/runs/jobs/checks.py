@@ -54,6 +54,10 @@ def check_job(job: Job, tasks: Path, lease: float) -> None:
 
         check_codecs(job)
     load_rule(federated)
+    if federated.robust is not None:
+        from isthmus_server.regimes.secure_sums.robust_rule import check_robust  # loads PyTorch
+
+        check_robust(federated)
     check_budgets(job)
     job.model.check_inside(tasks)
     if job.task.data is not None:

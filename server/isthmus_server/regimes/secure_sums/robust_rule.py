@@ -1,0 +1,178 @@
+"""A robust rule over the means of random groups, each of which is a secure sum.
+
+First a group whose mean is much longer than those of the shortest groups is left out: an update
+that was scaled up makes that of its whole group long. Then one of the rules for single updates
+combines the means that are left, as if each were the update of one device.
+
+The shortest and not the middle one is what others are compared with, because most groups may have a
+liar: of groups of ten devices, one in ten of which lies, 65 % have one. A group cannot be made much
+shorter than the others at will: its liars do not know what the honest ones in it add, the noise of
+whose updates remains.
+
+Shape legend: N = float32 elements of the exchange set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import torch
+
+from isthmus.errors import JobError, RoundFailed, UserError
+from isthmus.job.federated import FederatedSection
+from isthmus_server.regimes.aggregation.coordinate_wise import Median, TrimmedMean
+from isthmus_server.regimes.aggregation.loading import load_rule
+from isthmus_server.regimes.aggregation.rule import AggregatedRound, AggregationRule, SingleUpdate
+
+LONGEST = 3.0
+"""How many times longer than the reference a group's mean may be. Means of honest groups differ by
+what is left of the noise of their devices, and by the data of these."""
+_SHORTEST = 8
+"""The reference is the norm of one in so many groups, counted from the shortest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Combined:
+    """What a rule has made of the means of groups."""
+
+    vector: torch.Tensor
+    """The pseudo-gradient, float32 (N)."""
+    left_out: Mapping[str, str]
+    """Why each group that was left out before was; the reason names the group."""
+
+
+class RobustRule:
+    """The rule that `federated.robust` names."""
+
+    def __init__(self, federated: FederatedSection) -> None:
+        """Load the rule, and check its settings with the groups that a quorum leaves.
+
+        Raises:
+            JobError: they cannot be used.
+        """
+        self._federated = federated
+        self._name = str(federated.robust)
+        plain = federated.robust_rule
+        assert plain is not None
+        try:
+            rule = load_rule(plain)
+        except UserError as error:
+            reason = str(error).replace(
+                "federated.aggregation_settings", "federated.robust_settings"
+            )
+            raise JobError(
+                f"federated.robust={self._name!r} over {plain.needed} of {plain.cohort} groups: "
+                f"{reason}"
+            ) from error
+        assert rule is not None
+        self._rule: AggregationRule = rule
+
+    @property
+    def in_words(self) -> str:
+        """What holds and what does not, with all of the job's groups."""
+        federated = self._federated
+        groups = federated.robust_groups
+        bad = tolerated(self._rule, groups)
+        each = federated.cohort // groups
+        start = f"federated.robust={self._name!r} over {groups} random groups of {each} devices"
+        long = (
+            f"a group whose mean is more than {LONGEST:g} times as long as those of the shortest "
+            "is left out, however many there are but for these"
+        )
+        if not bad:
+            return f"{start} bounds what each group adds, and withstands no lying device; {long}"
+        share = bad / federated.cohort
+        return (
+            f"{start} withstands lies in {bad} groups, so {bad} lying devices wherever they are "
+            f"({share:.1%} of the cohort), and more of them only if their sums are long: {long}"
+        )
+
+    def combine(self, round_: int, means: Mapping[str, tuple[torch.Tensor, int]]) -> Combined:
+        """Combine the mean of each group, float32 (N), with its number of devices.
+
+        The vectors are kept as they are.
+
+        Raises:
+            RoundFailed: the rule cannot combine so many groups.
+        """
+        left_out = long_groups({name: vector for name, (vector, _) in means.items()})
+        used = {name: mean for name, mean in means.items() if name not in left_out}
+        facts = AggregatedRound(
+            round=round_,
+            size=len(next(iter(used.values()))[0]),
+            cohort={name: devices for name, (_, devices) in used.items()},
+            quorum=len(means),
+            max_updates=len(means),
+        )
+        try:
+            combining = self._rule.begin(facts)
+            for name, (vector, devices) in used.items():
+                # A rule that uses them one by one may change them.
+                own = vector if self._rule.needs_all else vector.clone()
+                # Not by the examples that devices claim: one that lies would outweigh the others.
+                combining.add(SingleUpdate(device=name, examples=devices, vector=own))
+            return Combined(combining.result(), left_out)
+        except RoundFailed:
+            raise
+        except UserError as error:
+            raise RoundFailed(f"federated.robust={self._name!r}: {error}") from error
+
+
+def check_robust(federated: FederatedSection) -> list[str]:
+    """Check the rule that a job names; what it withstands, in words, or nothing without one.
+
+    Raises:
+        JobError: its settings cannot be used.
+    """
+    return [] if federated.robust is None else [RobustRule(federated).in_words]
+
+
+def long_groups(means: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The groups whose means are too long, each with the reason.
+
+    >>> means = {str(n): torch.full((4,), 1.0 + n / 10) for n in range(4)}
+    >>> long_groups(means)
+    {}
+    >>> long_groups(means | {"random-5-of-5": torch.full((4,), -5.0)})
+    {'random-5-of-5': 'the sum of its group random-5-of-5 was left out: its mean is 4.5 times as \
+long as that of the shortest groups'}
+    """
+    norms = {
+        name: float(torch.linalg.vector_norm(vector, dtype=torch.float64))
+        for name, vector in means.items()
+    }
+    reference = sorted(norms.values())[shortest(len(norms)) - 1]
+    return {
+        name: f"the sum of its group {name} was left out: its mean is "
+        f"{_times(norm, reference)} times as long as that of the shortest groups"
+        for name, norm in norms.items()
+        if norm > LONGEST * reference
+    }
+
+
+def shortest(groups: int) -> int:
+    """Which of so many groups, from the shortest, others are compared with; at least the second.
+
+    >>> shortest(3), shortest(12), shortest(32)
+    (2, 2, 4)
+    """
+    return min(groups, max(2, math.ceil(groups / _SHORTEST)))
+
+
+def tolerated(rule: AggregationRule, groups: int) -> int:
+    """How many of so many groups may be anything without moving an element beyond the others'.
+
+    >>> tolerated(Median(FederatedSection()), 12)
+    5
+    """
+    if isinstance(rule, Median):
+        return (groups - 1) // 2
+    if isinstance(rule, TrimmedMean):
+        return math.floor(rule.share * groups + 1e-9)
+    return 0
+
+
+def _times(norm: float, reference: float) -> str:
+    return f"{norm / reference:.2g}" if reference > 0 else "infinitely many"

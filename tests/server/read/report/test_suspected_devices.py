@@ -1,0 +1,64 @@
+"""Devices whose random groups are left out round after round are named."""
+
+import random
+
+import pytest
+from tests.server.storage.records import round_record
+
+from isthmus_server.read.report.suspected_devices import suspected_devices, suspicions
+from isthmus_server.storage.records import Receipt
+from isthmus_server.strategy.gradients import GroupSum
+
+DEVICES = [f"phone-{number:03}" for number in range(120)]
+GROUPS = 10
+
+
+def rounds(count, liars, seed=0, left_out=lambda members, liars: bool(members & liars)):
+    """Records of rounds in which the group of each liar is left out."""
+    draw = random.Random(seed)
+    records = []
+    for number in range(1, count + 1):
+        order = draw.sample(DEVICES, len(DEVICES))
+        members = {f"random-{at + 1}-of-{GROUPS}": set(order[at::GROUPS]) for at in range(GROUPS)}
+        groups = {
+            name: GroupSum(
+                devices=len(each),
+                examples=len(each),
+                loss=1.0,
+                norm=1.0,
+                left_out=left_out(each, set(liars)),
+            )
+            for name, each in members.items()
+        }
+        receipts = [
+            Receipt(participant=device, regime="federated", status="accepted", group=name)
+            for name, each in members.items()
+            for device in sorted(each)
+        ]
+        records.append(round_record(number, groups=groups, receipts=receipts))
+    return records
+
+
+def test_liars_are_named_and_nobody_else():
+    liars = DEVICES[:6]
+    found = suspected_devices(rounds(40, liars))
+    assert [each.device for each in found] == liars
+    assert all(each.left_out == each.rounds == 40 for each in found)
+    (*_, sentence) = suspicions(rounds(40, liars))
+    assert "left out in 40 of 40 rounds" in sentence
+
+
+def test_a_device_that_lies_later_is_named_too():
+    later = rounds(100, []) + rounds(40, DEVICES[:1], seed=1)
+    assert [each.device for each in suspected_devices(later)] == DEVICES[:1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nobody_is_named_where_groups_are_left_out_by_chance(seed):
+    draw = random.Random(seed)
+    records = rounds(200, [], seed=seed, left_out=lambda members, liars: draw.random() < 0.3)
+    assert suspected_devices(records) == []
+
+
+def test_one_long_group_names_nobody():
+    assert suspicions(rounds(3, DEVICES[:6])) == []
