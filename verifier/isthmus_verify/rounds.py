@@ -586,7 +586,7 @@ class Rounds:
             stated = groups.table(name)
             if stated.count("devices") != devices:
                 raise Violation(
-                    f"{where} counts {group.count('devices')} devices in the group {shown(name)}, "
+                    f"{where} counts {stated.count('devices')} devices in the group {shown(name)}, "
                     f"and its receipts {devices}"
                 )
             if stated.flag("left_out") != (name in left_out):

@@ -1,17 +1,24 @@
 """Rounds whose random groups are secure sums, combined by a robust rule."""
 
+import copy
+import io
+
 import pytest
 import torch
 from tests.server.deployment import Killed
+from tests.server.read.transcript_fields import closed, opened
 
 from isthmus.errors import JobError
 from isthmus_server.read.report.report import read_report
+from isthmus_server.read.transcript import Transcript
 from isthmus_server.regimes.aggregation.coordinate_wise import Median
 from isthmus_server.regimes.aggregation.norm_bound import BoundedSum
 from isthmus_server.regimes.aggregation.rule import AggregatedRound, SingleUpdate
 from isthmus_server.regimes.aggregation.rule_extension import RuleAggregator
 from isthmus_server.rounds.coordinator import Coordinator
 from isthmus_server.rounds.run_parts import RunParts
+from isthmus_verify.check import check
+from isthmus_verify.violation import Violation
 
 NINE = "abcdefghi"
 ROBUST = (
@@ -206,3 +213,49 @@ async def test_rules_are_made_with_the_groups_that_a_quorum_leaves(deployment):
     store = deployment.create_run("run", *ROBUST, *share)
     with pytest.raises(JobError, match=r"over 3 of 3 groups: federated.robust_settings.share=0\.2"):
         RunParts.of(store, deployment.link)
+
+
+def blame_another(record):
+    for group in record["groups"].values():
+        group["left_out"] = not group["left_out"]
+
+
+def blame_nobody(record):
+    for receipt in record["receipts"]:
+        receipt["reason"] = ""
+
+
+def count_more(record):
+    record["groups"]["random-1-of-3"]["devices"] += 1
+
+
+def hide_a_group(record):
+    del record["groups"]["random-1-of-3"]
+
+
+def move_a_device(record):
+    one, *others = record["receipts"]
+    one["group"] = next(each["group"] for each in others if each["group"] != one["group"])
+
+
+FALSIFIED = {
+    blame_another: "and its receipts say otherwise",
+    blame_nobody: "and its receipts say otherwise",
+    count_more: "counts 4 devices in the group 'random-1-of-3', and its receipts 3",
+    hide_a_group: "has the groups",
+    move_a_device: "and it has signed a sum of 'random-",
+}
+
+
+async def test_a_transcript_whose_groups_are_not_those_of_its_receipts_is_found(deployment):
+    await deployment.start(LONG, names=tuple(NINE))
+    store = deployment.create_run("run", "rounds=1", *ROBUST)
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    entries = opened(b"".join(Transcript(store).lines()))
+    check(io.BytesIO(closed(entries)))
+    for falsify, sentence in FALSIFIED.items():
+        changed = copy.deepcopy(entries)
+        (record,) = (content["record"] for kind, content in changed if kind == "round")
+        falsify(record)
+        with pytest.raises(Violation, match=sentence):
+            check(io.BytesIO(closed(changed)))
