@@ -171,8 +171,8 @@ def _lying(attack: str, liars: frozenset[int]) -> Iterator[None]:
         memoryview(result).cast("B")[:] = memoryview(run.layout.encode(changed)).cast("B")
         return trained, result
 
-    VirtualHost.train = trains  # type: ignore[method-assign]
+    VirtualHost.train = trains  # type: ignore[method-assign]  # until the run ends
     try:
         yield
     finally:
-        VirtualHost.train = train  # type: ignore[method-assign]
+        VirtualHost.train = train  # type: ignore[method-assign]  # its own again

@@ -61,7 +61,7 @@ def _gpus() -> Iterator[Diagnosis]:
     if not torch.distributed.is_nccl_available():
         yield Diagnosis("FAIL", "NCCL", "this PyTorch has none", "install PyTorch with CUDA")
         return
-    numbers: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call] # of PyTorch
+    numbers: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # PyTorch has no types for it
     version = ".".join(map(str, numbers))
     yield Diagnosis("OK", "NCCL", version)
 

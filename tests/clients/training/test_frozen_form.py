@@ -151,7 +151,8 @@ def test_the_loss_in_float32_is_that_of_the_whole_model(opening, tmp_path, caplo
     before = {name: each.clone() for name, each in run.model.named_parameters()}
     with caplog.at_level(logging.INFO):
         train(run, start=start.clone())
-    small, full = run.difference.small, run.difference.full
+    small = run.difference.small
+    full = run.difference.full
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     expected = []
     for base in (in_bfloat16(tmp_path / "base"), get_peft_model(whole, LoraConfig(**LORA))):
