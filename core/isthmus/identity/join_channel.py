@@ -111,4 +111,6 @@ async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
     except OSError:
         pass  # the other side learns of it by the end of its own connection
     finally:
-        target.close()
+        # Early releases of Python 3.11 cannot abort a TLS transport closed after it was lost.
+        if not target.is_closing():
+            target.close()

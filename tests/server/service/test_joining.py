@@ -468,6 +468,18 @@ async def test_joining_at_the_port_of_the_link_mentions_the_join_port(fleet, tmp
         await joining.join(fleet.address, fleet.token("phone-0"), tmp_path / "state", "client")
 
 
+@pytest.mark.parametrize("ports", [2])
+async def test_a_channel_for_joins_that_the_server_has_ended_is_left_without_an_error(fleet):
+    await fleet.listen()
+    context = trusting(None)  # and no certificate of its own, which the link's port asks for
+    async with join_channel(Road(fleet.address), context, (), 20.0) as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary(joining.AUTHORITY)(b"", timeout=20.0)
+        await asyncio.gather(
+            *[task for task in asyncio.all_tasks() if task.get_coro().__name__ == "_copy"]
+        )
+
+
 async def test_an_unreachable_server_is_reported(tmp_path):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
