@@ -213,7 +213,7 @@ class ParallelDims:
 
     def overlaps_messages(self, device_type: str) -> bool:
         """Whether messages of `fully_shard` are sent while other units compute."""
-        # Those between processors end before the call returns.
+        # Messages between processors end before the call returns.
         return device_type != "cpu"
 
     def coordinates(self, rank: int) -> Coordinates:

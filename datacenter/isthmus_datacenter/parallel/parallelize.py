@@ -310,7 +310,7 @@ def _divide_experts(
     own = {name: each for name, each in experts.items() if id(each) in modules}
     checked: list[nn.Module] = []
     for name, module in own.items():
-        # Those of most blocks are alike.
+        # The experts of most blocks are alike.
         if not any(are_alike(module, each) for each in checked):
             check_experts(name, module, mesh["expert"], device)
             checked.append(module)
@@ -328,7 +328,7 @@ class _ExpertCalls:
     evaluation: Sequence[nn.Module]
 
     def of(self, experts: Sequence[nn.Module]) -> SharedCalls:
-        """Those of a stage, which each of its micro-batches has to make."""
+        """The calls of a stage's experts, which each of its micro-batches has to make."""
         index = {id(each): number for number, each in enumerate(experts)}
         training, evaluation = (
             [index[id(each)] for each in calls if id(each) in index]

@@ -198,7 +198,7 @@ class UnfilledModel:
         try:
             yield
         except Exception:
-            # Of any kind, as it is raised by the task's code.
+            # Any exception, as it is raised by the task's code.
             self._called = False
             raise
 

@@ -72,7 +72,7 @@ class Charge:
     """One release of something that depends on the data of a population."""
 
     population: str
-    """Whose data."""
+    """Name of the population."""
     unit: str
     """What a neighbouring data set differs in: device, or example."""
     adjacency: str
@@ -92,7 +92,7 @@ class LedgerHead(LogEnd):
     """A line of a ledger that somebody remembers."""
 
     def __str__(self) -> str:
-        """As text that `of` reads."""
+        """The text that `of` reads."""
         return f"{self.number}:{self.digest}"
 
     @classmethod

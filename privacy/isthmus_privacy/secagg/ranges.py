@@ -61,11 +61,13 @@ SIZE = 3 * _EXPONENTS + _STEPS
 _ROUNDING = 1e-4
 """Largest error of rounding, as a part of the update of a device with the mean weight."""
 _TENSOR_ROUNDING = 2.0**-7
-"""The same for its tensor with the smallest elements. The error has the mean zero."""
+"""Largest error of rounding, as a part of the tensor with the smallest elements in the update of
+that device. The error has the mean zero."""
 _LOST = 2.0**-7
 """Error of rounding, as a part of the middle update, with which that is lost."""
 _CODEC_ROUNDING = 1e-2
-"""The same with a codec, whose rounding is made up for by later updates."""
+"""Largest error of rounding with a codec, which later updates make up for, as a part of the update
+of a device with the mean weight."""
 _LIAR_EXPONENTS = 4
 """Bins by which elements of the few that may lie can be above those of all others."""
 _MAGNITUDE_DIGITS = 8.0
@@ -127,7 +129,7 @@ class Encoding:
     clip: float
     weight_max: int
     bits: int
-    """Of the ring, without a codec."""
+    """Ring size in bits, without a codec."""
 
     @property
     def levels(self) -> int:
@@ -162,7 +164,7 @@ class Ranges:
 
     @classmethod
     def unknown(cls) -> Self:
-        """Of a sum that is lost, or has no meaning: there is no count.
+        """The ranges of a sum that is lost, or has no meaning: there is no count.
 
         A second sum of ranges could be of other devices, and the difference of the two that of
         one. The encoding is so wide that most updates fit it.

@@ -81,8 +81,8 @@ class PrivacyBudget:
         self._measured = collections.Counter[str]()
         """Evaluations and comparisons that each device was asked for."""
         self._measured_before = collections.Counter[str]()
-        """Likewise by other runs until now, with the same noise: it is made for all of them, so
-        that what they have measured is not reserved again."""
+        """Measurements that each device was asked for by other runs until now, with the same noise:
+        it is made for all of them, so that what they have measured is not reserved again."""
         if self.plan.measurements:
             self._measured_before = ledgers.charged_by_others(self.plan.measuring_event, UNIT)
         bound = self.plan.first_bound

@@ -57,16 +57,16 @@ class RangedSum:
     """What the two sums of an attempt are made of."""
 
     name: bytes
-    """Of the model that devices start from, or of what takes its place."""
+    """Name of the model that devices start from, or of what takes its place."""
     cohort: Collection[str]
     exact: bool
     """See `SecureAggregationAttempt`."""
     group: str
     """The group that is summed; empty for any devices."""
     drawn: RandomGroup | None = None
-    """This group, if a lottery has drawn it."""
+    """The group as a lottery has drawn it; None without one."""
     ranges: RoundConfig
-    """Of the sum of ranges."""
+    """Configuration of the sum of ranges."""
     find: FirstRequest
     """Makes the request in which a device joins the sum of ranges."""
     send: FirstRequest
