@@ -255,7 +255,7 @@ class Ledger:
     # -- write ---------------------------------------------------------------------------------
 
     def reserve(self, charge: Charge) -> int:
-        """Reserve the epsilon of a charge; returns its number, when it is on disk.
+        """Charge: reserve the epsilon, until `settle`; returns the charge's number, on disk then.
 
         Raises:
             OSError: it cannot be written, so nobody may be asked.
