@@ -97,9 +97,10 @@ class DeviceCanaries:
         self._signs = torch.full((directions.count,), -1.0 if alternate else 1.0)
         """Sign of the update that each canary sent last, (M)."""
         self.clip: Callable[[], float]
-        """The bound of the running round."""
+        """Bound on the norm of an update in the running round; set by `DeviceAudit._watch`, which
+        has the budget of the run."""
         self.row: Callable[[], int]
-        """The row of its noise."""
+        """Row of the running round's noise; set by `DeviceAudit._watch`, too."""
         self._others: dict[tuple[int, int], dict[str, tuple[float, torch.Tensor]]] = {}
         """By round and attempt: the norm of each other device's update and its parts (M)."""
         self._rows: list[int] = []
@@ -121,7 +122,8 @@ class DeviceCanaries:
     def note_other(self, work: link_pb2.TrainLocal, name: str, update: torch.Tensor) -> None:
         """Remember what another device sends, which is known to the worst adversary."""
         parts = self.directions.of_all(update)
-        self._others.setdefault((work.round, work.attempt), {})[name] = norm_of(update), parts
+        of_attempt = self._others.setdefault((work.round, work.attempt), {})
+        of_attempt[name] = (norm_of(update), parts)
 
     def watch(self, spec: AttemptSpec, result: FederatedResult) -> None:
         """See the mean of a round with its noise."""
