@@ -64,7 +64,7 @@ class RangedSum:
     group: str
     """The group that is summed; empty for any devices."""
     drawn: RandomGroup | None = None
-    """The group as a lottery has drawn it; None without one."""
+    """This group, if a lottery has drawn it."""
     ranges: RoundConfig
     """Configuration of the sum of ranges."""
     find: FirstRequest
