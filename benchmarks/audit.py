@@ -75,7 +75,7 @@ KINDS: Mapping[str, Sequence[str]] = {
     "correlated": (f'privacy={{mechanism="correlated", {DEVICES}}}', "rounds=3"),
     "examples": ("federated.privacy={epsilon=6, delta=1e-3}",),
 }
-"""As changes of `JOB`."""
+"""Jobs, as changes of `JOB`."""
 TWICE = ("rounds=4", "privacy.participations=1")
 FAULTS: Mapping[str, tuple[str, str, Sequence[str], int]] = {
     "half_noise": ("gaussian", "weaker_sum", (), 400),
@@ -118,7 +118,7 @@ UNITS: Mapping[str, Sequence[str]] = {
         "federated.secure_aggregation=false",
     ),
 }
-"""As changes of `DATA`."""
+"""Jobs, as changes of `DATA`."""
 OF_DATA = 500
 """Canaries."""
 TARGETS = {"alarms/honest": Target(at_most=0), "found/*": Target(at_least=1)}
@@ -131,7 +131,7 @@ class Sizes:
     honest: int = 200
     """Audits, of all kinds together."""
     canaries: int = 200
-    """Of an honest audit."""
+    """Canaries of an honest audit."""
     faulty: int = 2
     """Audits of each fault."""
     faults: Sequence[str] = tuple(FAULTS)

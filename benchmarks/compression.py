@@ -77,7 +77,7 @@ class Subject:
     changes: tuple[str, ...] = ()
     download_bits: int = 3
     data: str | None = None
-    """Its file in the folder with the data sets, `.` if it is that folder; None without."""
+    """File of its data in the folder with the data sets, `.` if it is that folder; None without."""
 
 
 MNIST = """

@@ -50,9 +50,9 @@ class Case:
     device: Device
     ranks: int
     steps: int
-    """In one interval."""
+    """Steps in one interval."""
     intervals: int
-    """Of each loop, after a first one of each that is not counted."""
+    """Intervals of each loop, after a first one of each that is not counted."""
     job: dict[str, Any]
 
 
@@ -66,9 +66,9 @@ class Timing:
     """CPU seconds, user and system, of all ranks together."""
     plain_cpu: list[float]
     words: int
-    """Trained on by all ranks in one interval."""
+    """Words that all ranks train on in one interval."""
     flops: float
-    """Of one interval on all ranks, by the usual formula."""
+    """Operations of one interval on all ranks, by the usual formula."""
     peak_bytes: int
     """Peak memory of the first device, with both models; 0 on a CPU."""
 

@@ -58,7 +58,7 @@ HELD = 4
 TARGETS = {
     "bytes_per_idle_connection": Target(at_most=80_000),
     "broadcast_over_floor": Target(at_most=3),
-    # Of a smaller model the memory for loading PyTorch is a larger part.
+    # The memory for loading PyTorch is a larger part of that for a smaller model.
     "large_model_peak_over_model": Target(at_most=2.5, full_size=True),
 }
 
@@ -77,7 +77,7 @@ class Sizes:
     wire_every: int = 1
     large_parameters: int = 250_000_000
     processes: int = 2
-    """That simulate devices."""
+    """Processes that simulate devices."""
 
 
 QUICK = Sizes(

@@ -46,7 +46,7 @@ from isthmus_privacy.dp_sgd.examples import SampledExamples
 
 EXAMPLES, CONTEXT = 32, 64
 STEPS = 3
-"""That are timed, after one that is not."""
+"""Steps that are timed, after one that is not."""
 FULL = {"width": 384, "head_width": 64, "depth": 12}
 QUICK = {"width": 192, "head_width": 64, "depth": 6}
 SMOKE = {"width": 16, "head_width": 16, "depth": 1}
@@ -56,7 +56,7 @@ VARIANTS += [("ghost", 2, stage) for stage in (1, 2, 3)]
 SMOKE_VARIANTS = [*VARIANTS[:3], ("ghost", 2, 2)]
 CLIP = 1.0
 _MMAP_THRESHOLD = -3
-"""Of glibc's `mallopt`."""
+"""Parameter `M_MMAP_THRESHOLD` of glibc's `mallopt`."""
 SHAKESPEARE = Path(__file__).parents[1] / "examples" / "shakespeare"
 
 

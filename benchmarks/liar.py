@@ -41,7 +41,7 @@ from isthmus_privacy.secagg.server import RingSum
 DEVICES = 20
 NORM = 1.0
 MOST_BITS = 8
-"""Of an element of a compressed update, after the first round."""
+"""Most bits of an element of a compressed update, after the first round."""
 TARGETS = {
     "movement_over_clip/*": Target(at_most=2),
     "movement_over_share/*": Target(at_most=2),
@@ -95,11 +95,11 @@ class Sizes:
     """Means that the liar aims at, over the range of the round."""
     rounds: int = 3
     seeds: int = 20
-    """Of random values."""
+    """Seeds of random values."""
     figures: Sequence[int] = (1, 1 << 20, 1 << 31)
     """What the liar adds to a figure."""
     lengths: Sequence[float] = (NORM, 1e3, 4095.0)
-    """Of single updates."""
+    """Lengths of single updates."""
 
 
 QUICK = Sizes(factors=(16.0, 1.0, 2.0**-14), rounds=2, seeds=2, figures=(1, 1 << 31))

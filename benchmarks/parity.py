@@ -61,7 +61,7 @@ class Layout(NamedTuple):
     """Where a model is trained."""
 
     ranks: int
-    """Of the datacenter; one process has all devices."""
+    """Ranks of the datacenter; one process has all devices."""
     keys: Mapping[str, Any]
     side: Any = "ranks"
     """See `tests.parity.comparison.Cell`."""

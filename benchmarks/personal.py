@@ -150,7 +150,7 @@ def accuracy(rule: str, split: str, seed: int, rounds: int, devices: int = DEVIC
             hosts.append(InProcessHost(who, None, None, 1, states=states))
             hosts[-1].open(opening)
         own = [model.vector.clone() for _ in hosts]
-        """Of the rule `alone`."""
+        """Models of the hosts, for the rule `alone`."""
         for round_ in range(1, rounds + 1):
             work = link_pb2.TrainLocal(run_id="run", round=round_, attempt=1)
             total = torch.zeros(model.layout.size)

@@ -46,7 +46,7 @@ class BenchmarkServer:
         self.port = _two_free_ports()
         self.address = f"127.0.0.1:{self.port}"
         self.run = folder
-        """Of the last submitted job."""
+        """Directory of the last submitted job."""
         isthmus("server", "init", str(self.state), "--host", "127.0.0.1")
         (self.state / "tasks").mkdir()
         shutil.copy(HARNESS / "null_task.py", self.state / "tasks")

@@ -15,7 +15,7 @@ from isthmus import Task
 from isthmus.task import Participant
 
 EXAMPLES = 100
-"""Of each device; the test rows are as many as those of ten devices at most."""
+"""Examples of each device; the test rows are as many as those of ten devices at most."""
 SIZES = {"digits": (64, 10), "mnist": (196, 10), "letters": (16, 26)}
 """Inputs and classes."""
 HIDDEN = 64

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from isthmus.task import Participant
 
 EXAMPLES = 200
-"""Of each device."""
+"""Examples of each device."""
 
 
 class Audited(Small):

@@ -78,7 +78,7 @@ class Pretrain(Task):
     def optimizer(
         self, parameters: Iterable[nn.Parameter], participant: Participant
     ) -> torch.optim.Optimizer:
-        """That of the settings."""
+        """The optimizer of the settings."""
         return OPTIMIZERS[self.settings["optimizer"]](parameters, lr=1e-4)
 
 

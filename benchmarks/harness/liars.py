@@ -54,7 +54,7 @@ class Learned:
     """What a run has learned."""
 
     accuracy: float
-    """Of the last model, in percent."""
+    """Accuracy of the last model, in percent."""
     seconds: float
     rounds: Sequence[RoundRecord]
 

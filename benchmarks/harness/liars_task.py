@@ -25,7 +25,7 @@ class DataSet(NamedTuple):
     read: Callable[[Path], tuple[readers.Rows, readers.Rows]]
     classes: int
     width: int
-    """Of the hidden layer; 0 for a linear model."""
+    """Width of the hidden layer; 0 for a linear model."""
     rate: float
     rounds: int
     quick_rounds: int

@@ -47,11 +47,11 @@ class Lie:
     """What the liar does in each attempt."""
 
     ranges: ChangeSum | None = None
-    """With a sum of ranges."""
+    """Change of the sum of ranges."""
     update: ChangeSum | None = None
-    """With a sum of updates."""
+    """Change of the sum of updates."""
     single: ChangeUpdate | None = None
-    """With its update in a round without secure sums."""
+    """Change of its update in a round without secure sums."""
     declares: int | None = None
     """Examples that it declares when it opens the run; None for its own."""
 
@@ -77,9 +77,9 @@ class Recorder:
         self.refused: list[str] = []
         """Why attempts failed."""
         self.honest: Aggregate | None = None
-        """Of the last sum of updates, without the lie."""
+        """The last sum of updates, without the lie."""
         self.lied: Aggregate | None = None
-        """Of the same sum with the lie, and the same noise; None if it is refused."""
+        """Sum `honest` with the lie, and the same noise; None if it is refused."""
         self.config: RoundConfig | None = None
         self.honest_ranges: Ranges | None = None
         self.singles: dict[str, tuple[int, torch.Tensor]] = {}

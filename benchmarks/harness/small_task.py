@@ -13,7 +13,7 @@ from isthmus import Task
 from isthmus.task import Participant
 
 EXAMPLES = 20
-"""Of each device."""
+"""Examples of each device."""
 
 
 class Small(Task):

@@ -30,7 +30,7 @@ from isthmus.errors import TaskError
 from isthmus.task import Participant
 
 EVALUATED = 4
-"""With `eval_data = "target"`, one test row in four is for central evaluation, and not scored."""
+"""One test row in four is for central evaluation, and not scored, with `eval_data = "target"`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class DataSet:
     labels: int = 0
     """Number of classes; 0: regression."""
     files: tuple[str, ...] = ()
-    """Its files in the folder."""
+    """Names of its files in the folder."""
     package: str = ""
     """The package that contains it, in place of files."""
 

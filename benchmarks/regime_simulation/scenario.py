@@ -92,7 +92,7 @@ class Federated(Section):
     outer_lr: Positive = 0.7
     """Learning rate of the server's SGD with Nesterov momentum."""
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Its momentum, for policies that do not set another one."""
+    """Momentum of that SGD, for policies that do not set another one."""
     served_average: Annotated[float, Field(ge=0, lt=1)] = 0.85
     """See the job's `strategy.served_average`."""
     loss_scale: Positive = 1.0

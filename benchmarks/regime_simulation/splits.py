@@ -73,7 +73,7 @@ def split_rows(train: Rows, kinds: int, labels: int, split_json: str, seed: int)
 
 
 def _shuffled(devices: Sequence[Rows], zones: int) -> Sequence[Rows]:
-    """The same devices under other names; each stays in its zone."""
+    """The devices in another order; each stays in its zone."""
     shuffled, draw = list(devices), random.Random("shuffled")
     for zone in range(zones):
         shuffled[zone::zones] = draw.sample(shuffled[zone::zones], len(shuffled[zone::zones]))

@@ -93,7 +93,7 @@ class RecordedStep:
     gradient_norm: float
     """2-norm of the whole gradient of that mean, before it is clipped."""
     learning_rate: float | None
-    """Of the first group of parameters; None if it has none."""
+    """Learning rate of the first group of parameters; None if it has none."""
     units_per_second: float
     """Rate of all replicas since the step before that has figures."""
 
@@ -130,7 +130,7 @@ class Collective:
     number: int
     """Position among the group's collectives, from 1."""
     operation: str
-    """Such as `all_reduce`."""
+    """Name of the operation, such as `all_reduce`."""
     elements: int
     """Elements of its inputs."""
     done: bool
@@ -159,7 +159,7 @@ class Activity:
     """Longest time from one step, or batch of an evaluation, to the next; 0 before there were two.
     """
     collectives: Sequence[Collective] = ()
-    """Its last ones, if it has been there for a while."""
+    """Last collectives of the rank, if it has been there for a while."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -229,9 +229,9 @@ class _Place:
     about: str
     group: dist.ProcessGroup | None
     name: str
-    """Of the group, and of the two ranks of it that exchange something alone."""
+    """Name of the group, and of the two ranks of it that exchange something alone."""
     number: int
-    """Of the exchange, among all of the group, or all from one of its ranks to another."""
+    """Number of the exchange, among all of the group, or all from one of its ranks to another."""
     rank: int
     ranks: int
 

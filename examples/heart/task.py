@@ -51,7 +51,7 @@ class Heart(isthmus.Task):
         return TensorDataset(*split(self.file_of(participant), test=False))
 
     def validation_data(self, participant):
-        """Its test rows."""
+        """The test rows of a hospital."""
         return TensorDataset(*split(self.file_of(participant), test=True))
 
     def statistics_columns(self):

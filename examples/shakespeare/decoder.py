@@ -1,4 +1,4 @@
-"""The same task with any decoder of Hugging Face's `transformers`, trained from scratch."""
+"""The task of task.py with any decoder of Hugging Face's `transformers`, trained from scratch."""
 
 from task import CHARACTERS, Shakespeare
 from torch import nn

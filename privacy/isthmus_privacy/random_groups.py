@@ -77,7 +77,7 @@ class RandomGroup:
     def of(cls, lottery: bytes, draw: int, count: int) -> Self:
         """The group of a lottery number in a draw that is divided into so many."""
         digest = tagged_hash("random-group", lottery, NUMBER.write(draw))
-        # Of 64 random bits, the remainder is uniform but for 2^-59.
+        # The remainder of 64 random bits is uniform but for 2^-59.
         return cls(int.from_bytes(digest[:8], "little") % count + 1, count)
 
     def has(self, lottery: bytes, draw: int) -> bool:

@@ -52,7 +52,8 @@ class RankPlace:
     incarnation: str
     """Differs between starts of the group that share a store."""
     key: bytes | None = dataclasses.field(default=None, repr=False)
-    """Of the ranks of several machines; None without one, and on one machine, which needs none."""
+    """Key of the ranks of several machines; None without one, and on one machine, which needs
+    none."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> RankPlace | None:

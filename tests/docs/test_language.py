@@ -1,4 +1,7 @@
-"""Documentation, docstrings and comments avoid words that make sentences hard to read."""
+"""Documentation, docstrings and comments avoid words that make sentences hard to read.
+
+A docstring is read alone, by `help()`, in an editor or on a page: it names what it is about.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,11 @@ PAGES = [
     ".ci/run",
 ]
 CODE = ["core", "privacy", "server", "clients", "datacenter", "examples", "benchmarks"]
+DOCUMENTED = [*CODE, "simulation", "flower", "chaos", "verifier"]
+FRAGMENT = re.compile(
+    r'\s*r?"""\s*(Of|Those|That|The\s+same|Likewise|Its|Their|Whose|They|Also)\b(?:\s+\S+){0,6}'
+)
+"""The beginning of a docstring whose subject is elsewhere, such as `Of the file.`."""
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -85,6 +93,13 @@ def findings(path: Path, root: Path = ROOT) -> Iterator[str]:
             yield f"{path.relative_to(root)}:{line}: {' '.join(match[0].split())}"
 
 
+def fragments(path: Path, root: Path = ROOT) -> Iterator[str]:
+    """Each docstring of a Python file that names no subject, as `file:line: how it begins`."""
+    for line, text in docstrings(path.read_text(encoding="utf-8")):
+        if found := FRAGMENT.match(text):
+            yield f"{path.relative_to(root)}:{line}: {' '.join(found[0].split())}"
+
+
 def report(files: Iterable[Path]) -> None:
     """Fail with one line for each forbidden word."""
     found = [finding for path in files for finding in findings(path)]
@@ -109,6 +124,46 @@ def test_docstrings_and_comments_avoid_forbidden_words(folder: str) -> None:
     )
     assert files
     report(files)
+
+
+@pytest.mark.parametrize("folder", DOCUMENTED)
+def test_docstrings_name_their_subject(folder: str) -> None:
+    files = sorted(
+        path for path in (ROOT / folder).rglob("*.py") if not path.stem.endswith(("_pb2", "_grpc"))
+    )
+    assert files
+    found = [fragment for path in files for fragment in fragments(path)]
+    if found:
+        pytest.fail(
+            "docstrings to begin with what they are about:\n" + "\n".join(found), pytrace=False
+        )
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    [
+        '"""Of the file, in bytes."""',
+        '"""Those of a job; None if its updates are sent as they are."""',
+        '"""The same\nwith a codec."""',
+        '"""\nIts digest.\n"""',
+        'r"""Likewise."""',
+    ],
+)
+def test_a_docstring_without_a_subject_is_found(docstring: str, tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(f"class Kept:\n    size: int\n    {docstring}\n")
+    (fragment,) = fragments(path, tmp_path)
+    assert fragment.startswith("module.py:3: ")
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    ['"""Size of the file, in bytes."""', '"""Offers of a job."""', '"""These bytes are text."""'],
+)
+def test_a_docstring_with_a_subject_is_allowed(docstring: str, tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(f"SIZE = 1\n{docstring}\n")
+    assert list(fragments(path, tmp_path)) == []
 
 
 @pytest.mark.parametrize(

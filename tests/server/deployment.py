@@ -179,7 +179,7 @@ class Deployment:
         own = self.own_figures.get(name)
         device = FaultyDevice(name, self._training_lock, faults, wait, key, group, own)
         if name in self.policies:
-            # Of an owner on this machine: other requirements are of devices with certificates.
+            # The limits of an owner on this machine: others are for devices with certificates.
             limits = parse(self.policies[name], "policy.toml")
             device.agent._guard = LimitsGuard(limits, self._folder / f"{name}.json")
             history = self._folder / f"{name}.log"

@@ -40,7 +40,7 @@ class Charge:
     """One line that reserves."""
 
     number: int
-    """Of the line."""
+    """Number of the line."""
     run: str
     unit: str
     mechanism: str

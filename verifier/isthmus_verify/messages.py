@@ -141,7 +141,7 @@ class Config:
     dropout_permille: int
     draw: int
     noise_multiplier: float | None
-    """Of the noise that the devices add; None if they add none."""
+    """Noise multiplier of the noise that the devices add; None if they add none."""
     hash: bytes
 
     @classmethod

@@ -153,7 +153,7 @@ class Rounds:
         """Digests of the models that the last commit has, by name."""
         self._in_datacenter = False
         self._groups: dict[str, str] = {}
-        """Of the devices of the attempt that is checked, by its receipts."""
+        """Groups of the devices of the attempt that is checked, by device, as its receipts say."""
         self._charged: list[Charge] = []
         """Charges of the attempt that is checked."""
         self._initial = ""
@@ -443,7 +443,7 @@ class Rounds:
                 raise Violation(f"{where} has a receipt with the regime {shown(regime)}")
             if regime == "federated":
                 found["device_bytes"] += up + down
-                # Of a failed attempt those are paid for whom it has reached.
+                # A failed attempt pays for the devices that it has reached.
                 if committed or receipt.flag("started"):
                     prices.append(self._job.client_update)
             seconds[regime].append(receipt.number("seconds"))

@@ -36,7 +36,7 @@ class SignedSum:
     draw: int
     clients_min: int
     noise_multiplier: float | None
-    """Of the noise that the devices add; None if they add none."""
+    """Noise multiplier of the noise that the devices add; None if they add none."""
     starts: dict[int, str]
     """In buffered mode, the models that updates start from, by the round that asked for them."""
     group: str

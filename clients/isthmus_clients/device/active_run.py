@@ -448,7 +448,7 @@ class ActiveRun:
             )
 
     def weighing(self, examples: int) -> ActiveRun:
-        """This run with the weight of a device with so many examples."""
+        """A copy of the run with the weight of a device that has so many examples."""
         weight = self.job.federated.weight(examples, self.owners_weights)
         return dataclasses.replace(self, weight=weight)
 
@@ -466,7 +466,7 @@ class ActiveRun:
     def with_account(
         self, account: ExamplesAccount, examples: int, *, withheld: bool = False
     ) -> ActiveRun:
-        """This run with the account of the device's examples, if the job protects them.
+        """A copy of the run with the account of the device's examples, if the job protects them.
 
         Args:
             account: of the device.

@@ -44,7 +44,7 @@ _STEP_SECONDS = 60.0
 _PAIR_SECONDS = 0.005
 """Time of a step of the protocol, and for each pair of devices, that a server may give at most."""
 _STEPS = 4
-"""From a device's ranges to the request for its update, without the step of the vectors."""
+"""Steps from a device's ranges to the request for its update, without that of the vectors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Origin:
     model: bytes
     """Name of the model, see `model_name`."""
     state: str
-    """What the device keeps, see `state_name`."""
+    """Name of what the device keeps, see `state_name`."""
     round: int
-    """Whose random numbers the training has, see `SecureSessions.trained_round`."""
+    """The round whose random numbers the training has, see `SecureSessions.trained_round`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,16 +64,16 @@ class KeptUpdate:
     """An update that waits on this device for the sum that it is for."""
 
     request: link_pb2.Request
-    """That it was trained for."""
+    """The request that the update was trained for."""
     run: ActiveRun
-    """As it was open then."""
+    """The run, as it was open when the update was trained."""
     result: TrainingResult | None
-    """None if it is unusable."""
+    """Figures and update of the training; None if it is unusable."""
     origin: Origin
     residual: Residual | None = None
-    """With compression: what earlier updates have left."""
+    """What earlier compressed updates have left; None without compression."""
     exponents: torch.Tensor | None = None
-    """(N) int8: see `SecureSessions.exponents`."""
+    """Exponents of the received model's elements, int8 (N), see `SecureSessions.exponents`."""
 
     @property
     def about(self) -> tuple[str, int, int]:
@@ -166,15 +166,21 @@ class SecureSessions:
         runs may be repetitions of one job, which begin with the same model.
         """
         if self._history_file is None and run_id != self._run_id:
-            self._credentials = self._current = None
+            self._credentials = None
+            self._current = None
         self._run_id = run_id
 
     def forget_kept(self) -> None:
         """Forget the updates that are kept: their run is closed."""
-        self._kept = self._ranged = None
+        self._kept = None
+        self._ranged = None
 
     def hold(self, host: TaskHost, kept: KeptUpdate) -> KeptUpdate:
-        """Keep an update in the memory that it was trained in."""
+        """What is kept of an update: here as it is, in the memory that `host` has trained it in.
+
+        A simulation overrides this, whose whole cohort waits in one process: it moves large updates
+        to files, and releases the memory of `host`.
+        """
         return kept
 
     def drop_ranged(self, host: TaskHost, request: link_pb2.Request | None = None) -> None:
@@ -189,12 +195,12 @@ class SecureSessions:
         kept = self._ranged
         if kept is None or kept.request is not request:
             return None
-        time = kept.run.job.time
+        limits = kept.run.job.time
         pairs = self.read_config(request.train_local.ranges).clients_max ** 2
-        step = time.secure_step_seconds or _STEP_SECONDS + _PAIR_SECONDS * pairs
-        upload = time.secure_upload_seconds or step
-        moving = 2 * kept.run.layout.nbytes / time.least_rate
-        return 2 * time.round_seconds + _STEPS * step + upload + moving
+        step = limits.secure_step_seconds or _STEP_SECONDS + _PAIR_SECONDS * pairs
+        upload = limits.secure_upload_seconds or step
+        moving = 2 * kept.run.layout.nbytes / limits.least_rate
+        return 2 * limits.round_seconds + _STEPS * step + upload + moving
 
     def forget_ranged(self, request: link_pb2.Request) -> None:
         """Forget the update of a request, if it waits for the range of a round's sum."""
@@ -247,13 +253,12 @@ class SecureSessions:
     def exponents(
         self, run: ActiveRun, work: link_pb2.TrainLocal, payload: Buffer
     ) -> torch.Tensor | None:
-        """Those of a received model's elements, int8 (N), which training overwrites.
+        """Exponents of a received model's elements, int8 (N), before training overwrites these.
 
         None where the spacing of an update's elements needs not be hidden: from a server on this
-        machine, or where the device adds noise.
-
-        Also where all weights are 1: a device whose update is longer than the bound of its norm has
-        a factor that others have not. And with compression: its first sum has many levels.
+        machine, or where the device adds noise. It is hidden where all weights are 1, because a
+        device whose update is longer than the bound of its norm has a factor that others have not;
+        and with compression, because the first sum has many levels.
         """
         from isthmus_privacy.secagg.spacing import exponents_of
 
@@ -582,8 +587,8 @@ class SecureSessions:
                 log.error("the update has elements that are not finite; it does not count")
                 result = None
         if counts is None and run.job.federated.privacy is not None:
-            # Those of zeros, which count in the sum of updates: without any, the number of devices
-            # in the histograms would say how many have no update.
+            # An update of zeros, as it is in the sum of updates: without its counts, the number of
+            # devices in the histograms would say how many have no update.
             counts = counts_of(torch.zeros(1), (), 1)
         # Whole numbers need no seed, which is that of rounding.
         return self.join(attempt, counts, 1, figures, b""), result

@@ -115,7 +115,7 @@ class DeviceRun:
         self.task = load_task(source, self.job.task.settings, base=base, data=data)
         self.model, division, form = _build(self.task, self.job, work, base, start)
         self._form = form
-        """Of frozen parameters in a smaller type, until their effect has been measured."""
+        """Form of frozen parameters in a smaller type, until their effect has been measured."""
         self.difference: LossDifference | None = None
         """What that type changes in the loss of this device's first batch, once it is known."""
         self.layout = division.exchanged
@@ -167,7 +167,7 @@ class DeviceRun:
                 self._unfit = error
 
     def for_device(self, participant: Participant) -> DeviceRun:
-        """This run on another device that is simulated in this process.
+        """A copy of the run for another device that is simulated in this process.
 
         All share the memory of one model, so that only one of them can train at a time.
 

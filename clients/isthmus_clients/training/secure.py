@@ -122,7 +122,8 @@ class SecureParticipation:
     trained: int
     """The round whose random numbers the vector has."""
     spacing: Spacing | None = None
-    """Of the numbers that the update is a difference of, which is hidden; None leaves it."""
+    """Spacing of the numbers that the update is a difference of, which is hidden; None leaves
+    it."""
 
     def __init__(
         self,
@@ -197,7 +198,8 @@ class SecureParticipation:
         self.trained = self.session.trained
         self._encoded: Encoded | None = None
         self.sent: torch.Tensor | None = None
-        """With a codec: (N) float32, what the encoded vector has of the update; None before."""
+        """The part of the update that the encoded vector stands for, (N) float32; None before, and
+        without a codec."""
 
     def advertise_keys(
         self,

@@ -44,7 +44,7 @@ class Balancer:
     """A name or an address, IPv6 in brackets. The server's certificate is for it, too."""
     port: int
     path: str
-    """With a query, if there is one."""
+    """Path of the address, with a query if there is one."""
     ca: Path | None = None
     """Certificates (PEM) of the authorities that the balancer's may be of; None: this machine's."""
 

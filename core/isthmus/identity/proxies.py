@@ -97,7 +97,7 @@ class ProxyChoice:
         return {"url": self.url, "login": self.login, **ca}
 
     def over(self, remembered: ProxyChoice) -> ProxyChoice:
-        """This choice, and what it leaves open as it was when the machine joined.
+        """A copy of the choice, with what it leaves open as it was when the machine joined.
 
         A login is never used for another proxy than the one that it was given with.
         """

@@ -119,7 +119,7 @@ def refuse(owner: str, found: Mapping[str, str], ignore: Collection[str]) -> Non
 
 
 def overridden(cls: type, base: type, names: Collection[str]) -> list[str]:
-    """Those of the methods that a class defines in place of its library's base class."""
+    """Names of the methods that a class defines in place of its library's base class."""
     return [
         name
         for name in names

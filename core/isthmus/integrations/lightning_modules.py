@@ -186,7 +186,7 @@ class LightningTask(CarriedTask):
     def order(
         self, dataset: Dataset[Any], batch_size: int, generator: torch.Generator
     ) -> Sequence[int] | None:
-        """As the loader: shuffled or in sequence, with its last batch or without."""
+        """The order of the loader: shuffled or in sequence, with its last batch or without."""
         return dataset.order(batch_size, generator) if isinstance(dataset, LoaderRows) else None
 
     def optimizer(self, parameters: Parameters, participant: Participant) -> Any:

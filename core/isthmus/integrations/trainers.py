@@ -159,7 +159,7 @@ class TrainerTask(CarriedTask):
     def order(
         self, dataset: Dataset[Any], batch_size: int, generator: torch.Generator
     ) -> Sequence[int] | None:
-        """As `train_sampling_strategy` and `dataloader_drop_last` say."""
+        """The order that `train_sampling_strategy` and `dataloader_drop_last` say."""
         args = self.pieces.args
         return epoch_order(
             len(dataset),  # type: ignore[arg-type]  # map-style: streams have no order

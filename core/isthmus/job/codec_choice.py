@@ -10,9 +10,9 @@ class CodecChoice(NamedTuple):
     """A codec that a job names, whichever of its keys does; codecs are constructed with it."""
 
     key: str
-    """Of the job, such as `federated.codec`."""
+    """Key of the job that names the codec, such as `federated.codec`."""
     name: str
-    """Of an entry point of the group `isthmus.update_codecs`."""
+    """Name of an entry point of the group `isthmus.update_codecs`."""
     settings_key: str
     """The table of the settings, for messages about them."""
     settings: Mapping[str, Any]

@@ -182,9 +182,9 @@ class FederatedSection(Section):
     secure_aggregation: bool = True
     """The server learns only the sum of a round's updates (Bell et al. 2020)."""
     clip: Annotated[float, Field(ge=2.0**-126, allow_inf_nan=False)] | None = None
-    """With secure aggregation, elements of an update are clipped to [-clip, clip]. Default: the
-    range follows in each round from a secure sum of how large the updates are, and nothing is
-    clipped."""
+    """Largest absolute value of an element of an update: with secure aggregation, elements are
+    clipped to [-clip, clip]. Default: the range follows in each round from a secure sum of how
+    large the updates are, and nothing is clipped."""
     max_clipped: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Largest share of the elements of a round's updates that may have been clipped; the run ends
     where it was larger, as its model would not be that of the updates."""
@@ -205,8 +205,8 @@ class FederatedSection(Section):
     """Most bytes of a round's updates, cohort x model, that are in the server's memory at once, for
     a rule that needs all of them."""
     robust: Literal["median", "trimmed-mean", "norm-bound"] | None = None
-    """With secure aggregation: how the means of random groups of devices become one, each of them a
-    secure sum by itself. Default: one sum of all devices."""
+    """How the means of random groups of devices become one, with secure aggregation; each of them
+    is a secure sum by itself. Default: one sum of all devices."""
     robust_settings: Annotated[dict[str, Any], FREE] = Field(default={})
     """Settings of this rule, those that `aggregation_settings` has for it, see docs/extend.md."""
     robust_groups: Annotated[int, Field(ge=MIN_ROBUST_GROUPS, le=32)] = 12
@@ -620,7 +620,7 @@ class FederatedSection(Section):
         return math.ceil(self.cohort * self.over_selection)
 
     def for_cohort(self, cohort: int) -> FederatedSection:
-        """This section with another cohort, and the quorum that goes with it.
+        """A copy of the section with another cohort, and the quorum that goes with it.
 
         A quorum that the job sets stays, and grows where secure aggregation needs more.
 
@@ -638,7 +638,7 @@ class FederatedSection(Section):
         return self.model_copy(update={"cohort": cohort, "quorum": quorum})
 
     def for_group(self, invited: int, *, exact: bool = False) -> FederatedSection | None:
-        """This section for one group of which that many devices are invited.
+        """A copy of the section for one group of which that many devices are invited.
 
         The quorum is the same part of the cohort, and at least `least_in_group`. None if the group
         is too small to be summed by itself. With `exact`, all of them are to be summed.

@@ -52,8 +52,9 @@ class FlowerSection(Section):
     max_bytes: Annotated[int, Field(ge=1)] = 4 << 30
     """Most bytes of a round's updates, cohort x model, which are all in the server's memory."""
     max_examples: Annotated[int, Field(ge=1)] = 1_000_000
-    """With an app, updates of devices that claim more examples are refused. The weight of an update
-    is the number that the device claims: a tight bound limits the weight of a dishonest device."""
+    """Most examples that a device may claim: with an app, updates with more are refused. The weight
+    of an update is the number that the device claims: a tight bound limits the weight of a
+    dishonest device."""
 
     @model_validator(mode="after")
     def _apps_fit(self) -> FlowerSection:

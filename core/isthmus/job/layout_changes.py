@@ -51,7 +51,7 @@ AT_ONCE_KEYS = (
     "batch_size",
     "global_batch",
 )
-"""Those on which it depends how many examples a replica computes together."""
+"""Keys of `[datacenter]` on which it depends how many examples a replica computes together."""
 
 
 def layout_changes(overrides: Iterable[str]) -> dict[str, Any]:

@@ -58,8 +58,8 @@ class PrivacySection(Section):
     """Bound on the 2-norm of one device's update (its model after training minus the start), 1e-9
     to 1e9. The update of every device counts the same, whatever its number of examples."""
     clip_quantile: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """With `gaussian`: `clip` is the bound of the first round only, and then moves towards this
-    quantile of the norms of the updates, such as 0.5 for their median (Andrew et al. 2021).
+    """Quantile of the norms of the updates towards which the bound moves after the first round,
+    whose bound is `clip`, such as 0.5 for their median (Andrew et al. 2021); only with `gaussian`.
     Default: `clip` stays."""
     noise: NoiseMultiplier | None = None
     """Noise multiplier: standard deviation of the noise in a round's sum, over `clip`. With
@@ -79,8 +79,8 @@ class PrivacySection(Section):
     """Part of the budget that these measurements may spend together, if there are any; the rest is
     for the updates. It divides the sum of 1 / noise multiplier^2 over all sums of a device."""
     population: PopulationName = "devices"
-    """Whose devices they are: a server keeps one ledger for all jobs with the same name, and so
-    does a comparison for all of its runs."""
+    """Name of the population of devices: a server keeps one ledger for all jobs with the same name,
+    and so does a comparison for all of its runs."""
 
     @model_validator(mode="after")
     def _separation_is_used(self) -> PrivacySection:
@@ -133,8 +133,8 @@ class DatacenterPrivacy(Section):
     steps: Annotated[int, Field(ge=1)] | None = None
     """Steps of the run that the noise is found for. Default: those of all `rounds`."""
     population: PopulationName = "datacenter"
-    """Whose examples they are: a server keeps one ledger for all jobs with the same name. The steps
-    of several datacenters are charged as if all had the same examples."""
+    """Name of the population of examples: a server keeps one ledger for all jobs with the same
+    name. The steps of several datacenters are charged as if all had the same examples."""
     overlap: bool = False
     """Whether somebody with a device may also have an example here: the report and the ledger then
     also say what both together reveal. Needs `[privacy]`."""

@@ -139,7 +139,8 @@ class DeviceHours(Hours):
     """Hours in which some devices may be invited; several entries for one device add up."""
 
     devices: Annotated[str, Field(min_length=1)]
-    """Their names: `tablet-7`, or a pattern with `*`, `?` and `[...]` such as `tablet-*`."""
+    """Names of the devices: `tablet-7`, or a pattern with `*`, `?` and `[...]` such as
+    `tablet-*`."""
 
 
 def sentences(error: ValidationError, kind: type[Section], prefix: str = "") -> list[str]:
@@ -184,7 +185,7 @@ _SHAPES = {"model_type": "table", "dict_type": "table", "tuple_type": "list"}
 
 
 def _suggestion(root: type[BaseModel], location: tuple[int | str, ...], prefix: str) -> str:
-    """The same key of other tables, the closest one of this table, or all of this table."""
+    """The end of a message: the same key of other tables, the closest of this one, or all of it."""
     section = root
     for part in location[:-1]:
         inner = _tables(section, str(part))

@@ -62,7 +62,7 @@ class LoraFactors:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the product, as it is added."""
+        """Shape of the product, as it is added to the weight."""
         sizes = (self.b.shape[0], self.a.shape[1])
         return (sizes[1], sizes[0]) if self.transposed else sizes
 

@@ -29,7 +29,7 @@ class Converted:
     unexpected: tuple[str, ...]
     """Names in the files that it has no place for."""
     digest: str
-    """Of the files."""
+    """Digest of the files, see `StartFiles.digest`."""
 
 
 def transformers_model(model: nn.Module) -> Any | None:

@@ -71,7 +71,8 @@ class _Metadata(_Described):
 class _MetadataIndex(_Described):
     fqn: Any
     offset: Any = None
-    """Of PyTorch's class, too: the index of what is no tensor of several ranks has none."""
+    """Offset of a part of a tensor. None by default, as in PyTorch's class: the index of what is no
+    tensor of several ranks has none."""
 
 
 class _StorageInfo(_Described):

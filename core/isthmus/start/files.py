@@ -40,7 +40,7 @@ class StartFiles:
     """The files with the tensors of a start, whose headers fit together."""
 
     path: Path
-    """As it was given."""
+    """The file or the folder, as it was given."""
     files: tuple[SafetensorsFile, ...]
     """Sorted by name."""
 

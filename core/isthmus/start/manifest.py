@@ -39,7 +39,7 @@ class ListedFile:
     part: str
     """`model`, `base` or `adapter`."""
     name: str
-    """Its name, without a folder."""
+    """Name of the file, without a folder."""
     sha256: str
     """In hexadecimal digits."""
     size: int

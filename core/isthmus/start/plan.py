@@ -24,10 +24,10 @@ class Target:
     """A tensor of a model's state, and where its values are."""
 
     names: tuple[str, ...]
-    """Its names in the model: tied ones are several."""
+    """Names of the tensor in the model: tied ones are several."""
     tensor: torch.Tensor
     sources: tuple[str, ...] = ()
-    """Its names in the files: none if it keeps the values of the seed."""
+    """Names of the tensor in the files: none if it keeps the values of the seed."""
 
     @property
     def name(self) -> str:
@@ -78,9 +78,9 @@ class Exceptions:
     """What may be left out, as patterns of names."""
 
     fresh: Sequence[str] = ()
-    """Of the model's tensors that keep the values of the seed."""
+    """Patterns of the model's tensors that keep the values of the seed."""
     unused: Sequence[str] = ()
-    """Of the files' tensors that are not loaded."""
+    """Patterns of the files' tensors that are not loaded."""
 
 
 def make_plan(

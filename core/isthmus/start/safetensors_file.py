@@ -33,7 +33,7 @@ PIECE_BYTES = 16 << 20
 """Bytes that are read at a time."""
 
 MAX_DIMENSIONS = 64
-"""Of a tensor of PyTorch."""
+"""Most dimensions of a tensor of PyTorch."""
 MAX_NUMBER = (1 << 63) - 1
 """The largest size of a tensor of PyTorch, and the largest position in a file."""
 
@@ -108,7 +108,7 @@ class SafetensorsFile:
 
     path: Path
     size: int
-    """Of the file, in bytes."""
+    """Size of the file, in bytes."""
     values: int
     """Where the values begin, in bytes."""
     tensors: Mapping[str, StoredTensor]

@@ -49,9 +49,9 @@ class LogEnd:
     """A line of a chained log that was the last one when it was noted."""
 
     number: int
-    """From 1; 0 for the empty log."""
+    """Number of the line, from 1; 0 for the empty log."""
     digest: str
-    """Its hash, in hexadecimal."""
+    """Hash of the line, in hexadecimal."""
 
 
 class LineTooLong(ValueError):

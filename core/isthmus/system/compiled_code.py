@@ -19,7 +19,7 @@ from pathlib import Path
 from isthmus.errors import UserError
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Of the environment: where PyTorch keeps compiled code."""
+"""Environment variable with the directory in which PyTorch keeps compiled code."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 log = logging.getLogger(__name__)

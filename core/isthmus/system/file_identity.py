@@ -35,11 +35,11 @@ _BORN_AT = 80
 
 @dataclasses.dataclass(frozen=True)
 class FileIdentity:
-    """Of one file or directory; what its file system does not have is None."""
+    """Identity of one file or directory; what its file system does not have is None."""
 
     inode: int
     generation: int | None = None
-    """Of the inode, 32 bits."""
+    """Generation number of the inode, 32 bits."""
     born: int | None = None
     """When it was made, in Unix nanoseconds."""
 
@@ -58,7 +58,7 @@ class FileIdentity:
 
     @classmethod
     def of_open(cls, handle: int) -> Self:
-        """That of an open file or directory."""
+        """The identity of an open file or directory, by its descriptor."""
         return cls(os.fstat(handle).st_ino, _generation(handle), _born(handle))
 
     @classmethod

@@ -67,7 +67,7 @@ class ForkedProgram:
         self.code = report.get("code")
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Its exit code; None if it has not ended within `seconds`."""
+        """Exit code of the program; None if it has not ended within `seconds`."""
         while self.code is None and is_readable(self.fileno(), seconds):
             self.receive()
         return self.code
@@ -219,9 +219,9 @@ def _serve(connection: socket.socket, run: Run, loaded: Sequence[str]) -> NoRetu
     gc.freeze()
     owner = Channel(connection)
     programs: dict[int, _Served] = {}
-    """Those that run, by the descriptor of their process."""
+    """Programs that run, by the descriptor of their process."""
     asking: dict[int, _Served] = {}
-    """Those whose owner may want a signal, by the descriptor of their connection."""
+    """Programs whose owner may send a signal, by the descriptor of their connection."""
     poll = select.poll()
     poll.register(owner, select.POLLIN)
     while True:

@@ -37,7 +37,7 @@ class ForkedProcess:
         return self._handle
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Its exit code; None if it has not ended within `seconds`."""
+        """Exit code of the process; None if it has not ended within `seconds`."""
         if self._code is None and is_readable(self, seconds):
             # Only now is its id free for another process: no signal of this one goes astray.
             _, status = os.waitpid(self.pid, 0)

@@ -18,7 +18,7 @@ from torch import nn
 from isthmus.tensors.running_statistics import find_statistics
 
 _COUNTS = "num_batches_tracked"
-"""Of normalisation layers, whose outputs do not depend on it."""
+"""Name of a buffer of normalisation layers on which their outputs do not depend."""
 
 _SHOWN = 4
 

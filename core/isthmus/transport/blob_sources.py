@@ -125,7 +125,7 @@ class Filling:
         self._current: Assembly | None = None
         """What the source that is being read fills; None if nobody waits for it."""
         self._number = 0
-        """Of this source, from 1."""
+        """Number of the source that is being read, from 1."""
         self._reading: NamedSource | None = None
         self._begun_at = 0.0
         """When it was asked."""

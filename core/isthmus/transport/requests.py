@@ -40,9 +40,10 @@ class OpenRequest:
     """A request from its arrival until its result is acknowledged."""
 
     request: link_pb2.Request
-    """For the worker, with an ID that no other request has: a lying server may repeat its own."""
+    """The request for the worker, with an ID that no other has: a lying server may repeat its
+    own."""
     id: str
-    """As the server sent it."""
+    """ID of the request, as the server sent it."""
     buffer: Buffer | None = None
     assembly: Assembly | None = None
     wanted_on: Stream | None = None

@@ -32,10 +32,10 @@ class TransferTime:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.count = 0
-        """Bytes."""
+        """Bytes that have moved."""
         self.advanced = 0
-        """Those of them that had not moved before: a transfer can only advance to its end, and be
-        repeated for ever."""
+        """Bytes among them that had not moved before: a transfer can only advance to its end, and
+        be repeated for ever."""
         self.moved_at = -math.inf
         """When bytes moved last, or a transfer began."""
 

@@ -58,11 +58,12 @@ class _Part:
     kind: str
     """Name of a `WriteItemType`."""
     offset: tuple[int, ...] | None = None
-    """Of the part; None for an object that is no tensor, which has none of the following either."""
+    """Place of the part in its tensor; None for an object that is no tensor, which has none of the
+    following either."""
     sizes: tuple[int, ...] = ()
-    """Of the part."""
+    """Shape of the part."""
     shape: tuple[int, ...] = ()
-    """Of the tensor."""
+    """Shape of the tensor."""
     dtype: str = ""
     requires_grad: bool = False
     pinned: bool = False

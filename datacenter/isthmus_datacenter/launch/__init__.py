@@ -71,7 +71,7 @@ class Launch(abc.ABC):
         """The command line of every node."""
 
     def first(self, shell: NodeShell) -> str | None:
-        """That of what the first node runs besides, with which the group ends."""
+        """The command that the first node also runs, with which the group ends; None for none."""
         return None
 
 

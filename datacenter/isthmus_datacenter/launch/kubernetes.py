@@ -347,7 +347,7 @@ def _container(launch: Launch, name: str, options: dict[str, str], mount: Path) 
             {"name": "memory", "mountPath": "/dev/shm"},  # noqa: S108 - NCCL's shared memory
         ],
     }
-    # Of a variable that is in both, the last one counts: that of the user.
+    # The last value of a variable that is in both counts: that of the user.
     sources = [name] if launch.secrets else []
     if "secret" in options:
         sources.append(options["secret"])

@@ -22,7 +22,7 @@ class BuiltParameters:
     """
 
     _originals: dict[str, weakref.ref[nn.Parameter]]
-    """Those that may still be used."""
+    """Parameters that may still be used, by name."""
     _attributes: Mapping[str, Mapping[str, Any]]
 
     @classmethod

@@ -47,7 +47,7 @@ _FORM = "forward(hidden_states, top_k_index, top_k_weights)"
 _TOLERANCE = 1e-3
 """Difference allowed relative to the largest element: sums in another order."""
 _ROUNDING = 16.0
-"""The same in units of the precision of the parameters' type, where that is lower."""
+"""Difference allowed in units of the precision of the parameters' type, where that is lower."""
 _TOKENS = 3
 """Most tokens of a rank in a check; others have fewer."""
 

@@ -1,9 +1,13 @@
 """Shard parameters, gradients and optimizer state over the data-parallel ranks (ZeRO).
 
 `apply_zero_stage` is the one place where a job's `zero_stage` becomes calls of PyTorch's
-`fully_shard`. The *sharding units*, whose parameters are gathered and freed together, are the
-children of the model's containers (the blocks of a transformer, the layers of a Sequential), then
-the root with everything else. The same units are compiled and recomputed (`wrap_unit`).
+`fully_shard`. What else depends on the stage is elsewhere: the mesh (`ParallelDims.axes`), when
+gradients are reduced (`ForwardBackward.set_gradient_sync`), and whether whole replicas on
+processors do without `fully_shard` (`ParallelDims.applies_fully_shard`).
+
+The *sharding units*, whose parameters are gathered and freed together, are the children of the
+model's containers (the blocks of a transformer, the layers of a Sequential), then the root with
+everything else. The same units are compiled and recomputed (`wrap_unit`).
 """
 
 from __future__ import annotations

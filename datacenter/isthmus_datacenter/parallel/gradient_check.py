@@ -46,7 +46,7 @@ _PROJECTIONS = 8
 _TOLERANCE = 1e-3
 """Difference allowed relative to the norm of a gradient: float32 sums in another order."""
 _ROUNDING = 16.0
-"""The same in units of the precision of the parameter's type, where that is lower."""
+"""Difference allowed in units of the precision of the parameter's type, where that is lower."""
 _FLOOR = 1e-3
 """Norm of a gradient relative to the largest, below which the difference is relative to that:
 some gradients are zero but for rounding, such as that of a bias of attention keys."""
@@ -63,7 +63,7 @@ class Gradient:
     adds_up: bool
     """Whether the ranks' gradients are parts or summands of the whole by their placement."""
     precision: float
-    """Of the parameter's type."""
+    """Precision of the parameter's type, as `torch.finfo.eps`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +222,7 @@ def compare_gradients(
                 summed |= {name} if True in found else set()
             case _:
                 unknown.add(name)
-    # Those without any gradient may never get one, but these do in the first step.
+    # Parameters without any gradient may never get one, but these do in the first step.
     zero = unknown & whole.gradients.keys()
     if zero:
         raise PartitionError(

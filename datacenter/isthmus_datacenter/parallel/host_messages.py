@@ -48,7 +48,7 @@ class _AllGather(_Allocates, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        # Of a unit that has frozen parameters without elements nothing is gathered.
+        # Nothing is gathered of a unit whose frozen parameters have no elements.
         rows = output_tensor.view(group.size(), input_tensor.numel())
         length = max(1, GATHERED_BYTES // (group.size() * output_tensor.element_size()))
         for start in range(0, input_tensor.numel(), length):

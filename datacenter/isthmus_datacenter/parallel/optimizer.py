@@ -137,7 +137,7 @@ class ShardedOptimizer:
 
     @property
     def learning_rate(self) -> float | None:
-        """That of the first group of parameters now; None if it has none."""
+        """Learning rate of the first group of parameters now; None if it has none."""
         first = next(iter(self._optimizers.named.values()))
         rate = first.param_groups[0].get("lr")
         return None if rate is None else float(rate)
@@ -204,8 +204,8 @@ class ShardedOptimizer:
         finite = True
         norm: torch.Tensor | None = None
         if self.clip_norm is not None or self._fp16 or measures_norm:
-            # Of the gradients of the mean loss, which is what the limit is about; also one pass
-            # fewer over them than scaling first.
+            # The norm of the gradients of the mean loss, which is what the limit is about; also one
+            # pass fewer over them than scaling first.
             norm = self.global_norm(gradients) * factor
             if self._fp16:
                 finite = bool(torch.isfinite(norm))

@@ -211,9 +211,13 @@ class ParallelDims:
         whole = self.zero_stage == 0 and self.expert == 1 and not self.offload
         return device_type == "cpu" and whole and self.precision == "fp32"
 
+    def applies_fully_shard(self, device_type: str) -> bool:
+        """Whether `fully_shard` distributes the parameters: needed, and replaced by nothing."""
+        return self.needs_fully_shard and not self.uses_all_reduce(device_type)
+
     def overlaps_messages(self, device_type: str) -> bool:
         """Whether messages of `fully_shard` are sent while other units compute."""
-        # Those between processors end before the call returns.
+        # Messages between processors end before the call returns.
         return device_type != "cpu"
 
     def coordinates(self, rank: int) -> Coordinates:

@@ -129,11 +129,10 @@ def parallelize(
     built = BuiltParameters.of(model)
     with user_code("shard_units()"):
         task_units = task.shard_units(model)
-    shares_calls = dims.needs_fully_shard and not dims.uses_all_reduce(device.type)
+    fully_shards = dims.applies_fully_shard(device.type)
     shared_calls = None
     experts = find_experts(model) if dims.expert > 1 else {}
     expert_mesh = dims.expert_mesh(device.type) if experts else None
-    # A pipeline's stages call all their blocks, as was compared with the whole model.
     if unfilled is not None:
         unfilled.fill_buffers()
         if try_batch is not None:
@@ -141,16 +140,17 @@ def parallelize(
     run = run_in_eval_mode if unfilled is None else unfilled.run_in_eval_mode
     flop_counter = FlopCounterMode(display=False)
     with _agreed(unfilled):
-        if shares_calls and dims.data > 1 and dims.pipeline == 1 and try_batch is not None:
+        # A pipeline's stages call all their blocks, as was compared with the whole model.
+        if fully_shards and dims.data > 1 and dims.pipeline == 1 and try_batch is not None:
             shared_calls = _units_of_every_batch(
                 model, task_units, smallest_unit, try_batch, experts
             )
-        elif shares_calls and dims.pipeline == 1 and try_batch is not None:
+        elif fully_shards and dims.pipeline == 1 and try_batch is not None:
             refuse_changed_parameters(model, functools.partial(try_batch, model))
         # What outputs are compared with later is computed here, while the model is whole.
         if compared or dims.tensor == 1:
             stages, traces = _stages(
-                task, model, dims, sample, flop_counter, run, unfilled, gathered=shares_calls
+                task, model, dims, sample, flop_counter, run, unfilled, gathered=fully_shards
             )
         else:
             stages = [model]
@@ -167,7 +167,8 @@ def parallelize(
     # From the stages of all ranks: process groups are created by all ranks, in one order.
     tied = TiedParameters.find(dims, stage_names, rank)
     all_reduce = None
-    if mesh is not None and dims.needs_fully_shard and dims.uses_all_reduce(device.type):
+    if dims.needs_fully_shard and not fully_shards:
+        assert mesh is not None
         all_reduce = GradientAllReduce(mesh.get_group("replicate"))
     reductions: list[Reductions] = []
     for index, stage in own_stages.items():
@@ -189,12 +190,12 @@ def parallelize(
                         stage,
                         called,
                         plan,
-                        mesh["tensor"],
-                        device,
-                        own_names[index],
-                        traces[index],
-                        units,
-                        unfilled,
+                        mesh=mesh["tensor"],
+                        device=device,
+                        names=own_names[index],
+                        trace=traces[index],
+                        units=units,
+                        unfilled=unfilled,
                         first=index == 0,
                     )
                 )
@@ -210,7 +211,7 @@ def parallelize(
         # hooks then are outside of what is compiled and recomputed.
         for number, unit in enumerate(units or [stage]):
             wrap_unit(unit, number, dims, backend)
-        if dims.needs_fully_shard and all_reduce is None:
+        if fully_shards:
             assert mesh is not None
             if shared_calls is not None:
                 units = units_in_stage(stage, shared_calls.units)
@@ -310,7 +311,7 @@ def _divide_experts(
     own = {name: each for name, each in experts.items() if id(each) in modules}
     checked: list[nn.Module] = []
     for name, module in own.items():
-        # Those of most blocks are alike.
+        # The experts of most blocks are alike.
         if not any(are_alike(module, each) for each in checked):
             check_experts(name, module, mesh["expert"], device)
             checked.append(module)
@@ -328,12 +329,10 @@ class _ExpertCalls:
     evaluation: Sequence[nn.Module]
 
     def of(self, experts: Sequence[nn.Module]) -> SharedCalls:
-        """Those of a stage, which each of its micro-batches has to make."""
+        """The calls of a stage's experts, which each of its micro-batches has to make."""
         index = {id(each): number for number, each in enumerate(experts)}
-        training, evaluation = (
-            [index[id(each)] for each in calls if id(each) in index]
-            for calls in (self.training, self.evaluation)
-        )
+        training = [index[id(each)] for each in self.training if id(each) in index]
+        evaluation = [index[id(each)] for each in self.evaluation if id(each) in index]
         return SharedCalls(experts, training, evaluation)
 
 
@@ -496,7 +495,7 @@ def refuse_unshardable(model: nn.Module, dims: ParallelDims, device_type: str) -
         _refuse_renormalised(model)
     if not dims.needs_fully_shard and dims.tensor == 1:
         return
-    shards = dims.needs_fully_shard and not dims.uses_all_reduce(device_type)
+    shards = dims.applies_fully_shard(device_type)
     for name, parameter in model.named_parameters():
         # `fully_shard` fails in the first backward pass.
         if shards and parameter.requires_grad and not parameter.numel():
@@ -613,13 +612,13 @@ def _shard_stage(
     stage: nn.Module,
     called: nn.Module,
     plan: Sequence[tuple[nn.Module, Any]],
+    *,
     mesh: DeviceMesh,
     device: torch.device,
     names: Mapping[str, str],
     trace: StageTrace,
     units: Sequence[nn.Module],
     unfilled: UnfilledModel | None,
-    *,
     first: bool,
 ) -> Reductions:
     """Shard the matrices of a stage, and check that it computes and trains what it did before.
@@ -655,7 +654,6 @@ def _shard_stage(
             differentiable_inputs=not first,
             read=None if unfilled is None else unfilled.read,
         )
-    # Only this rank's stages: the whole model may not fit on one device.
     if unfilled is None:
         _place(stage, device)
     else:

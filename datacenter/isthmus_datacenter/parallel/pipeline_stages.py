@@ -135,7 +135,7 @@ def _longest_container(model: nn.Module, stages: int) -> tuple[list[str], nn.Mod
             continue
         blocks = sum(_parameter_count(child) > 0 for child in module.children())
         longest = max(longest, blocks)
-        # Of the containers that are long enough the one with most parameters: a long one may be a
+        # The container with most parameters, of those that are long enough: a long one may be a
         # small part of the model.
         if blocks >= stages and (best is None or _parameter_count(module) > best[0]):
             best = (_parameter_count(module), name, module)

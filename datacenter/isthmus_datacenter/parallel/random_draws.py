@@ -97,7 +97,7 @@ class FixedDraws(TorchDispatchMode):
 
     def _record(self, shape: Sequence[int]) -> None:
         if self.recording:
-            # Of no module's call, such as of a hook of the model: as the model itself.
+            # A draw outside of modules' calls, as in a hook of the model, is the model's own.
             name = self._names[self._called[-1]] if self._called else ""
             self.draws.setdefault(name, []).append(tuple(shape))
 
@@ -128,9 +128,9 @@ class DrawingModules:
     """Names of the modules that draw random numbers in their own forward()."""
 
     apart: frozenset[str] = frozenset()
-    """For sharded activations."""
+    """Modules that draw for sharded activations."""
     alike: frozenset[str] = frozenset()
-    """For activations that are the same on all ranks."""
+    """Modules that draw for activations that are the same on all ranks."""
 
 
 def drawing_modules(whole: DrawsByModule, sharded: DrawsByModule) -> DrawingModules:

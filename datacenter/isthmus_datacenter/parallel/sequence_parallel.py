@@ -118,7 +118,7 @@ class ChecksCalls(ParallelStyle):
         self._output: torch.Tensor | None = None
         """Hidden states that the last block has returned."""
         self._version = 0
-        """Of them, which changes with them."""
+        """Version of these hidden states, which changes with them."""
         self._passed_on: dict[tuple[int, bool], bool] = {}
         """By block and mode, whether in the comparison it got what the one before had returned."""
         self._compared = False
@@ -158,7 +158,7 @@ class ChecksCalls(ParallelStyle):
             TaskError: they are others, and were the same in the comparison.
         """
         output = self._output
-        # Of another type where `fully_shard` has converted them.
+        # Hidden states have another type where `fully_shard` has converted them.
         if output is None or not _is_plain(hidden) or hidden.dtype != output.dtype:
             return
         # By address: `fully_shard` passes them on as views.

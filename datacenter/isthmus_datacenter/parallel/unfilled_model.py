@@ -47,7 +47,7 @@ def on_all_ranks(condition: bool) -> bool:
 
 def may_be_filled_later(job: Job, dims: ParallelDims, device: torch.device) -> bool:
     """Whether ranks of this layout have parts of the model, which they can read by themselves."""
-    sharded = dims.needs_fully_shard and not dims.uses_all_reduce(device.type) and dims.data > 1
+    sharded = dims.applies_fully_shard(device.type) and dims.data > 1
     return sharded or dims.tensor > 1 or dims.pipeline > 1
 
 
@@ -198,7 +198,7 @@ class UnfilledModel:
         try:
             yield
         except Exception:
-            # Of any kind, as it is raised by the task's code.
+            # Any exception, as it is raised by the task's code.
             self._called = False
             raise
 

@@ -59,7 +59,7 @@ class LocalAgent:
         logs = Path(settings.logs)
         make_state_directory(logs)
         self._log = logs / f"agent-{settings.generation}.log"
-        # Of a generation with this number that another start of the service has left.
+        # Another start of the service may have left the log of a generation with this number.
         self._log.unlink(missing_ok=True)
         delete_old_logs(logs, starting_generation=settings.generation)
         environment = {**os.environ, "FLWR_TELEMETRY_ENABLED": "0"}

@@ -143,7 +143,7 @@ class _ReportingAgent(LocalElasticAgent):
             rank, failure = min(result.failures.items())
             assert self._pcontext is not None
             stderr = Path(self._pcontext.stderrs[failure.local_rank])
-            # Of a signal only native code can say the reason, before the stacks of Python.
+            # Only native code can say the reason of a signal, before the stacks of Python.
             line = abort_reason(stderr) if failure.exitcode < 0 else last_line(stderr)
             self._control.report_rank_failure(
                 self._incarnation,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 _TAIL_BYTES = 1 << 14
 _ABORT_TAIL_BYTES = 1 << 18
-"""The same after an abort, which is followed by the stacks of all threads."""
+"""Bytes at the end of a log that are read after an abort, which is followed by the stacks of all
+threads."""
 _MAX_LINE_CHARACTERS = 300
 _KEPT_GENERATIONS = 10
 """Every start of a service, or of ranks that died too often, is a new generation."""

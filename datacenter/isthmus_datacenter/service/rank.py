@@ -150,7 +150,7 @@ class _Rank:
             world_size=self.ranks,
             timeout=_COLLECTIVE_TIMEOUT,
         )
-        # Of this incarnation only, so that nothing of an earlier one can be said again.
+        # A key for this incarnation only, so that nothing of an earlier one can be said again.
         set_key(derived_key(self.control.key, str(self.incarnation)))
         self.joined = True
         self.control.report_ready(self.incarnation, self.rank)

@@ -321,7 +321,7 @@ class RankGroup:
             IncarnationLostError: ranks died or did not answer.
         """
         number = self._next_number.get(incarnation, 0)
-        # Of this incarnation only: another one begins to count anew.
+        # Numbers of this incarnation only: another one begins to count anew.
         self._next_number = {incarnation: number + 1}
         await self._store.call(ControlStore.send_command, incarnation, number, command)
         assert self._agents is not None

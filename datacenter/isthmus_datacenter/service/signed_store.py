@@ -106,7 +106,7 @@ class SignedStore(Store):
         return bool(self._store.delete_key(key))
 
     def clone(self) -> SignedStore:
-        """The same store over a connection of its own."""
+        """A `SignedStore` of the same store, over a connection of its own."""
         clone = SignedStore(self._store.clone(), self._key)  # type: ignore[attr-defined]  # not in the stubs
         # PyTorch's process groups hold its C++ part only, and Python would free the other one.
         self._clones.append(clone)

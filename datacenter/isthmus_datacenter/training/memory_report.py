@@ -66,7 +66,7 @@ class RankMemory:
     """Bytes on the rank that has most."""
 
     parameters: int
-    """Its part of the parameters, and the buffers."""
+    """Part of the parameters that it has, and the buffers."""
     gradients: int
     optimizer: int
     """State of the task's optimizer after a step."""
@@ -218,11 +218,11 @@ def memory_of(
         mode = FakeTensorMode()
         try:
             with mode, _readable_meshes(), warnings.catch_warnings():
-                # Of the places of tensors in memory, which are compared, and here are nowhere.
+                # The warning is about places in memory that are compared: here tensors have none.
                 warnings.filterwarnings(
                     "ignore", "Accessing the data pointer of FakeTensor", UserWarning
                 )
-                # Of hooks that an in-place change would lose: nothing is trained.
+                # The warning is about hooks that an in-place change loses: nothing is trained.
                 warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
                 return _found(task, job, dims, map_tensors(mode.from_tensor, batch))
         except (*_WANT_VALUES, TaskError) as error:
@@ -330,7 +330,7 @@ def _found(task: Task, job: Job, dims: ParallelDims, batch: Any) -> RankMemory:
     states = _kinds_of_states(task, model)
     repetition = find_repetition(model, lambda: _loss(task, model, batch), every, states)
     if repetition is not None:
-        # Of any kind: counts that are on no line, or code of the task that wants all blocks.
+        # Any exception: counts that are on no line, or code of the task that wants all blocks.
         with contextlib.suppress(Exception):
             return _extended(task, job, dims, batch, model, repetition)
     return _measured(task, model, job, dims, batch).memory()

@@ -316,7 +316,7 @@ class _Round:
         return StepTrace(steps, directory, engine.placement.rank, engine.placement.device)
 
     def _observed(self, batches: Iterable[Any], first: int) -> Iterator[Any]:
-        """The same batches; the operations of a step are counted on the first one."""
+        """The batches as they are; the operations of a step are counted on the first one."""
         for step, batch in enumerate(batches, first):
             self._flops = self._engine.step_flops(batch)
             self._trace.before(step)

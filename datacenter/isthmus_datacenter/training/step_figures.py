@@ -50,7 +50,7 @@ class StepRecorder:
             earlier: what was recorded of the round before a restart.
         """
         self.recorded: list[RecordedStep] = [*earlier]
-        """Those that have arrived, in the order of steps."""
+        """Figures that have arrived, in the order of steps."""
         self._interval = interval
         self._device = device
         self._ranks = ranks

@@ -43,7 +43,7 @@ class TakenStep:
     """A step that was taken."""
 
     step: int
-    """Its absolute number."""
+    """Number of the step in the run, from 0."""
     local_units: float
     """Units that were scored on this rank."""
     global_units: float

@@ -148,7 +148,7 @@ class _Blocks:
         return self._codes_at + -(-self.count * self.keep * _CODE_BITS // 8)
 
     def encode(self, elements: torch.Tensor) -> bytearray:
-        """Their part of the message; the elements are replaced by what it lacks of them."""
+        """The message of these blocks; the elements are replaced by what it lacks of them."""
         blocks = elements.view(self.count, self.length)
         at = _largest(blocks, self.keep)
         values = blocks.gather(1, at)

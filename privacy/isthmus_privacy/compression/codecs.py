@@ -42,7 +42,8 @@ class EncodedRound:
     """What both sides know of a round, for codecs that draw elements or a rotation by it."""
 
     round: int
-    """Its number, from 1; 0 for changes of the model, which are those of several rounds."""
+    """Number of the round, from 1; 0 for changes of the model, which are those of several
+    rounds."""
     seed: int
     """The job's."""
     size: int
@@ -213,7 +214,7 @@ class CodecCalls:
             raise UpdateError(f"{self.shown} cannot encode the update: {said(error)}") from error
 
     def encode_and_leave(self, values: torch.Tensor, round_: int) -> bytes:
-        """The same; the values are replaced by what the bytes lack of them.
+        """The codec's bytes of values, float32 (T); what the bytes lack of them is left there.
 
         Raises:
             UpdateError: the codec failed, or decoded something that is not finite.

@@ -76,7 +76,7 @@ class Positions:
 
     @property
     def _low_bits(self) -> int:
-        """Their number with which a message is smallest."""
+        """Number of low bits with which a message is smallest."""
         widths = range(self.length.bit_length())
         return min(widths, key=lambda bits: self.keep * bits + self._marks(bits))
 

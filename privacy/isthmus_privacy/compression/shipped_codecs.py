@@ -24,7 +24,7 @@ class RoundedSettings(Section):
     """Settings of `rounded`."""
 
     bits: Annotated[int, Field(ge=2, le=MAX_BITS)] = 8
-    """Of each element."""
+    """Bits of each element."""
 
 
 class RoundedUpdate:
@@ -111,7 +111,7 @@ class SampledElementsSettings(Section):
     one_in: OneIn = 4
     """One of that many neighbouring elements is sent in a round."""
     one_in_of: Annotated[dict[Pattern, OneIn], Field(max_length=64, default_factory=dict)]
-    """The same for the parameters that match patterns."""
+    """Patterns of parameters, each with its own `one_in`."""
 
 
 class SampledElements:

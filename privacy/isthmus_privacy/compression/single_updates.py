@@ -25,7 +25,7 @@ class UpdateMessages:
 
     @classmethod
     def of(cls, job: Job, layout: TensorLayout) -> UpdateMessages | None:
-        """Those of a job; None if its updates are sent as they are.
+        """The messages of a job; None if its updates are sent as they are.
 
         Raises:
             UserError: its codec cannot be used.
@@ -94,7 +94,7 @@ class DatacenterMessages:
 
     @classmethod
     def of(cls, job: Job, layout: TensorLayout) -> DatacenterMessages | None:
-        """Those of a job; None if its datacenters send their models.
+        """The messages of a job; None if its datacenters send their models.
 
         Raises:
             UserError: its codec cannot be used.

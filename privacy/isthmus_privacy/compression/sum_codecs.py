@@ -53,9 +53,10 @@ class ProvidedSumCodec(Levels, Message):
     }
 
     name: str
-    """Of the entry point."""
+    """Name of the entry point."""
     version: str
-    """Of the package that provides it, with its name: two versions may compute different things."""
+    """Name and version of the package that provides it: two versions may compute different
+    things."""
     settings: str = dataclasses.field(repr=False)
     """JSON, with sorted keys."""
     length: int

@@ -109,7 +109,7 @@ class Composition:
     """Sum of 1 / noise multiplier^2 of the Gaussian ones, which compose to one Gaussian."""
     correlated: frozenset[CorrelatedGaussian] = frozenset()
     sampled: frozenset[SampledGaussian] = frozenset()
-    """With the steps of each noise and probability added up."""
+    """Sampled ones, with the steps of each noise and probability added up."""
 
     def plus(self, event: Event, times: int = 1) -> Self:
         """The composition with an event, repeated some times."""

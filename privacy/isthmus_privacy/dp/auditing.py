@@ -45,11 +45,12 @@ from isthmus_privacy.dp.accounting import (
 )
 
 CONFIDENCE = 0.9999
-"""Of a lower bound: an audit of an honest job raises an alarm in at most one of 10,000."""
+"""Confidence of a lower bound: an audit of an honest job raises an alarm in at most one of
+10,000."""
 POWER = 0.99
 """The noise that an audit is said to find is found in at least so many of them."""
 CONFIDENCES = (0.9, 1 - 1e-9)
-"""Between which a confidence can be."""
+"""Least and largest confidence that an audit can have."""
 _LARGEST_FACTOR = 64.0
 """Noise that is weaker by more is not told apart."""
 _CERTAIN = 1 - 1e-9
@@ -111,7 +112,7 @@ class Claim:
     times: int
     """Participations."""
     delta: float
-    """Of the epsilon that is claimed."""
+    """Delta of the epsilon that is claimed."""
 
     def epsilon(self, factor: float = 1.0) -> float:
         """Epsilon at `delta`, with noise that is weaker by a factor.

@@ -178,7 +178,7 @@ class SampledNoisePlan:
     multiplier: float
     """Noise multiplier; see `DatacenterPrivacy.noise`."""
     probability: float
-    """With which an example is in a step."""
+    """Probability with which an example is in a step."""
 
     @classmethod
     def of(cls, job: Job) -> Self | None:

@@ -72,7 +72,7 @@ class Charge:
     """One release of something that depends on the data of a population."""
 
     population: str
-    """Whose data."""
+    """Name of the population."""
     unit: str
     """What a neighbouring data set differs in: device, or example."""
     adjacency: str
@@ -92,7 +92,7 @@ class LedgerHead(LogEnd):
     """A line of a ledger that somebody remembers."""
 
     def __str__(self) -> str:
-        """As text that `of` reads."""
+        """The text that `of` reads."""
         return f"{self.number}:{self.digest}"
 
     @classmethod
@@ -255,7 +255,7 @@ class Ledger:
     # -- write ---------------------------------------------------------------------------------
 
     def reserve(self, charge: Charge) -> int:
-        """Reserve the epsilon of a charge; returns its number, when it is on disk.
+        """Charge: reserve the epsilon, until `settle`; returns the charge's number, on disk then.
 
         Raises:
             OSError: it cannot be written, so nobody may be asked.

@@ -171,7 +171,7 @@ class ExampleGradients:
     def _repeated(
         self, group: ExampleGroup, rows: Sequence[torch.Tensor], place: int
     ) -> Observed | None:
-        """The same once more, where kernels may not repeat their result."""
+        """What `_observe` finds once more; None where kernels repeat their result."""
         return None if rows[0].device.type == "cpu" else self._observe(group, rows, place)
 
     def _observe(

@@ -33,7 +33,7 @@ _SUMMARY = 1 << 12
 _OUTLIERS = (-1e3, 1e6)
 """Factors of other examples' values: a share of one part in a thousand million is then seen."""
 _NOT_FINITE = (math.nan,)
-"""The same, for what is done with a batch in which a number is missing."""
+"""Factors of other examples' values, for what is done with a batch in which a number is missing."""
 
 _PLAIN = (str, int, float)
 
@@ -72,7 +72,7 @@ def arranged(rows: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[torch.Tens
 def replaced(
     rows: Sequence[torch.Tensor], place: int, *, made_up: bool
 ) -> Iterator[list[torch.Tensor]]:
-    """The same examples with others in all places but one.
+    """The examples, with others in all places but one.
 
     Args:
         rows: tensors with one row for each example.
@@ -180,7 +180,7 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def summarised(found: Observed) -> Observed:
-    """The same in little memory: the gradient of one example is as large as the model.
+    """What was computed, in little memory: the gradient of one example is as large as the model.
 
     Of large tensors a hash of all bits is left, or on an accelerator, whose kernels may not repeat
     these, a sample of the elements with their mean and their root mean square.

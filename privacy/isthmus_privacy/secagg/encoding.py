@@ -74,7 +74,7 @@ class Encoded:
     ring: RoundVector
     masked: bool = False
     sent: torch.Tensor | None = None
-    """With a codec: (N) float32, the part of the update that this vector stands for."""
+    """The part of the update that this vector stands for, (N) float32; None without a codec."""
 
     @property
     def vector(self) -> torch.Tensor:

@@ -30,7 +30,6 @@ Encoding(clip=256.0, weight_max=4000, bits=32)
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Self
@@ -41,12 +40,16 @@ from isthmus_privacy.crypto.masking import TILE
 from isthmus_privacy.secagg.config import MAX_LEVELS, WIDE_LEVELS
 
 USUAL_CLIP = 4.0
+"""Range of elements, [-4, 4], where it is precise enough for the updates."""
 USUAL_WEIGHT = 1000
+"""Largest weight of a device, in examples, where it is precise enough."""
 
 _LOWEST = -127
+"""Exponent of the first bin, which zeros have too."""
 _EXPONENTS = 256
-"""Bins of exponents: up to `_LOWEST`, which zeros have too, .. 128, as float32 has."""
+"""Bins of exponents: `_LOWEST` and less, .. 128, as float32 has."""
 _STEPS = 53
+"""Bins of weights, the steps of `LADDER`."""
 _FIRST_STEP = 10
 """Steps of the ladder below `USUAL_WEIGHT`."""
 
@@ -61,22 +64,26 @@ SIZE = 3 * _EXPONENTS + _STEPS
 _ROUNDING = 1e-4
 """Largest error of rounding, as a part of the update of a device with the mean weight."""
 _TENSOR_ROUNDING = 2.0**-7
-"""The same for its tensor with the smallest elements. The error has the mean zero."""
+"""Largest error of rounding, as a part of the tensor with the smallest elements in the update of
+that device. The error has the mean zero."""
 _LOST = 2.0**-7
 """Error of rounding, as a part of the middle update, with which that is lost."""
 _CODEC_ROUNDING = 1e-2
-"""The same with a codec, whose rounding is made up for by later updates."""
+"""Largest error of rounding with a codec, which later updates make up for, as a part of the update
+of a device with the mean weight."""
 _LIAR_EXPONENTS = 4
 """Bins by which elements of the few that may lie can be above those of all others."""
 _MAGNITUDE_DIGITS = 8.0
 """Binary digits by which the magnitude of what devices send may be below that of their updates."""
 _WIDER_EXPONENTS = 4
+"""Bins of exponents that are left for larger elements of devices that are not in the counts."""
 _WIDER_STEPS = 2
-"""Room for devices that are not in the counts, in bins."""
+"""Bins of weights that are left for larger weights of devices that are not in the counts."""
 _UNKNOWN_CLIP = 2.0**16
+"""Range where no ranges are known. In a ring of 64 bits the steps of elements are still small: with
+100 examples a device, 4e-8."""
 _UNKNOWN_STEPS = 7
-"""Range, and steps of the largest weight above the usual one, where no ranges are known. In a ring
-of 64 bits the steps of elements are still small: with 100 examples a device, 4e-8."""
+"""Steps of the largest weight above the usual one, where no ranges are known."""
 
 
 def counts_of(
@@ -95,7 +102,10 @@ def counts_of(
             None for all of it.
     """
     counts = torch.zeros(SIZE, dtype=torch.int64)
-    largest = max(abs(float(end)) for end in torch.aminmax(update)) if len(update) else 0.0
+    largest = 0.0
+    if len(update):
+        least, most = torch.aminmax(update)
+        largest = max(abs(float(least)), abs(float(most)))
     parts = [_mean_square(part) for part in tensors]
     smallest = min((part for part in parts if part), default=0.0)
     typical = math.sqrt(_mean_square(update if parameters is None else parameters))
@@ -125,9 +135,11 @@ class Encoding:
     """The numbers of a round configuration that follow from the ranges."""
 
     clip: float
+    """Range of elements: they are clipped to [-clip, clip]."""
     weight_max: int
+    """Largest weight of a device, in examples."""
     bits: int
-    """Of the ring, without a codec."""
+    """Ring size in bits, without a codec."""
 
     @property
     def levels(self) -> int:
@@ -140,9 +152,13 @@ class Ranges:
     """The histograms of a sum, each with one count for each of its devices."""
 
     largest: Sequence[int]
+    """Devices by the exponent of the largest absolute element."""
     typical: Sequence[int]
+    """Devices by the exponent of the root mean square of all parameters' elements."""
     smallest: Sequence[int]
+    """Devices by the exponent of the least root mean square of a tensor that is not zero."""
     weights: Sequence[int]
+    """Devices by the step of `LADDER`."""
 
     @classmethod
     def of(cls, total: torch.Tensor, devices: int) -> Self:
@@ -162,7 +178,7 @@ class Ranges:
 
     @classmethod
     def unknown(cls) -> Self:
-        """Of a sum that is lost, or has no meaning: there is no count.
+        """The ranges of a sum that is lost, or has no meaning: there is no count.
 
         A second sum of ranges could be of other devices, and the difference of the two that of
         one. The encoding is so wide that most updates fit it.
@@ -177,8 +193,12 @@ class Ranges:
     @classmethod
     def read(cls, counts: Sequence[int]) -> Self:
         """The inverse of `counts`."""
-        ends = (0, _EXPONENTS, 2 * _EXPONENTS, 3 * _EXPONENTS, SIZE)
-        return cls(*(tuple(counts[a:b]) for a, b in itertools.pairwise(ends)))
+        return cls(
+            largest=tuple(counts[:_EXPONENTS]),
+            typical=tuple(counts[_EXPONENTS : 2 * _EXPONENTS]),
+            smallest=tuple(counts[2 * _EXPONENTS : 3 * _EXPONENTS]),
+            weights=tuple(counts[3 * _EXPONENTS : SIZE]),
+        )
 
     @property
     def counts(self) -> list[int]:
@@ -209,39 +229,65 @@ class Ranges:
             liars: so many may say anything of their updates, see `is_limited`.
         """
         if not self.is_known:
-            weight = weight_max or LADDER[_FIRST_STEP + _UNKNOWN_STEPS]
-            return Encoding(_UNKNOWN_CLIP if clip is None else clip, weight, 64)
+            return Encoding(
+                clip=_UNKNOWN_CLIP if clip is None else clip,
+                weight_max=weight_max or LADDER[_FIRST_STEP + _UNKNOWN_STEPS],
+                bits=64,
+            )
+        usual, narrow = self._candidates(clients, clip, weight_max, wider=wider, liars=liars)
+        if not _last(self.largest):
+            return usual  # zeros in any range
+        fewest = levels or min(MAX_LEVELS, ((1 << 32) - 1) // clients)
+        limits = (_ROUNDING, _TENSOR_ROUNDING) if levels is None else (_CODEC_ROUNDING, math.inf)
+        chosen = usual
+        # A range of the job stays, however much wider than the updates it is.
+        if clip is None and not self._is_precise(usual.clip, usual.weight_max, fewest, *limits):
+            chosen = narrow
+        if levels is not None:
+            return chosen
+        return self._in_ring(chosen, narrow, fewest, needed, wider=wider)
+
+    def _candidates(
+        self, clients: int, clip: float | None, weight_max: int | None, *, wider: bool, liars: int
+    ) -> tuple[Encoding, Encoding]:
+        """The usual encoding, or what is above it; and the narrowest that has room for all.
+
+        The job's `clip` and `weight_max` are those of both. The arguments are those of `encoding`.
+        """
         exponent = self._exponent(liars) + (_WIDER_EXPONENTS if wider else 0)
         step = _last(self.weights) + (_WIDER_STEPS if wider else 0)
-        tight = LADDER[min(step, _STEPS - 1)]
-        weight = weight_max or max(USUAL_WEIGHT, tight)
-        bound = max(USUAL_CLIP, 2.0**exponent) if clip is None else clip
-        bits = self._bits(clients, weight)
-        if not _last(self.largest):
-            return Encoding(bound, weight, bits)  # zeros in any range
-        limits = (_ROUNDING, _TENSOR_ROUNDING) if levels is None else (_CODEC_ROUNDING, math.inf)
-        fewest = levels or min(MAX_LEVELS, ((1 << 32) - 1) // clients)
-        if clip is not None:
-            # A range of the job stays, however much wider than the updates it is.
-            if levels is None and not self._is_precise(clip, weight, fewest, *limits):
-                bits = 64
-        elif not self._is_precise(bound, weight, fewest, *limits):
-            bound = 2.0 ** max(exponent, _LOWEST + 1)
-            weight = weight_max or tight
-            bits = self._bits(clients, weight)
-            if levels is None and not self._is_precise(bound, weight, fewest, *limits):
-                bits = 64
-        if levels is not None:
-            return Encoding(bound, weight, bits)
+        heaviest = LADDER[min(step, _STEPS - 1)]
+        usual_clip = max(USUAL_CLIP, 2.0**exponent) if clip is None else clip
+        narrow_clip = 2.0 ** max(exponent, _LOWEST + 1) if clip is None else clip
+        usual_weight = weight_max or max(USUAL_WEIGHT, heaviest)
+        narrow_weight = weight_max or heaviest
+        return (
+            Encoding(usual_clip, usual_weight, self._bits(clients, usual_weight)),
+            Encoding(narrow_clip, narrow_weight, self._bits(clients, narrow_weight)),
+        )
+
+    def _in_ring(
+        self, chosen: Encoding, narrow: Encoding, fewest: int, needed: int | None, *, wider: bool
+    ) -> Encoding:
+        """The encoding in a ring of 64 bits if 32 are too few, and narrower if 64 are, too.
+
+        Args:
+            chosen: the encoding.
+            narrow: the narrowest.
+            fewest: levels of an element in a ring of 32 bits.
+            needed: as for `encoding`.
+            wider: as for `encoding`.
+        """
+        weight = chosen.weight_max
         # The mean may be far below the updates. Nothing is known of those that are not counted.
         largest_error = _ROUNDING * self._least_product(needed, weight)
-        if wider or bound / (fewest - 1) * weight > largest_error:
-            bits = 64
-        if bound / (WIDE_LEVELS - 1) * weight > largest_error:
+        is_precise = self._is_precise(chosen.clip, weight, fewest, _ROUNDING, _TENSOR_ROUNDING)
+        if wider or not is_precise or chosen.clip / (fewest - 1) * weight > largest_error:
+            chosen = dataclasses.replace(chosen, bits=64)
+        if chosen.clip / (WIDE_LEVELS - 1) * weight > largest_error:
             # The usual range and weight are too wide even there.
-            bound = 2.0 ** max(exponent, _LOWEST + 1) if clip is None else clip
-            weight = weight_max or tight
-        return Encoding(bound, weight, bits)
+            return dataclasses.replace(narrow, bits=chosen.bits)
+        return chosen
 
     def is_limited(self, liars: int) -> bool:
         """Whether the range is narrower than the largest update that devices have said they have.
@@ -264,12 +310,13 @@ class Ranges:
         They are those that were not lost since. A device that has data has one example at least.
         """
         steps = [step for step, count in enumerate(self.weights) for _ in range(count)]
+        lightest = steps[:devices]
+        heaviest = steps[max(0, len(steps) - devices) :]
         least = [1, *(limit + 1 for limit in LADDER)]
         most = [*LADDER[:-1], weight_max]
-        return (
-            sum(min(least[step], weight_max) for step in steps[:devices]),
-            sum(min(most[step], weight_max) for step in steps[max(0, len(steps) - devices) :]),
-        )
+        lower = sum(min(least[step], weight_max) for step in lightest)
+        upper = sum(min(most[step], weight_max) for step in heaviest)
+        return lower, upper
 
     def magnitude_bounds(self, weight_max: int, rounds: int, liars: int = 0) -> tuple[float, float]:
         """Between which magnitudes there is what devices send of compressed updates.

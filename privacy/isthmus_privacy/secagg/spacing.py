@@ -31,7 +31,7 @@ from isthmus_privacy.crypto.masking import TILE
 _DIGITS = 24
 """Binary digits of a float32 number."""
 DIGITS_OF = {"fp32": _DIGITS, "bf16": 8, "fp16": 11}
-"""Those of a gradient, by the precision that a job has it computed in."""
+"""Binary digits of a gradient, by the precision that a job has it computed in."""
 LEAST = -126
 """The exponent of an element that is 0, and the least of one."""
 

@@ -81,8 +81,8 @@ class PrivacyBudget:
         self._measured = collections.Counter[str]()
         """Evaluations and comparisons that each device was asked for."""
         self._measured_before = collections.Counter[str]()
-        """Likewise by other runs until now, with the same noise: it is made for all of them, so
-        that what they have measured is not reserved again."""
+        """Measurements that each device was asked for by other runs until now, with the same noise:
+        it is made for all of them, so that no budget is kept for what they have measured."""
         if self.plan.measurements:
             self._measured_before = ledgers.charged_by_others(self.plan.measuring_event, UNIT)
         bound = self.plan.first_bound
@@ -108,8 +108,9 @@ class PrivacyBudget:
                 return False
             if rows and self._charged - rows[-1] < self.privacy.separation:
                 return False
-        reserved = self.plan.measurements - self._measured[device] - self._measured_before[device]
-        return self._affords(device, self._event, max(reserved, 0))
+        measured = self._measured[device] + self._measured_before[device]
+        to_come = max(0, self.plan.measurements - measured)
+        return self._affords(device, self._event, to_come)
 
     def allows_measurement(self, device: str) -> bool:
         """Whether a device may be asked for one more evaluation or comparison."""
@@ -169,7 +170,7 @@ class PrivacyBudget:
                 f"{len(used_up)} devices of the round have no privacy budget left since another "
                 f"job of the population {self.privacy.population!r} was charged"
             )
-        charge = self._charge(ROUND, self._event, spec.round, spec.attempt, devices)
+        charge = self._charge_of(ROUND, self._event, spec.round, spec.attempt, devices)
         with self._given_back(), self._ledgers.charged(charge, devices):
             self._count(devices)
             self._moved = self._bound
@@ -200,7 +201,7 @@ class PrivacyBudget:
                 f"{len(used_up)} devices have no privacy budget left for a measurement since "
                 f"another job of the population {self.privacy.population!r} was charged"
             )
-        charge = self._charge(what, self.plan.measuring_event, number, attempt, names)
+        charge = self._charge_of(what, self.plan.measuring_event, number, attempt, names)
         with self._given_back(), self._ledgers.charged(charge, names):
             self._measured.update(names)
             yield
@@ -212,7 +213,7 @@ class PrivacyBudget:
                 "would allow to publish one of them; use 1e-5 or less"
             )
 
-    def _charge(
+    def _charge_of(
         self, what: str, event: Event, number: int, attempt: int, devices: tuple[str, ...]
     ) -> Charge:
         return Charge(

@@ -36,9 +36,10 @@ class Absent:
     """Charges of a run that the ledger of their population does not have."""
 
     lost: Sequence[Charge]
-    """Those that it had: the run has noted how they ended, which it does when both have them."""
+    """Charges that the ledger had: the run has noted how they ended, which it does when both have
+    them."""
     unasked: Sequence[Charge]
-    """Those of which this is not known, as after a crash between both ledgers."""
+    """Charges of which this is not known, as after a crash between both ledgers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +47,13 @@ class ChargedRun:
     """The ledger of one run."""
 
     directory: Path
-    """That has the ledger."""
+    """Directory of the run, with the ledger."""
     ledger: Ledger
     job: Job | None
-    """None if only the ledger is left."""
+    """Job of the run; None if only the ledger is left."""
 
     def charges_of(self, population: str) -> list[LedgerEntry]:
-        """Its charges of a population, also those of a run that it was branched from."""
+        """Charges of the run for a population, also those of a run that it was branched from."""
         entries = self.ledger.entries.values()
         return [entry for entry in entries if entry.charge.population == population]
 

@@ -36,7 +36,7 @@ class ExamplesBudget:
         """Why so many steps may not be asked for; empty if they may."""
         privacy = self.plan.privacy
         spent = self._ledgers.epsilon(privacy.delta)
-        after = self._ledgers.epsilon(privacy.delta, self._charge(0, 0, steps))
+        after = self._ledgers.epsilon(privacy.delta, self._charge_of(0, 0, steps))
         if after <= privacy.epsilon:
             return ""
         return (
@@ -55,10 +55,10 @@ class ExamplesBudget:
         steps = spec.steps * len(spec.datacenters)
         if refusal := self.refusal(steps):
             raise RoundFailed(refusal)
-        charge = self._charge(spec.round, spec.attempt, steps)
+        charge = self._charge_of(spec.round, spec.attempt, steps)
         return self._ledgers.charged(charge, spec.datacenters)
 
-    def _charge(self, round_: int, attempt: int, steps: int) -> Charge:
+    def _charge_of(self, round_: int, attempt: int, steps: int) -> Charge:
         return Charge(
             population=self.plan.privacy.population,
             unit=EXAMPLE,

@@ -48,13 +48,14 @@ class SpentTogether(Record):
     epsilon: float
     """Epsilon of the member that was asked most, by all runs, failed attempts included."""
     budget: float | None
-    """That of the jobs; None if they differ, or if it is one of each run alone."""
+    """Epsilon that the jobs allow; None if they differ, or if it is one of each run alone."""
     delta: float
-    """The smallest of the jobs; of the examples of devices, the sum."""
+    """The smallest delta of the jobs; of the examples of devices, the sum."""
     runs: int
-    """That may have been charged."""
+    """Number of runs that may have been charged."""
     counted: bool
-    """False: a bound on what the devices have counted, who keep the account themselves."""
+    """Whether epsilon was counted here. False: a bound on what the devices have counted, who keep
+    the account themselves."""
 
     @property
     def sentence(self) -> str:

@@ -19,7 +19,7 @@ COMMANDS = "isthmus.privacy_commands"
 
 
 class _PrivacyCommands(click.Group):
-    """Also has the subcommands that other packages provide; imports only the one that is used."""
+    """Commands here, and those that other packages provide; imports only the one that is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *provided(COMMANDS)})

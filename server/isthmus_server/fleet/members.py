@@ -91,7 +91,7 @@ class Members(Enrolments):
         """The registry is here: there is nothing to copy."""
 
     async def follow(self) -> None:
-        """Likewise."""
+        """The registry is here: there is nothing to follow."""
 
     async def admit(self, hello: link_pb2.Hello, certificate: bytes | None) -> tls.Subject:
         """Check that a hello and the certificate of its connection belong to one participant.

@@ -276,7 +276,7 @@ class RemoteMembers(Members):
         return statement
 
     async def check(self, subject: tls.Subject) -> None:
-        """As `Members.check`; for one who has joined just now the authority is asked first.
+        """Check as `Members.check`; for one who has joined just now the authority is asked first.
 
         Raises:
             AdmissionDelayed: it cannot be asked.

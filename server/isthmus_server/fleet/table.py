@@ -70,7 +70,7 @@ class FleetRow:
     joined: float
     certificate_until: float | None
     bytes_per_second: float | None
-    """Of its transfers since it connected; None if too few were made to tell."""
+    """Rate of its transfers since it connected; None if too few were made to tell."""
 
     @property
     def slowness(self) -> str:

@@ -285,12 +285,16 @@ class GlobalModel:
             UpdateError: the new model is not finite.
         """
         changes = self._changes
-        before, base = (None, b"") if changes is None else (self.vector.clone(), self.blob.sha256)
-        # Running statistics (BatchNorm) follow the parameters, and become the participants' mean.
+        before: torch.Tensor | None = None
+        base = b""
+        if changes is not None:
+            before = self.vector.clone()
+            base = self.blob.sha256
         for view, (_, part) in zip(self._views, self.layout.parts(pseudo_gradient), strict=False):
             view.grad = part
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        # Running statistics (BatchNorm) follow the parameters, and become the participants' mean.
         trained = self.layout.trained_size
         self.vector[trained:].sub_(pseudo_gradient[trained:])
         for variance in self._variances:  # near zero, rounding can give a mean below it

@@ -48,7 +48,7 @@ class SummedEvaluation:
     device_bytes: int
     """Bytes to and from devices."""
     bytes_down: int = 0
-    """Those to devices."""
+    """Bytes to devices."""
     seconds: float
 
     @property

@@ -309,7 +309,7 @@ class _SharedServer(_Server):
         self.server_port = self.server_address[1]
 
     def server_activate(self) -> None:
-        """Likewise."""
+        """Listen nowhere: connections come by `take`."""
 
     def take(self, connection: socket.socket, network: str) -> None:
         """Serve a connection, unless too many wait."""

@@ -132,7 +132,7 @@ class Observers:
         certified: bool = False,
         shared: bool = False,
     ) -> Observers:
-        """As the options of `observed` say; sets up logging.
+        """The observers that the options of `observed` say; sets up logging.
 
         `certified`: a server's, which has a certificate. `shared`: the metrics are at its one port.
 

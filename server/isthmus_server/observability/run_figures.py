@@ -180,7 +180,7 @@ class RunFigures(EventSink):
         self.receipts.update(receipt.outcome for receipt in record.receipts)
         self.bytes_up += record.cost.bytes_up
         self.bytes_down += record.cost.bytes_down
-        # Those for the round may have been counted when they ended: a run can stop after one.
+        # Comparisons for the round may have been counted already: a run can stop after one.
         for each in getattr(record, "comparisons", ()):
             if (each.number, each.attempt) in self._compared:
                 self._compared.remove((each.number, each.attempt))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DELIVERED = "delivered"
 LAST = "last"
 REPORT = "report.json"
-"""Of a folder that `isthmus fetch` has written."""
+"""File with the report, in a folder that `isthmus fetch` has written."""
 
 
 class HasDirectory(Protocol):

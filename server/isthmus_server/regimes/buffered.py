@@ -52,7 +52,8 @@ _BOUND = (
     "again only with the same devices"
 )
 
-_TOO_LATE = "the round's time was over before its update was here"
+_TIME_OVER = "the round's time was over before its update was here"
+_RUN_OVER = "the run is over"
 
 
 @dataclasses.dataclass
@@ -111,9 +112,7 @@ class BufferedDevices:
         await asyncio.gather(*tasks, return_exceptions=True)
         for training in self.training.values():
             if training.reply is not None:
-                self.context.link.acknowledge(
-                    training.name, training.request.id, False, "the run is over"
-                )
+                self.context.link.acknowledge(training.name, training.request.id, False, _RUN_OVER)
         self.training.clear()
         self.trained.clear()
 
@@ -403,7 +402,7 @@ class BufferAttempt:
                 "trained",
                 self._receipts,
                 reply=training.reply,
-                late=_TOO_LATE,
+                late=_TIME_OVER,
             ) as reply:
                 await self._add(training, reply.trained)
             if name in self._devices.trained:
@@ -415,7 +414,7 @@ class BufferAttempt:
             # The training belongs to no round any more, so that no later one would write its
             # receipt.
             if name not in self._receipts:
-                self._receipts.record(name, "dropped", _TOO_LATE)
+                self._receipts.record(name, "dropped", _TIME_OVER)
             raise
 
     async def _add(self, training: LocalTraining, trained: link_pb2.Trained) -> None:

@@ -37,7 +37,7 @@ from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import MovedBytes, Peer
 from isthmus_server.transport.sanitize import reason_of
 
-TOO_LATE = "the round is over"
+ROUND_OVER = "the round is over"
 """Reason for refusing a late reply: no call waits for it any more."""
 
 
@@ -221,7 +221,7 @@ async def call(
     seconds: float | None = None,
     least_rate: float = math.inf,
     reply: link_pb2.Reply | None = None,
-    late: str = TOO_LATE,
+    late: str = ROUND_OVER,
 ) -> AsyncIterator[link_pb2.Reply]:
     """Send a request; the block checks and uses its reply, which is acknowledged at the end.
 
@@ -247,6 +247,7 @@ async def call(
     failure: CallFailed | None = None
     peer = link.peers.get(name)  # another process of the name may follow it before the call ends
     allowance = TransferAllowance(link, [name], least_rate)
+    # A failure is raised at the very end: the book and the participant learn of it first.
     try:
         async with asyncio.timeout(seconds) as limit:
             with allowance.extending(limit, lambda: [name]):
@@ -261,7 +262,6 @@ async def call(
                 yield reply
         accepted = True
         reason = ""
-    # The failure is raised at the very end: the book and the participant learn of it first.
     except TimeoutError:
         if not limit.expired():
             reason = SERVER_FAILED
@@ -275,8 +275,8 @@ async def call(
     except (UpdateError, PeerMisbehaved, AdmissionRefused) as error:
         failure = CallFailed("rejected", str(error), reached=True, code=error.code)
         failure.__cause__ = error
-    # Not the participant's fault: it gets no receipt, and is told that its reply was not used.
     except Exception:
+        # Not the participant's fault: it gets no receipt, and is told that its reply was not used.
         reason = SERVER_FAILED
         raise
     finally:

@@ -59,7 +59,7 @@ def opening_of(run_id: str, job: Job, base: Path, model: GlobalModel) -> link_pb
 
 
 def opening_of_ranks(opening: link_pb2.OpenRun, job: Job) -> link_pb2.OpenRun:
-    """The same request for datacenters, whose ranks train in the layout of `job`.
+    """The request `opening` for datacenters, whose ranks train in the layout of `job`.
 
     Raises:
         JobError: no noise meets the budget of the datacenter's examples.

@@ -122,8 +122,8 @@ def resolve_plan(
     # With a transfer no datacenter trains: its gradient goes to the devices.
     sources = datacenters if transfers else []
     if plan.measure_gradients:
-        # Those with the weight 0, too: only a measurement can tell a policy that they would help
-        # again.
+        # Datacenters with the weight 0, too: only a measurement can tell a policy that they would
+        # help again.
         sources = sorted(roster.datacenters)
     measured = [past.gradients for past in state.history if past.gradients is not None]
     averages = job.strategy.served_average > 0

@@ -78,7 +78,7 @@ class Late:
     rounds_missed: int
     """Rounds that began meanwhile."""
     rounds_full: int
-    """Those of them in which all places were taken."""
+    """Rounds among them in which all places were taken."""
 
 
 @dataclasses.dataclass

@@ -245,7 +245,7 @@ class ParticipantRoster(ParticipantListener):
             names = {name for name in names if self._link.admits(name)}
             return names - self.datacenters.keys() - self._declined.keys()
 
-        # Those that connect meanwhile are welcome, and the run does not wait for them.
+        # Datacenters that connect meanwhile are welcome, and the run does not wait for them.
         expected = opening()
         await self.until(
             lambda: not opening() & expected,
@@ -423,7 +423,7 @@ class ParticipantRoster(ParticipantListener):
         return self._absent(self._link.enrolments.clients())
 
     def _absent(self, names: set[str]) -> set[str]:
-        """Of these, and of those that are connected or have taken part, who is not ready."""
+        """Devices not ready, of these and of those that are connected or have taken part."""
         # A device that has taken part is expected again: it may only be restarting.
         names = names | self._availability.attendance.records.keys() | self._connected()
         names = names - self.clients.keys() - self._declined.keys() - self._fetching.keys()

@@ -43,7 +43,7 @@ class BalancerListener:
     host: str
     port: int
     trusted: tuple[Network, ...] = ()
-    """Whose `X-Forwarded-For` counts."""
+    """Networks of balancers whose `X-Forwarded-For` counts."""
 
 
 class ControlPlaneServer:

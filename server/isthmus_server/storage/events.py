@@ -70,7 +70,8 @@ class WaitingForParticipants(Event):
     reason: str = ""
     """Why enough are ready and may not be invited; empty if too few are."""
     downloads: Sequence[str] = ()
-    """Of devices that get the files which the model starts from: how far each of them is."""
+    """Progress of devices that get the files which the model starts from: how far each of them
+    is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ class ParticipantLate(ReportedEvent):
     rounds_missed: int
     """Rounds that began meanwhile; 0 if the first one waited for it."""
     rounds_full: int = 0
-    """Those of them for which as many others were ready as they invite."""
+    """Rounds among them for which as many others were ready as they invite."""
     was_ready: bool = True
     """False for a device that was still opening the run when it ended."""
 

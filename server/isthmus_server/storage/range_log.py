@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # it loads PyTorch, which reading a run does not need
     from isthmus_privacy.secagg.ranges import Ranges
 
 KEPT = 128
-"""As many as sums in the log of unmaskings."""
+"""Most sums of which the ranges are kept: as many as in the log of unmaskings."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -294,13 +294,13 @@ class StepFigures(Record):
     gradient_norm: float
     """2-norm of the whole gradient, before it is clipped."""
     learning_rate: float | None
-    """Of the first group of parameters, if it has one."""
+    """Learning rate of the first group of parameters, if it has one."""
     units_per_second: float
     """Scored units per second, such as tokens, since the step before that has figures."""
 
     @classmethod
     def of(cls, message: link_pb2.StepFigures) -> StepFigures:
-        """Those of a message."""
+        """The figures of a message."""
         return cls(
             step=message.step,
             loss=message.loss,
@@ -344,7 +344,7 @@ class UpdateNoise(Record):
     deviation: float
     """Standard deviation of the noise of an element."""
     elements: int
-    """Of the vector whose norm is in `RoundRecord.norms`."""
+    """Number of elements of the vector whose norm is in `RoundRecord.norms`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

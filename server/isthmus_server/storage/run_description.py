@@ -140,7 +140,7 @@ def begin_log(directory: Path, description: RunDescription) -> None:
             raise damaged(f"{FILE} is missing", directory)
         for name in _FOLDERS:
             make_state_directory(directory / name)
-        # Of a creation that a crash ended before there was a `job.json`: there is no run in it.
+        # What a crash left of a creation before there was a `job.json`: there is no run in it.
         for path in directory.glob("run.*"):
             path.unlink()
         with contextlib.closing(SealedDatabase(directory / "run.sqlite", SCHEMA)) as log:

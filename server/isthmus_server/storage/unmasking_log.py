@@ -25,7 +25,7 @@ class Unmasking:
     """A sum that these devices may have helped to unmask."""
 
     run_id: str
-    """That of the configuration: comparisons have their own."""
+    """Run of the configuration: comparisons have ids of their own."""
     round: int
     """The round, or the number of the comparison."""
     attempt: int
@@ -50,7 +50,8 @@ class UnmaskingLog:
         self._db = None if log is None else log.connection
         self._known: list[Unmasking] | None = [] if log is None else None
         self._refused_sums: set[tuple[str, int, int]] = set()
-        """Of this process: one that begins anew asks for such a sum once more."""
+        """Sums that were refused in this process: one that begins anew asks for such a sum once
+        more."""
 
     @property
     def entries(self) -> Sequence[Unmasking]:

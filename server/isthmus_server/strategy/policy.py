@@ -188,7 +188,7 @@ class Observation:
     datacenters: int = 1
     """Connected datacenters; each makes the steps of a datacenter round."""
     datacenter_names: Sequence[str] = ()
-    """Their names, sorted."""
+    """Names of the connected datacenters, sorted."""
     cohort: int = 8
     """Updates that the job wants from a federated round."""
     over_selection: float = 1.0

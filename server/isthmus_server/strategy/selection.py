@@ -27,7 +27,7 @@ class SelectionRequest:
     """What a selection is asked for one round."""
 
     round: int
-    """Its number, from 1; the same in all attempts at the round."""
+    """Number of the round, from 1; the same in all attempts at the round."""
     count: int
     """Devices to select; never more than there are."""
     devices: Mapping[str, int]

@@ -28,7 +28,7 @@ class BlobStore:
     """
 
     def __init__(self, shared: BlobStore | None = None, machine: str = "") -> None:
-        """With `shared`, participants pull from both; each retracts only its own blobs.
+        """Offer nothing yet; with `shared`, participants pull from both, and each retracts its own.
 
         Participants of the same `machine` (see `isthmus.transport.shared_memory`) get a file.
         """

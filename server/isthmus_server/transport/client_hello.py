@@ -20,7 +20,7 @@ _ALPN = 16
 
 
 class NotAClientHello(Exception):
-    """These bytes do not begin a connection of TLS."""
+    """Bytes that do not begin a connection of TLS."""
 
 
 def size_of(data: bytes) -> int:

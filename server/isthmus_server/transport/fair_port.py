@@ -250,7 +250,7 @@ class _Caller(_End):
 
     @property
     def dispensable(self) -> tuple[bool, float]:
-        """Of two connections, the one with the larger value is needed less."""
+        """How little the connection is needed: the less, the larger the value."""
         return self._has_turn, self._loop.time() - self._moved
 
     @property

@@ -58,7 +58,8 @@ CONNECTIONS = 20_000
 PING_GROUPS = 16
 """Groups in which idle streams are pinged, so that no ping waits for thousands of others."""
 
-_TOO_LATE = "too late: the request has ended"
+_REQUEST_ENDED = "too late: the request has ended"
+"""Reason for refusing a reply to a request that no call waits for any more."""
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +199,7 @@ class Link(AllTurns):
             return await reply
         except asyncio.CancelledError:
             if request.id in peer.unacknowledged:
-                self.acknowledge(name, request.id, False, _TOO_LATE)
+                self.acknowledge(name, request.id, False, _REQUEST_ENDED)
             else:
                 peer.send_and_keep(link_pb2.Envelope(cancel=link_pb2.Cancel(id=request.id)))
             raise
@@ -436,6 +437,6 @@ class Link(AllTurns):
         Waits until it is sent, so that a participant that sends replies without reading receipts is
         not read either.
         """
-        receipt = link_pb2.Receipt(id=request_id, reason=_TOO_LATE)
+        receipt = link_pb2.Receipt(id=request_id, reason=_REQUEST_ENDED)
         peer.outbox.append(link_pb2.Envelope(receipt=receipt).SerializeToString())
         await stream.send_quietly(peer.outbox[-1])

@@ -28,7 +28,7 @@ class Placed(Protocol):
 
     @property
     def dispensable(self) -> tuple[bool, float]:
-        """Of two connections, the one with the larger value is needed less."""
+        """How little the connection is needed: the less, the larger the value."""
         ...
 
 

@@ -31,7 +31,7 @@ class Account:
     share: float
     virtual_time: float
     project: str = ""
-    """Whose operators may know of the job; empty for none."""
+    """Project whose operators may know of the job; empty for none."""
     used: float = 0.0
     """Participant-seconds."""
     held: frozenset[str] = frozenset()

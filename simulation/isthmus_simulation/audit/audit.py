@@ -31,7 +31,7 @@ from isthmus_simulation.run import Simulation
 Unit = Literal["device", "example"]
 
 MOST_CANARIES = 1_000_000
-"""Of an audit."""
+"""Most canaries of an audit."""
 _AT_ONCE = 1000
 """Canary devices of a run."""
 _MOST_RUNS = 200
@@ -68,7 +68,7 @@ class AuditReport:
         return self.measurement.is_alarm or self.is_over_budget or self.undercharged is not None
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The report as a JSON object."""
         found = self.measurement
         return {
             "job": self.job,
@@ -94,7 +94,7 @@ class AuditReport:
         }
 
     def lines(self) -> list[tuple[str, str]]:
-        """As lines: names and texts."""
+        """The report as lines: names and texts."""
         found = self.measurement
         confidence = in_percent(found.confidence)
         neighbour = "update is" if self.unit == "device" else "gradients are"
@@ -394,7 +394,7 @@ def _most(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def unit_of(job: Job, wanted: Unit | None) -> Unit | None:
-    """Whose promise is audited; None for a job without noise.
+    """The unit whose promise is audited; None for a job without noise.
 
     Raises:
         JobError: the job does not promise that, or it cannot be audited.

@@ -25,7 +25,7 @@ from isthmus_privacy.dp_sgd.refusals import check_task
 from isthmus_simulation.audit.directions import Directions
 
 KEY = "isthmus_audit"
-"""Of the settings: what the audit says to this task."""
+"""Key of the settings with what the audit says to this task."""
 SOURCE = f"{__name__}:CanaryTask"
 
 
@@ -34,7 +34,7 @@ class CanaryRow(NamedTuple):
 
     row: Any
     number: int
-    """Of its direction; -1 for no canary."""
+    """Number of its direction; -1 for no canary."""
     coin: float
 
 

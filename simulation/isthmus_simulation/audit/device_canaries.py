@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 OVER = 4.0
 """How many times longer than the clipping bound a canary is before it is clipped."""
 _LARGEST_ELEMENT = 0.9
-"""Of an update before it is clipped, over the bound: a larger one may be refused with the sum."""
+"""Largest element of an update before it is clipped, over the bound: an update with a larger one
+may be refused with the sum."""
 MEMORY = 2 << 30
 """Bytes of the updates of a run's canaries."""
 
@@ -54,12 +55,15 @@ class Guesses:
     """The guesses of one run or several."""
 
     right: int
+    """Guesses that were right."""
     made: int
+    """All guesses."""
     shares: Mapping[float, int]
-    """Of the participations that are claimed, see `auditing.Shares`."""
+    """Number of guesses by the share of the claimed participations that the canary had, see
+    `auditing.Shares`."""
 
     def plus(self, other: Guesses) -> Guesses:
-        """Those of both."""
+        """The guesses of both."""
         shares = Counter(self.shares)
         shares.update(other.shares)
         return Guesses(self.right + other.right, self.made + other.made, shares)
@@ -91,11 +95,12 @@ class DeviceCanaries:
         self._attempts: dict[int, tuple[int, int]] = {}
         """The round and the attempt at it for which each canary was asked last."""
         self._signs = torch.full((directions.count,), -1.0 if alternate else 1.0)
-        """Of the update that each canary sent last."""
+        """Sign of the update that each canary sent last, (M)."""
         self.clip: Callable[[], float]
-        """The bound of the running round."""
+        """Bound on the norm of an update in the running round; set by `DeviceAudit._watch`, which
+        has the budget of the run."""
         self.row: Callable[[], int]
-        """The row of its noise."""
+        """Row of the running round's noise; set by `DeviceAudit._watch`, too."""
         self._others: dict[tuple[int, int], dict[str, tuple[float, torch.Tensor]]] = {}
         """By round and attempt: the norm of each other device's update and its parts (M)."""
         self._rows: list[int] = []
@@ -117,7 +122,8 @@ class DeviceCanaries:
     def note_other(self, work: link_pb2.TrainLocal, name: str, update: torch.Tensor) -> None:
         """Remember what another device sends, which is known to the worst adversary."""
         parts = self.directions.of_all(update)
-        self._others.setdefault((work.round, work.attempt), {})[name] = norm_of(update), parts
+        of_attempt = self._others.setdefault((work.round, work.attempt), {})
+        of_attempt[name] = (norm_of(update), parts)
 
     def watch(self, spec: AttemptSpec, result: FederatedResult) -> None:
         """See the mean of a round with its noise."""
@@ -192,7 +198,7 @@ def _mixing(coefficients: object, rows: int) -> torch.Tensor:
 
 
 class CanaryHost(VirtualHost):
-    """In place of the task of a canary device: an update of the auditor's choice."""
+    """The task of a canary device, which gives an update of the auditor's choice."""
 
     trains = False
 
@@ -337,7 +343,7 @@ def audit_devices(
         job.simulation.population(job.federated),
         SpreadDirections.drawn(elements, canaries, seed),
         torch.rand(canaries, generator=generator) < 0.5,
-        # Of correlated noise, the claim is about updates with the same sign, the worst ones.
+        # With correlated noise, the claim is about updates with the same sign, the worst ones.
         alternate=job.privacy is not None and job.privacy.mechanism != "correlated",
     )
     return simulation

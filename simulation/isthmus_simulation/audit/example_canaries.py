@@ -40,9 +40,9 @@ MOST_ON_A_DEVICE = 1000
 _REPEATED = 0.5
 """Noise of the differences between steps, over that of a step, below which it repeats itself."""
 _LEAST_NOISE = 1 / 16
-"""Of the promised noise: less is not told apart from it."""
+"""Least noise, over the promised noise: less is not told apart from it."""
 _MEDIAN_DISTANCE = 0.6745
-"""Of a standard normal number from zero."""
+"""Median distance of a standard normal number from zero."""
 
 
 class ExampleCanaries:

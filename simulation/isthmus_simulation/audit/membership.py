@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 MOST_EXAMPLES = 1000
 """Members, and others, whose losses are compared."""
 FEW = 4
-"""With fewer devices in a sum, they are not compared with the middle of them."""
+"""Fewest devices in a sum for which they are compared with the middle of them."""
 _MIDDLE = 0.5
-"""Of the cosines of an update and a sum that is all of it or zeros."""
+"""Middle of the cosines of an update and a sum that is all of it or zeros."""
 FALSE_ALARMS = 0.01
 """Share of those that are no members which an attack may take for members."""
 
@@ -74,7 +74,7 @@ class Attack:
         return cls(len(inside), len(outside), area, float((inside > limit).double().mean()))
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The attack as a JSON object."""
         return {
             "members": self.members,
             "others": self.others,
@@ -167,7 +167,7 @@ class MembershipReport:
     """Why there is no attack on examples; empty if there is one."""
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The report as a JSON object."""
         return {
             "job": self.job,
             "noise": False,
@@ -182,7 +182,7 @@ class MembershipReport:
         }
 
     def lines(self) -> list[tuple[str, str]]:
-        """As lines: names and texts."""
+        """The report as lines: names and texts."""
         device = self.device
         made = device.members + device.others
         found = [

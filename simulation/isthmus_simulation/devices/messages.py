@@ -37,7 +37,7 @@ class PieceRequest:
     """For a fork, the memory of each device, see `SharedBlocks`."""
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """The request as JSON."""
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         table["work"] = base64.b64encode(self.work).decode()
         table["participants"] = [(each.name, each.shard) for each in self.participants]
@@ -45,7 +45,7 @@ class PieceRequest:
 
     @classmethod
     def decode(cls, encoded: bytes) -> PieceRequest:
-        """From JSON."""
+        """The request of its JSON."""
         table = json.loads(encoded)
         table["work"] = base64.b64decode(table["work"])
         table["participants"] = [
@@ -88,7 +88,7 @@ class PieceAnswer:
     measured: Measured | None = None
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """The answer as JSON."""
         table = dataclasses.asdict(self)
         for result in table["results"]:
             result["trained"] = base64.b64encode(result["trained"]).decode()
@@ -96,7 +96,7 @@ class PieceAnswer:
 
     @classmethod
     def decode(cls, encoded: bytes) -> PieceAnswer:
-        """From JSON."""
+        """The answer of its JSON."""
         table = json.loads(encoded)
         results = [
             DeviceResult(base64.b64decode(each["trained"]), each["size"], each["error"])

@@ -213,7 +213,7 @@ async def test_a_busy_loop_is_seen_and_questions_to_it_end(monkeypatch):
 
 def test_who_holds_all_connections_keeps_nobody_out(monkeypatch):
     """32 silent connections of one address, for 15 seconds each, were all that there are."""
-    # Those of the same address are idle at once.
+    # Connections of the same address are idle at once.
     monkeypatch.setattr(listener_module, "_IDLE_SECONDS", 0.0)
     listener = MetricsListener("127.0.0.1", 0, RunMetrics())
     with listener.serving(), contextlib.ExitStack() as held:

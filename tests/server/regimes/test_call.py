@@ -10,7 +10,7 @@ from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, ParticipantLost, PeerMisbehaved, UpdateError
 from isthmus.wire import link_pb2
-from isthmus_server.regimes.call import SERVER_FAILED, TOO_LATE, CallFailed, ReceiptBook, call
+from isthmus_server.regimes.call import ROUND_OVER, SERVER_FAILED, CallFailed, ReceiptBook, call
 from isthmus_server.transport.peer import Peer
 
 TRAINED = link_pb2.Reply(trained=link_pb2.Trained(examples=7))
@@ -237,7 +237,7 @@ async def test_a_block_that_takes_too_long_is_a_timeout_and_its_reply_is_refused
     assert link.acknowledged == [("a", "new", False, "it did not answer within 0.001 s")]
 
 
-async def cancelled_in_the_block(link, receipts, block, late=TOO_LATE):
+async def cancelled_in_the_block(link, receipts, block, late=ROUND_OVER):
     """Cancel a call while its block waits."""
     entered = asyncio.Event()
 

@@ -47,7 +47,8 @@ _SYSTEM = (
 """What programs need besides Python itself."""
 
 _OPEN_FILES = 1024
-"""Of each process. Each may be a socket or a pipe, whose buffers are memory of the kernel."""
+"""Most open files of each process. Each may be a socket or a pipe, whose buffers are memory of the
+kernel."""
 _DEVICES = Path("/dev")
 _NVIDIA = ("/proc/driver/nvidia", "/proc/devices", "/sys/module", "/sys/bus/pci", "/sys/devices")
 """What the CUDA driver reads."""

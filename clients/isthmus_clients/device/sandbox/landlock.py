@@ -48,11 +48,11 @@ class FileAccess:
     """Files and directories that stay accessible; those that do not exist are ignored."""
 
     read: tuple[Path, ...]
-    """To read and to execute."""
+    """Paths to read and to execute, with everything beneath."""
     write: tuple[Path, ...]
-    """Also to change, with everything beneath."""
+    """Paths to read, to execute and to change, with everything beneath."""
     devices: tuple[Path, ...] = ()
-    """To read, to write and to control with everything beneath; device files."""
+    """Paths to read, to write and to control, with everything beneath; device files."""
 
 
 def abi_version() -> int:

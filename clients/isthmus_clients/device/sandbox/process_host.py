@@ -151,7 +151,7 @@ class ProcessHost:
         self._memory_limit = math.inf if limits.memory_mb is None else limits.memory_mb << 20
         self._states = PersonalStates(self._state / "personal", limits.personal_mb)
         self._saved: tuple[str, PersonalState, int] | None = None
-        """The request that has trained the last personal state, the state, and its round."""
+        """ID of the request that has trained the last personal state, the state, and its round."""
         self._cancelled: set[str] = set()
         """IDs of requests whose result is no longer needed."""
         self._spare: MemoryFile | None = None
@@ -163,7 +163,7 @@ class ProcessHost:
         return None if self._opened is None else self._opened.process
 
     def open(self, work: link_pb2.OpenRun) -> int:
-        """See `TaskHost.open`."""
+        """Open a run in its process, see `TaskHost.open`; another stays in memory if it may."""
         opened = self._switch_to(work.run_id)
         if opened is not None and opened.work != work:
             _end(opened)
@@ -177,7 +177,7 @@ class ProcessHost:
         with self._lock:
             self._opened = opened
         try:
-            self._process(opened)
+            self._ensure_process(opened)
         except BaseException:
             self.close(work.run_id)
             raise
@@ -187,17 +187,18 @@ class ProcessHost:
         return opened.examples
 
     def buffer(self, size: int, room: int = 0) -> Buffer:
-        """See `TaskHost.buffer`."""
+        """Allocate memory that the task's process can share, see `TaskHost.buffer`."""
         spare = self._spare
         self._spare = None
-        fits = spare is not None and len(spare) == room + size
-        return memoryview(spare if spare is not None and fits else MemoryFile(room + size))[room:]
+        if spare is None or len(spare) != room + size:
+            spare = MemoryFile(room + size)
+        return memoryview(spare)[room:]
 
     def train(
         self, request_id: str, work: link_pb2.TrainLocal, payload: Buffer, progress: ReportProgress
     ) -> TrainingResult:
-        """See `TaskHost.train`; the update is in private memory."""
-        opened = self._run()
+        """Train in the task's process, see `TaskHost.train`; the update is in private memory."""
+        opened = self._require_open()
         started = time.monotonic()
         memory = _shared(payload)
 
@@ -209,11 +210,12 @@ class ProcessHost:
         shared = []
         if opened.personal is not None:
             shared.append(_shared(opened.personal.before(work)))
-            self._saved = request_id, opened.personal, work.round
+            self._saved = (request_id, opened.personal, work.round)
         try:
             trained = self._call(opened, request, [memory, *shared], report).trained
         except Exception:  # whatever it was, it is raised again
-            # A state that only a training that succeeds would move on tells whether one did.
+            # The state moves on as after a success: one that moves only then would tell whether
+            # this training has failed.
             if opened.personal is not None:
                 opened.personal.save_unchanged(work.round)
             raise
@@ -226,9 +228,12 @@ class ProcessHost:
             layout = layout.gradient_and_update
         update = _copy_of(memory, layout)
         self._spare = memory
-        figures = {name: trained.training[name] for name in ("loss",) if name in trained.training}
-        if not all(map(math.isfinite, figures.values())):
-            raise TaskError(f"the task's process reported a loss of {figures['loss']}")
+        figures = {}
+        if "loss" in trained.training:
+            loss = trained.training["loss"]
+            if not math.isfinite(loss):
+                raise TaskError(f"the task's process reported a loss of {loss}")
+            figures["loss"] = loss
         assert opened.examples is not None
         seconds = time.monotonic() - started
         return (
@@ -242,14 +247,14 @@ class ProcessHost:
         )
 
     def state_digest(self, work: Work) -> bytes:
-        """See `TaskHost.state_digest`."""
-        return digest_before(self._run().personal, work)
+        """Name the personal state before some work, see `TaskHost.state_digest`."""
+        return digest_before(self._require_open().personal, work)
 
     def score(self, request_id: str, work: link_pb2.Score, payload: Buffer) -> list[float]:
-        """See `TaskHost.score`."""
+        """Score candidates in the task's process, see `TaskHost.score`; scores are from 0 to 1."""
         memory = _shared(payload)
         request = link_pb2.Request(id=request_id, score=work)
-        opened = self._run()
+        opened = self._require_open()
         shared = [] if opened.personal is None else [_shared(opened.personal.before(work))]
         scores = list(self._call(opened, request, [memory, *shared]).scored.scores)
         self._spare = memory
@@ -260,10 +265,10 @@ class ProcessHost:
     def evaluate(
         self, request_id: str, work: link_pb2.Evaluate, payload: Buffer
     ) -> link_pb2.Counted:
-        """See `TaskHost.evaluate`."""
+        """Evaluate a model in the task's process, see `TaskHost.evaluate`."""
         memory = _shared(payload)
         request = link_pb2.Request(id=request_id, evaluate=work)
-        opened = self._run()
+        opened = self._require_open()
         shared = [] if opened.personal is None else [_shared(opened.personal.before(work))]
         counted = self._call(opened, request, [memory, *shared]).counted
         self._spare = memory
@@ -272,8 +277,8 @@ class ProcessHost:
     def answer(
         self, request_id: str, work: link_pb2.AppMessage, payload: Buffer | bytes
     ) -> tuple[link_pb2.AppReply, Buffer | None]:
-        """See `TaskHost.answer`."""
-        opened = self._run()
+        """Pass a message to the app in its process, see `TaskHost.answer`."""
+        opened = self._require_open()
         started = time.monotonic()
         out = MemoryFile(opened.run.job.federated.app_max_bytes)
         sent = [_shared(payload)] if payload else []
@@ -291,7 +296,7 @@ class ProcessHost:
         return link_pb2.AppReply(records=describe(records), seconds=seconds), records
 
     def cancel(self, request_id: str) -> None:
-        """See `TaskHost.cancel`."""
+        """Stop a request early, see `TaskHost.cancel`; after `grace` its process is ended."""
         with self._lock:
             self._cancelled.add(request_id)
             process = self.process
@@ -299,7 +304,7 @@ class ProcessHost:
             process.cancel(request_id, self._grace)
 
     def release(self, request_id: str, accepted: bool = True) -> None:
-        """See `TaskHost.release`; shared memory is reused as soon as an update is copied."""
+        """Forget a request, see `TaskHost.release`; memory is reused once an update is copied."""
         with self._lock:
             self._cancelled.discard(request_id)
         if not accepted and self._saved is not None and self._saved[0] == request_id:
@@ -307,21 +312,22 @@ class ProcessHost:
             personal.drop(number)
 
     def take_notes(self) -> list[str]:
-        """See `TaskHost.take_notes`."""
+        """Notes on the files of the personal state, see `TaskHost.take_notes`."""
         opened = self._opened
         personal = None if opened is None else opened.personal
         return [] if personal is None else personal.take_notes()
 
     def close(self, run_id: str | None = None) -> None:
-        """See `TaskHost.close`: ends the processes."""
+        """End the process of a run, or of all, see `TaskHost.close`."""
         with self._lock:
-            closed = [run for each, run in self._kept.items() if run_id in (None, each)]
+            kept_ids = [kept_id for kept_id in self._kept if run_id in (None, kept_id)]
+            closed = [self._kept.pop(kept_id) for kept_id in kept_ids]
             if self._opened is not None and run_id in (None, self._opened.work.run_id):
                 closed.append(self._opened)
-                self._opened = self._spare = None
-            self._kept = {each: run for each, run in self._kept.items() if run not in closed}
-        for run in closed:
-            _end(run)
+                self._opened = None
+                self._spare = None
+        for opened in closed:
+            _end(opened)
 
     def _switch_to(self, run_id: str) -> _Opened | None:
         """Keep the open run in memory if the owner allows it; returns another one that was kept."""
@@ -336,10 +342,11 @@ class ProcessHost:
                 closed.append(opened)
             elif opened is not None:
                 self._kept[opened.work.run_id] = opened
-            excess = len(self._kept) - self._most_kept()
-            closed += [self._kept.pop(each) for each in list(self._kept)[: max(0, excess)]]
-        for run in closed:
-            _end(run)
+            excess = max(0, len(self._kept) - self._most_kept())
+            used_longest_ago = list(self._kept)[:excess]
+            closed += [self._kept.pop(kept_id) for kept_id in used_longest_ago]
+        for ended in closed:
+            _end(ended)
         return found
 
     def _most_kept(self) -> int:
@@ -347,8 +354,10 @@ class ProcessHost:
         if self._max_open is not None:
             return self._max_open - 1
         # The latest first: those that are used next, as jobs take turns.
-        runs = reversed(self._kept.values())
-        sizes = [memory_of_group(run.process.pid) if run.process else 0 for run in runs]
+        sizes = []
+        for opened in reversed(self._kept.values()):
+            process = opened.process
+            sizes.append(0 if process is None else memory_of_group(process.pid))
         # The run that is opened may become as large as the largest, and its round needs as much.
         available = available_memory() - 2 * max(sizes, default=0)
         kept = 0
@@ -359,14 +368,23 @@ class ProcessHost:
                 kept = number
         return kept
 
-    def _run(self) -> _Opened:
+    def _require_open(self) -> _Opened:
+        """The open run.
+
+        Raises:
+            TaskError: it was closed.
+        """
         opened = self._opened
         if opened is None:
             raise TaskError("the run was closed")
         return opened
 
-    def _process(self, opened: _Opened) -> TaskProcess:
-        """The process of a run, which is started and opens the run if it does not live."""
+    def _ensure_process(self, opened: _Opened) -> TaskProcess:
+        """The process of a run; one that is not alive is started anew, and opens the run.
+
+        Raises:
+            TaskError: it could not open the run.
+        """
         if opened.process is not None and not opened.process.ended:
             return opened.process
         scratch = Path(tempfile.mkdtemp(dir=self._scratch))
@@ -398,7 +416,7 @@ class ProcessHost:
         memory: list[MemoryFile],
         progress: ReportProgress = lambda progress: None,
     ) -> link_pb2.Reply:
-        process = self._process(opened)
+        process = self._ensure_process(opened)
         handles = [each.handle for each in memory]
         request_id = request.id
         reply = process.call(

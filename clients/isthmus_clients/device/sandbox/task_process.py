@@ -293,7 +293,7 @@ class TaskProcess:
 
 def _end_all(leader: int) -> None:
     """End a process, its group, and what it has started in other groups."""
-    # Those that are stopped start no others, so that all are found.
+    # Stopped processes start no others, so that all are found.
     stopped: set[int] = set()
     while started := set(processes_of(leader)) - stopped:
         for pid in started:

@@ -22,7 +22,7 @@ waits for the task's."""
 _SOCKET_BUFFER = 212_992
 """Most bytes that wait in one socket, of the kernel's default; tasks cannot change it (seccomp)."""
 _PIPE_BUFFER = 65_536
-"""Likewise in one pipe."""
+"""Most bytes that wait in one pipe, of the kernel's default; tasks cannot change it (seccomp)."""
 _RANGE = 224
 """Bytes of the kernel for each range of addresses, also where nothing is stored."""
 _PART = 1 << 16
@@ -32,7 +32,8 @@ _MOST_LOCKS = 10_000
 _BLOCK = 512
 """Unit of the size of a file on disk (stat(2))."""
 _PAGE_TABLES = "VmPTE:"
-"""They grow with each range of addresses that is read, also where nothing is stored."""
+"""Line of proc(5) with the size of page tables, which grow with each range of addresses that is
+read, also where nothing is stored."""
 _MOST_FILES = 50_000
 """Files of a scratch directory that are counted; more would take too long."""
 
@@ -114,7 +115,7 @@ def _resident(pid: int) -> int:
 
 
 def _in_parts(pid: int) -> int:
-    """Likewise, with shared pages divided among those that share them, which takes longer."""
+    """Bytes as in `_resident`, with shared pages divided among those that share them; slower."""
     used = _sum_of(pid, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:", "SwapPss:"))
     if used is None:
         return _resident(pid)

@@ -59,7 +59,7 @@ _MAX_DEPTH = 6
 _MAX_LISTS = 64
 """Lists of files in memory, of which the one that was asked for longest ago goes first."""
 _LISTED_BYTES = 200
-"""Of a file in a list on disk, without its name."""
+"""Bytes of a file in a list on disk, without its name."""
 
 
 class _Stopped(IsthmusError):
@@ -139,7 +139,7 @@ class WeightKeeper:
         """When, by the owner's rate, all that was received may be here (monotonic); for what holds
         `one`. A request that is cancelled and comes again gets no new allowance."""
         self._stops: dict[str, threading.Event] = {}
-        """Of the requests that are being worked on, by their id."""
+        """Events that stop the requests that are being worked on, by the id of the request."""
         self._one = threading.Lock()
         """Held while something is fetched: one file at a time, within one limit on the rate."""
         self._manifests: dict[str, StartManifest] = {}

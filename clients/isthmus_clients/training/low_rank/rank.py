@@ -18,7 +18,7 @@ class LowRank:
         division: Division,
         participant: Participant,
     ) -> None:
-        """With the rank that the task chooses for a device, or the job's.
+        """Take the rank that the task chooses for a device, or else the job's.
 
         Without a `section` of the job there are no such matrices.
 

@@ -94,7 +94,7 @@ class PackedText(Dataset[Any]):
         sources = list(_sources(files, column, separator))
         paths = [_token_path(source, settings, folder) for source in sources]
         made: list[TokenFile | None] = [None] * len(sources)
-        # Of ranks that begin together each takes other files, and then waits for the rest.
+        # Ranks that begin together each take other files, and then wait for the rest.
         for waits in (False, True):
             for at, source in enumerate(sources):
                 made[at] = made[at] or TokenFile.of(source, numbers, paths[at], waits=waits)

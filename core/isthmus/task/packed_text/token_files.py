@@ -35,7 +35,7 @@ _TAIL = struct.Struct("<Q8s")
 """Bytes of the description before it, and what tells the file from others."""
 _MAX_DESCRIPTION = 1 << 28
 _BATCH_CHARACTERS = 1 << 18
-"""Of the documents that are tokenised together."""
+"""Characters of the documents that are tokenised together."""
 _REPORT_SECONDS = 30.0
 _DRAFT = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _DTYPES = {"H": torch.uint16, "I": torch.uint32}
@@ -48,7 +48,7 @@ class TokenFile:
         self.path = path
         self._owners = owners
         self.tokens: int = description["tokens"]
-        """Their number."""
+        """Number of tokens."""
         self.source_digest: str = description["source_digest"]
         self._state: dict[str, Any] = description["source"]
         self._code: str = description["code"]

@@ -266,7 +266,7 @@ class _Swaps:
 
 
 def _in_float32(compared: ComparedStart) -> ComparedStart:
-    """The same, to read values in float32 whatever the model's type."""
+    """A start whose targets are float32, to read values as such whatever the model's type."""
     targets = tuple(
         dataclasses.replace(
             each, tensor=torch.empty(each.tensor.shape, dtype=torch.float32, device="meta")

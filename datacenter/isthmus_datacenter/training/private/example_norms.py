@@ -41,7 +41,8 @@ _UNIT = 2.0**-24
 _ERRORS = 8
 """Roundings of an output gradient on its way to a layer, relative to the largest one."""
 _UNIT_TF32 = 2.0**-11
-"""The same of TensorFloat-32, to which convolutions on GPUs round what they multiply."""
+"""Largest relative error of rounding to TensorFloat-32, to which convolutions on GPUs round what
+they multiply."""
 _NORMALISING = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _InstanceNorm)
 """Layers whose gradients do not grow with their inputs."""
 
@@ -64,7 +65,7 @@ class ExampleNorms:
         self._batch: _Batch | None = None
         first_names = {id(each): name for name, each in model.named_parameters()}
         self._names = {key: repr(name) for key, name in first_names.items()}
-        """Of the model's parameters, by `id()`."""
+        """Names of the model's parameters, quoted, by `id()`."""
         for name, module in model.named_modules():
             trained = {
                 attribute: first_names[id(each)]
@@ -336,7 +337,7 @@ class _Batch:
 
     alive: torch.Tensor
     place: int | None = None
-    """Of the example that is observed."""
+    """Place of the example that is observed; None without one."""
     measures: bool = False
     """Whether gradients that pass are those whose norms are wanted."""
     lowest: list[GradientEdge] = dataclasses.field(default_factory=list)

@@ -175,8 +175,8 @@ class GhostForwardBackward(PrivateForwardBackward):
             losses = self._losses(one, two)
         self._reshard_after_backward(self.dims.reshard_after_forward)
         with user_code("the backward pass"):
-            # Of the first loss only: the other example's norms are then zero exactly if it has no
-            # part in it.
+            # The gradients of the first loss only: the other example's norms are then zero exactly
+            # if it has no part in that loss.
             squares = self._norms.squares(losses[:1])
         self._reshard_after_backward(True)
         with user_code("the backward pass"):
@@ -245,7 +245,7 @@ class GhostForwardBackward(PrivateForwardBackward):
         return KeptState(self.task, self.model, closely=closely, parameters=not self._sharded)
 
     def _repeated(self, one: Any, rows: Sequence[torch.Tensor], place: int) -> Observed | None:
-        """The same once more, where kernels may not repeat their result."""
+        """What `_observe` finds once more; None where kernels repeat their result."""
         if self.device.type == "cpu":
             return None
         return self._observe(one, rows, place, gradients=True)

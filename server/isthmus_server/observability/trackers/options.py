@@ -32,7 +32,7 @@ TrackedBy = Callable[[Job, str, Path, Callable[[], Iterable[EndedAttempt]]], Eve
 """Makes a tracker's sink for a run, from its job, id, directory and earlier attempts."""
 
 _METHODS = ("begin", "log", "end")
-"""Of a `Tracker`."""
+"""Methods of a `Tracker`."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """Names, which are also those of files."""

@@ -88,7 +88,7 @@ def _of_run(source: ConsoleSource) -> list[DeviceRow]:
     rows: dict[str, DeviceRow] = {}
     run = source.run(source.run_names()[0])
     for event in run.store.events():
-        # Of the run, and of no device; or of one whose state another event says.
+        # Events of the run, and of no device; or of a device whose state another event says.
         others = RunStopped | RunAdopted | RunBranched | RunServed | LayoutChanged | CohortAwaited
         if isinstance(event, others | ParticipantLate):
             continue

@@ -66,7 +66,7 @@ def _lines(
 
 
 def _data_statement(report: Report, job: Job) -> Iterator[str]:
-    """Whose data the model was trained on, and what the server has seen of them."""
+    """Lines on whose data the model was trained on, and what the server has seen of them."""
     accepted: dict[str, set[str]] = {"federated": set(), "datacenter": set()}
     for record in report.rounds:
         for receipt in record.receipts:

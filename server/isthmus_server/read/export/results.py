@@ -55,7 +55,7 @@ def open_result(directory: Path, what: str) -> JobResult:
     with contextlib.closing(Store.open(directory)) as store:
         try:
             if what == "report":
-                # Of a long run it is large: a file, not memory.
+                # The report of a long run is large: a file, not memory.
                 file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the caller
                 file.write(json.dumps(read_report(store).to_json(), indent=1).encode() + b"\n")
                 file.flush()

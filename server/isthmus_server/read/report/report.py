@@ -212,7 +212,7 @@ def figures_apart(evaluation: SummedEvaluation | None) -> list[tuple[str, str]]:
 
 
 def final_apart(report: Report) -> list[tuple[str, str]]:
-    """The same of the final model; empty if its round was not evaluated on devices."""
+    """`figures_apart` of the final model; empty if its round was not evaluated on devices."""
     if report.final is None:
         return []
     delivered = report.final.round
@@ -283,7 +283,7 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
         for event in report.events
         if isinstance(event, RunBranched)
     ]
-    # Of several in one round only the last was trained in.
+    # Only the last of several layouts in one round was trained in.
     layouts = {each.round: each for each in report.events if isinstance(each, LayoutChanged)}
     lines += [
         f"ranks train in another layout from round {each.round} on: "

@@ -36,7 +36,7 @@ class Suspicion:
     rounds: int
     """Rounds in which it was in the sum of a random group."""
     left_out: int
-    """Of which its group was left out in so many."""
+    """Rounds among these in which its group was left out."""
 
 
 def suspected_devices(rounds: Iterable[RoundRecord]) -> list[Suspicion]:

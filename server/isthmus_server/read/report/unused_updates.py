@@ -65,7 +65,7 @@ def _noise_alone(records: Sequence[RoundRecord]) -> list[str]:
     visible = _SURE * math.sqrt(2 * elements)
     if excess > visible:
         return []
-    # Of this length the excess is twice that, less than which is very unlikely.
+    # Updates of this length make the excess twice `visible`; less is then very unlikely.
     shortest = deviation * math.sqrt(2 * visible / len(records))
     return [
         f"the devices' means of the last {len(records)} rounds are as long as their noise alone; "

@@ -71,7 +71,7 @@ def krum_scores(vectors: list[torch.Tensor], faulty: int) -> torch.Tensor:
     squared = torch.zeros(n, n, dtype=torch.float64)
     for i in range(n):
         for j in range(i):
-            # Of the difference, because large updates would leave nothing of |a|^2 + |b|^2 - 2 ab.
+            # The norm of the difference: large updates would leave nothing of |a|^2 + |b|^2 - 2 ab.
             distance = float(torch.linalg.vector_norm(vectors[i] - vectors[j], dtype=torch.float64))
             squared[i, j] = squared[j, i] = distance * distance
     nearest = squared.sort(dim=1).values[:, 1 : n - faulty - 1]  # the first is the update itself

@@ -27,7 +27,7 @@ class SingleUpdate:
     device: str
     """Name of the device."""
     examples: int
-    """Its weight: the number of its examples, or 1 if these are protected."""
+    """Weight of the update: the number of the device's examples, or 1 if these are protected."""
     vector: torch.Tensor
     """Start minus end of its training, float32 (N); finite. The rule may keep and change it."""
 
@@ -37,7 +37,7 @@ class AggregatedRound:
     """What a rule is told of an attempt at a round before its first update."""
 
     round: int
-    """Its number, from 1."""
+    """Number of the round, from 1."""
     size: int
     """N: elements of an update."""
     cohort: Mapping[str, int]

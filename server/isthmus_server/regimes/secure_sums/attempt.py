@@ -60,7 +60,7 @@ not depend on how long training took."""
 
 ENOUGH = "enough devices had finished training"
 """Reason for refusing a vector beyond the requested cohort."""
-_TOO_LATE_FOR_SUM = "the attempt ended before its update was in"
+_ATTEMPT_OVER = "the attempt ended before its update was in"
 _LOGS_SAY_WHY = "the devices' own logs say why"
 
 
@@ -268,7 +268,7 @@ class SecureAggregationAttempt:
         self.has_sum = False  # it may be another one when the task no longer fails
         for name in summed:
             self._record_summed(name, "rejected", "too few of the summed updates were usable")
-        receipts = self._receipts.complete(_TOO_LATE_FOR_SUM)
+        receipts = self._receipts.complete(_ATTEMPT_OVER)
         failures = self._logs.task_failures()
         why = "; ".join(f"{names}: {how}" for names, how in group_reasons(failures))
         return AttemptFailed(
@@ -492,7 +492,7 @@ class SecureAggregationAttempt:
             reason = f"its update is in; later: {earlier.reason}" if earlier else ""
             self._record_summed(name, "accepted", reason)
         self._draw.explain(self._receipts)
-        return self._receipts.complete(_TOO_LATE_FOR_SUM)
+        return self._receipts.complete(_ATTEMPT_OVER)
 
     def _record_summed(self, name: str, status: Status, reason: str) -> None:
         self._receipts.record(

@@ -10,7 +10,7 @@ from isthmus_server.transport.peer import ListenerGroup, ParticipantListener, Pe
 
 
 class Departures(ParticipantListener):
-    """Those who leave, from now until `end`."""
+    """Names of the devices that leave, from now until `end`."""
 
     def __init__(self, listeners: ListenerGroup, tasks: Collection[asyncio.Task[None]]) -> None:
         """`tasks` are those of the step."""

@@ -57,7 +57,7 @@ class RangedSum:
     """What the two sums of an attempt are made of."""
 
     name: bytes
-    """Of the model that devices start from, or of what takes its place."""
+    """Name of the model that devices start from, or of what takes its place."""
     cohort: Collection[str]
     exact: bool
     """See `SecureAggregationAttempt`."""
@@ -66,7 +66,7 @@ class RangedSum:
     drawn: RandomGroup | None = None
     """This group, if a lottery has drawn it."""
     ranges: RoundConfig
-    """Of the sum of ranges."""
+    """Configuration of the sum of ranges."""
     find: FirstRequest
     """Makes the request in which a device joins the sum of ranges."""
     send: FirstRequest

@@ -225,7 +225,7 @@ def _compressed(
     codec = sum_codec(job, layout, bits)
     bound = config.clip
     if magnitude is not None:
-        # Of few examples the mean is mostly rounding, by which one device can move it.
+        # A mean of few examples is mostly rounding, by which one device can move it.
         low = -MAX_MAGNITUDE
         high = MAX_MAGNITUDE
         if ranges is not None:

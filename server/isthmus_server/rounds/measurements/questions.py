@@ -42,17 +42,17 @@ class Question:
     kind: Measurement
     """What it is charged as."""
     number: int
-    """Of the question in the run; all attempts at it have the same."""
+    """Number of the question in the run; all attempts at it have the same."""
     attempt: int
     settings: FederatedSection
-    """With the cohort and the quorum of the question."""
+    """Settings with the cohort and the quorum of the question."""
     select: Callable[[], SelectedCohort]
     """The devices; raises `NoAllowedCohort` if too few may take part."""
     request: Callable[[bytes, str], link_pb2.Request]
     """The first request, for the configuration of a secure sum and the group that it is of; both
     are empty for an answer in plaintext."""
     outcome: Literal["counted", "scored"]
-    """Of a reply in plaintext."""
+    """Name of the outcome of a reply in plaintext, a field of `link_pb2.Reply`."""
     read: Callable[[link_pb2.Reply], torch.Tensor]
     """The vector (size) in a reply in plaintext; raises `UpdateError` if it is not usable."""
     verb: str
@@ -78,7 +78,7 @@ class Answers:
     total: torch.Tensor
     """The sum of whole numbers, int64 (size); else the mean, float32 (size)."""
     devices: int
-    """In the sum."""
+    """Number of devices in the sum."""
     receipts: Sequence[Receipt]
     groups: Mapping[str, tuple[torch.Tensor, int]] = dataclasses.field(default_factory=dict)
     """Sum and devices of each group that was summed by itself."""

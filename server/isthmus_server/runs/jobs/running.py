@@ -62,7 +62,7 @@ class RunningJob:
         return self._waiting
 
     def waits_in_words(self, sees: Callable[[str], bool] = lambda project: True) -> str:
-        """Likewise, or the jobs whose turn it is; empty if for nothing.
+        """What it waits for, or the jobs whose turn it is; empty if for nothing.
 
         `sees` says of a project whether its jobs may be named.
         """

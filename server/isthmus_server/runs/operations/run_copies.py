@@ -72,14 +72,14 @@ def _shared(source: Path) -> set[str]:
 
 
 def _populations(run: Path) -> list[str]:
-    """Whose data a run's job protects."""
+    """Populations whose data a run's job protects."""
     job = RunDescription.read(run).job
     sections = (job.privacy, job.datacenter.privacy)
     return sorted({section.population for section in sections if section is not None})
 
 
 def _where_shared(source: Path, population: str) -> list[Populations]:
-    """Those in whose ledgers of a population a run, or its original, is charged."""
+    """Ledgers of a population in which a run, or its original, is charged."""
     found = (shared_with(run, population) for run in (source, Path(_original(source))))
     return list({each.directory: each for each in found if each is not None}.values())
 

@@ -128,7 +128,7 @@ class StackedChannels(TorchFunctionMode):
 
 
 def _group_norm(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As by PyTorch, whose rule for `vmap` refuses channels that are last."""
+    """Group normalisation as by PyTorch, whose rule for `vmap` refuses channels that are last."""
     return functional.group_norm(inputs.contiguous(), *args, **kwargs)
 
 

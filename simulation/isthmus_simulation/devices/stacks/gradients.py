@@ -113,7 +113,7 @@ class Gradients:
         `inputs` and `target` are (K, B, ...), `weights` and the losses (K, B).
         """
         *gradients, examples = self._run("gradients", stacked, (inputs, target, weights), ())
-        # Those of a graph of kernels are overwritten by the next step.
+        # Losses in the memory of a graph of kernels are overwritten by the next step.
         return dict(zip(stacked, gradients, strict=True)), examples.clone()
 
     def descend(

@@ -32,7 +32,8 @@ _VIEWS = (
 )
 """No-ops on a tensor that already has the shape and strides."""
 _RESHAPES = (*_VIEWS, aten.clone.default, aten.mean.dim, aten.sum.dim_IntList)
-"""With as many elements as their operand, and both contiguous, these change at most the shape."""
+"""Operations that change at most the shape, if the result has as many elements as the operand and
+both are contiguous."""
 _TIMES_ONE = (aten.mul.Scalar, aten.div.Scalar)
 _CREATED: dict[object, float] = {
     aten.ones_like.default: 1,

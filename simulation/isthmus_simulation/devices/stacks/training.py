@@ -73,7 +73,7 @@ class DeviceTraining:
         return memoryview(self.memory)[:size]
 
     def copy(self) -> DeviceTraining:
-        """This training in other memory, because training overwrites it."""
+        """A copy of the training in other memory, because training overwrites it."""
         return dataclasses.replace(self, memory=bytearray(self.memory))
 
 

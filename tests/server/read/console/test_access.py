@@ -138,7 +138,7 @@ def test_uplot_is_the_published_file_with_its_licence():
 
 
 def test_who_holds_all_connections_keeps_nobody_out(run, monkeypatch):
-    # Those of the same address are idle at once.
+    # Connections of the same address are idle at once.
     monkeypatch.setattr(serving, "_IDLE_SECONDS", 0.0)
     with served(run) as listener, contextlib.ExitStack() as held:
         for _ in range(serving.MAX_CONNECTIONS + 40):

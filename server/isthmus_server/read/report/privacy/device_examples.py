@@ -26,7 +26,7 @@ class PromisedToExamples(Record):
     """Epsilon that no device exceeds in the run, failed attempts included."""
     delta: float
     participations: int
-    """That the noise is made for."""
+    """Participations of a device that the noise is made for."""
     unit: str = EXAMPLE
     """What is protected: one of these, of one device."""
     adjacency: str = ZERO_OUT
@@ -34,7 +34,7 @@ class PromisedToExamples(Record):
 
     @classmethod
     def of(cls, job: Job) -> Self | None:
-        """That of a job; None without `[federated.privacy]`."""
+        """The promise of a job; None without `[federated.privacy]`."""
         privacy = job.federated.privacy
         if privacy is None:
             return None

@@ -21,7 +21,7 @@ class ExamplesForecast:
     steps: int
     """Steps of all rounds, if each is one of a datacenter."""
     sampling_probability: float
-    """With which an example is in a step."""
+    """Probability with which an example is in a step."""
     noise_multiplier: float
     epsilon_after: dict[int, float]
     """Epsilon of an example after so many steps."""

@@ -21,7 +21,7 @@ class SpentOnExamples(Record):
     budget: float
     delta: float
     steps: int
-    """That were charged."""
+    """Steps that were charged."""
     together: float | None = None
     """Epsilon of a device and one example of the same person, at the smaller delta; None
     unless `datacenter.privacy.overlap`."""

@@ -66,7 +66,7 @@ class Comparisons:
         return 2 * self._devices(observation) * observation.comparison_price
 
     def _devices(self, observation: Observation) -> int:
-        """As many as a round of the wanted size invites, so that as many may be lost."""
+        """Devices to ask: as many as a round of that size invites, so that as many may be lost."""
         wanted = observation.invited(self._settings.devices)
         return min(wanted, max(observation.clients_ready, 2))
 
