@@ -22,6 +22,8 @@ _SECONDS = 15.0
 """Time to open a WebSocket."""
 _WAITING = 16
 """Connections that wait to be accepted: one channel has one at a time."""
+_PAUSE_SECONDS = 1.0
+"""Pause after a connection that could not be accepted."""
 _ROUNDS = 5
 """Rounds of an event loop in which it closes what was aborted, TLS within TLS too."""
 
@@ -102,7 +104,14 @@ class _Passage:
 
     async def _accept(self) -> None:
         while True:
-            near, _ = await self._loop.sock_accept(self._listener)
+            try:
+                near, _ = await self._loop.sock_accept(self._listener)
+            except OSError as error:  # there are too many open files, or too little memory
+                self._approach.blocked = RoadBlocked(
+                    f"this machine opens no further connection: {error.strerror}"
+                )
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
             task = self._loop.create_task(self._pass_on(near))
             self._crossing.add(task)
             task.add_done_callback(self._crossing.discard)

@@ -197,7 +197,8 @@ FAULTS = {
     "/nothing": "{balancer} has nothing at /nothing (404 Not Found); compare the path of the "
     "address with the balancer's",
     "/moved": "{balancer} points to https://elsewhere.example.org/isthmus (301 Moved Permanently); "
-    "give that address",
+    "give that address with wss://; if it is a page to log in at, ask who runs it to let "
+    "WebSockets through",
     "/closed": "{balancer} refuses /closed (403 Forbidden); ask who runs it to let WebSockets "
     "through",
     "/unset": "{balancer} does not open a WebSocket at /unset (505 HTTP Version Not Supported); it "
