@@ -1,10 +1,19 @@
 """Addresses of servers behind balancers: what is read of them, and what is refused."""
 
+import contextlib
+import os
+import resource
+import socket
+import time
+from pathlib import Path
+
 import pytest
 
 from isthmus.errors import UserError
+from isthmus.identity.approach import approach_to
 from isthmus.identity.balancers import Balancer, host_and_port, is_behind_balancer
 from isthmus.identity.membership import check_dialling
+from isthmus.identity.proxies import road_to
 
 ADDRESSES = {
     "wss://fleet.example.org": ("fleet.example.org", 443, "/"),
@@ -66,3 +75,37 @@ def test_nobody_dials_a_balancer_without_a_certificate():
     """On this machine, either: without one the connection would be in plain."""
     with pytest.raises(UserError, match="requires a certificate; join it first"):
         check_dialling("wss://localhost/isthmus", "client", "phone-0", None)
+
+
+@contextlib.contextmanager
+def no_further_files():
+    """Let this process open no file or connection during the block."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    last = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last, hard))
+    held = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        yield
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def wait_until_blocked(approach, words):
+    end = time.monotonic() + 60
+    while words not in str(approach.blocked):
+        assert time.monotonic() < end, approach.blocked
+        time.sleep(0.005)
+
+
+def test_a_machine_without_further_files_says_so_and_goes_on():
+    road = road_to("wss://localhost:1/isthmus")
+    with approach_to(road) as approach, socket.socket(socket.AF_UNIX) as dialling:
+        with no_further_files():
+            dialling.connect(approach.target.removeprefix("unix:"))
+            wait_until_blocked(approach, "opens no further connection: Too many open files")
+        wait_until_blocked(approach, "cannot be reached: Connection refused")

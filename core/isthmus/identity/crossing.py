@@ -22,7 +22,7 @@ from websockets.uri import WebSocketURI
 from isthmus.errors import UserError
 from isthmus.identity.balancers import PROTOCOL, Balancer
 from isthmus.identity.proxies import Road, RoadBlocked
-from isthmus.identity.stations import MOST_HEADERS, first_stations
+from isthmus.identity.stations import MOST_HEADERS, first_stations, tls_reason
 from isthmus.identity.tunnel import LARGEST_FRAME, Ended, Tunnel, log
 from isthmus.printable import in_a_line
 from isthmus.system.clocks import utc
@@ -117,10 +117,12 @@ async def _secured(balancer: Balancer, station: str, writer: asyncio.StreamWrite
             f"{balancer.host!r} can be no name of a balancer", "check the address"
         ) from None
     except ssl.SSLError as error:
-        reason = in_a_line(error.reason or str(error)).replace("_", " ").lower()
+        reason = tls_reason(error)
         raise RoadBlocked(
             f"what answers at {balancer.place} does not speak TLS as a balancer does ({reason})",
-            "check address and port",
+            "it has to offer HTTP/1.1, which WebSockets begin with"
+            if "application protocol" in reason
+            else "check address and port",
         ) from None
 
 
@@ -151,7 +153,7 @@ async def _upgraded(
     except asyncio.LimitOverrunError:
         head = b""
     except ssl.SSLError as error:  # TLS 1.3 tells only now that it wants a certificate
-        reason = in_a_line(error.reason or str(error)).replace("_", " ").lower()
+        reason = tls_reason(error)
         raise RoadBlocked(
             f"{station} ended the connection after the TLS handshake ({reason})",
             "it must not ask for certificates" if "certificate" in reason else "",
@@ -190,7 +192,8 @@ def _refusal(
     if number in _NOT_UPGRADED:
         return RoadBlocked(
             f"{station} does not open a WebSocket at {path} ({answer})",
-            "it has to pass on the headers Upgrade and Connection, by HTTP/1.1",
+            "it has to pass on the headers Upgrade and Connection, by HTTP/1.1, and to ask for no "
+            "certificate",
         )
     if number == HTTPStatus.TOO_MANY_REQUESTS:
         return RoadBlocked(

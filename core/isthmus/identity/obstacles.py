@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 
 from isthmus.identity import tls
 from isthmus.identity.proxies import Road, RoadBlocked
-from isthmus.identity.stations import first_stations
+from isthmus.identity.stations import first_stations, tls_reason
 from isthmus.printable import in_a_line
 
 ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionResetError, BrokenPipeError)
@@ -132,9 +132,8 @@ def _no_server(station: str, error: ssl.SSLError) -> RoadBlocked:
             f"the certificate of {station} does not pass: {in_a_line(error.verify_message)}",
             "check that all addresses of the name are those of one server",
         )
-    reason = in_a_line(error.reason or str(error)).replace("_", " ").lower()
     return RoadBlocked(
-        f"what answers at {station} does not speak TLS as a server does ({reason})",
+        f"what answers at {station} does not speak TLS as a server does ({tls_reason(error)})",
         "check address and port",
     )
 

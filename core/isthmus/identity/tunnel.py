@@ -167,6 +167,8 @@ class Tunnel:
     def take_events(self) -> None:
         """Pass on what the protocol has read."""
         events = self._protocol.events_received()
+        if not events and self._protocol.state is OPEN:
+            return  # there is a part of a frame
         for event in events:
             if not isinstance(event, Frame):
                 continue

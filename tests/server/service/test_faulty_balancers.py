@@ -35,8 +35,10 @@ def opening(head):
 class FaultyBalancer:
     """Ends TLS on loopback, and answers each request with some bytes."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, days=0):
         self.folder = folder
+        self.days = days
+        """Between now and when its certificate is valid."""
         self.answer = b""
         """What it answers."""
         self.opens = False
@@ -46,7 +48,7 @@ class FaultyBalancer:
         self._tasks = set()
 
     async def __aenter__(self):
-        self.ca, pair = certified(self.folder, ["localhost"])
+        self.ca, pair = certified(self.folder, ["localhost"], days=self.days)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(pair)
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=context)
@@ -160,6 +162,17 @@ async def test_what_ends_an_opened_websocket_is_found(faulty):
         assert str(blocked) == f"the balancer {faulty.place} ended the connection: {why}"
     found = await asyncio.to_thread(server_reached, faulty.member, road)
     assert (found.level, found.found) == ("FAIL", str(blocked))
+
+
+@pytest.mark.parametrize(("days", "why"), [(-9, "has expired"), (9, "is not yet valid")])
+async def test_a_certificate_of_another_time_makes_one_look_at_the_clock(faulty, days, why):
+    folder = faulty.folder / "later"
+    folder.mkdir()
+    async with FaultyBalancer(folder, days) as balancer:
+        road = road_to(balancer.url, balancer.choice)
+        blocked = str(await obstacle(road, faulty.member.authority))
+    assert f"does not pass: certificate {why}; check this machine's clock, which is at " in blocked
+    assert "--balancer-ca" not in blocked
 
 
 async def test_who_is_silent_is_named(faulty, timeouts):
