@@ -137,7 +137,7 @@ class _Passage:
         else:
             if why:
                 balancer = self._approach.road.balancer
-                self._approach.blocked = RoadBlocked(f"{balancer} ended the connection: {why}")
+                self._approach.blocked = RoadBlocked(f"{balancer} {why}")
 
 
 async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -114,7 +114,7 @@ async def opened(
         raise RoadBlocked(f"{station} did not answer in time", remedy) from None
     except OSError as error:
         if any(ends):
-            raise RoadBlocked(f"{road.balancer} ended the connection: {ends[0]}") from None
+            raise RoadBlocked(f"{road.balancer} {ends[0]}") from None
         if isinstance(error, ssl.SSLError) and not isinstance(error, ENDED):
             raise _no_server(station, error) from None
         raise

@@ -49,7 +49,7 @@ _BYTES_PER_FRAME = 128
 """A connection may have a further frame for so many bytes that pass, in either direction."""
 
 Ended = Callable[[str], None]
-"""Is told how the outer connection ended, or nothing if the near end or the other's end ended."""
+"""Is told what the balancer did that ended it, or nothing if the near or the other's end ended."""
 
 
 class FrameAllowance:
@@ -179,9 +179,9 @@ class Tunnel:
                 else:
                     self._inner.write(event.data)
             elif event.opcode is Opcode.TEXT:
-                self._fail(CloseCode.UNSUPPORTED_DATA, "it sends text, which is none of a server's")
+                self._fail(CloseCode.UNSUPPORTED_DATA, "sends text, which is none of a server's")
         if not self._allowance.spend(len(events)):
-            self._fail(CloseCode.POLICY_VIOLATION, "it sends many frames and little in them")
+            self._fail(CloseCode.POLICY_VIOLATION, "sends many frames and little in them")
         self._send()
         if self._protocol.state is not OPEN:
             self._finish(self._reason())
@@ -207,7 +207,7 @@ class Tunnel:
     def outer_lost(self) -> None:
         """The WebSocket's connection is closed."""
         self._lost.add(self._outer)
-        self._finish("it was cut without a goodbye")
+        self._finish("ended the connection without a goodbye")
 
     def pause_outer(self) -> None:
         """Read nothing of the WebSocket until `resume_outer`."""
@@ -246,10 +246,10 @@ class Tunnel:
         close = self._protocol.close_rcvd
         if close is None:
             error = self._protocol.parser_exc
-            return f"it sends what is no WebSocket ({in_a_line(str(error))})" if error else ""
+            return f"sends what is no WebSocket ({in_a_line(str(error))})" if error else ""
         if close.code == CloseCode.NORMAL_CLOSURE:
             return ""
-        return f"it closed the WebSocket ({close.code})"
+        return f"closed the WebSocket ({close.code})"
 
     def _close(self, code: CloseCode) -> None:
         """Say goodbye, and end both sides."""
@@ -297,7 +297,7 @@ class Tunnel:
             return
         silent = self._loop.time() - self._received
         if silent > SILENT_SECONDS and not self._is_paused:
-            self._finish(f"nothing came through it for {SILENT_SECONDS:.0f} s")
+            self._finish(f"has passed nothing on for {SILENT_SECONDS:.0f} s")
             self._outer.abort()
             return
         if self._protocol.side is CLIENT and not self._outer.get_write_buffer_size():

@@ -404,7 +404,7 @@ async def test_pings_keep_a_quiet_link_and_silence_ends_it(balanced):
         assert ends == []
         tunnel._received -= SILENT_SECONDS + 1
         tunnel._watch()
-        assert ends == [f"nothing came through it for {SILENT_SECONDS:.0f} s"]
+        assert ends == [f"has passed nothing on for {SILENT_SECONDS:.0f} s"]
     await wait_until(lambda: not balanced.server.balancer._tunnels)
 
 
