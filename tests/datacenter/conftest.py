@@ -171,20 +171,24 @@ def start_datacenter_(tmp_path: Path) -> Iterator[Callable[..., DatacenterDriver
         driver.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def warm_datacenter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DatacenterDriver]:
-    """A service with two ranks, shared by all tests; each test opens runs of its own."""
+    """A service with two ranks that the tests of a file share; each test opens runs of its own.
+
+    Not those of all files: each idle group of gloo wakes up a hundred times a second, and there are
+    dozens for each layout that ranks have had.
+    """
     driver = DatacenterDriver(DatacenterService("shared", 2, tmp_path_factory.mktemp("datacenter")))
     driver.service.start()
     yield driver
     driver.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def on_ranks() -> Iterator[Any]:
     """`on_ranks(4, "train", works)`: the results of a function of ranks.py on each of 4 ranks.
 
-    All tests with the same number of ranks share them.
+    The tests of a file with the same number of ranks share them; see `warm_datacenter`.
     """
     groups: dict[int, Ranks] = {}
 

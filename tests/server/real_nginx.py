@@ -150,12 +150,32 @@ def _certificate(subject, issuer, public, key, ca=False, names=(), days=0):
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=1))
         .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+        # From 3.13 on Python asks for these three, as RFC 5280 does.
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False
+        )
+        .add_extension(_usage(ca), critical=True)
     )
     if names:
         builder = builder.add_extension(
             x509.SubjectAlternativeName([_name(name) for name in names]), critical=False
         )
     return builder.sign(key, hashes.SHA256())
+
+
+def _usage(ca):
+    return x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=ca,
+        crl_sign=ca,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _name(name):

@@ -87,11 +87,12 @@ def read_gloomily(rank: int) -> bool:
 
 def lose_a_peer(rank: int) -> list[bool]:
     """Whether what the loss of a rank raises is noticed, also through the code of a task."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(seconds=60))
     if rank:
+        dist.destroy_process_group(group)  # which closes its connections
         return []
     values = torch.ones(1)
-    # The other rank does not take part: gloo gives up, with an error of no type of its own.
+    # The other rank has left: gloo gives up, with an error of no type of its own.
     direct = _raised(lambda: dist.all_reduce(values, group=group))
     return [_is_lost_peer(direct), _is_lost_peer(direct.__cause__)]
 

@@ -115,13 +115,14 @@ async def test_each_rule_over_groups_is_the_plain_rule_over_their_means(
 ):
     await deployment.start(names=tuple(NINE))
     updates = await single_updates()
+    # What rounding in a secure sum may change, see `isthmus_privacy.secagg.ranges`.
+    rounding = 1e-4 * max(float(update.abs().max()) for _, update in updates.values())
     for name, (expected, settings) in RULES.items():
         record, update = await trained(name, *ROBUST, f"federated.robust={name}", *settings)
         means = group_means(record, updates)
         assert record.groups.keys() == means.keys() == {f"random-{n}-of-3" for n in (1, 2, 3)}
         result = expected(list(means.values()))
-        largest = max(float(mean.abs().max()) for mean in means.values())
-        torch.testing.assert_close(update, result, atol=1e-5 * largest + 1e-7, rtol=1e-4)
+        torch.testing.assert_close(update, result, atol=rounding, rtol=0)
         for group, mean in means.items():
             assert record.groups[group].devices == 3
             assert record.groups[group].norm == pytest.approx(float(mean.norm()), rel=1e-3)
