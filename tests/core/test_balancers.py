@@ -4,6 +4,8 @@ import contextlib
 import os
 import resource
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -109,3 +111,29 @@ def test_a_machine_without_further_files_says_so_and_goes_on():
             dialling.connect(approach.target.removeprefix("unix:"))
             wait_until_blocked(approach, "opens no further connection: Too many open files")
         wait_until_blocked(approach, "cannot be reached: Connection refused")
+
+
+ENDS_IN_A_LOOK_UP = """
+import socket, threading
+from isthmus.identity.approach import approach_to
+from isthmus.identity.proxies import road_to
+
+begun = threading.Event()
+
+def unanswered(*_, **__):
+    begun.set()
+    threading.Event().wait()
+
+socket.getaddrinfo = unanswered
+with approach_to(road_to("wss://fleet.example.org")) as approach:
+    dialling = socket.socket(socket.AF_UNIX)
+    dialling.connect(approach.target.removeprefix("unix:"))
+    assert begun.wait(60)
+print("ended")
+"""
+
+
+def test_a_process_ends_while_a_name_server_does_not_answer():
+    command = [sys.executable, "-c", ENDS_IN_A_LOOK_UP]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (found.stdout, found.stderr, found.returncode) == ("ended\n", "", 0)

@@ -56,6 +56,9 @@ _MOST_FORWARDED = 32
 """Entries of `X-Forwarded-For` that are looked at, from the end."""
 _MOST_WAITING = 64 << 10
 """Bytes that may wait for a balancer which does not take what it is answered."""
+_LISTS = ("Connection", "Upgrade", "Sec-WebSocket-Protocol")
+_MOST_LISTED = 64
+"""Names in these headers. The library takes a microsecond for each, and they may be of a byte."""
 _END = b"\r\n\r\n"
 """What ends the head of a request."""
 
@@ -283,6 +286,10 @@ class _Forwarded(asyncio.Protocol):
                 self.abort()
 
     def _answer(self, request: Request) -> None:
+        listed = [value for name in _LISTS for value in request.headers.get_all(name)]
+        if sum(value.count(",") for value in listed) > _MOST_LISTED:
+            self.abort()
+            return
         response = self._protocol.accept(request)
         if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
             response.body = _REFUSAL

@@ -165,6 +165,8 @@ ANSWERED = {
     "a body": (f"{REQUEST}Content-Length: 9\r\n", b""),
     "no HTTP": ("\x16\x03\x01\x02\x00\r\n", b""),
     "too many headers": (REQUEST + "A: b\r\n" * 200, b""),
+    "too many protocols": (REQUEST.replace("isthmus-tls", "a," * 100 + "isthmus-tls"), b""),
+    "too many tokens": (f"{REQUEST}Connection: {'a,' * 100}a\r\n", b""),
     "too long a request": (f"{REQUEST}A: {'a' * LARGEST_HEAD}\r\n", b""),
 }
 
