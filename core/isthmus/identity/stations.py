@@ -74,7 +74,9 @@ def tls_reason(error: ssl.SSLError) -> str:
     >>> tls_reason(ssl.SSLError(1, "[SSL] tlsv1 alert no application protocol (_ssl.c:1006)"))
     'tlsv1 alert no application protocol'
     """
-    text = error.reason or re.sub(r"^\[\w+\] | \(_ssl\.c:\d+\)$", "", error.strerror or "")
+    # Those that Python itself raises have none.
+    reason = getattr(error, "reason", None)
+    text = reason or re.sub(r"^\[\w+\] | \(_ssl\.c:\d+\)$", "", error.strerror or str(error))
     return in_a_line(text).replace("_", " ").lower()
 
 
