@@ -118,14 +118,17 @@ def ending_configuration(folder, pair, address, forwards_to, changes=None):
     return IN_HTTP.format(folder=folder, text=text)
 
 
-def certified(folder, names, authority_name="Example Web CA"):
-    """Files with an authority of the web, and with a certificate of it and its key."""
+def certified(folder, names, authority_name="Example Web CA", days=0):
+    """Files with an authority of the web, and with a certificate of it and its key.
+
+    They are valid for two days, in the middle of which it is now or that many `days` later.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, authority_name)])
-    authority = _certificate(issuer, issuer, key.public_key(), key, ca=True)
+    authority = _certificate(issuer, issuer, key.public_key(), key, ca=True, days=days)
     own = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0])])
-    leaf = _certificate(subject, issuer, own.public_key(), key, names=names)
+    leaf = _certificate(subject, issuer, own.public_key(), key, names=names, days=days)
     (folder / "web-ca.pem").write_bytes(authority.public_bytes(serialization.Encoding.PEM))
     private = own.private_bytes(
         serialization.Encoding.PEM,
@@ -136,8 +139,8 @@ def certified(folder, names, authority_name="Example Web CA"):
     return folder / "web-ca.pem", folder / "web.pem"
 
 
-def _certificate(subject, issuer, public, key, ca=False, names=()):
-    now = datetime.datetime.now(datetime.UTC)
+def _certificate(subject, issuer, public, key, ca=False, names=(), days=0):
+    now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
     builder = (
         x509.CertificateBuilder()
         .subject_name(subject)

@@ -13,7 +13,9 @@ import functools
 import logging
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from isthmus.identity.proxies import Road, RoadBlocked
 from isthmus.system.private_socket import private_socket
@@ -22,6 +24,8 @@ _SECONDS = 15.0
 """Time to open a WebSocket."""
 _WAITING = 16
 """Connections that wait to be accepted: one channel has one at a time."""
+_PAUSE_SECONDS = 1.0
+"""Pause after a connection that could not be accepted."""
 _ROUNDS = 5
 """Rounds of an event loop in which it closes what was aborted, TLS within TLS too."""
 
@@ -65,6 +69,30 @@ def approach_to(road: Road) -> Iterator[Approach]:
             yield approach
 
 
+class _Lookups(ThreadPoolExecutor):
+    """Threads that the end of the process does not wait for.
+
+    A name server that does not answer keeps a look-up for a quarter of a minute.
+    """
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+        """Begin a look-up in a thread of its own."""
+        future: Future[Any] = Future()
+
+        def look_up() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                found = work(*args, **more)
+            except BaseException as error:  # noqa: BLE001 - the one who waits is told
+                future.set_exception(error)
+            else:
+                future.set_result(found)
+
+        threading.Thread(target=look_up, name="look-up", daemon=True).start()
+        return future
+
+
 class _Passage:
     """Passes connections on, in a thread of its own: channels may have an event loop or none."""
 
@@ -75,6 +103,7 @@ class _Passage:
         self._listener.listen(_WAITING)
         self._listener.setblocking(False)
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(_Lookups())
         self._accepting = self._loop.create_task(self._accept())
         self._crossing: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="balancer", daemon=True)
@@ -102,7 +131,14 @@ class _Passage:
 
     async def _accept(self) -> None:
         while True:
-            near, _ = await self._loop.sock_accept(self._listener)
+            try:
+                near, _ = await self._loop.sock_accept(self._listener)
+            except OSError as error:  # there are too many open files, or too little memory
+                self._approach.blocked = RoadBlocked(
+                    f"this machine opens no further connection: {error.strerror}"
+                )
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
             task = self._loop.create_task(self._pass_on(near))
             self._crossing.add(task)
             task.add_done_callback(self._crossing.discard)
@@ -128,7 +164,7 @@ class _Passage:
         else:
             if why:
                 balancer = self._approach.road.balancer
-                self._approach.blocked = RoadBlocked(f"{balancer} ended the connection: {why}")
+                self._approach.blocked = RoadBlocked(f"{balancer} {why}")
 
 
 async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -55,6 +55,13 @@ class Balancer:
         Raises:
             UserError: it is not of that form.
         """
+        if is_behind_balancer(url):
+            url = SCHEME + url[len(SCHEME) :]  # which may be in capitals
+        if "@" in url.removeprefix(SCHEME).partition("/")[0]:
+            raise UserError(  # which has no password, as others would
+                "the server's address has a user name or a password before its host, and needs "
+                f"none: give {SCHEME}HOST/PATH"
+            )
         match = _URL.fullmatch(url)
         port = int(match[2]) if match is not None and match[2] else _PORT
         if match is None or not 0 < port <= 65535 or len(match[3] or "") > _LONGEST_PATH:

@@ -10,25 +10,34 @@ import asyncio
 import re
 import socket
 import ssl
+import time
 from http import HTTPStatus
 from typing import cast
 
 from websockets.client import ClientProtocol
 from websockets.exceptions import InvalidHandshake
-from websockets.protocol import OPEN
 from websockets.typing import Subprotocol
 from websockets.uri import WebSocketURI
 
+from isthmus.errors import UserError
 from isthmus.identity.balancers import PROTOCOL, Balancer
 from isthmus.identity.proxies import Road, RoadBlocked
-from isthmus.identity.stations import MOST_HEADERS, first_stations
+from isthmus.identity.stations import MOST_HEADERS, first_stations, tls_reason
 from isthmus.identity.tunnel import LARGEST_FRAME, Ended, Tunnel, log
 from isthmus.printable import in_a_line
+from isthmus.system.clocks import utc
 
 _ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError, asyncio.IncompleteReadError)
 _REFUSED = (401, 403, 405, 407, 451)
 _NOT_UPGRADED = (400, 426, 501, 505)
 _UNREACHABLE = (502, 503, 504)
+_OUT_OF_TIME = (9, 10)
+"""OpenSSL's numbers for a certificate that is not valid yet, and for one that has expired."""
+_OTHER_AUTHORITY = (
+    "check the address; if an authority of your organisation has issued it, give that with "
+    "--balancer-ca FILE"
+)
+_RENEW = "if that is right, ask who runs the balancer for a new certificate"
 
 
 async def cross(road: Road, near: socket.socket, seconds: float, ended: Ended) -> Tunnel:
@@ -85,35 +94,42 @@ async def _secured(balancer: Balancer, station: str, writer: asyncio.StreamWrite
     """
     try:
         context = await asyncio.to_thread(balancer.context)
+    except UserError as error:  # the file was there when the command began
+        raise RoadBlocked(str(error)) from None
+    try:
         await writer.start_tls(context, server_hostname=balancer.host.strip("[]"))
         if writer.get_extra_info("ssl_object") is None:
             raise ConnectionResetError
     except ssl.SSLCertVerificationError as error:
+        remedy = _OTHER_AUTHORITY
+        if error.verify_code in _OUT_OF_TIME:
+            remedy = f"check this machine's clock, which is at {utc(time.time())}; {_RENEW}"
         raise RoadBlocked(
-            f"the certificate of {station} does not pass: {in_a_line(error.verify_message)}",
-            "check the address; if an authority of your organisation has issued it, give that "
-            "with --balancer-ca FILE",
+            f"the certificate of {station} does not pass: {in_a_line(error.verify_message)}", remedy
         ) from None
     except _ENDED:
         raise RoadBlocked(
-            f"{station} ended the connection in the TLS handshake", "check address and port"
+            f"{station} ended the connection in the TLS handshake",
+            "check address and port; a server without a balancer before it is at HOST:PORT",
         ) from None
     except UnicodeError:
         raise RoadBlocked(
             f"{balancer.host!r} can be no name of a balancer", "check the address"
         ) from None
     except ssl.SSLError as error:
-        reason = in_a_line(error.reason or str(error)).replace("_", " ").lower()
+        reason = tls_reason(error)
         raise RoadBlocked(
             f"what answers at {balancer.place} does not speak TLS as a balancer does ({reason})",
-            "check address and port",
+            "it has to offer HTTP/1.1, which WebSockets begin with"
+            if "application protocol" in reason
+            else "check address and port",
         ) from None
 
 
 async def _upgraded(
     balancer: Balancer, station: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> ClientProtocol:
-    """Ask for the WebSocket; returns its protocol, which is open.
+    """Ask for the WebSocket; returns its protocol, of which something may have come already.
 
     Raises:
         RoadBlocked: the balancer, or what it forwards to, does not open it.
@@ -136,6 +152,12 @@ async def _upgraded(
         ) from None
     except asyncio.LimitOverrunError:
         head = b""
+    except ssl.SSLError as error:  # TLS 1.3 tells only now that it wants a certificate
+        reason = tls_reason(error)
+        raise RoadBlocked(
+            f"{station} ended the connection after the TLS handshake ({reason})",
+            "it must not ask for certificates" if "certificate" in reason else "",
+        ) from None
     status = re.match(r"HTTP/1\.[01] (\d{3})(?: ([^\r\n]*))?", head.decode("latin-1"))
     if status is None or head.count(b"\n") > MOST_HEADERS:
         raise RoadBlocked(
@@ -146,7 +168,7 @@ async def _upgraded(
         raise _refusal(balancer, station, number, answer, head)
     reader.feed_eof()  # nothing more is given to this reader
     protocol.receive_data(head + await reader.read())
-    if protocol.state is not OPEN or protocol.subprotocol != PROTOCOL:
+    if protocol.handshake_exc is not None or protocol.subprotocol != PROTOCOL:
         what = protocol.handshake_exc
         why = f" ({in_a_line(str(what))})" if isinstance(what, InvalidHandshake) else ""
         raise RoadBlocked(
@@ -170,7 +192,13 @@ def _refusal(
     if number in _NOT_UPGRADED:
         return RoadBlocked(
             f"{station} does not open a WebSocket at {path} ({answer})",
-            "it has to pass on the headers Upgrade and Connection, by HTTP/1.1",
+            "it has to pass on the headers Upgrade and Connection, by HTTP/1.1, and to ask for no "
+            "certificate",
+        )
+    if number == HTTPStatus.TOO_MANY_REQUESTS:
+        return RoadBlocked(
+            f"{station} lets no further connection through ({answer})",
+            "try again later; ask who runs it to allow more",
         )
     if number in _UNREACHABLE:
         return RoadBlocked(
@@ -184,8 +212,12 @@ def _refusal(
         )
     if 300 <= number < 400:
         place = re.search(rb"(?im)^location:[ \t]*([^\r\n]{1,200})", head)
-        where = f" {in_a_line(place[1].decode('latin-1'))}" if place else " elsewhere"
-        return RoadBlocked(f"{station} points to{where} ({answer})", "give that address")
+        where = f"to {in_a_line(place[1].decode('latin-1'))}" if place else "elsewhere"
+        return RoadBlocked(
+            f"{station} points {where} ({answer})",
+            "give that address with wss://; if it is a page to log in at, ask who runs it to let "
+            "WebSockets through",
+        )
     if 200 <= number < 300:
         return RoadBlocked(
             f"{station} answers {path} with a page ({answer}), so another service is there",

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.errors import AdmissionRefused, CertificateExpired, DamagedError, UserError
 from isthmus.identity import tls
-from isthmus.identity.balancers import host_and_port
+from isthmus.identity.balancers import host_and_port, is_behind_balancer
 from isthmus.identity.proxies import ProxyChoice, Road, road_to
 from isthmus.system.clocks import utc
 from isthmus.system.file_lock import file_lock
@@ -317,6 +317,11 @@ def check_dialling(address: str, kind: str, name: str, membership: Membership | 
     is_local = tls.is_socket(address)
     host = "" if is_local else host_and_port(address)[0]
     if membership is None:
+        if is_behind_balancer(address):
+            raise UserError(
+                f"a server behind a balancer requires a certificate; join it first: isthmus {kind} "
+                f"join {address} TOKEN"
+            )
         if not is_local and not tls.is_loopback(host):
             raise UserError(
                 f"{host} is another machine, and this one has not joined its fleet; join first: "

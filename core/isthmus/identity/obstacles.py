@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
 from isthmus.identity import tls
 from isthmus.identity.proxies import Road, RoadBlocked
-from isthmus.identity.stations import first_stations
+from isthmus.identity.stations import first_stations, tls_reason
 from isthmus.printable import in_a_line
 
-ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionResetError)
+ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionResetError, BrokenPipeError)
 """Errors of a connection that the server has ended in the handshake; which of them depends on the
 version of Python and OpenSSL."""
 
@@ -84,7 +84,7 @@ async def opened(
     Args:
         road: to whom; the name in its address is the one that TLS asks for.
         context: what TLS verifies and offers.
-        seconds: time for the connection and its handshake.
+        seconds: time for the connection, and then for its handshake.
 
     Raises:
         RoadBlocked: nothing that speaks TLS is reached, or its certificate is not accepted.
@@ -93,9 +93,11 @@ async def opened(
     station = road.address if road.proxy is None else f"the proxy {road.proxy}"
     if road.balancer is not None:
         station = f"the server behind {road.balancer}"
+    ends: list[str] = []
+    """Why the balancer's connection has ended."""
     try:
+        reader, writer = await _begun(road, seconds, ends.append)
         async with asyncio.timeout(seconds):
-            reader, writer = await _begun(road, seconds)
             try:
                 if road.proxy is not None and road.balancer is None:
                     station = _end(road)
@@ -106,43 +108,55 @@ async def opened(
                 writer.transport.abort()
                 raise
     except TimeoutError:
-        raise RoadBlocked(
-            f"{station} did not answer in time",
-            "check the address and the firewalls between" if road.proxy is None else "",
-        ) from None
-    except ENDED:
+        remedy = "check the address and the firewalls between" if road.proxy is None else ""
+        if road.balancer is not None:
+            remedy = "the balancer has to pass on at once what comes, in both directions"
+        raise RoadBlocked(f"{station} did not answer in time", remedy) from None
+    except OSError as error:
+        if any(ends):
+            raise RoadBlocked(f"{road.balancer} {ends[0]}") from None
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ENDED):
+            raise _no_server(station, error) from None
         raise
     except UnicodeError:  # of TLS; without a proxy the look-up of the name has said so
         raise RoadBlocked(
             f"{road.host!r} can be no name of a server", "check the address"
         ) from None
-    except ssl.SSLCertVerificationError as error:
-        raise RoadBlocked(
-            f"the certificate of {station} does not pass: {in_a_line(error.verify_message)}",
-            "check that all addresses of the name are those of one server",
-        ) from None
-    except ssl.SSLError as error:
-        reason = in_a_line(error.reason or str(error)).replace("_", " ").lower()
-        raise RoadBlocked(
-            f"what answers at {station} does not speak TLS as a server does ({reason})",
-            "check address and port",
-        ) from None
     return reader, writer
 
 
-async def _begun(road: Road, seconds: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+def _no_server(station: str, error: ssl.SSLError) -> RoadBlocked:
+    """What a failure of TLS says about the end of a road."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return RoadBlocked(
+            f"the certificate of {station} does not pass: {in_a_line(error.verify_message)}",
+            "check that all addresses of the name are those of one server",
+        )
+    return RoadBlocked(
+        f"what answers at {station} does not speak TLS as a server does ({tls_reason(error)})",
+        "check address and port",
+    )
+
+
+async def _begun(
+    road: Road, seconds: float, ended: Callable[[str], None]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection on which TLS with the server can begin.
+
+    `ended` is told how that of a balancer has ended, see `isthmus.identity.tunnel.Ended`.
 
     Raises:
         RoadBlocked: it does not come about.
+        TimeoutError: not in time, without a balancer.
     """
     if road.balancer is None:
-        return await first_stations(road)
+        async with asyncio.timeout(seconds):
+            return await first_stations(road)
     from isthmus.identity.crossing import cross  # most roads do without WebSockets
 
     near, far = socket.socketpair()
     try:
-        await cross(road, far, seconds, lambda why: None)
+        await cross(road, far, seconds, ended)
         return await asyncio.open_connection(sock=near)
     except BaseException:
         near.close()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import socket
+import ssl
 
 from isthmus.identity.proxies import Proxy, Road, RoadBlocked
 from isthmus.printable import in_a_line
@@ -65,6 +66,18 @@ async def _connected(road: Road) -> tuple[asyncio.StreamReader, asyncio.StreamWr
         raise RoadBlocked(f"{named} has no known address", know) from None
     except OSError as error:
         raise RoadBlocked(f"{what} cannot be reached: {_reason(error)}", reach) from None
+
+
+def tls_reason(error: ssl.SSLError) -> str:
+    """Why TLS failed, in the words of OpenSSL.
+
+    >>> tls_reason(ssl.SSLError(1, "[SSL] tlsv1 alert no application protocol (_ssl.c:1006)"))
+    'tlsv1 alert no application protocol'
+    """
+    # Those that Python itself raises have none.
+    reason = getattr(error, "reason", None)
+    text = reason or re.sub(r"^\[\w+\] | \(_ssl\.c:\d+\)$", "", error.strerror or str(error))
+    return in_a_line(text).replace("_", " ").lower()
 
 
 def _reason(error: OSError) -> str:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -38,8 +39,41 @@ _LAST_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
 
+SLICE = 16 << 10
+"""Bytes of a WebSocket that are read before its frames are counted."""
+_FIRST_FRAMES = 64.0
+_MOST_FRAMES = 1024.0
+"""Frames that may come at once: in the beginning, and at most."""
+_FRAMES_PER_SECOND = 50.0
+_BYTES_PER_FRAME = 128
+"""A connection may have a further frame for so many bytes that pass, in either direction."""
+
 Ended = Callable[[str], None]
-"""Is told how the outer connection ended, or nothing if the near end or the other's end ended."""
+"""Is told what the balancer did that ended it, or nothing if the near or the other's end ended."""
+
+
+class FrameAllowance:
+    """How many more frames may come on a connection.
+
+    A frame costs the reader several microseconds however small it is. One who sends nothing but
+    empty ones, six bytes each, would keep an event loop busy with less than a megabyte a second.
+    """
+
+    def __init__(self) -> None:
+        self._left = _FIRST_FRAMES
+        self._at = time.monotonic()
+
+    def earn(self, count: int) -> None:
+        """So many bytes have passed."""
+        self._left += count / _BYTES_PER_FRAME
+
+    def spend(self, frames: int) -> bool:
+        """Count frames that have come; returns whether they were not too many."""
+        now = time.monotonic()
+        self._left += _FRAMES_PER_SECOND * (now - self._at)
+        self._left = min(self._left, _MOST_FRAMES) - frames
+        self._at = now
+        return self._left >= 0
 
 
 class Tunnel:
@@ -48,6 +82,7 @@ class Tunnel:
     Guarantees:
       * of each direction at most a few parts wait in this process: nothing is read for a receiver
         that does not take what it has been sent, and no frame is larger than `LARGEST_FRAME`;
+      * one that sends many small frames and little in them is closed (`FrameAllowance`);
       * a quiet connection is kept open by pings, and a silent one is closed;
       * the end of one side is the end of the other, once that was sent what came before.
     """
@@ -59,6 +94,7 @@ class Tunnel:
         ended: Ended = lambda why: None,
         *,
         early: bytes = b"",
+        allowance: FrameAllowance | None = None,
         kept: object = None,
     ) -> None:
         """Take over the connection of an opened WebSocket; `start` passes on what comes.
@@ -68,6 +104,7 @@ class Tunnel:
             outer: its connection.
             ended: see `Ended`; called once.
             early: what the WebSocket has brought already.
+            allowance: that of the frames it came in.
             kept: what has to live as long as the connection.
         """
         self._kept = kept
@@ -81,9 +118,14 @@ class Tunnel:
         """When something came last."""
         self._is_paused = False
         """Whether nothing is read of the WebSocket."""
+        self._allowance = allowance or FrameAllowance()
+        self._fault = ""
+        """What is wrong with what has come."""
         self._early = bytearray(early)
         """What came before there was a socket."""
         self._timers: list[asyncio.TimerHandle] = []
+        self._lost: set[asyncio.Transport] = set()
+        """Connections that are closed."""
         outer.set_protocol(_Outer(self))
         self.pause_outer()
 
@@ -116,21 +158,30 @@ class Tunnel:
         self._received = self._loop.time()
         if not self._is_open:
             return
-        self._protocol.receive_data(data)
-        self.take_events()
+        for begin in range(0, len(data), SLICE):
+            if not self._is_open:
+                return
+            self._protocol.receive_data(data[begin : begin + SLICE])
+            self.take_events()
 
     def take_events(self) -> None:
         """Pass on what the protocol has read."""
-        for event in self._protocol.events_received():
+        events = self._protocol.events_received()
+        if not events and self._protocol.state is OPEN:
+            return  # there is a part of a frame
+        for event in events:
             if not isinstance(event, Frame):
                 continue
             if event.opcode in (Opcode.BINARY, Opcode.CONT):
+                self._allowance.earn(len(event.data))
                 if self._inner is None:
                     self._early += event.data
                 else:
                     self._inner.write(event.data)
             elif event.opcode is Opcode.TEXT:
-                self._protocol.fail(CloseCode.UNSUPPORTED_DATA)
+                self._fail(CloseCode.UNSUPPORTED_DATA, "sends text, which is none of a server's")
+        if not self._allowance.spend(len(events)):
+            self._fail(CloseCode.POLICY_VIOLATION, "sends many frames and little in them")
         self._send()
         if self._protocol.state is not OPEN:
             self._finish(self._reason())
@@ -144,15 +195,19 @@ class Tunnel:
         view = memoryview(data)
         for begin in range(0, len(data), _PART):
             self._protocol.send_binary(view[begin : begin + _PART])
+        self._allowance.earn(len(data))
         self._send()
 
     def inner_lost(self) -> None:
         """The socket was closed."""
+        if self._inner is not None:
+            self._lost.add(self._inner)
         self._close(CloseCode.NORMAL_CLOSURE)
 
     def outer_lost(self) -> None:
         """The WebSocket's connection is closed."""
-        self._finish("it ended the connection")
+        self._lost.add(self._outer)
+        self._finish("ended the connection without a goodbye")
 
     def pause_outer(self) -> None:
         """Read nothing of the WebSocket until `resume_outer`."""
@@ -179,15 +234,22 @@ class Tunnel:
 
     # -- ends --------------------------------------------------------------------------------------
 
+    def _fail(self, code: CloseCode, why: str) -> None:
+        """End the WebSocket for what has come on it."""
+        self._fault = self._fault or why
+        self._protocol.fail(code)
+
     def _reason(self) -> str:
-        """How the other end, or something between, has closed the WebSocket; empty if as usual."""
+        """How the other end, or something between, has ended the WebSocket; empty if as usual."""
+        if self._fault:
+            return self._fault
         close = self._protocol.close_rcvd
         if close is None:
             error = self._protocol.parser_exc
-            return f"it sends what is no WebSocket ({in_a_line(str(error))})" if error else ""
+            return f"sends what is no WebSocket ({in_a_line(str(error))})" if error else ""
         if close.code == CloseCode.NORMAL_CLOSURE:
             return ""
-        return f"it closed the WebSocket ({close.code})"
+        return f"closed the WebSocket ({close.code})"
 
     def _close(self, code: CloseCode) -> None:
         """Say goodbye, and end both sides."""
@@ -202,7 +264,12 @@ class Tunnel:
         self._finish("")
         for transport in (self._outer, self._inner):
             if transport is not None:
-                transport.abort()
+                self._abort(transport)
+
+    def _abort(self, transport: asyncio.Transport) -> None:
+        # asyncio fails for one that was closed with something left to send, and has sent it.
+        if transport not in self._lost:
+            transport.abort()
 
     def _finish(self, why: str) -> None:
         if not self._is_open:
@@ -215,7 +282,7 @@ class Tunnel:
             if transport is not None and not transport.is_closing():
                 transport.close()  # once it has sent what it was given
                 # One whose receiver takes nothing would stay.
-                self._loop.call_later(_LAST_SECONDS, transport.abort)
+                self._loop.call_later(_LAST_SECONDS, self._abort, transport)
 
     def _send(self) -> None:
         parts = [part for part in self._protocol.data_to_send() if part]
@@ -230,7 +297,7 @@ class Tunnel:
             return
         silent = self._loop.time() - self._received
         if silent > SILENT_SECONDS and not self._is_paused:
-            self._finish(f"nothing came through it for {SILENT_SECONDS:.0f} s")
+            self._finish(f"has passed nothing on for {SILENT_SECONDS:.0f} s")
             self._outer.abort()
             return
         if self._protocol.side is CLIENT and not self._outer.get_write_buffer_size():

@@ -39,7 +39,8 @@ _STATE = click.argument("state", metavar="DIR", type=click.Path(file_okay=False,
     "--server",
     required=True,
     metavar="HOST:PORT",
-    help="Address of the server that participants connect to after joining.",
+    help="Address of the server that participants connect to after joining; behind a balancer that "
+    "ends TLS its address with wss://.",
 )
 def init(state: Path, hosts: tuple[str, ...], server: str) -> None:
     """Create a new authority in DIR: its keys, and the registry of participants."""

@@ -16,6 +16,7 @@ import click
 
 from isthmus.errors import IsthmusError, UserError
 from isthmus.identity import tls
+from isthmus.identity.balancers import is_behind_balancer
 from isthmus.identity.proxies import ProxyChoice
 from isthmus.identity.proxy_options import NAMES, proxy_options
 from isthmus.system.clocks import utc
@@ -77,6 +78,11 @@ def init(
 
         if hosts:
             raise UserError("--host is decided at the authority; remove it, or --authority")
+        if is_behind_balancer(authority):
+            raise UserError(
+                f"--authority {authority!r}: a separate authority has ports of its own and is not "
+                "behind a balancer; give HOST:PORT of its port for joining"
+            )
         given = joining.Token.given(None, token_file)
         member = asyncio.run(joining.join(authority, given, state, tls.SERVER, proxy))
         click.echo(f"the server {member.name!r} is ready in {state}; keep that directory private")

@@ -25,6 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from isthmus.errors import AdmissionRefused, DamagedError, UserError
 from isthmus.identity import tls
+from isthmus.identity.balancers import Balancer, is_behind_balancer
 from isthmus.identity.membership import has_begun_to_join
 from isthmus.system.private_files import check_private, make_private_directory, write_private_file
 from isthmus.system.sealed_files import read_sealed, write_sealed
@@ -53,7 +54,8 @@ def initialise(directory: Path, hosts: Iterable[str], serves: str | None = None)
     Args:
         directory: the state directory; it must not exist, or be empty.
         hosts: names and addresses that participants will connect to.
-        serves: HOST:PORT of the server, if the authority is to be a process of its own.
+        serves: HOST:PORT of the server, or its address with `wss://` behind a balancer, if the
+            authority is to be a process of its own.
 
     Raises:
         UserError: the directory is not empty or cannot be written, or a host is neither a name
@@ -70,7 +72,7 @@ def initialise(directory: Path, hosts: Iterable[str], serves: str | None = None)
         )
     names = [_host(text) for text in hosts]
     if serves is not None:
-        _host(tls.split_address(serves, "--server")[0])
+        _host(_host_of(serves))
     try:
         _make(directory, names, serves)
     except OSError as error:
@@ -152,7 +154,7 @@ class CertificateAuthority:
                 raise ValueError(f"{_AUTHORITY} is damaged")
             self._seed = tls.read_seed_file((directory / _ENROLLER).read_bytes())
             self.serves = _read_serves(directory)
-            """HOST:PORT of the server, if this authority is a process of its own."""
+            """The server's address, if this authority is a process of its own."""
         except FileNotFoundError as error:
             if (directory / _SERVER).exists():
                 raise DamagedError(f"{error.filename} is missing; {_RESTORE}") from None
@@ -197,7 +199,7 @@ class CertificateAuthority:
         names: list[x509.GeneralName] = []
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH]
         if kind == tls.SERVER and self.serves is not None:
-            names = [_host(tls.split_address(self.serves, _SERVES)[0])]
+            names = [_host(_host_of(self.serves))]
             usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
         # Name and kind are the token's, whatever the request contains.
         subject = tls.Subject(kind=kind, name=name, identity=identity, serial="", not_after=0.0)
@@ -320,6 +322,17 @@ def _usage(*, authority: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+
+
+def _host_of(serves: str) -> str:
+    """The host of the server's address, for which its certificate is.
+
+    Raises:
+        UserError: the address has another form.
+    """
+    if is_behind_balancer(serves):
+        return Balancer.at(serves).host
+    return tls.split_address(serves, "--server")[0]
 
 
 def _host(text: str) -> x509.GeneralName:

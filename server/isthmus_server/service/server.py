@@ -138,13 +138,13 @@ class ControlPlaneServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self.balancer is not None:
-                await self.balancer.stop()
             if self.one_port is not None:
                 await self.one_port.stop()
             if self.joining is not None:
                 await self.joining.stop()
             await self.link.stop()
+            if self.balancer is not None:  # through which participants were told of the end
+                await self.balancer.stop()
             self.members.close()
 
     async def _start_two(self, host: str, port: int, services: Services) -> None:

@@ -19,14 +19,19 @@ from typing import cast
 
 from websockets.frames import Frame, Opcode
 from websockets.http11 import Request
-from websockets.protocol import OPEN
+from websockets.protocol import CONNECTING, OPEN
 from websockets.server import ServerProtocol
 from websockets.typing import Subprotocol
 
 from isthmus.errors import UserError
 from isthmus.identity.balancers import PROTOCOL
-from isthmus.identity.tunnel import LARGEST_FRAME, Tunnel
-from isthmus_server.transport.client_hello import NotAClientHello, protocols_of, size_of
+from isthmus.identity.tunnel import LARGEST_FRAME, SLICE, FrameAllowance, Tunnel
+from isthmus_server.transport.client_hello import (
+    LARGEST_HELLO,
+    NotAClientHello,
+    protocols_of,
+    size_of,
+)
 from isthmus_server.transport.limits import CALLER_CONNECTIONS
 from isthmus_server.transport.listening import WAITING, listening_sockets
 from isthmus_server.transport.one_port import OnePort
@@ -51,6 +56,11 @@ _MOST_FORWARDED = 32
 """Entries of `X-Forwarded-For` that are looked at, from the end."""
 _MOST_WAITING = 64 << 10
 """Bytes that may wait for a balancer which does not take what it is answered."""
+_LISTS = ("Connection", "Upgrade", "Sec-WebSocket-Protocol")
+_MOST_LISTED = 64
+"""Names in these headers. The library takes a microsecond for each, and they may be of a byte."""
+_END = b"\r\n\r\n"
+"""What ends the head of a request."""
 
 _REFUSAL = f"a balancer has to forward a WebSocket here ({PROTOCOL})\n".encode()
 
@@ -155,8 +165,10 @@ class BalancerPort:
         early: bytes,
         protocols: tuple[bytes, ...],
         network: str,
+        allowance: FrameAllowance,
     ) -> None:
         """Give a connection, whose first message is complete, to its listener."""
+        protocol.max_fragment_size = LARGEST_FRAME
         try:
             near, far = socket.socketpair()
         except OSError:  # there are too many open files
@@ -167,7 +179,7 @@ class BalancerPort:
         def ended(_: str) -> None:
             self._tunnels.discard(tunnel)
 
-        tunnel = Tunnel(protocol, outer, ended, early=early)
+        tunnel = Tunnel(protocol, outer, ended, early=early, allowance=allowance)
         self._tunnels.add(tunnel)
         task = asyncio.get_running_loop().create_task(tunnel.start(near))
         self._starting.add(task)
@@ -188,15 +200,18 @@ class _Forwarded(asyncio.Protocol):
         self._since = self._loop.time()
         self._head = 0
         """Bytes of the request."""
+        self._tail = b""
+        """The last of them, which may be the beginning of its end."""
         self._first = bytearray()
         """What has come of the first message."""
         self._timer: asyncio.TimerHandle | None = None
         self._protocol = ServerProtocol(
             origins=[None],  # a page in a browser has no business here
             subprotocols=[Subprotocol(PROTOCOL)],
-            max_size=(None, LARGEST_FRAME),
+            max_size=(None, LARGEST_HELLO),  # all that is kept of it before it is passed on
             logger=log,
         )
+        self._allowance = FrameAllowance()
 
     @property
     def is_idle(self) -> bool:
@@ -222,21 +237,22 @@ class _Forwarded(asyncio.Protocol):
         self._expire(HEAD_SECONDS)
 
     def data_received(self, data: bytes) -> None:
+        assert self._transport is not None
         if self._protocol.handshake_exc is not None:
             return  # it was refused
-        if self._protocol.state is not OPEN:
-            self._head += len(data)
+        if self._protocol.state is CONNECTING:
+            size = self._size_of_head(data)
+            self._head += size
             if self._head > LARGEST_HEAD:
                 self.abort()
                 return
-        self._protocol.receive_data(data)
-        for event in self._protocol.events_received():
-            if isinstance(event, Request):
-                self._answer(event)
-            elif isinstance(event, Frame) and event.opcode in (Opcode.BINARY, Opcode.CONT):
-                self._first += event.data
-            elif isinstance(event, Frame) and event.opcode is Opcode.TEXT:
-                self.abort()
+            # The library would read what is behind a request before the request is answered.
+            self._take(data[:size])
+            data = data[size:]
+        for begin in range(0, len(data), SLICE):
+            if self._protocol.state is not OPEN or self._transport.is_closing():
+                break
+            self._take(data[begin : begin + SLICE])
         self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -248,7 +264,32 @@ class _Forwarded(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def _size_of_head(self, data: bytes) -> int:
+        """How many of these bytes belong to the head of the request."""
+        begin = len(self._tail)
+        seen = self._tail + data
+        at = seen.find(_END)
+        self._tail = seen[1 - len(_END) :]
+        return len(data) if at < 0 else at + len(_END) - begin
+
+    def _take(self, data: bytes) -> None:
+        self._protocol.receive_data(data)
+        events = self._protocol.events_received()
+        if not self._allowance.spend(len(events)):
+            self.abort()
+        for event in events:
+            if isinstance(event, Request):
+                self._answer(event)
+            elif isinstance(event, Frame) and event.opcode in (Opcode.BINARY, Opcode.CONT):
+                self._first += event.data
+            elif isinstance(event, Frame) and event.opcode is Opcode.TEXT:
+                self.abort()
+
     def _answer(self, request: Request) -> None:
+        listed = [value for name in _LISTS for value in request.headers.get_all(name)]
+        if sum(value.count(",") for value in listed) > _MOST_LISTED:
+            self.abort()
+            return
         response = self._protocol.accept(request)
         if response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
             response.body = _REFUSAL
@@ -284,8 +325,14 @@ class _Forwarded(asyncio.Protocol):
             self.abort()
             return
         self._leave()
-        first = bytes(self._first)
-        self._port.pass_on(self._protocol, transport, first, protocols, self.network)
+        self._port.pass_on(
+            self._protocol,
+            transport,
+            bytes(self._first),
+            protocols,
+            self.network,
+            self._allowance,
+        )
 
     def _expire(self, seconds: float) -> None:
         """Have the connection closed after that time, and not before."""

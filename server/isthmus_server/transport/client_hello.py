@@ -17,6 +17,8 @@ _CLIENT_HELLO = 1
 _RANDOM_BYTES = 32
 _LONGEST_SESSION = 32
 _ALPN = 16
+_MOST = 64
+"""Extensions, and protocols, of a message; browsers offer about 20, and of protocols two."""
 
 
 class NotAClientHello(Exception):
@@ -75,6 +77,8 @@ def protocols_of(record: bytes) -> tuple[bytes, ...]:
         content = extensions.vector(2)
         if kind in seen:
             raise NotAClientHello("it has an extension twice")
+        if len(seen) == _MOST:
+            raise NotAClientHello("it has too many extensions")
         seen[kind] = content
     return _alpn(seen[_ALPN]) if _ALPN in seen else ()
 
@@ -85,6 +89,8 @@ def _alpn(content: bytes) -> tuple[bytes, ...]:
     outer.check_end()
     found: list[bytes] = []
     while not names.is_at_end:
+        if len(found) == _MOST:
+            raise NotAClientHello("it offers too many protocols")
         found.append(names.vector(1))
     if not found or not all(found):
         raise NotAClientHello("it offers a protocol without a name")

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from tests.connect_proxy import ConnectProxy
 from tests.server.idle_callers import idle_callers
+from tests.server.real_nginx import certified, ending_configuration, nginx
 from tests.server.scripted_participant import ScriptedParticipant, replying, training_request
 from tests.server.waiting import wait_until
 
@@ -30,7 +31,7 @@ from isthmus_server.fleet import remote_authority
 from isthmus_server.fleet.authority import CertificateAuthority, initialise
 from isthmus_server.fleet.authority_service import AuthorityService
 from isthmus_server.fleet.registry import Registry
-from isthmus_server.service.server import ControlPlaneServer
+from isthmus_server.service.server import BalancerListener, ControlPlaneServer
 
 
 def free_port():
@@ -42,10 +43,10 @@ def free_port():
 class SeparateFleet:
     """An authority and a server that has joined it, with helpers for participants."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, serves=None):
         self.folder = folder
         self.port = free_port()
-        initialise(folder / "authority", ["localhost"], f"localhost:{self.port}")
+        initialise(folder / "authority", ["localhost"], serves or f"localhost:{self.port}")
         self.authority = None
         self.connections = []
         self.stack = contextlib.AsyncExitStack()
@@ -70,15 +71,15 @@ class SeparateFleet:
     async def member(self, name, kind="client"):
         return await joining.join(self.url, self.token(name, kind), self.folder / name, kind)
 
-    async def listen(self):
+    async def listen(self, **ports):
         """Start a server that has joined."""
         if not (self.folder / "hub").exists():
             await self.member("hub", tls.SERVER)
         server = ControlPlaneServer(self.folder / "hub")
-        await self.stack.enter_async_context(server.listening("127.0.0.1", self.port))
+        await self.stack.enter_async_context(server.listening("127.0.0.1", self.port, **ports))
         return server
 
-    def dial(self, member, worker=None):
+    def dial(self, member, worker=None, proxy=None):
         uplink = Uplink(
             member.server,
             member.name,
@@ -87,6 +88,7 @@ class SeparateFleet:
             identity=member.identity_public,
             longest_pause=0.05,
             membership=member,
+            proxy=proxy,
         )
         self.connections.append(asyncio.create_task(uplink.run()))
         return self.connections[-1]
@@ -120,6 +122,39 @@ async def test_a_device_joins_at_the_authority_and_works_for_the_server(separate
     assert (enrolment.identity_key, enrolment.population) == (member.identity_public, 1)
     for path in (separate.folder / "hub").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+async def test_an_authority_may_name_the_balancer_before_its_server(tmp_path):
+    """Devices join at the authority itself, and reach the server through the balancer."""
+    folder = tmp_path / "nginx"
+    folder.mkdir()
+    port = free_port()
+    url = f"wss://localhost:{port}/isthmus"
+    separate = SeparateFleet(tmp_path, url)
+    await separate.start_authority()
+    try:
+        balancer = BalancerListener("127.0.0.1", 0)
+        server = await separate.listen(one_port=True, balancer=balancer)
+        ca, pair = certified(folder, ["localhost"])
+        place = f"127.0.0.1:{port}"
+        text = ending_configuration(folder, pair, place, server.balancer_port)
+        async with nginx(text, folder, port):
+            member = await separate.member("phone")
+            assert member.server == url
+            separate.dial(member, proxy=ProxyChoice.given(None, None, ca))
+            await wait_until(lambda: "phone" in server.link.peers)
+            request = training_request(server.link)
+            assert (await server.link.ask("phone", request)).trained.examples == 5
+    finally:
+        await separate.close()
+
+
+def test_a_server_cannot_join_an_authority_through_a_balancer(tmp_path):
+    state = str(tmp_path / "hub")
+    words = ["init", state, "--authority", "wss://trust.example.org/a", "--token-file", "none"]
+    found = CliRunner().invoke(server_command, words).exception
+    assert isinstance(found, UserError)
+    assert "give HOST:PORT of its port for joining" in str(found)
 
 
 async def test_idle_connections_keep_no_server_out_of_its_authority(separate):

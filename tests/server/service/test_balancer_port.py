@@ -16,9 +16,16 @@ from websockets.frames import BINARY, TEXT, Frame
 from websockets.protocol import CLIENT, OPEN, Protocol
 
 from isthmus.identity import joining, tls
+from isthmus.identity import tunnel as tunnel_module
 from isthmus.identity.join_channel import JOIN_PROTOCOLS, trusting
 from isthmus.identity.joining import AUTHORITY, JOIN
-from isthmus.identity.tunnel import LARGEST_FRAME, PING_SECONDS, SILENT_SECONDS, Tunnel
+from isthmus.identity.tunnel import (
+    LARGEST_FRAME,
+    PING_SECONDS,
+    SILENT_SECONDS,
+    FrameAllowance,
+    Tunnel,
+)
 from isthmus.transport.uplink import CHANNEL_OPTIONS, METHOD
 from isthmus_server.service.operator_service import SERVICE
 from isthmus_server.service.server import BalancerListener
@@ -158,6 +165,8 @@ ANSWERED = {
     "a body": (f"{REQUEST}Content-Length: 9\r\n", b""),
     "no HTTP": ("\x16\x03\x01\x02\x00\r\n", b""),
     "too many headers": (REQUEST + "A: b\r\n" * 200, b""),
+    "too many protocols": (REQUEST.replace("isthmus-tls", "a," * 100 + "isthmus-tls"), b""),
+    "too many tokens": (f"{REQUEST}Connection: {'a,' * 100}a\r\n", b""),
     "too long a request": (f"{REQUEST}A: {'a' * LARGEST_HEAD}\r\n", b""),
 }
 
@@ -180,6 +189,7 @@ SENT = {
     "a frame that is too large": b"\x82\xff" + (LARGEST_FRAME + 1).to_bytes(8, "big"),
     "an unknown protocol": frame(first_message(["isthmus-joi"])),
     "metrics, which are elsewhere": frame(first_message(["http/1.1"])),
+    "a frame for which no first message is long enough": b"\x82\xfe\x40\x06",
     "a goodbye": b"\x88\x80\0\0\0\0",
 }
 
@@ -192,6 +202,60 @@ async def test_what_is_within_and_for_no_listener_is_closed_at_once(balanced, ki
     writer.transport.abort()
     await wait_until(lambda: not balanced.server.balancer._arriving)
     await wait_until(lambda: not balanced.server.balancer._tunnels)
+
+
+@pytest.mark.parametrize("behind", ["\x88\x80abcd", "\x7f\x7f\x7f\x7f", "\x81\x80abcd"])
+@pytest.mark.parametrize("protocol", ["isthmus-tls", "chat"])
+async def test_what_comes_right_behind_a_request_is_read_after_the_answer(
+    balanced, caplog, protocol, behind
+):
+    reader, writer = await asyncio.open_connection("127.0.0.1", balanced.port)
+    request = REQUEST.replace("isthmus-tls", protocol).encode()
+    writer.write(request + b"\r\n" + behind.encode("latin-1"))
+    found = await rest(reader)
+    status = b"101" if protocol == "isthmus-tls" else b"400"
+    assert found == b"" or found.startswith(b"HTTP/1.1 " + status)
+    writer.transport.abort()
+    await wait_until(lambda: not balanced.server.balancer._arriving)
+    assert caplog.messages == []
+
+
+EMPTY = {
+    "frames": b"\x82\x80abcd",
+    "parts of a message": b"\x00\x80abcd",
+    "pings": b"\x89\x80abcd",
+    "pongs": b"\x8a\x80abcd",
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+@pytest.mark.parametrize("begun", [False, True])
+async def test_who_sends_thousands_of_empty_frames_is_closed(balanced, begun, kind):
+    """Each costs the event loop microseconds, and their sender six bytes."""
+    reader, writer = await opened(balanced.port)
+    if begun:
+        writer.write(frame(first_message(JOIN_PROTOCOLS)))
+        await wait_until(lambda: balanced.server.balancer._tunnels)
+    first = b"\x02\x80abcd" if kind == "parts of a message" else b""
+    writer.write(first + EMPTY[kind] * 2000)
+    await rest(reader)
+    writer.transport.abort()
+    await wait_until(lambda: not balanced.server.balancer._arriving)
+    await wait_until(lambda: not balanced.server.balancer._tunnels)
+
+
+def test_small_frames_are_allowed_among_large_ones(monkeypatch):
+    """As many as gRPC sends to tell what it has taken of a model: one for some kilobytes."""
+    now = 1000.0
+    monkeypatch.setattr(tunnel_module.time, "monotonic", lambda: now)
+    allowance = FrameAllowance()
+    for _ in range(10_000):
+        allowance.earn(4096)
+        assert allowance.spend(8)
+    idle = FrameAllowance()
+    now += 3600.0
+    assert idle.spend(1000)
+    assert not idle.spend(100)
 
 
 @pytest.mark.parametrize("begins", ["a request", "a first message"])
@@ -327,13 +391,13 @@ async def quiet_link(fleet):
     near.sendall(first_message())
     await wait_until(lambda: fleet.server.balancer._tunnels)
     (other,) = fleet.server.balancer._tunnels
-    yield tunnel, other, ends
+    yield tunnel, other, ends, near
     tunnel.abort()
     near.close()
 
 
 async def test_pings_keep_a_quiet_link_and_silence_ends_it(balanced):
-    async with quiet_link(balanced) as (tunnel, other, ends):
+    async with quiet_link(balanced) as (tunnel, other, ends, _):
         for end in (tunnel, other):
             end._received -= PING_SECONDS
         before = (tunnel._received, other._received)
@@ -342,14 +406,14 @@ async def test_pings_keep_a_quiet_link_and_silence_ends_it(balanced):
         assert ends == []
         tunnel._received -= SILENT_SECONDS + 1
         tunnel._watch()
-        assert ends == [f"nothing came through it for {SILENT_SECONDS:.0f} s"]
+        assert ends == [f"has passed nothing on for {SILENT_SECONDS:.0f} s"]
     await wait_until(lambda: not balanced.server.balancer._tunnels)
 
 
 @pytest.mark.parametrize("place", ["server", "participant"])
 async def test_silence_ends_only_what_is_read(balanced, place):
     """An end that reads nothing, because its own receiver takes nothing, cannot know."""
-    async with quiet_link(balanced) as (tunnel, other, _):
+    async with quiet_link(balanced) as (tunnel, other, _, _):
         end = other if place == "server" else tunnel
         await wait_until(lambda: end._inner is not None)
         end.pause_outer()
@@ -360,6 +424,20 @@ async def test_silence_ends_only_what_is_read(balanced, place):
         end._received -= SILENT_SECONDS + 1
         end._watch()
         assert not end._is_open
+
+
+async def test_what_was_closed_with_something_left_to_send_can_be_ended_again(balanced):
+    """As it is after some seconds, when it may have sent it."""
+
+    def received(near):
+        return sum(len(data) for data in iter(lambda: near.recv(1 << 20), b""))
+
+    async with quiet_link(balanced) as (tunnel, _, _, near):
+        await wait_until(lambda: tunnel._inner is not None)
+        tunnel._inner.write(bytes(5_000_000))
+        tunnel._finish("")
+        assert await asyncio.to_thread(received, near) >= 5_000_000
+        tunnel.abort()
 
 
 async def test_who_does_not_take_pongs_is_closed(balanced, monkeypatch):

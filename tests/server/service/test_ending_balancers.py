@@ -197,11 +197,12 @@ FAULTS = {
     "/nothing": "{balancer} has nothing at /nothing (404 Not Found); compare the path of the "
     "address with the balancer's",
     "/moved": "{balancer} points to https://elsewhere.example.org/isthmus (301 Moved Permanently); "
-    "give that address",
+    "give that address with wss://; if it is a page to log in at, ask who runs it to let "
+    "WebSockets through",
     "/closed": "{balancer} refuses /closed (403 Forbidden); ask who runs it to let WebSockets "
     "through",
     "/unset": "{balancer} does not open a WebSocket at /unset (505 HTTP Version Not Supported); it "
-    "has to pass on the headers Upgrade and Connection, by HTTP/1.1",
+    "has to pass on the headers Upgrade and Connection, by HTTP/1.1, and to ask for no certificate",
     "/broken": "{balancer} does not reach the server (502 Bad Gateway); check that the server "
     "runs, and that it listens (--balancer) where the balancer forwards to",
     "/chat": "{balancer} forwards /chat to a WebSocket that is not of an Isthmus server; check the "

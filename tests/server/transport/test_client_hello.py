@@ -118,6 +118,8 @@ def test_a_changed_message_is_refused_or_read_as_what_it_says(place, change):
         (written([alpn()]), "a protocol without a name"),
         (written([(16, b"\x00\x03\x02h2\x00")]), "bytes after its end"),
         (written([(16, b"\x00\x04\x02h2")]), "ends within a field"),
+        (written([(kind, b"") for kind in range(65)]), "too many extensions"),
+        (written([alpn(*[b"h2"] * 65)]), "too many protocols"),
         (written([alpn(b"h2")], session=bytes(33)), "too long a name"),
         (written([alpn(b"h2")], suites=b""), "no ciphers"),
         (written([alpn(b"h2")], suites=b"\x13"), "no ciphers"),
