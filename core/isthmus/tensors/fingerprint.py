@@ -33,16 +33,20 @@ def fingerprint(model: nn.Module, without: Collection[str] = ()) -> Fingerprint:
     }
 
 
-def explain_difference(
-    model: nn.Module,
+def explain_difference(model: nn.Module, expected: Mapping[str, Sequence[float]]) -> str | None:
+    """The first difference of a model from a fingerprint as half a sentence, or None."""
+    return explain_other_values(fingerprint(model), expected)
+
+
+def explain_other_values(
+    actual: Mapping[str, Sequence[float]],
     expected: Mapping[str, Sequence[float]],
     rounded: Mapping[str, torch.dtype] | None = None,
 ) -> str | None:
-    """The first difference of a model from a fingerprint as half a sentence, or None.
+    """The first difference of one fingerprint from another as half a sentence, or None.
 
     Expected values of parameters in `rounded` are rounded to its type first.
     """
-    actual = fingerprint(model)
     for name, values in expected.items():
         if name not in actual:
             return f"parameter {name!r} is frozen there and not here"

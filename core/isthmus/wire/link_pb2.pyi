@@ -183,7 +183,7 @@ class StartFile(_message.Message):
     def __init__(self, part: _Optional[str] = ..., name: _Optional[str] = ..., blob: _Optional[_Union[Blob, _Mapping]] = ...) -> None: ...
 
 class OpenRun(_message.Message):
-    __slots__ = ("run_id", "job", "base", "layout", "package", "frozen", "task_digest", "personal")
+    __slots__ = ("run_id", "job", "base", "layout", "package", "frozen", "task_digest", "personal", "memory")
     class FrozenEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +199,7 @@ class OpenRun(_message.Message):
     FROZEN_FIELD_NUMBER: _ClassVar[int]
     TASK_DIGEST_FIELD_NUMBER: _ClassVar[int]
     PERSONAL_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     job: str
     base: str
@@ -207,7 +208,23 @@ class OpenRun(_message.Message):
     frozen: _containers.MessageMap[str, Fingerprint]
     task_digest: bytes
     personal: bytes
-    def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., base: _Optional[str] = ..., layout: _Optional[bytes] = ..., package: _Optional[_Union[Package, _Mapping]] = ..., frozen: _Optional[_Mapping[str, Fingerprint]] = ..., task_digest: _Optional[bytes] = ..., personal: _Optional[bytes] = ...) -> None: ...
+    memory: Memory
+    def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., base: _Optional[str] = ..., layout: _Optional[bytes] = ..., package: _Optional[_Union[Package, _Mapping]] = ..., frozen: _Optional[_Mapping[str, Fingerprint]] = ..., task_digest: _Optional[bytes] = ..., personal: _Optional[bytes] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ...) -> None: ...
+
+class Memory(_message.Message):
+    __slots__ = ("frozen", "trained")
+    class FrozenEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_FIELD_NUMBER: _ClassVar[int]
+    frozen: _containers.ScalarMap[str, int]
+    trained: int
+    def __init__(self, frozen: _Optional[_Mapping[str, int]] = ..., trained: _Optional[int] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("values",)

@@ -118,31 +118,66 @@ def in_bfloat16(folder):
     return get_peft_model(base, LoraConfig(**LORA))
 
 
-def test_a_step_is_that_of_transformers_and_peft_with_a_base_in_bfloat16(opening, tmp_path):
-    work, start = opening()
-    run = opened(work)
-    reference = in_bfloat16(tmp_path / "base")
+def in_order(run, round_=1):
+    """The batches of a round, as this device goes through them."""
+    steps = run.data.steps(run.seed_of(round_), round_, run.job.federated)
+    return [part.batch for step in steps for part in step]
+
+
+def movement(run, start, reference, batches, optimizer=torch.optim.SGD, lr=0.5):
+    """What a plain loop over a model changes, from the model of a round."""
     run.layout.scatter(start, reference)
-    held = dict(run.model.named_parameters())
-    for name, parameter in reference.named_parameters():
+    reference.train()
+    made = optimizer([each for each in reference.parameters() if each.requires_grad], lr=lr)
+    for inputs, target in batches:
+        made.zero_grad()
+        run.task.loss(run.task.forward(reference, inputs), target).mean().backward()
+        made.step()
+    return start - run.layout.gather(reference)
+
+
+def distance(one, other):
+    """How far two movements are apart, as a share of the second one."""
+    return float((one - other).norm() / other.norm())
+
+
+def test_a_device_holds_what_transformers_and_peft_hold(opening, tmp_path):
+    work, _ = opening()
+    held = dict(opened(work).model.named_parameters())
+    for name, parameter in in_bfloat16(tmp_path / "base").named_parameters():
         assert held[name].dtype == parameter.dtype
         if not parameter.requires_grad:
             assert held[name].equal(parameter)
     assert {each.dtype for each in held.values() if each.requires_grad} == {torch.float32}
 
-    update, _, _ = train(run, start=start.clone())
 
-    rows = run.task.local_data(None)
-    inputs = torch.stack([row[0] for row in rows])
-    target = torch.stack([row[1] for row in rows])
-    optimizer = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.5)
-    reference.train()
-    run.task.loss(run.task.forward(reference, inputs), target).mean().backward()
-    optimizer.step()
-    expected = start - run.layout.gather(reference)
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_steps_are_those_of_transformers_and_peft_with_a_base_in_bfloat16(
+    opening, tmp_path, optimizer
+):
+    work, start = opening(
+        "federated.batch_size=4",
+        "federated.local_steps=5",
+        task=TASK.replace("torch.optim.SGD", f"torch.optim.{optimizer}"),
+    )
+    run = opened(work)
+    update, _, _ = train(run, start=start.clone())
+    reference = in_bfloat16(tmp_path / "base")
+    made = getattr(torch.optim, optimizer)
+    expected = movement(run, start, reference, in_order(run), made)
     assert expected.abs().max() > 1e-3
-    # Examples are in another order, so that sums are rounded otherwise.
-    torch.testing.assert_close(update, expected, rtol=1e-2, atol=1e-5)
+    assert distance(update, expected) < 1e-6  # the same bits, where this was written
+
+
+def test_a_step_does_not_depend_on_the_order_within_its_batch(opening, tmp_path):
+    """Sums are rounded otherwise, by what float32 has."""
+    work, start = opening()
+    run = opened(work)
+    update, _, _ = train(run, start=start.clone())
+    rows = [torch.stack(each) for each in zip(*run.task.local_data(None), strict=True)]
+    assert not rows[0].equal(in_order(run)[0][0])
+    expected = movement(run, start, in_bfloat16(tmp_path / "base"), [rows])
+    assert distance(update, expected) < 1e-5
 
 
 def test_the_loss_in_float32_is_that_of_the_whole_model(opening, tmp_path, caplog):
