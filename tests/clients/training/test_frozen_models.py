@@ -479,3 +479,18 @@ def test_the_memory_of_a_model_is_that_of_the_types_that_it_can_have(served):
     assert smaller_types(model, "float32") == {}
     _, recurrent = served(RECURRENT)
     assert ParameterMemory.of(recurrent).frozen.keys() == {"float32", "bfloat16"}
+
+
+def test_each_simulated_device_of_one_model_compares_its_own_batch(served):
+    work, model = served(BODY)
+    run = opened(work)
+    start = run.layout.gather(model)
+    devices = [run.for_device(Participant(name=name, regime="federated")) for name in "bc"]
+    updates = [train(each, start=start.clone())[0] for each in devices]
+    losses = [each.difference.full for each in devices]
+    assert losses == [pytest.approx(full_loss(each, model), rel=1e-6) for each in devices]
+    assert losses[0] != losses[1]
+    for device, update in zip(devices, updates, strict=True):
+        work, model = served(BODY)
+        expected = plain_steps(device, in_bfloat16(model), in_order(device))
+        assert (update - expected).norm() <= 1e-5 * expected.norm()
