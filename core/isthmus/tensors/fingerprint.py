@@ -140,7 +140,9 @@ def _sample(parameter: torch.Tensor) -> torch.Tensor:
 
 def _indices(count: int) -> torch.Tensor:
     """The elements of a fingerprint among `count`."""
-    return torch.linspace(0, max(count - 1, 0), min(_VALUES, count)).long()
+    last = max(count - 1, 0)
+    # Above 2^24 the numbers between are rounded, and the last one may be to one too many.
+    return torch.linspace(0, last, min(_VALUES, count)).long().clamp(max=last)
 
 
 def _plain(values: torch.Tensor) -> torch.Tensor:

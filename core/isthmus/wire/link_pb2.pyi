@@ -163,14 +163,16 @@ class Request(_message.Message):
     def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., agree: _Optional[_Union[Agree, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., app: _Optional[_Union[AppMessage, _Mapping]] = ...) -> None: ...
 
 class Prepare(_message.Message):
-    __slots__ = ("run_id", "job", "files")
+    __slots__ = ("run_id", "job", "files", "memory")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     job: str
     files: _containers.RepeatedCompositeFieldContainer[StartFile]
-    def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., files: _Optional[_Iterable[_Union[StartFile, _Mapping]]] = ...) -> None: ...
+    memory: Memory
+    def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., files: _Optional[_Iterable[_Union[StartFile, _Mapping]]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ...) -> None: ...
 
 class StartFile(_message.Message):
     __slots__ = ("part", "name", "blob")
