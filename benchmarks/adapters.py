@@ -27,7 +27,13 @@ from harness.figures import Target
 from harness.processes import ISTHMUS, Program, free_port, memory, started, wait_for_port
 
 HARNESS = Path(__file__).parent / "harness"
-SIZES = {"tiny": (64, 1), "0.03B": (512, 8), "0.2B": (1024, 13), "1B": (2048, 19)}
+SIZES = {
+    "tiny": (64, 1),
+    "0.03B": (512, 8),
+    "0.1B": (768, 12),
+    "0.2B": (1024, 13),
+    "1B": (2048, 19),
+}
 """Width and layers."""
 TYPES = ("float32", "bfloat16", "int8")
 INTERVAL_SECONDS = 0.02
@@ -45,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="adapters-") as scratch:
         parameters = save_base(Path(scratch) / "base", *SIZES[size])
         save_base(Path(scratch) / "tiny", *SIZES["tiny"])
-        least = measure(Path(scratch), "tiny", "tiny", "float32")
         peaks = {each: measure(Path(scratch), "base", size, each) for each in TYPES}
+        least = measure(Path(scratch), "tiny", "tiny", "float32")
     results: dict[str, float] = {}
     rows = [("a decoder of almost no size", _megabytes(least), "", "")]
     for name, peak in peaks.items():
@@ -103,6 +109,7 @@ def measure(scratch: Path, base: str, size: str, frozen: str) -> int:
         with started(device, folder / "device.log") as client:
             peak = _watch(server, client)
             server.wait(60.0)
+    print(f"{base} in {frozen}: {_megabytes(peak)} MB", file=sys.stderr, flush=True)
     return peak
 
 

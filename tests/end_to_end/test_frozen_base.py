@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from isthmus.task import load_task
 from isthmus.task.scoring import build_model
 
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 64,
