@@ -15,7 +15,7 @@ from isthmus import Task
 from isthmus.task import Participant
 
 TOKENS = 8192
-LENGTH = 32
+LENGTH = 8
 EXAMPLES = 8
 
 
