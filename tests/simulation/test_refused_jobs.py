@@ -72,6 +72,14 @@ def test_stacked_training_that_the_job_cannot_have_is_refused_before_there_is_a_
     assert not (tmp_path / "run").exists()
 
 
+def test_stacked_models_are_in_float32(make_job, tmp_path):
+    small = "model.start='base'", f"model.sha256='{'ab' * 32}'", "federated.frozen_dtype='int8'"
+    job = make_job(SIMULATED, "simulation.training=stacked", *small)
+    with pytest.raises(JobError, match=r"without federated\.frozen_dtype; remove it, or train one"):
+        Simulation.new(job, tmp_path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_simulated_devices_keep_no_control_variates(make_job, tmp_path):
     job = make_job(SIMULATED, "federated.control_variates=8", "federated.secure_aggregation=false")
     with pytest.raises(JobError, match=r"remove federated\.control_variates, or use"):

@@ -27,6 +27,7 @@ from isthmus.job import Job
 from isthmus.job.section import DAYS, GroupName, Hours, Section, sentences
 from isthmus.job.weights import Weights, agreed
 from isthmus.system.sealed_files import read_sealed, write_sealed
+from isthmus.wire import link_pb2
 from isthmus_clients.device.package_versions import PackageVersions
 
 _BUSCTL_SECONDS = 2.0
@@ -273,6 +274,42 @@ class LimitsGuard:
                 f"{gives}, and {job.name!r} needs {job.federated.weights} ones (federated.weights)"
             )
 
+    def check_memory(self, job: Job, memory: link_pb2.Memory) -> None:
+        """Refuse a job whose model alone needs more memory than the owner allows.
+
+        What the task's code, its data and an optimizer need besides is not known before it runs.
+
+        Args:
+            job: the job.
+            memory: of its model on a device, as the server says; without content for unknown.
+
+        Raises:
+            AdmissionRefused: so it does.
+        """
+        allowed = self.limits.memory_mb
+        choice = job.federated.frozen_dtype
+        if allowed is None or choice not in memory.frozen:
+            return
+        trained = 2 * memory.trained  # and the gradients
+        needed = memory.frozen[choice] + trained
+        if needed <= allowed << 20:
+            return
+        smaller = [
+            f"{_megabytes(frozen + trained)} MB with federated.frozen_dtype = {name!r}"
+            for name, frozen in sorted(memory.frozen.items(), key=lambda each: -each[1])
+            if frozen + trained <= allowed << 20
+        ]
+        if smaller:
+            would_fit = f"the job would need {' or '.join(smaller)}"
+        else:
+            would_fit = f"its owner would have to allow memory_mb = {_megabytes(needed)} and more"
+        raise AdmissionRefused(
+            f"its owner allows memory_mb = {allowed} (policy.toml), and the model of {job.name!r} "
+            f"needs {_megabytes(needed)} MB here: {_megabytes(memory.frozen[choice])} for what is "
+            f"frozen, in {choice}, and {_megabytes(trained)} for what is trained and its gradients,"
+            f" without the states of an optimizer; {would_fit}"
+        )
+
     def check_evaluation(self, job: Job) -> None:
         """Refuse an evaluation of a model, whose counts tell of this device's data.
 
@@ -401,6 +438,15 @@ class LimitsGuard:
             return self._power.is_dir() and "Battery" not in kinds.values()
         except OSError:
             return False
+
+
+def _megabytes(size: int) -> int:
+    """Bytes in MB as `memory_mb` counts them, rounded up.
+
+    >>> _megabytes(3 << 20), _megabytes(1)
+    (3, 1)
+    """
+    return -(-size >> 20)
 
 
 def _is_open(hours: Hours, now: float) -> bool:

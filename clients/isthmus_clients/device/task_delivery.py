@@ -79,6 +79,7 @@ def admit_job(
         return
     job = read_job(work.job)
     guard.check_job(job)
+    guard.check_memory(job, work.memory)
     if tasks is None:
         return
     name = packages.name_of(job)

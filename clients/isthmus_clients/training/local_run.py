@@ -244,10 +244,7 @@ class DeviceRun:
         self.data.warn_of_growth()
         start = self.layout.decode(payload)
         self._load(start, personal)
-        too_different = None
-        if self._form is not None:
-            too_different = self._measure_form(self._form, work.round)
-            self._load(start, personal)  # a forward pass may change buffers
+        too_different = self._measure_form(work.round, start, personal)
         term = None if gradient is None else self.layout.decode(gradient)
         control = None
         if self.job.federated.control_variates is not None:
@@ -312,25 +309,36 @@ class DeviceRun:
             training=averages.result(),
         )
 
-    def _measure_form(self, form: FrozenForm, round_: int) -> TaskError | None:
-        """Compare the loss of the first batch with that in float32, once for a run.
+    def _measure_form(
+        self, round_: int, start: torch.Tensor, personal: Buffer | None
+    ) -> TaskError | None:
+        """Compare the loss of the first batch of training with that in float32, once for a run.
+
+        It is of the loaded model, which is loaded again afterwards: a pass may change buffers.
 
         Returns:
-            Why nothing may be trained, if that is only said after the training: the time until the
-            reply to a secure sum must not tell.
+            Why the result may not be used, if that is only said when there is one: the time until
+            the reply to a secure sum must not tell.
 
         Raises:
-            TaskError: nothing may be trained, or the model cannot be computed in this form.
+            TaskError: nothing may be computed, or the model cannot be in this form.
         """
+        form = self._form
+        if form is None:
+            return None
         seed = self.seed_of(round_)
         parts = next(iter(self.data.first_pass(seed, round_)), None)
         if parts is None:  # no steps
             return None
         part = next(iter(parts))
+
+        def loss() -> torch.Tensor:
+            self._arithmetic.seed(number(seed))  # for a model that draws in evaluation, too
+            return self._gradient.loss_of(self.model, part)
+
         with torch.random.fork_rng(devices=[]):
-            self.difference = form.difference(
-                self.model, lambda: self._gradient.loss_of(self.model, part)
-            )
+            self.difference = form.difference(self.model, loss)
+        self._load(start, personal)
         log.info(
             "the frozen parameters are in %s: the loss of the first batch is %.6g, and %.6g in "
             "float32, a difference of %.3f %%",
@@ -479,11 +487,15 @@ class DeviceRun:
         check_measured(self.job, "scores of models")
         size = self.job.evaluation.batch_size
         models = pieces(self.layout, payload)
-        self._load(self.layout.decode(models[0]), personal)
+        first = self.layout.decode(models[0])
+        self._load(first, personal)
+        too_different = self._measure_form(0, first, personal)
         scores = score_each(
             self.task, self.model, self.layout, self.dataset, size, models, candidates
         )
         self._structure.check(self.model)
+        if too_different is not None:
+            raise too_different
         return scores
 
     def evaluate(
@@ -507,10 +519,13 @@ class DeviceRun:
             raise TaskError(f"validation_data() of {self.participant.name} returned None")
         start = self.layout.decode(payload)
         self._load(start, personal)
+        too_different = self._measure_form(round_, start, personal)
         self._fine_tune(round_, start)
         vector = evaluation_vector(self.job, self.task)
         counts = vector.measure(self.model, self._validation, self.job.evaluation.batch_size)
         self._structure.check(self.model)
+        if too_different is not None:
+            raise too_different
         return link_pb2.Counted(counts=counts.tolist(), own_figures=vector.own_figures(counts))
 
     def _fine_tune(self, round_: int, start: torch.Tensor) -> None:

@@ -168,9 +168,10 @@ class FederatedSection(Section):
     no limit."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the layers in local steps; parameters and updates stay float32."""
-    frozen_dtype: Literal["float32", "bfloat16"] = "float32"
+    frozen_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Type in which devices hold parameters that are not trained; they are read from `model.start`
-    and never held in float32 as a whole. What is trained stays float32."""
+    and never held in float32 as a whole. What is trained stays float32. With `int8` weights of
+    linear layers have one scale for each output, and all else is in bfloat16."""
     frozen_tolerance: Annotated[float, Field(ge=0, le=1)] = 0.02
     """Largest difference that `frozen_dtype` may make to the loss of a device's first batch, as a
     share of the loss in float32; a device where it is larger trains nothing."""

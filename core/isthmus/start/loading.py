@@ -142,6 +142,8 @@ class ModelStart:
                 never become shorter. What is written to them stays in this process.
             rounded: names of parameters whose values are rounded to their type.
 
+        Parameters on the device `meta` get no values.
+
         Raises:
             JobError: the files cannot be used, do not fit, or do not have the expected digest.
         """
@@ -149,7 +151,9 @@ class ModelStart:
             compared = self.compare(model, names)
             if reason := compared.plan.explain():
                 raise UserError(f"{self.path}: {reason}")
-            parameters = {name: each for name, each in model.named_parameters() if mapped}
+            parameters = {
+                name: each for name, each in model.named_parameters() if mapped and not each.is_meta
+            }
             check_digest(self.path, self._copy(compared, parameters, rounded), self.sha256)
             # Headers and adapters were read before the digest was computed.
             for files in compared.files:

@@ -54,6 +54,14 @@ class StartSlices:
             UserError: it has another one, or the files have changed meanwhile.
         """
         check_digest(self._path, digest_of_all(self._found), self._sha256)
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Refuse files that have changed since their headers were read.
+
+        Raises:
+            UserError: so they have.
+        """
         for files in self._found:
             files.check_unchanged()
 

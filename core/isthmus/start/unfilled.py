@@ -16,32 +16,41 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from isthmus.tensors.given_memory import MemoryUse
+
 
 class Originals:
     """The parameters as they were made, with memory, before one without took the place of each."""
 
     def __init__(self) -> None:
         self._parameters: list[weakref.ref[nn.Parameter]] = []
+        self._memory: list[MemoryUse] = []
         self._marked = False
 
     def replaced(self, parameter: nn.Parameter) -> None:
         """Note that another object takes the place of a parameter."""
         self._parameters.append(weakref.ref(parameter))
+        self._memory.append(MemoryUse(parameter))
         hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
         self._marked |= bool(vars(parameter)) or any(hooks)
 
     def are_missed(self) -> bool:
         """Whether the code of the model has one of them still, or had given it more than values.
 
-        That is an attribute or a hook of the parameter, or a reference from somewhere other than
-        its module.
+        That is an attribute or a hook of the parameter, a reference from somewhere other than
+        its module, or another tensor in its memory, as a view of it is.
         """
         if self._marked:
             return True
-        if all(each() is None for each in self._parameters):
+        if not self._are_held():
             return False
         gc.collect()  # what is in a cycle of references is no use of it
-        return any(each() is not None for each in self._parameters)
+        return self._are_held()
+
+    def _are_held(self) -> bool:
+        return any(each() is not None for each in self._parameters) or not all(
+            each.has_ended() for each in self._memory
+        )
 
 
 @contextlib.contextmanager

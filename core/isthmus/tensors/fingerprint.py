@@ -33,16 +33,20 @@ def fingerprint(model: nn.Module, without: Collection[str] = ()) -> Fingerprint:
     }
 
 
-def explain_difference(
-    model: nn.Module,
+def explain_difference(model: nn.Module, expected: Mapping[str, Sequence[float]]) -> str | None:
+    """The first difference of a model from a fingerprint as half a sentence, or None."""
+    return explain_other_values(fingerprint(model), expected)
+
+
+def explain_other_values(
+    actual: Mapping[str, Sequence[float]],
     expected: Mapping[str, Sequence[float]],
     rounded: Mapping[str, torch.dtype] | None = None,
 ) -> str | None:
-    """The first difference of a model from a fingerprint as half a sentence, or None.
+    """The first difference of one fingerprint from another as half a sentence, or None.
 
     Expected values of parameters in `rounded` are rounded to its type first.
     """
-    actual = fingerprint(model)
     for name, values in expected.items():
         if name not in actual:
             return f"parameter {name!r} is frozen there and not here"
@@ -136,7 +140,9 @@ def _sample(parameter: torch.Tensor) -> torch.Tensor:
 
 def _indices(count: int) -> torch.Tensor:
     """The elements of a fingerprint among `count`."""
-    return torch.linspace(0, max(count - 1, 0), min(_VALUES, count)).long()
+    last = max(count - 1, 0)
+    # Above 2^24 the numbers between are rounded, and the last one may be to one too many.
+    return torch.linspace(0, last, min(_VALUES, count)).long().clamp(max=last)
 
 
 def _plain(values: torch.Tensor) -> torch.Tensor:

@@ -163,14 +163,16 @@ class Request(_message.Message):
     def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., agree: _Optional[_Union[Agree, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., app: _Optional[_Union[AppMessage, _Mapping]] = ...) -> None: ...
 
 class Prepare(_message.Message):
-    __slots__ = ("run_id", "job", "files")
+    __slots__ = ("run_id", "job", "files", "memory")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     job: str
     files: _containers.RepeatedCompositeFieldContainer[StartFile]
-    def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., files: _Optional[_Iterable[_Union[StartFile, _Mapping]]] = ...) -> None: ...
+    memory: Memory
+    def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., files: _Optional[_Iterable[_Union[StartFile, _Mapping]]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ...) -> None: ...
 
 class StartFile(_message.Message):
     __slots__ = ("part", "name", "blob")
@@ -183,7 +185,7 @@ class StartFile(_message.Message):
     def __init__(self, part: _Optional[str] = ..., name: _Optional[str] = ..., blob: _Optional[_Union[Blob, _Mapping]] = ...) -> None: ...
 
 class OpenRun(_message.Message):
-    __slots__ = ("run_id", "job", "base", "layout", "package", "frozen", "task_digest", "personal")
+    __slots__ = ("run_id", "job", "base", "layout", "package", "frozen", "task_digest", "personal", "memory")
     class FrozenEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +201,7 @@ class OpenRun(_message.Message):
     FROZEN_FIELD_NUMBER: _ClassVar[int]
     TASK_DIGEST_FIELD_NUMBER: _ClassVar[int]
     PERSONAL_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     job: str
     base: str
@@ -207,7 +210,23 @@ class OpenRun(_message.Message):
     frozen: _containers.MessageMap[str, Fingerprint]
     task_digest: bytes
     personal: bytes
-    def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., base: _Optional[str] = ..., layout: _Optional[bytes] = ..., package: _Optional[_Union[Package, _Mapping]] = ..., frozen: _Optional[_Mapping[str, Fingerprint]] = ..., task_digest: _Optional[bytes] = ..., personal: _Optional[bytes] = ...) -> None: ...
+    memory: Memory
+    def __init__(self, run_id: _Optional[str] = ..., job: _Optional[str] = ..., base: _Optional[str] = ..., layout: _Optional[bytes] = ..., package: _Optional[_Union[Package, _Mapping]] = ..., frozen: _Optional[_Mapping[str, Fingerprint]] = ..., task_digest: _Optional[bytes] = ..., personal: _Optional[bytes] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ...) -> None: ...
+
+class Memory(_message.Message):
+    __slots__ = ("frozen", "trained")
+    class FrozenEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_FIELD_NUMBER: _ClassVar[int]
+    frozen: _containers.ScalarMap[str, int]
+    trained: int
+    def __init__(self, frozen: _Optional[_Mapping[str, int]] = ..., trained: _Optional[int] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("values",)

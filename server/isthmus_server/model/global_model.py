@@ -28,6 +28,7 @@ from isthmus.task import Task
 from isthmus.task.held_out import HeldOut
 from isthmus.task.scoring import build_model, build_start_model, evaluate
 from isthmus.task.scoring.building import start_without_memory
+from isthmus.task.scoring.frozen_form import ParameterMemory
 from isthmus.tensors.division import divide
 from isthmus.tensors.fingerprint import Fingerprint, fingerprint, fingerprint_of_rows
 from isthmus.tensors.finite import is_finite
@@ -100,6 +101,10 @@ class GlobalModel:
         """The file that holds the model while its memory is released; otherwise None."""
         self._write_header()
         self._vector = self.layout.decode(self.payload)
+        whole = self._module if outlined is None else outlined[0]
+        assert whole is not None
+        self.memory = ParameterMemory.of(whole, self.layout, self.personal)
+        """Of the model on a device."""
         self.frozen = self._fill(outlined)
         """The fingerprint of what is not trained here, nor personal."""
         self.served_average = served_average

@@ -48,6 +48,7 @@ def opening_of(run_id: str, job: Job, base: Path, model: GlobalModel) -> link_pb
         base=str(base),
         layout=model.layout.header,
         frozen=fingerprint_messages(model.frozen),
+        memory=link_pb2.Memory(frozen=model.memory.frozen, trained=model.memory.trained),
     )
     if model.personal.size:
         opening.personal = model.personal.header

@@ -69,7 +69,10 @@ class StartOffer:
             for file in manifest.files
         }
         request = link_pb2.Prepare(
-            run_id=opening.run_id, job=opening.job, files=listed_messages(manifest)
+            run_id=opening.run_id,
+            job=opening.job,
+            files=listed_messages(manifest),
+            memory=opening.memory,
         )
         return cls(request, files)
 

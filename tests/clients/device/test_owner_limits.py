@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import pytest
 from click.testing import CliRunner
 
-from isthmus.errors import AdmissionRefused, UserError
+from isthmus.errors import AdmissionRefused, IsthmusError, UserError
 from isthmus.task import Participant
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.wire import link_pb2
@@ -249,3 +249,46 @@ def test_an_owner_can_require_noise_for_the_examples(guard, make_job):
     ):
         limits.check_job(make_job())
     limits.check_job(make_job("federated.privacy.epsilon=9", "federated.privacy.delta=1e-5"))
+
+
+MEMORY = link_pb2.Memory(
+    frozen={"float32": 4000 << 20, "bfloat16": 2000 << 20, "int8": (1100 << 20) + 1},
+    trained=100 << 20,
+)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "chosen", "sentence"),
+    [
+        (4200, "float32", None),
+        (4199, "float32", "2200 MB with federated.frozen_dtype = 'bfloat16' or 1301 MB with"),
+        (2199, "bfloat16", "the job would need 1301 MB with federated.frozen_dtype = 'int8'"),
+        (1300, "int8", "its owner would have to allow memory_mb = 1301 and more"),
+        (1301, "int8", None),
+    ],
+)
+async def test_a_job_that_memory_cannot_hold_is_declined_before_it_is_opened(
+    guard, make_job, tmp_path, allowed, chosen, sentence
+):
+    """Neither the task nor the files of the base are there: nothing of them is needed for it."""
+    text = f"memory_mb = {allowed}\n[privacy]\nsecure_aggregation = false"
+    agent = Agent(Participant(name="a", regime="federated"), None, guard=guard(text))
+    job = make_job(
+        f"federated.frozen_dtype='{chosen}'", "model.start='base'", f"model.sha256='{'ab' * 32}'"
+    )
+    work = link_pb2.OpenRun(
+        run_id="run", job=job.model_dump_json(), base=str(tmp_path / "no"), memory=MEMORY
+    )
+    with pytest.raises(IsthmusError) as raised:
+        await agent.work(link_pb2.Request(open=work), None, lambda progress: None)
+    assert isinstance(raised.value, AdmissionRefused) == (sentence is not None)
+    if sentence is not None:
+        assert sentence in str(raised.value)
+        frozen = {"float32": 4000, "bfloat16": 2000, "int8": 1101}[chosen]
+        said = f"{frozen} for what is frozen, in {chosen}, and 200 for what is trained and its gra"
+        assert said in str(raised.value)
+
+
+def test_a_server_that_does_not_say_what_a_model_needs_is_not_refused(guard, make_job):
+    guard("memory_mb = 128").check_memory(make_job(), link_pb2.Memory())
+    guard("").check_memory(make_job(), MEMORY)

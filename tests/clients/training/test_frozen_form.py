@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tests.clients.training.conftest import train
@@ -36,6 +37,7 @@ SIZES = {
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"}
 TASK = f"""
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -84,10 +86,11 @@ frozen_dtype = "bfloat16"
 def opening(tmp_path):
     """What a server, which has the base in float32, sends to open a run; and its model."""
 
-    def opening(*overrides, task=TASK, weights=None):
+    def opening(*overrides, task=TASK, weights=None, config=None):
         (tmp_path / "task.py").write_text(task)
         torch.manual_seed(5)
-        base = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), dtype=torch.float32)
+        config = config or LlamaConfig(**SIZES)
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         base.save_pretrained(tmp_path / "base")
         if weights is not None:
             save_file(weights, tmp_path / "base.safetensors")
@@ -118,31 +121,120 @@ def in_bfloat16(folder):
     return get_peft_model(base, LoraConfig(**LORA))
 
 
-def test_a_step_is_that_of_transformers_and_peft_with_a_base_in_bfloat16(opening, tmp_path):
-    work, start = opening()
-    run = opened(work)
-    reference = in_bfloat16(tmp_path / "base")
+def in_order(run, round_=1):
+    """The batches of a round, as this device goes through them."""
+    steps = run.data.steps(run.seed_of(round_), round_, run.job.federated)
+    return [part.batch for step in steps for part in step]
+
+
+def movement(run, start, reference, batches, optimizer=torch.optim.SGD, lr=0.5):
+    """What a plain loop over a model changes, from the model of a round."""
     run.layout.scatter(start, reference)
-    held = dict(run.model.named_parameters())
-    for name, parameter in reference.named_parameters():
+    reference.train()
+    made = optimizer([each for each in reference.parameters() if each.requires_grad], lr=lr)
+    for inputs, target in batches:
+        made.zero_grad()
+        run.task.loss(run.task.forward(reference, inputs), target).mean().backward()
+        made.step()
+    return start - run.layout.gather(reference)
+
+
+def distance(one, other):
+    """How far two movements are apart, as a share of the second one."""
+    return float((one - other).norm() / other.norm())
+
+
+def test_a_device_holds_what_transformers_and_peft_hold(opening, tmp_path):
+    work, _ = opening()
+    held = dict(opened(work).model.named_parameters())
+    for name, parameter in in_bfloat16(tmp_path / "base").named_parameters():
         assert held[name].dtype == parameter.dtype
         if not parameter.requires_grad:
             assert held[name].equal(parameter)
     assert {each.dtype for each in held.values() if each.requires_grad} == {torch.float32}
 
-    update, _, _ = train(run, start=start.clone())
 
-    rows = run.task.local_data(None)
-    inputs = torch.stack([row[0] for row in rows])
-    target = torch.stack([row[1] for row in rows])
-    optimizer = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.5)
-    reference.train()
-    run.task.loss(run.task.forward(reference, inputs), target).mean().backward()
-    optimizer.step()
-    expected = start - run.layout.gather(reference)
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_steps_are_those_of_transformers_and_peft_with_a_base_in_bfloat16(
+    opening, tmp_path, optimizer
+):
+    work, start = opening(
+        "federated.batch_size=4",
+        "federated.local_steps=5",
+        task=TASK.replace("torch.optim.SGD", f"torch.optim.{optimizer}"),
+    )
+    run = opened(work)
+    update, _, _ = train(run, start=start.clone())
+    reference = in_bfloat16(tmp_path / "base")
+    made = getattr(torch.optim, optimizer)
+    expected = movement(run, start, reference, in_order(run), made)
     assert expected.abs().max() > 1e-3
-    # Examples are in another order, so that sums are rounded otherwise.
-    torch.testing.assert_close(update, expected, rtol=1e-2, atol=1e-5)
+    assert distance(update, expected) < 1e-6  # the same bits, where this was written
+
+
+def test_a_step_does_not_depend_on_the_order_within_its_batch(opening, tmp_path):
+    """Sums are rounded otherwise, by what float32 has."""
+    work, start = opening()
+    run = opened(work)
+    update, _, _ = train(run, start=start.clone())
+    rows = [torch.stack(each) for each in zip(*run.task.local_data(None), strict=True)]
+    assert not rows[0].equal(in_order(run)[0][0])
+    expected = movement(run, start, in_bfloat16(tmp_path / "base"), [rows])
+    assert distance(update, expected) < 1e-5
+
+
+WORDS = {"vocab_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+INNER = {"intermediate_size": 48}
+NO_DROPOUT = {
+    "GPT2Config": {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+    "BertConfig": {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
+    "MixtralConfig": {},
+}
+OTHERS = {
+    # Its matrices are those of Conv1D, and the embedding is its last layer.
+    "GPT2Config": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+    # It asks for its own type.
+    "BertConfig": {**LAYERS, **INNER, "is_decoder": True},
+    # Its files have a tensor for each expert, and the model one for all.
+    "MixtralConfig": {**LAYERS, **INNER, "num_key_value_heads": 4, "num_local_experts": 4},
+}
+ADAPTED = {
+    "GPT2Config": {**LORA, "fan_in_fan_out": True},
+    "BertConfig": LORA,
+    "MixtralConfig": {**LORA, "target_modules": ["q_proj"]},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_models_of_transformers_are_right_or_refused(opening, tmp_path, kind):
+    sizes = {**WORDS, **OTHERS[kind], **NO_DROPOUT[kind]}
+    task = TASK.replace("import isthmus\n", f"from transformers import {kind}\nimport isthmus\n")
+    task = task.replace(f"LlamaConfig(**{SIZES!r})", f"{kind}(**{sizes!r})")
+    task = task.replace(f"{LORA!r}", f"{ADAPTED[kind]!r}")
+    work, start = opening(task=task, config=getattr(transformers, kind)(**sizes))
+    if kind == "MixtralConfig":
+        said = r"as they are in the files of model\.start: .* tensors of the model are not in it"
+        with pytest.raises(JobError, match=said):
+            opened(work)
+        return
+    run = opened(work)
+    update, _, _ = train(run, start=start.clone())
+    models = [
+        get_peft_model(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype),
+            LoraConfig(**ADAPTED[kind]),
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    run.layout.scatter(start, models[0].eval())
+    [(inputs, target)] = in_order(run)
+    with torch.no_grad():
+        full = run.task.loss(run.task.forward(models[0], inputs), target).mean()
+    assert run.difference.full == pytest.approx(float(full), rel=1e-6)
+    expected = movement(run, start, models[1], in_order(run))
+    assert expected.abs().max() > 1e-3
+    assert distance(update, expected) < 1e-6
 
 
 def test_the_loss_in_float32_is_that_of_the_whole_model(opening, tmp_path, caplog):

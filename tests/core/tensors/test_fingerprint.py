@@ -74,3 +74,11 @@ def test_a_parameter_that_training_freezes_is_named():
     assert explain_change(model, before) is None
     model["adapter"].bias.requires_grad_(False)
     assert explain_change(model, before).startswith("training froze 'adapter.bias', ")
+
+
+def test_values_of_parameters_with_more_elements_than_float32_can_count_are_taken():
+    """Such as the embedding of a language model; here all elements are one in memory."""
+    for count in (2**24, 2**24 + 2, 131_072 * 520, 128_256 * 4096):
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.ones(1).expand(count), requires_grad=False)
+        assert fingerprint(model) == {"weight": [1.0] * 16}

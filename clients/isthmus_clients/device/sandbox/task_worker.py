@@ -6,6 +6,7 @@ All of this runs with the task in one process, so the agent trusts none of it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import sys
@@ -63,6 +64,7 @@ class TaskWorker:
             self._reply("", _failure(error))
             return
         self._send(link_pb2.Envelope(progress=link_pb2.Progress(note=report)))
+        _print_notes()
         threading.Thread(target=self._read, daemon=True).start()
         while True:
             request, handles = self._requests.get()
@@ -145,6 +147,17 @@ class TaskWorker:
 
     def _send(self, message: link_pb2.Envelope) -> None:
         self._channel.send(message.SerializeToString())
+
+
+def _print_notes() -> None:
+    """Have what the training notes in the agent's log, with what the task prints.
+
+    The task's own settings for logging are left alone.
+    """
+    notes = logging.getLogger("isthmus_clients")
+    notes.setLevel(logging.INFO)
+    notes.addHandler(logging.StreamHandler())
+    notes.propagate = False
 
 
 def _failure(error: Exception) -> link_pb2.Reply:

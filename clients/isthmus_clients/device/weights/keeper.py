@@ -162,6 +162,7 @@ class WeightKeeper:
         """
         job = read_job(work.job)
         self._guard.check_job(job)
+        self._guard.check_memory(job, work.memory)
         manifest = checked_list(work, job)
         stop = threading.Event()
         self._stops[request_id] = stop

@@ -21,10 +21,21 @@ from isthmus.start.slices import StartSlices
 from isthmus.start.unfilled import parameters_without_memory
 from isthmus.task.definition import Task
 from isthmus.task.loading import user_code
-from isthmus.task.scoring.frozen_form import FrozenForm, change_types, smaller_type
+from isthmus.task.scoring.frozen_form import (
+    FrozenForm,
+    can_be_moved,
+    change_types,
+    check_types,
+    smaller_types,
+)
 from isthmus.tensors.division import Division, divide
 from isthmus.tensors.exchange_set import TensorLayout
-from isthmus.tensors.fingerprint import explain_difference
+from isthmus.tensors.fingerprint import (
+    explain_difference,
+    explain_other_values,
+    fingerprint,
+    fingerprint_of_rows,
+)
 
 if TYPE_CHECKING:
     from isthmus.job import Job
@@ -285,28 +296,37 @@ def build_small_model(
     each round's model, and no others.
 
     Raises:
-        TaskError: see `build_same_model`; or nothing is frozen.
+        TaskError: see `build_same_model`; or nothing is frozen that could have the type, or the
+            model has the memory of a frozen parameter elsewhere, too.
         JobError: see `build_same_model`; or a frozen parameter is not in the files as it is.
     """
-    dtype = smaller_type(job.federated.frozen_dtype)
-    assert dtype is not None
+    choice = job.federated.frozen_dtype
     # What is personal begins with the values of the seed.
     model = None if job.exchange.personal else build_without_memory(task, job.seed)
-    if model is None:
+    if model is None or not can_be_moved(model):
         model = build_model(task, job.seed)
     division = divide(model, job.exchange, on_device=True, unfilled=True)
     difference = division.exchanged.explain_difference(TensorLayout.from_header(header))
-    if difference is None:
-        types = change_types(model, dtype)
-        there = _placed(job, place)
-        try:
-            compared = compare_with_start(model, task, there, base, converts=False)
-        except UserError as error:
-            raise JobError(f"model.start: {error}") from None
-        unchanging = [name for name, each in model.named_parameters() if not each.requires_grad]
-        form = FrozenForm(base / str(there.model.start), compared, types, unchanging)
-        fill_from_start(model, task, job, base, place, rounded=types)
-        difference = explain_difference(model, frozen, types)
     if difference is not None:
         raise TaskError(f"{owner}'s model is not the server's: {difference}")
+    types = smaller_types(model, choice)
+    check_types(types, choice)
+    change_types(model, types)
+    there = _placed(job, place)
+    try:
+        compared = compare_with_start(model, task, there, base, converts=False)
+    except UserError as error:
+        raise JobError(f"model.start: {error}") from None
+    unchanging = [name for name, each in model.named_parameters() if not each.requires_grad]
+    form = FrozenForm(base / str(there.model.start), compared, types, unchanging)
+    fill_from_start(model, task, job, base, place, rounded=types)
+    in_int8 = form.of_type(torch.int8)
+    # Those in int8 are compared as they are in the files, of which they are within half a scale.
+    others = [name for name, _ in model.named_parameters() if name not in in_int8]
+    found = fingerprint_of_rows(model, form.read, others) | fingerprint(model, in_int8)
+    rounded = {name: dtype for name, dtype in types.items() if name not in in_int8}
+    difference = explain_other_values(found, frozen, rounded)
+    if difference is not None:
+        raise TaskError(f"{owner}'s model is not the server's: {difference}")
+    form.fill_int8(model)
     return model, division, form
