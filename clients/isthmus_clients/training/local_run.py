@@ -21,6 +21,7 @@ from isthmus.errors import JobError, TaskError
 from isthmus.job import Job, read_job
 from isthmus.job.federated import FederatedSection
 from isthmus.job.learning_rate import RoundPosition
+from isthmus.job.model import TOKENIZER
 from isthmus.start.manifest import StartPlace
 from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.measurements.bounded_means import evaluation_vector
@@ -110,7 +111,7 @@ class DeviceRun:
         self.participant = participant
         source = self.job.task.source
         base, data = locate(source, self.job, Path(work.base), data, tasks)
-        if tasks is not None and start is None:
+        if tasks is not None and (start is None or TOKENIZER in self.job.task.settings):
             self.job.model.check_inside(tasks)
         self.task = load_task(source, self.job.task.settings, base=base, data=data)
         self.model, division, form = _build(self.task, self.job, work, base, start)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from isthmus.errors import JobError
 from isthmus.job.exchange import ExchangeSection
+from isthmus.job.model import TOKENIZER
 from isthmus.job.privacy import MAX_CORRELATED_ROUNDS
 from isthmus.job.tables import JobTables
 
@@ -43,6 +44,7 @@ def check(job: JobTables) -> None:
         _task_or_server_app,
         _gradient_transfer,
         _exchange,
+        _tokenizer_of_the_start,
         _frozen_parameters,
         _personal_parameters,
         _control_variates,
@@ -132,6 +134,19 @@ def _exchange(job: JobTables) -> Iterator[str]:
             f"strategy.served_average={job.strategy.served_average:g} would need running "
             "statistics of its own, which exchange.buffers='recompute' does not compute; "
             "remove one of them"
+        )
+
+
+def _tokenizer_of_the_start(job: JobTables) -> Iterator[str]:
+    """A tokenizer is read where the start is, which a machine's owner allows or does not."""
+    found = job.task.settings.get(TOKENIZER)
+    if found is None:
+        return
+    named = [each for each in (job.model.start, job.model.base) if each is not None]
+    if not isinstance(found, dict) or found.get("folder") not in named or "sha256" not in found:
+        yield (
+            f"task.settings.{TOKENIZER} is the place of the start's tokenizer, which loading the "
+            "job writes; remove it"
         )
 
 

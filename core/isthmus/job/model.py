@@ -14,6 +14,8 @@ Pattern = Annotated[str, Field(min_length=1)]
 Source = Annotated[str, Field(pattern=r"^https://[!-~]+$", max_length=4096)]
 CONFIG = "start_config"
 """The key of the task's settings with the configuration of the start."""
+TOKENIZER = "start_tokenizer"
+"""The key of the task's settings with the folder and the digest of the start's tokenizer."""
 
 
 class ModelSection(Section):
@@ -72,13 +74,14 @@ class ModelSection(Section):
 def add_start(table: dict[str, Any], folder: Path) -> None:
     """Put the digest of `model.start` into the job, and its `config.json` into the task's settings.
 
-    So every participant has them with the job. If the job has the digest already, the files need
-    not be on this machine.
+    With the place and the digest of its tokenizer, if the folder has one. So every participant has
+    them with the job. If the job has the digest already, the files need not be on this machine.
 
     Raises:
         JobError: the files cannot be used.
     """
     from isthmus.start.files import StartFiles, digest_of_all
+    from isthmus.start.tokenizer_files import tokenizer_digest
 
     model = table.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("start"), str):
@@ -91,17 +94,23 @@ def add_start(table: dict[str, Any], folder: Path) -> None:
         config = found[0].config()
         if not model.get("sha256"):
             model["sha256"] = digest_of_all(found)
+        tokenizer = tokenizer_digest(found[0].path)
     except UserError as error:
         raise JobError(f"model.start: {error}") from None
     task = table.setdefault("task", {})
     settings = task.setdefault("settings", {}) if isinstance(task, dict) else None
     if config is None or not isinstance(settings, dict):
         return
-    if CONFIG in settings:
-        raise JobError(
-            f"task.settings.{CONFIG} is the place of the start's config.json; rename the setting"
-        )
+    for key, what in ((CONFIG, "config.json"), (TOKENIZER, "tokenizer")):
+        if key in settings:
+            raise JobError(
+                f"task.settings.{key} is the place of the start's {what}; rename the setting"
+            )
     settings[CONFIG] = config
+    if tokenizer is not None:
+        # Of an adapter, that of the model under it.
+        folder_name = model["base"] if len(found) > 1 else model["start"]
+        settings[TOKENIZER] = {"folder": folder_name, "sha256": tokenizer}
 
 
 def _path(folder: Path, name: Any) -> Path | None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import keyword
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import click
 
 from isthmus.errors import UserError
 
-KINDS = ("tabular", "image", "language", "flower")
+KINDS = ("tabular", "image", "language", "chat", "flower")
+_BEFORE = {"chat": "make_base.py"}
+"""Scripts of projects that make what their first run needs."""
 
 
 @click.command()
@@ -20,7 +23,8 @@ KINDS = ("tabular", "image", "language", "flower")
     type=click.Choice(KINDS),
     default="tabular",
     show_default=True,
-    help="What the model learns from; flower: a ClientApp of Flower trains.",
+    help="What the model learns from; chat: dialogues, by adapters of a language model; flower: a "
+    "ClientApp of Flower trains.",
 )
 def new(folder: Path, kind: str) -> None:
     """Write a project in the new folder NAME: a task, a job that runs, and what to change next."""
@@ -38,13 +42,23 @@ def new(folder: Path, kind: str) -> None:
         folder.mkdir(parents=True)
     except FileExistsError:
         raise UserError(f"{folder} exists already; choose another name") from None
-    template = files("isthmus.projects") / "templates" / kind
-    written = []
+    for path in _write(files("isthmus.projects") / "templates" / kind, folder, name):
+        click.echo(path)
+    if kind in _BEFORE:
+        click.echo(f"first: python {folder / _BEFORE[kind]}")
+    click.echo(f"next: isthmus run {folder / 'job.toml'}")
+
+
+def _write(template: Traversable, folder: Path, name: str) -> list[Path]:
+    """Write the files of a template into a folder that is there; returns their paths."""
+    written: list[Path] = []
     for source in sorted(template.iterdir(), key=lambda each: each.name):
-        text = source.read_text(encoding="utf-8").replace("PROJECT", name)
         path = folder / source.name.removesuffix(".txt")
+        if source.is_dir():
+            path.mkdir()
+            written += _write(source, path, name)
+            continue
+        text = source.read_text(encoding="utf-8").replace("PROJECT", name)
         path.write_text(text, encoding="utf-8")
         written.append(path)
-    for path in written:
-        click.echo(path)
-    click.echo(f"next: isthmus run {folder / 'job.toml'}")
+    return written

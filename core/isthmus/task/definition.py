@@ -38,7 +38,7 @@ import abc
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from isthmus.errors import TaskError
 
@@ -116,10 +116,24 @@ class Task(abc.ABC):
       * `local_data` is called on the participant and its result never leaves that process.
     """
 
+    __base = Path()
+    """Directory of the job's relative paths on this machine."""
+
     def __init__(self, settings: Mapping[str, Any], data: Path | None = None) -> None:
         """`settings` is the job's table; `data` is the path of *this* machine's data, if given."""
         self.settings = settings
         self.__data = data  # two underscores: a task may have its own `_data`
+
+    @classmethod
+    def at(cls, base: Path, settings: Mapping[str, Any], data: Path | None = None) -> Self:
+        """A task of a job whose relative paths begin at `base`, by default the current folder.
+
+        Its `__init__` may use `tokenizer_folder` already.
+        """
+        task = cls.__new__(cls)
+        task.__base = base
+        cls.__init__(task, settings, data)
+        return task
 
     @property
     def data(self) -> Path:
@@ -168,6 +182,40 @@ class Task(abc.ABC):
             )
         config: Mapping[str, Any] = self.settings["start_config"]
         return config
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The folder on this machine with the tokenizer of what the job's `model.start` names.
+
+        ``AutoTokenizer.from_pretrained(self.tokenizer_folder, local_files_only=True)``. With files
+        by other names than a tokenizer has, or other contents than where the job was loaded, the
+        same text would be other tokens here, so they are compared by their digest.
+
+        Raises:
+            TaskError: the start has no tokenizer, or this machine does not have the same one.
+        """
+        from isthmus.start.tokenizer_files import tokenizer_digest
+
+        if "start_tokenizer" not in self.settings:
+            raise TaskError(
+                "this task reads the tokenizer of the model that it starts from, and there is none "
+                "where the job was loaded; set model.start to a folder with a config.json and a "
+                "tokenizer.json"
+            )
+        tokenizer = self.settings["start_tokenizer"]
+        folder = self.__base / str(tokenizer["folder"])
+        found = tokenizer_digest(folder)
+        if found is None:
+            raise TaskError(
+                f"{folder} has no tokenizer; copy the tokenizer's files of the folder that "
+                "model.start names to this place"
+            )
+        if found != tokenizer["sha256"]:
+            raise TaskError(
+                f"the tokenizer in {folder} is not that of the job, so that texts would be other "
+                "tokens here; copy the tokenizer's files again"
+            )
+        return folder
 
     def start_names(self, names: Sequence[str]) -> Mapping[str, str] | None:
         """The name of each of the model's tensors in the files of the job's `model.start`.

@@ -41,7 +41,7 @@ def load_task(
     if missing:
         raise TaskError(f"task.source={source!r}: {name} must define {', '.join(missing)}")
     with user_code(f"{name}()"):
-        return cls(settings, data)
+        return cls.at(base, settings, data)
 
 
 def load_named(source: str, key: str, *, base: Path, root: Path | None = None) -> Any:

@@ -56,7 +56,7 @@ def load_model(
     if (directory / REPORT).is_file() and not (directory / FILE).exists():
         return _fetched_model(directory, round, task)
     with contextlib.closing(Store.open(directory)) as store:
-        made = task_of(store) if task is None else task(store.job.task.settings)
+        made = task_of(store) if task is None else task.at(store.base, store.job.task.settings)
         return _loaded(made, store.job, store.base, lambda size: _payload(store, round, size))
 
 

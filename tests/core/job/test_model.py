@@ -29,6 +29,27 @@ def test_the_job_has_the_digest_and_the_configuration(folder):
     assert read_job(write_job(job)) == job
 
 
+def test_the_job_has_the_place_and_the_digest_of_the_tokenizer(folder):
+    (folder / "weights/config.json").write_text("{}")
+    (folder / "weights/tokenizer.json").write_text("one")
+    (folder / "weights/README.md").write_text("any")
+    one = load_job(folder / "job.toml").task.settings["start_tokenizer"]
+    assert one == {"folder": "weights", "sha256": hashlib.sha256(b"one").hexdigest()}
+    (folder / "weights/README.md").write_text("other")
+    assert load_job(folder / "job.toml").task.settings["start_tokenizer"] == one
+    (folder / "weights/chat_template.jinja").write_text("two")
+    two = load_job(folder / "job.toml").task.settings["start_tokenizer"]
+    assert two["sha256"] != one["sha256"]
+
+
+@pytest.mark.parametrize("given", [{"folder": "/etc", "sha256": "0"}, {"folder": "weights"}, 1])
+def test_a_tokenizer_elsewhere_than_the_start_is_refused(folder, given):
+    sent = json.loads(write_job(load_job(folder / "job.toml")))
+    sent["task"]["settings"] = {"start_tokenizer": given}
+    with pytest.raises(JobError, match="start_tokenizer is the place of the start's tokenizer"):
+        read_job(json.dumps(sent))
+
+
 def test_a_job_without_a_start_is_sent_with_the_same_bytes_as_before(folder):
     (folder / "job.toml").write_text(JOB.partition("[model]")[0])
     sent = write_job(load_job(folder / "job.toml"))
@@ -58,6 +79,7 @@ def test_a_file_that_is_no_model_is_refused_when_the_job_is_loaded(folder):
         (["model.fresh=['']"], "model.fresh.0='': string should have at least 1 character"),
         (["model.path=a"], "unknown key model.path; did you mean base?|known here: start, base"),
         (["task.settings.start_config=1"], "task.settings.start_config is the place of the start"),
+        (["task.settings.start_tokenizer=1"], "start_tokenizer is the place of the start's token"),
     ],
 )
 def test_other_tables_are_refused(folder, overrides, sentence):

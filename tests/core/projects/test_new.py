@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tomllib
 
 import pytest
@@ -26,8 +27,11 @@ def made(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_project_passes_the_check_of_jobs(tmp_path, kind):
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_a_new_project_passes_the_check_of_jobs(tmp_path, kind, request):
     folder = made(tmp_path, kind)
+    if kind == "chat":  # a script makes what its model starts from
+        shutil.copytree(request.getfixturevalue("chat_project") / "base", folder / "base")
     done = CliRunner().invoke(check, [str(folder / "job.toml")], catch_exceptions=False)
     assert "is fine: 8 rounds" in done.output
     assert not any("PROJECT" in path.read_text() for path in folder.iterdir() if path.is_file())
@@ -80,6 +84,14 @@ def test_a_hyphen_becomes_an_underscore(tmp_path):
     assert done.output.startswith("the project is named my_model: ")
     assert done.output.endswith(f"next: isthmus run {tmp_path}/my_model/job.toml\n")
     assert 'name = "my_model"' in (tmp_path / "my_model/job.toml").read_text()
+
+
+def test_files_in_folders_are_written_and_what_comes_first_is_said(tmp_path):
+    folder = tmp_path / "talk"
+    done = CliRunner().invoke(new, [str(folder), "--kind", "chat"], catch_exceptions=False)
+    assert f"{folder}/data/private.jsonl\n" in done.output
+    assert (folder / "data/private.jsonl").read_text().count("\n") == 72
+    assert f"first: python {folder}/make_base.py\nnext: isthmus run" in done.output
 
 
 def test_nothing_is_overwritten(tmp_path):
