@@ -186,8 +186,8 @@ class CohortSelector:
         """
         replayed = self._replayed
         if replayed is not None and replayed.round == round_:
-            again = self._cohort(sorted(replayed.invited))
-            return dataclasses.replace(again, groups=self._replayed_groups)
+            recorded = self._cohort(sorted(replayed.invited))
+            return dataclasses.replace(recorded, groups=self._replayed_groups)
         ready = set(self._roster.available()) - set(busy)
         if settings.mode == "buffered":
             unmasked = self._unmasked(round_, None, buffer_name(self._run_id, round_), ready)
