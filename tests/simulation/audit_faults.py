@@ -64,6 +64,25 @@ def partial_noise():
     return patch.object(server_noise, "fresh_noise", first_quarter)
 
 
+def round_without_noise():
+    """A server that adds no noise in the first round."""
+    fresh = server_noise.fresh_noise
+    numbers = itertools.count()
+    return patch.object(server_noise, "fresh_noise", lambda size: fresh(size) * (next(numbers) > 0))
+
+
+def step_without_noise():
+    """No noise in the first of the ten steps of each device."""
+    add = private_steps.add_noise
+    numbers = itertools.count()
+
+    def add_later(total, deviation):
+        if next(numbers) % 10:
+            add(total, deviation)
+
+    return patch.object(private_steps, "add_noise", add_later)
+
+
 def weaker_steps():
     """Half of the noise of each step on a device."""
     add = private_steps.add_noise

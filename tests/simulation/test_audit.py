@@ -67,8 +67,10 @@ FAULTS = [
     (faults.repeated_devices, (*GAUSSIAN, "rounds=4", "privacy.participations=1"), 700),
     (faults.repeated_noise, (*GAUSSIAN, "rounds=2"), 100),
     (faults.partial_noise, GAUSSIAN, 700),
+    (faults.round_without_noise, (*GAUSSIAN, "rounds=8"), 100),
     (faults.weaker_steps, EXAMPLES, 700),
     (faults.repeated_steps, EXAMPLES, 700),
+    (faults.step_without_noise, (*EXAMPLES, "federated.batch_size=100"), 700),
     (faults.long_gradients, EXAMPLES, 700),
     (faults.unlimited_devices, (*EXAMPLES, "rounds=4", "federated.privacy.noise=0.85"), 700),
     (faults.frequent_examples, EXAMPLES, 700),
@@ -337,7 +339,7 @@ def membership(write_task, make_job, tmp_path):
         simulation = membership_run(job, tmp_path, tmp_path / f"run-{len(overrides)}")
         simulated(simulation)
         task = load_task(job.task.source, job.task.settings, base=tmp_path)
-        return report_of(simulation, task, 4, 0.9999)
+        return report_of(simulation, task, job.federated.clients, 0.9999)
 
     return run
 
@@ -352,6 +354,20 @@ def test_what_was_learned_with_noise_is_not_found_by_its_loss(membership):
     private = ("federated.privacy.epsilon=1", "federated.privacy.delta=1e-3")
     report = membership(*private)
     assert abs(report.example.area - 0.5) < 0.15
+
+
+def test_the_sums_of_random_groups_are_attacked_and_not_their_median(membership):
+    """What is opened is a sum of three devices, which says more than a median of four groups."""
+    robust = (
+        "federated.secure_aggregation=true",
+        "federated.clients=12",
+        "federated.cohort=12",
+        "federated.robust=median",
+        "federated.robust_groups=4",
+        "federated.robust_minimum=3",
+        "rounds=6",
+    )
+    assert membership(*robust).device.area > 0.9
 
 
 def test_a_device_that_is_alone_in_a_sum_is_always_found(audit):

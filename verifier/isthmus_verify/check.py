@@ -23,6 +23,7 @@ _DEFAULTS: dict[tuple[str, ...], object] = {
     ("federated", "quorum"): None,
     ("federated", "privacy"): None,
     ("federated", "robust"): None,
+    ("federated", "robust_settings"): {},
     ("federated", "robust_groups"): 12,
     ("federated", "robust_minimum"): 10,
     ("datacenter", "privacy"): None,
@@ -159,7 +160,7 @@ class _Pass:
             Violation: a value is another one.
         """
         try:
-            opened = json.loads(text)
+            opened = json.loads(text, object_pairs_hook=_without_repeated)
         except (ValueError, RecursionError):
             opened = None
         fields = Fields(opened, "the job that devices have opened")
@@ -325,6 +326,20 @@ class _Pass:
             "nothing."
         )
         yield "What plain devices and datacenters have sent: only devices of secure sums sign."
+
+
+def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, of which no key is there twice: devices may take the other value.
+
+    Raises:
+        Violation: one is.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = min(key for key in keys if keys.count(key) > 1)
+        raise Violation(f"the job that devices have opened has {shown(twice)} twice")
+    return found
 
 
 def _leaves(

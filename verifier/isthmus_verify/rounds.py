@@ -557,20 +557,21 @@ class Rounds:
         The rule that has left them out compared vectors that are not in a transcript.
         """
         accepted = Counter[str]()
-        left_out = set[str]()
+        blamed = Counter[str]()
         for receipt in record.tables("receipts"):
             if (receipt.text("regime"), receipt.text("status")) != ("federated", "accepted"):
                 continue
             group = receipt.text("group") if receipt.has("group") else ""
             accepted[group] += 1
-            is_bad = receipt.text("reason").startswith(f"the sum of its group {group} was left out")
-            if is_bad:
-                left_out.add(group)
-            elif receipt.text("reason") or group in left_out:
+            blamed[group] += receipt.text("reason").startswith(
+                f"the sum of its group {group} was left out"
+            )
+        left_out = {group for group, number in blamed.items() if number}
+        for group in sorted(left_out):
+            if blamed[group] != accepted[group]:
                 raise Violation(
-                    f"{where} has a receipt of {shown(receipt.text('participant'))} that says "
-                    f"{shown(receipt.text('reason'))} of the group {shown(group)}, which is not "
-                    "what others of it say"
+                    f"{blamed[group]} of {accepted[group]} receipts in the group {shown(group)} of "
+                    f"{where} say that its sum was left out, and the others do not"
                 )
         groups = record.table("groups") if record.has("groups") else Fields({}, where)
         if groups.values.keys() != accepted.keys():
@@ -578,8 +579,20 @@ class Rounds:
                 f"{where} has the groups {shown(sorted(groups.values))}, and its receipts "
                 f"{shown(sorted(accepted))}"
             )
-        if len({(random_group(name) or (0, 0))[1] for name in accepted}) != 1:
-            raise Violation(f"the groups of {where} are not of one division of its devices")
+        found = {random_group(name) for name in accepted}
+        divisions = {0 if group is None else group[1] for group in found}
+        most = self._job.robust_groups
+        if len(divisions) != 1 or not MIN_GROUPS <= min(divisions) <= most:
+            raise Violation(
+                f"the groups of {where} are not of one division of its devices into 3 to {most}"
+            )
+        if len(left_out) == len(accepted):
+            raise Violation(f"{where} has left out the sums of all of its groups")
+        if sum(accepted.values()) < self._job.quorum:
+            raise Violation(
+                f"{where} has {sum(accepted.values())} devices in the sums of its groups, and the "
+                f"job's quorum is {self._job.quorum}"
+            )
         if len(accepted) < MIN_GROUPS:
             raise Violation(f"{where} has a robust sum of {len(accepted)} groups")
         for name, devices in accepted.items():
@@ -616,6 +629,11 @@ class Rounds:
                 )
             return
         self.signed_rounds += 1
+        if self._job.robust_minimum and len({each.group for each in sums}) != len(sums):
+            raise Violation(f"the devices of {where} have signed two sums of one random group")
+        if self._job.robust_minimum or plan.by_group:
+            # The sum of a group may be refused after it was signed: then nobody of it is accepted.
+            sums = [each for each in sums if each.devices & accepted]
         signed = frozenset[str]().union(*(each.devices for each in sums))
         if signed != accepted:
             raise Violation(

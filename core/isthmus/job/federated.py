@@ -658,6 +658,17 @@ class FederatedSection(Section):
         return None if self.groups is None else self.groups.minimum
 
     @property
+    def smallest_sum(self) -> int:
+        """Fewest devices of a sum of updates that may be opened, by group or not.
+
+        >>> FederatedSection(cohort=150, robust="median").smallest_sum
+        10
+        """
+        if self.robust is not None:
+            return self.robust_minimum
+        return min(self.needed, self.least_in_group or self.needed)
+
+    @property
     def needed_groups(self) -> int:
         """Groups that a quorum of the devices can be in at least, with `robust`.
 

@@ -73,7 +73,7 @@ def level_of(job: Job, deployment: Deployment | None = None) -> PrivacyLevel | N
             NOTHING,
             "the server receives what each device sends (federated.secure_aggregation = false)",
         )
-    sums = f"sums of at least {job.federated.needed} devices' updates, and no single one"
+    sums = f"sums of at least {job.federated.smallest_sum} devices' updates, and no single one"
     curious = f"a server that follows the protocol learns {sums}"
     if job.privacy is not None and job.privacy.mechanism == "distributed":
         noisy = (

@@ -87,6 +87,8 @@ class FederatedResult:
     """The sum of each group by itself, in a round that was summed by group."""
     left_out: frozenset[str] = frozenset()
     """Groups whose sums a robust rule has left out."""
+    doubt: str = ""
+    """Why the sum of a group is to be left out by a robust rule; empty if nothing is known."""
     extension_state: Any = None
     """State of the extension after this attempt; it becomes current when the round commits."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Sequence
 
 from isthmus.errors import JobError
@@ -56,7 +57,7 @@ class FederatedRegime:
         self.extension = aggregation_of(settings, context.layout)
         self._robust: RobustRule | None = None
         if settings.robust is not None:
-            self._robust = RobustRule(settings)
+            self._robust = RobustRule(settings, context.layout.trained_size)
         self.buffered = BufferedDevices(context) if settings.mode == "buffered" else None
         """Devices that train across rounds; only in buffered mode."""
         self.watch: Callable[[AttemptSpec, FederatedResult], None] | None = None
@@ -283,6 +284,7 @@ class FederatedRegime:
             exact=spec.exact,
             group=group,
             drawn=drawn,
+            compared=self._robust is not None,
             ranges=range_config(context, spec, spec.name, purpose),
             find=lambda config: training(ranges=config),
             send=sending,
@@ -322,9 +324,15 @@ def _check_clipped(result: FederatedResult, spec: AttemptSpec) -> None:
     # A gradient that does not fit is clipped too, and the next one is scaled down for it.
     if spec.gradient_scale or settings.max_clipped == 1:
         return
-    sums = {"": result, **(result.groups if settings.robust is None else {})}
-    of_group, most = max(sums.items(), key=lambda each: each[1].training.get("clipped", 0.0))
-    share = most.training.get("clipped", 0.0)
+    shares = {"": result.training.get("clipped", 0.0)}
+    groups = {name: one.training.get("clipped", 0.0) for name, one in result.groups.items()}
+    if settings.robust is None:
+        shares |= groups
+    else:
+        # A liar decides what its group says of itself: that of the group in the middle counts.
+        used = [share for name, share in groups.items() if name not in result.left_out]
+        shares[""] = statistics.median(used)
+    of_group, share = max(shares.items(), key=lambda each: each[1])
     if share <= settings.max_clipped:
         return
     whose = f"of the group {of_group!r}" if of_group else "of the devices' updates"

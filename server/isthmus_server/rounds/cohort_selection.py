@@ -136,6 +136,7 @@ class CohortSelector:
         self._ranges = ranges
         self._repeated: PlannedAttempt | None = None
         self._replayed: PlannedAttempt | None = None
+        self._replayed_groups: Mapping[str, Sequence[str]] = {}
         self._selection = CheckedSelection(job.federated)
 
     async def repeat(self, interrupted: PlannedAttempt) -> None:
@@ -150,12 +151,16 @@ class CohortSelector:
         if summed and invited and await self._roster.wait_for(devices=invited):
             self._repeated = interrupted
 
-    async def replay(self, planned: PlannedAttempt) -> bool:
+    async def replay(
+        self, planned: PlannedAttempt, groups: Mapping[str, Sequence[str]] | None = None
+    ) -> bool:
         """Select exactly the devices of a recorded plan for its round, also if others are ready.
 
-        Returns whether all of its participants are.
+        `groups`: its random groups, if it has any. Returns whether all of its participants are
+        ready.
         """
         self._replayed = planned
+        self._replayed_groups = groups or {}
         return await self._roster.wait_for(devices=planned.invited, datacenters=planned.datacenters)
 
     def select(
@@ -181,7 +186,8 @@ class CohortSelector:
         """
         replayed = self._replayed
         if replayed is not None and replayed.round == round_:
-            return self._cohort(sorted(replayed.invited))
+            recorded = self._cohort(sorted(replayed.invited))
+            return dataclasses.replace(recorded, groups=self._replayed_groups)
         ready = set(self._roster.available()) - set(busy)
         if settings.mode == "buffered":
             unmasked = self._unmasked(round_, None, buffer_name(self._run_id, round_), ready)
@@ -254,9 +260,9 @@ class CohortSelector:
 
         As many as the job has if the devices suffice, else fewer; without devices in groups that
         cannot be summed. With a lottery nobody chooses who is in which: it follows from the draw.
-        With a shortage, if there are too few groups.
+        With a shortage, if there are too few groups. Groups that are repeated stay.
         """
-        if selected.exact or selected.shortage:
+        if selected.exact or selected.shortage or selected.groups:
             return selected
         for count in range(settings.robust_groups, MIN_ROBUST_GROUPS - 1, -1):
             groups = self._divided(round_, selected, count)

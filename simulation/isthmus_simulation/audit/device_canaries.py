@@ -46,6 +46,8 @@ OVER = 4.0
 _LARGEST_ELEMENT = 0.9
 """Largest element of an update before it is clipped, over the bound: an update with a larger one
 may be refused with the sum."""
+_LEAST_NOISE = 1 / 16
+"""Least noise of a round, as a part of that of the round with most: less is not told apart."""
 MEMORY = 2 << 30
 """Bytes of the updates of a run's canaries."""
 
@@ -172,7 +174,9 @@ class DeviceCanaries:
             asked = torch.linalg.solve_triangular(mixing, asked, upper=False)
         weight = asked.square().sum(0)
         were_asked = weight > 0
-        score = (asked * seen).sum(0)[were_asked] / weight[were_asked]
+        # Rounds whose noise seems to be less count for more: one without any shows all coins.
+        exact = asked / _deviations(seen, asked)[:, None] ** 2
+        score = (exact * seen).sum(0)[were_asked] / (exact * asked).sum(0)[were_asked]
         right = int(((score > 0.5) == self.present[were_asked]).sum())
         claimed = times if plan.correlated is None else plan.correlated.sensitivity**2
         shares = Counter(
@@ -184,6 +188,24 @@ class DeviceCanaries:
 
 _SHARES = 1000
 """Shares of the claimed participations that are told apart, rounded up."""
+
+
+def _deviations(seen: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
+    """The noise that each round seems to have, up to a factor, float64 (T).
+
+    By the median distance of what is seen of a canary from what it is with or without its update;
+    one that was not asked says nothing.
+
+    Args:
+        seen: (T, M), and
+        asked: with what sign, 0 for a canary that was not, (T, M).
+    """
+    distances = torch.minimum(seen.abs(), (seen - asked).abs())
+    medians = torch.where(asked != 0, distances, math.nan).nanmedian(1).values
+    largest = float(medians.nan_to_num().max())
+    if not largest:
+        return torch.ones_like(medians)
+    return medians.nan_to_num(largest).clamp(min=_LEAST_NOISE * largest)
 
 
 def _mixing(coefficients: object, rows: int) -> torch.Tensor:

@@ -85,7 +85,7 @@ class ExampleCanaries:
 def _evidence(seen: torch.Tensor, plan: DeviceExamplesPlan) -> torch.Tensor:
     """The logarithm of the likelihood of the steps with each canary over that without it.
 
-    With the noise that the steps seem to have, by their median distance from zero, and not with the
+    With the noise that each step seems to have, by the median distance from zero, and not with the
     promised one: with that, one that is missing would hardly be noticed. If steps differ by much
     less, their noise repeats itself, and is subtracted.
 
@@ -96,14 +96,13 @@ def _evidence(seen: torch.Tensor, plan: DeviceExamplesPlan) -> torch.Tensor:
     Returns:
         float64 (canaries).
     """
-    deviation = float(seen.abs().median()) / _MEDIAN_DISTANCE
+    median = float(seen.abs().median())
     differences = seen - seen.median(0).values
-    if len(seen) > 2 and (rest := float(differences.abs().median()) / _MEDIAN_DISTANCE) < (
-        _REPEATED * deviation
-    ):
+    if len(seen) > 2 and float(differences.abs().median()) < _REPEATED * median:
         seen = differences
-        deviation = rest
-    deviation = min(max(deviation, _LEAST_NOISE * plan.multiplier), plan.multiplier)
+    # Of each step by itself: one without noise shows all that it has drawn.
+    deviation = seen.abs().median(1, keepdim=True).values / _MEDIAN_DISTANCE
+    deviation = deviation.clamp(_LEAST_NOISE * plan.multiplier, plan.multiplier)
     exponent = (seen - 0.5) / deviation**2
     if plan.probability == 1:
         return exponent.sum(0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,16 +102,25 @@ class DeviceMembership:
         return present
 
     def watch(self, spec: AttemptSpec, result: FederatedResult) -> None:
-        """See the opened mean of a round."""
-        names = {each.participant for each in result.receipts if each.status == "accepted"}
-        mean = result.pseudo_gradient.double()
+        """See the opened means of a round."""
+        updates = self._updates.pop((spec.round, spec.attempt), {})
+        self._updates.clear()  # of attempts that failed
+        # A round that is summed by group opens the sum of each group, which is of fewer devices.
+        for opened in result.groups.values() or (result,):
+            self._compare(opened, updates)
+
+    def _compare(
+        self, opened: FederatedResult, updates: Mapping[str, tuple[bool, torch.Tensor]]
+    ) -> None:
+        """Guess the coins of the devices that are in one opened sum."""
+        names = {each.participant for each in opened.receipts if each.status == "accepted"}
+        mean = opened.pseudo_gradient.double()
         scores = []
         coins = []
-        for name, (present, update) in self._updates.pop((spec.round, spec.attempt), {}).items():
+        for name, (present, update) in updates.items():
             if name in names:
                 scores.append(float(torch.cosine_similarity(mean, update.double(), dim=0)))
                 coins.append(present)
-        self._updates.clear()  # of attempts that failed
         middle = sorted(scores)[len(scores) // 2] if len(scores) >= FEW else _MIDDLE
         for score, present in zip(scores, coins, strict=True):
             (self.inside if present else self.outside).append(score - middle)

@@ -52,6 +52,15 @@ def test_the_smallest_sum_is_in_the_sentence(make_job):
     assert "sums of at least 15 devices' updates" in level_of(job).claim
 
 
+@pytest.mark.parametrize(
+    "groups", ["federated.groups.minimum=4", "federated.robust_groups=3"], ids=["groups", "robust"]
+)
+def test_sums_of_groups_are_the_smallest(make_job, groups):
+    robust = ("federated.robust=median", "federated.robust_minimum=4") if "robust" in groups else ()
+    job = make_job(*SECURE, "federated.cohort=20", "federated.quorum=15", groups, *robust)
+    assert "sums of at least 4 devices' updates" in level_of(job).claim
+
+
 def test_a_job_without_devices_has_no_level(make_job):
     assert level_of(make_job("strategy.policy=datacenter", *SECURE)) is None
     evaluates = ("evaluation.devices=8", "strategy.policy=datacenter", *SECURE)

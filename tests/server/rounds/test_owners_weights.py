@@ -55,6 +55,30 @@ async def test_the_sums_of_rotating_cohorts_tell_what_owners_let_weights_say(dep
     assert others == {0.0 if kind == "exact" else 6.0}
 
 
+async def test_sums_of_random_groups_tell_weights_after_fewer_rounds(deployment):
+    """With four sums in each round, six rounds tell those of twelve devices."""
+    await deployment.start(OWN_NUMBERS, NAMES)
+    robust = (
+        "federated.cohort=12",
+        "federated.quorum=12",
+        "federated.robust=median",
+        "federated.robust_groups=4",
+        "federated.robust_minimum=3",
+    )
+    report, _ = await deployment.run("run", *robust, *ONE_STEP, "rounds=6")
+    members = []
+    sums = []
+    for record in report["rounds"]:
+        for group, one in record["groups"].items():
+            names = [each["participant"] for each in record["receipts"] if each["group"] == group]
+            members.append([float(name in names) for name in NAMES])
+            sums.append(float(one["examples"]))
+    cohorts = torch.tensor(members, dtype=torch.float64)
+    assert torch.linalg.matrix_rank(cohorts) == len(NAMES)
+    weights = torch.linalg.lstsq(cohorts, torch.tensor(sums, dtype=torch.float64)).solution
+    assert dict(zip(NAMES, weights.round().int().tolist(), strict=True)) == EXAMPLES
+
+
 def mean_by_hand(folder, start, weights):
     """The model after a step of full batches on each device, averaged with these weights."""
     task = load_task("task.py:Learn", {}, base=folder)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from tests.server.deployment import Killed
 from tests.server.read.transcript_fields import closed, opened
 
 from isthmus.errors import JobError
+from isthmus_clients.device.secure_sessions import SecureSessions
+from isthmus_server.read.export.model_card import model_card
 from isthmus_server.read.report.report import read_report
 from isthmus_server.read.transcript import Transcript
 from isthmus_server.regimes.aggregation.coordinate_wise import Median
@@ -21,6 +24,7 @@ from isthmus_verify.check import check
 from isthmus_verify.violation import Violation
 
 NINE = "abcdefghi"
+FIFTEEN = "abcdefghijklmno"
 ROBUST = (
     "federated.robust=median",
     "federated.robust_groups=3",
@@ -34,6 +38,38 @@ def optimizer(self, parameters, participant):
     rate = 5.0 if participant.name == "a" else 0.1
     return torch.optim.SGD(parameters, lr=rate)
 """
+
+HEAVY = """
+def local_data(self, participant):
+    return rows(2000 if participant.name in self.settings["heavy"] else 30, seed=1)
+
+def optimizer(self, parameters, participant):
+    rate = 1e-4 if participant.name in self.settings["heavy"] else 0.1
+    return torch.optim.SGD(parameters, lr=rate)
+"""
+"""Devices with nearly all examples of their group, and updates of nearly zeros."""
+LOSSY = """
+def loss(self, output, target):
+    factor = 50.0 if getattr(self, "lies", False) else 1.0
+    return factor * super().loss(output, target)
+
+def local_data(self, participant):
+    self.lies = participant.name == "a"
+    return super().local_data(participant)
+"""
+HUGE = """
+def optimizer(self, parameters, participant):
+    rate = 1e6 if participant.name in ("a", "b") else 0.1
+    return torch.optim.SGD(parameters, lr=rate)
+"""
+FIVE = (
+    "federated.robust=median",
+    "federated.robust_groups=5",
+    "federated.robust_minimum=3",
+    "federated.cohort=15",
+    "federated.quorum=15",
+    "federated.local_steps=1",
+)
 
 
 @pytest.fixture
@@ -141,6 +177,87 @@ async def test_a_long_group_is_left_out_and_its_receipts_name_the_group(deployme
         assert named or not receipt.reason
 
 
+async def test_short_groups_of_two_liars_leave_no_others_out(deployment, trained):
+    """Two of five groups are no majority, also if they are the shortest ones."""
+    await deployment.start(HEAVY, names=tuple(FIFTEEN))
+    record, honest = await trained("honest", *FIVE, "task.settings.heavy=[]")
+    by_group = {receipt.group: receipt.participant for receipt in record.receipts}
+    liars = sorted(by_group.values())[:2]
+    heavy = f"task.settings.heavy={json.dumps(liars)}"
+    record, update = await trained("lied to", *FIVE, heavy)
+    norms = sorted(group.norm for group in record.groups.values())
+    assert 3 * norms[1] < norms[2]
+    assert not any(group.left_out for group in record.groups.values())
+    cosine = torch.nn.functional.cosine_similarity(update, honest, dim=0)
+    assert cosine > 0.9
+    assert update.norm() > honest.norm() / 2
+
+
+async def test_the_loss_of_a_round_is_that_of_the_group_in_the_middle(deployment, trained):
+    """A policy that follows losses would follow those of one liar, whose group is left out."""
+    await deployment.start(LOSSY, names=tuple(NINE))
+    record, _ = await trained("run", *ROBUST)
+    losses = sorted(group.loss for group in record.groups.values() if not group.left_out)
+    (largest,) = (group.loss for group in record.groups.values() if group.left_out)
+    assert len(losses) == 2
+    assert record.training["federated"]["loss"] == pytest.approx(sum(losses) / 2)
+    assert largest > 5 * losses[-1]
+
+
+async def test_a_sum_that_honest_devices_cannot_have_is_no_group_s(
+    deployment, trained, monkeypatch
+):
+    """The others go on, and the transcript of the run holds: its devices have signed that sum."""
+    await deployment.start(names=tuple("abcdefghijkl"))
+    join = SecureSessions.join
+
+    def lying_join(self, attempt, vector, *more):
+        reply = join(self, attempt, vector, *more)
+        if self._name == "a" and not attempt.config.whole:
+            attempt._encoded.vector[0] += 1 << 28
+        return reply
+
+    monkeypatch.setattr(SecureSessions, "join", lying_join)
+    sizes = ("federated.cohort=12", "federated.robust_groups=4", "federated.quorum=9")
+    record, _ = await trained("run", *ROBUST, *sizes)
+    (bad,) = {receipt.group for receipt in record.receipts if receipt.participant == "a"}
+    assert len(record.groups) == 3
+    assert bad not in record.groups
+    for receipt in record.receipts:
+        assert (receipt.status == "accepted") == (receipt.group != bad)
+    assert record.participants.accepted == 9
+
+
+async def test_a_group_out_of_all_proportion_is_left_out_and_fails_nothing(deployment, trained):
+    """In two of five groups; the quorum is that of all devices."""
+    await deployment.start(HUGE, names=tuple(FIFTEEN))
+    deployment.link.enrolments.certified = True
+    record, _ = await trained("run", *FIVE)
+    bad = {receipt.group for receipt in record.receipts if receipt.participant in "ab"}
+    assert {name for name, group in record.groups.items() if group.left_out} == bad
+    assert record.participants.accepted == 15
+
+
+async def test_what_one_group_says_of_its_clipping_ends_no_run(deployment, trained):
+    await deployment.start(LONG, names=tuple(NINE))
+    record, _ = await trained("honest", *ROBUST)
+    norms = sorted(group.norm for group in record.groups.values())
+    clip = 5 * norms[1]
+    record, _ = await trained("run", *ROBUST, f"federated.clip={clip}", "federated.max_examples=64")
+    assert record.training["federated"]["clipped"] > 0.01
+    assert [group.left_out for group in record.groups.values()].count(True) == 1
+
+
+async def test_a_model_card_counts_the_devices_of_the_groups_that_were_used(deployment):
+    await deployment.start(LONG, names=tuple(NINE))
+    store = deployment.create_run("run", "rounds=1", *ROBUST)
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    report = read_report(store)
+    card = model_card(report, store.job, report.final, "model.safetensors", "0" * 64)
+    assert "6 devices trained on data that stayed on them" in card
+    assert "sums of their updates over at least 3 devices" in card
+
+
 async def test_groups_are_drawn_anew_in_each_round_and_alike_in_each_run(deployment):
     await deployment.start(names=tuple(NINE))
     drawn = {}
@@ -234,6 +351,29 @@ def hide_a_group(record):
     del record["groups"]["random-1-of-3"]
 
 
+def blame_half_of_a_group(record):
+    (bad,) = (name for name, group in record["groups"].items() if group["left_out"])
+    blamed = [receipt for receipt in record["receipts"] if receipt["group"] == bad]
+    blamed[0]["reason"] = ""
+
+
+def leave_all_out(record):
+    for group in record["groups"].values():
+        group["left_out"] = True
+    for receipt in record["receipts"]:
+        receipt["reason"] = f"the sum of its group {receipt['group']} was left out: it is long"
+
+
+def invent_names(record):
+    names = {name: f"group {name}" for name in record["groups"]}
+    record["groups"] = {names[name]: group for name, group in record["groups"].items()}
+    for receipt in record["receipts"]:
+        receipt["reason"] = ""
+        receipt["group"] = names[receipt["group"]]
+    for group in record["groups"].values():
+        group["left_out"] = False
+
+
 def move_a_device(record):
     one, *others = record["receipts"]
     one["group"] = next(each["group"] for each in others if each["group"] != one["group"])
@@ -244,6 +384,8 @@ FALSIFIED = {
     blame_nobody: "and its receipts say otherwise",
     count_more: "counts 4 devices in the group 'random-1-of-3', and its receipts 3",
     hide_a_group: "has the groups",
+    blame_half_of_a_group: "2 of 3 receipts in the group 'random-",
+    leave_all_out: "has left out the sums of all of its groups",
     move_a_device: "and it has signed a sum of 'random-",
 }
 
@@ -260,3 +402,51 @@ async def test_a_transcript_whose_groups_are_not_those_of_its_receipts_is_found(
         falsify(record)
         with pytest.raises(Violation, match=sentence):
             check(io.BytesIO(closed(changed)))
+
+
+async def test_names_of_groups_without_signed_sums_are_checked_too(deployment):
+    await deployment.start(LONG, names=tuple(NINE))
+    store = deployment.create_run("run", "rounds=1", *ROBUST)
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    entries = opened(b"".join(Transcript(store).lines()))
+    entries = [entry for entry in entries if entry[0] != "sum"]
+    (_, end) = entries[-1]
+    end["entries"] = len(entries)
+    check(io.BytesIO(closed(entries)))
+    (record,) = (content["record"] for kind, content in entries if kind == "round")
+    invent_names(record)
+    with pytest.raises(Violation, match="are not of one division of its devices into 3 to 3"):
+        check(io.BytesIO(closed(entries)))
+
+
+async def test_an_honest_record_of_a_device_that_left_after_the_sum_is_verified(deployment):
+    await deployment.start(names=tuple(NINE))
+    store = deployment.create_run("run", "rounds=1", *ROBUST)
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    entries = opened(b"".join(Transcript(store).lines()))
+    (record,) = (content["record"] for kind, content in entries if kind == "round")
+    record["receipts"][0]["reason"] = "its update is in; later: the connection was lost"
+    assert check(io.BytesIO(closed(entries))).holds
+
+
+async def test_another_setting_of_the_rule_than_devices_have_opened_is_found(deployment):
+    await deployment.start(names=tuple(NINE))
+    store = deployment.create_run("run", "rounds=1", *ROBUST)
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    entries = opened(b"".join(Transcript(store).lines()))
+    (_, begin), *_ = entries
+    begin["job"]["federated"]["robust_settings"] = {"share": 0.4}
+    with pytest.raises(Violation, match=r"'federated\.robust_settings' is"):
+        check(io.BytesIO(closed(entries)))
+
+
+async def test_a_key_that_is_twice_in_the_opened_job_is_found(deployment):
+    """Devices may have taken the one value, and the verifier the other."""
+    await deployment.start(names=tuple(NINE))
+    store = deployment.create_run("run", "rounds=1", *ROBUST)
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    entries = opened(b"".join(Transcript(store).lines()))
+    (_, begin), *_ = entries
+    begin["opened"] = [text.replace("{", '{"name":"other",', 1) for text in begin["opened"]]
+    with pytest.raises(Violation, match="the job that devices have opened has 'name' twice"):
+        check(io.BytesIO(closed(entries)))

@@ -69,15 +69,16 @@ def _data_statement(report: Report, job: Job) -> Iterator[str]:
     """Lines on whose data the model was trained on, and what the server has seen of them."""
     accepted: dict[str, set[str]] = {"federated": set(), "datacenter": set()}
     for record in report.rounds:
+        unused = {name for name, group in record.groups.items() if group.left_out}
         for receipt in record.receipts:
-            if receipt.status == "accepted":
+            if receipt.status == "accepted" and receipt.group not in unused:
                 accepted[receipt.regime].add(receipt.participant)
     devices = len(accepted["federated"])
     datacenters = len(accepted["datacenter"])
     if devices:
         seen = (
             "only sums of their updates over at least "
-            f"{job.federated.needed} devices (secure aggregation)"
+            f"{job.federated.smallest_sum} devices (secure aggregation)"
             if job.federated.secure_aggregation
             else "each of their updates (secure aggregation was off)"
         )

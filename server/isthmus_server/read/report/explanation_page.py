@@ -371,6 +371,8 @@ def _groups(sums: Mapping[str, GroupSum]) -> list[str]:
 
     >>> _groups({REST: GroupSum(devices=5, examples=60, loss=1.25, norm=2.0, cosine=0.5)})
     ['the other devices: 5 updates, 60 examples, loss 1.25, update 2, cosine 0.50']
+    >>> _groups({"random-1-of-3": GroupSum(devices=9, examples=9, loss=2, norm=50, left_out=True)})
+    ['group random-1-of-3: 9 updates, 9 examples, loss 2, update 50, left out']
     """
     lines = []
     for name, one in sums.items():
@@ -379,6 +381,7 @@ def _groups(sums: Mapping[str, GroupSum]) -> list[str]:
         parts.append(f"update {one.norm:.4g}")
         parts += [f"gradient {one.gradient_norm:.4g}"] if one.gradient_norm is not None else []
         parts += [f"cosine {one.cosine:.2f}"] if one.cosine is not None else []
+        parts += ["left out"] if one.left_out else []
         lines.append(f"{_group(name)}: {', '.join(parts)}")
     return lines
 

@@ -9,7 +9,9 @@ odds that it lies. In a round in which a part q of the devices was in groups tha
 
 The logarithms are added, and begin anew whenever the sum is below 0, so that many honest rounds do
 not hide a liar of today (the cumulative sum test, Page 1954). An honest device exceeds the limit
-within R rounds with probability at most R divided by the odds.
+within R rounds with probability at most R divided by the odds, if others lie no matter who is with
+them. Devices that collude can lie only where one is, and have that one named in their place: it
+cannot be told from a liar. So the sentence does not say that it is one.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ def suspicions(rounds: Sequence[RoundRecord]) -> list[str]:
     return [
         f"{in_a_line(found.device)}: the sum of its random group was left out in {found.left_out} "
         f"of {found.rounds} rounds, which is no chance: it sends updates that are too long, by a "
-        "fault or on purpose; ask its owner, or `isthmus server revoke` it"
+        "fault or on purpose, or others do where it is; ask its owner before you `isthmus server "
+        "revoke` it"
         for found in suspected_devices(rounds)
     ]

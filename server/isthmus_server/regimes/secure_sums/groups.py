@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from isthmus.errors import AggregationAborted, RoundFailed
@@ -97,8 +98,9 @@ class GroupedAttempt:
         mean over the devices of all groups;
       * it needs the quorum of the round in all groups together, and of each group in its own sum.
 
-    With a robust rule, the result is that of the rule over the groups' means, and its receipts name
-    the group of each device whose sum was left out.
+    With a robust rule, the result is that of the rule over the groups' means, and so are figures
+    that are means, such as the loss: those of the group in the middle. Its receipts name the group
+    of each device whose sum was left out.
     """
 
     def __init__(
@@ -235,7 +237,15 @@ class GroupedAttempt:
         self, results: Mapping[str, FederatedResult], failures: Mapping[str, AttemptFailed]
     ) -> list[Receipt]:
         receipts = [receipt for result in results.values() for receipt in result.receipts]
-        receipts += [receipt for failure in failures.values() for receipt in failure.receipts]
+        for name, failure in failures.items():
+            # It is not in the model, although its device has done all that it was asked for.
+            refused = f"the sum of its group {name} was refused"
+            receipts += [
+                dataclasses.replace(receipt, status="rejected", reason=refused)
+                if receipt.status == "accepted"
+                else receipt
+                for receipt in failure.receipts
+            ]
         return self._with_groups(receipts)
 
     def _with_groups(self, receipts: Iterable[Receipt]) -> list[Receipt]:
@@ -250,23 +260,36 @@ class GroupedAttempt:
         results: Mapping[str, FederatedResult],
         receipts: Sequence[Receipt],
     ) -> FederatedResult:
+        doubts = {
+            name: f"the sum of its group {name} was left out: {result.doubt}"
+            for name, result in results.items()
+            if result.doubt
+        }
         means = {
             name: (
                 result.pseudo_gradient,
                 sum(receipt.status == "accepted" for receipt in result.receipts),
             )
             for name, result in results.items()
+            if name not in doubts
         }
-        combined = rule.combine(self._round, means)
-        left_out = combined.left_out
+        if len(means) < MIN_ROBUST_GROUPS:
+            raise RoundFailed(
+                f"{len(means)} groups are left and a robust rule needs {MIN_ROBUST_GROUPS}; "
+                f"{next(iter(doubts.values()))}"
+            )
+        combined = rule.combine(self._round, means, doubted=len(doubts))
+        left_out = doubts | dict(combined.left_out)
         used = {name: result for name, result in results.items() if name not in left_out}
-        # What all groups have together says how many devices took part; the error of the encoding
-        # is that of the groups in the result.
+        # What all groups have together says how many devices took part. Of losses and other means
+        # that of the group in the middle counts, and of the error of the encoding, too: one device
+        # that lies decides what its group says of itself, with a weight of its choice.
         whole = self._combined(results, receipts)
         return dataclasses.replace(
             whole,
             pseudo_gradient=combined.vector,
-            rounding=max(result.rounding for result in used.values()),
+            training={**whole.training, **_middles(used.values())},
+            rounding=statistics.median(result.rounding for result in used.values()),
             receipts=[
                 dataclasses.replace(receipt, reason=left_out[receipt.group])
                 if receipt.status == "accepted" and receipt.group in left_out
@@ -296,6 +319,16 @@ class GroupedAttempt:
             ),
             groups=dict(results),
         )
+
+
+def _middles(results: Collection[FederatedResult]) -> dict[str, float]:
+    """The median over groups of each figure that is a mean, but for what was clipped in any."""
+    names = next(iter(results)).training
+    return {
+        name: statistics.median(result.training[name] for result in results)
+        for name in names
+        if name not in (*_SUMMED, *_LARGEST, "clipped")
+    }
 
 
 def _figures(

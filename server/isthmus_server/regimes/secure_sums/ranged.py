@@ -65,6 +65,8 @@ class RangedSum:
     """The group that is summed; empty for any devices."""
     drawn: RandomGroup | None = None
     """This group, if a lottery has drawn it."""
+    compared: bool = False
+    """Whether a robust rule compares the sum with others, and can leave it out."""
     ranges: RoundConfig
     """Configuration of the sum of ranges."""
     find: FirstRequest
@@ -155,11 +157,7 @@ class RangedAttempt:
             result = await self._current.run(
                 max(deadline, least), before_unmasking=before_unmasking
             )
-            self._check_unknown(known.ranges, config, result)
-            self._check_limited(known.ranges, config, result)
-            self._check_rounding(known.ranges, config, result)
-            if not wider:
-                self._check_first(known.ranges, config, result)
+            result = self._checked(known.ranges, config, result, wider=wider)
             self._note_false(known.ranges, result)
         except AttemptFailed as failed:
             # One device can have moved the counts of the others, and the same devices are not asked
@@ -178,6 +176,29 @@ class RangedAttempt:
             training={**result.training, **figures},
             receipts=self._with_earlier(result.receipts),
         )
+
+    def _checked(
+        self, ranges: Ranges, config: RoundConfig, result: FederatedResult, *, wider: bool
+    ) -> FederatedResult:
+        """The result, with the doubt about it if a robust rule can leave it out.
+
+        One device can bring such a doubt about. If that failed the sum, as it does where there is
+        one sum of all devices, liars would stop rounds that go on without their groups.
+
+        Raises:
+            AttemptFailed: see the checks; never if the sum is compared with others.
+        """
+        try:
+            self._check_unknown(ranges, config, result)
+            self._check_limited(ranges, config, result)
+            self._check_rounding(ranges, config, result)
+            if not wider:
+                self._check_first(ranges, config, result)
+        except AttemptFailed as failed:
+            if not self._sums.compared:
+                raise
+            return dataclasses.replace(result, doubt=str(failed))
+        return result
 
     def _check_differences(self, ranges: Ranges, config: RoundConfig) -> None:
         """Refuse a sum in which rounding to one device's range, or the job's, loses the updates.

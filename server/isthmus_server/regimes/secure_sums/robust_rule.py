@@ -4,10 +4,11 @@ First a group whose mean is much longer than those of the shortest groups is lef
 that was scaled up makes that of its whole group long. Then one of the rules for single updates
 combines the means that are left, as if each were the update of one device.
 
-The shortest and not the middle one is what others are compared with, because most groups may have a
-liar: of groups of ten devices, one in ten of which lies, 65 % have one. A group cannot be made much
-shorter than the others at will: its liars do not know what the honest ones in it add, the noise of
-whose updates remains.
+One of the shortest and not the middle one is what others are compared with, because most groups may
+have a liar: of groups of ten devices, one in ten of which lies, 65 % have one. A liar can make its
+group short as well, by a large weight and an update of zeros: liars in all of the shortest groups
+would have all others left out, and be alone. So the group that others are compared with is after as
+many as the rule withstands, and of those up to it one is honest.
 
 Shape legend: N = float32 elements of the exchange set.
 """
@@ -30,7 +31,7 @@ LONGEST = 3.0
 """How many times longer than the reference a group's mean may be. Means of honest groups differ by
 what is left of the noise of their devices, and by the data of these."""
 _SHORTEST = 8
-"""The reference is the norm of one in so many groups, counted from the shortest."""
+"""The reference is the norm of at least one in so many groups, counted from the shortest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +47,19 @@ class Combined:
 class RobustRule:
     """The rule that `federated.robust` names."""
 
-    def __init__(self, federated: FederatedSection) -> None:
+    def __init__(self, federated: FederatedSection, trained: int | None = None) -> None:
         """Load the rule, and check its settings with the groups that a quorum leaves.
+
+        Args:
+            federated: names the rule.
+            trained: elements of a mean that are parameters; running statistics follow them. None
+                for all.
 
         Raises:
             JobError: they cannot be used.
         """
         self._federated = federated
+        self._trained = trained
         self._name = str(federated.robust)
         plain = federated.robust_rule
         assert plain is not None
@@ -75,35 +82,40 @@ class RobustRule:
         federated = self._federated
         groups = federated.robust_groups
         bad = tolerated(self._rule, groups)
+        most = groups - shortest(groups, bad)
         each = federated.cohort // groups
         start = f"federated.robust={self._name!r} over {groups} random groups of {each} devices"
         long = (
-            f"a group whose mean is more than {LONGEST:g} times as long as those of the shortest "
-            "is left out, however many there are but for these"
+            f"up to {most} groups are left out whose mean is more than {LONGEST:g} times as long "
+            f"as those of the {groups - most} shortest"
         )
         if not bad:
             return f"{start} bounds what each group adds, and withstands no lying device; {long}"
         share = bad / federated.cohort
         return (
-            f"{start} withstands lies in {bad} groups, so {bad} lying devices wherever they are "
-            f"({share:.1%} of the cohort), and more of them only if their sums are long: {long}"
+            f"{start} withstands any lies in {bad} groups, so {bad} lying devices wherever they "
+            f"are ({share:.1%} of the cohort), if no honest group is more than {LONGEST:g} times "
+            f"as long as another; and more of them only if their sums are long: {long}"
         )
 
-    def combine(self, round_: int, means: Mapping[str, tuple[torch.Tensor, int]]) -> Combined:
+    def combine(
+        self, round_: int, means: Mapping[str, tuple[torch.Tensor, int]], doubted: int = 0
+    ) -> Combined:
         """Combine the mean of each group, float32 (N), with its number of devices.
 
-        The vectors are kept as they are.
+        The vectors are kept as they are. `doubted`: groups that were left out before, of which it
+        is known that somebody in them lies or has a fault.
 
         Raises:
             RoundFailed: the rule cannot combine so many groups.
         """
-        left_out = long_groups({name: vector for name, (vector, _) in means.items()})
+        left_out = self._long({name: vector for name, (vector, _) in means.items()})
         used = {name: mean for name, mean in means.items() if name not in left_out}
         facts = AggregatedRound(
             round=round_,
             size=len(next(iter(used.values()))[0]),
             cohort={name: devices for name, (_, devices) in used.items()},
-            quorum=len(means),
+            quorum=len(means) + doubted,
             max_updates=len(means),
         )
         try:
@@ -119,6 +131,20 @@ class RobustRule:
         except UserError as error:
             raise RoundFailed(f"federated.robust={self._name!r}: {error}") from error
 
+    def _long(self, means: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """The groups whose parameters or running statistics are too long, with the reason.
+
+        Apart from each other: running statistics may be far larger, and a long update of parameters
+        would not be noticed in the length of both.
+        """
+        reference = shortest(len(means), tolerated(self._rule, len(means)))
+        parameters = {name: mean[: self._trained] for name, mean in means.items()}
+        left_out = long_groups(parameters, reference)
+        if self._trained is not None:
+            statistics = {name: mean[self._trained :] for name, mean in means.items()}
+            left_out = long_groups(statistics, reference, "running statistics are") | left_out
+        return left_out
+
 
 def check_robust(federated: FederatedSection) -> list[str]:
     """Check the rule that a job names; what it withstands, in words, or nothing without one.
@@ -129,13 +155,17 @@ def check_robust(federated: FederatedSection) -> list[str]:
     return [] if federated.robust is None else [RobustRule(federated).in_words]
 
 
-def long_groups(means: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The groups whose means are too long, each with the reason.
+def long_groups(
+    means: Mapping[str, torch.Tensor], reference: int, what: str = "mean is"
+) -> dict[str, str]:
+    """The groups whose means are too long, each with the reason, in which they are `what`.
+
+    `reference`: which of them, from the shortest, the others are compared with.
 
     >>> means = {str(n): torch.full((4,), 1.0 + n / 10) for n in range(4)}
-    >>> long_groups(means)
+    >>> long_groups(means, 2)
     {}
-    >>> long_groups(means | {"random-5-of-5": torch.full((4,), -5.0)})
+    >>> long_groups(means | {"random-5-of-5": torch.full((4,), -5.0)}, 2)
     {'random-5-of-5': 'the sum of its group random-5-of-5 was left out: its mean is 4.5 times as \
 long as that of the shortest groups'}
     """
@@ -143,22 +173,24 @@ long as that of the shortest groups'}
         name: float(torch.linalg.vector_norm(vector, dtype=torch.float64))
         for name, vector in means.items()
     }
-    reference = sorted(norms.values())[shortest(len(norms)) - 1]
+    limit = sorted(norms.values())[reference - 1]
     return {
-        name: f"the sum of its group {name} was left out: its mean is "
-        f"{_times(norm, reference)} times as long as that of the shortest groups"
+        name: f"the sum of its group {name} was left out: its {what} {_times(norm, limit)} times "
+        "as long as that of the shortest groups"
         for name, norm in norms.items()
-        if norm > LONGEST * reference
+        if norm > LONGEST * limit
     }
 
 
-def shortest(groups: int) -> int:
+def shortest(groups: int, withstood: int) -> int:
     """Which of so many groups, from the shortest, others are compared with; at least the second.
 
-    >>> shortest(3), shortest(12), shortest(32)
-    (2, 2, 4)
+    It is after those that the rule withstands: a group that is honest is among those up to it.
+
+    >>> shortest(3, 1), shortest(12, 0), shortest(32, 0), shortest(12, 5)
+    (2, 2, 4, 6)
     """
-    return min(groups, max(2, math.ceil(groups / _SHORTEST)))
+    return min(groups, max(2, math.ceil(groups / _SHORTEST), withstood + 1))
 
 
 def tolerated(rule: AggregationRule, groups: int) -> int:

@@ -19,7 +19,7 @@ from isthmus_server.rounds.run_parts import RunParts
 from isthmus_server.runs.local.processes import started_roles
 from isthmus_server.runs.local.session import LocalRun
 from isthmus_server.storage.events import EventStream, RunAdopted, RunBranched
-from isthmus_server.storage.records import CommittedState, FinalModel, PlannedAttempt
+from isthmus_server.storage.records import CommittedState, FinalModel, PlannedAttempt, Receipt
 from isthmus_server.storage.run_description import is_simulated
 from isthmus_server.storage.store import Store
 from isthmus_server.strategy.decision import Decision
@@ -35,6 +35,8 @@ class RecordedRound:
     """The attempt that was committed."""
     models: Mapping[str, str]
     """SHA-256 of the models after it, by name, without what only a datacenter has."""
+    groups: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    """Devices of each random group; empty for a round without robust sums."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Recording:
                         f"{receipt.participant!r} was {receipt.outcome} in {where}, and when that "
                         "happens nothing repeats",
                     )
-            rounds.append(RecordedRound(planned, models_of(committed)))
+            groups = random_groups_of(logged.record.receipts)
+            rounds.append(RecordedRound(planned, models_of(committed), groups))
         if not rounds:
             raise _not_replayed(store, "it has no committed round")
         return cls(rounds, final)
@@ -86,6 +89,18 @@ def models_of(state: CommittedState) -> dict[str, str]:
     if state.model_in_datacenter:
         return {}
     return {name: saved.sha256 for name, saved in state.models.items()}
+
+
+def random_groups_of(receipts: Sequence[Receipt]) -> dict[str, list[str]]:
+    """The devices of each random group of a round; empty for a round without.
+
+    A round that repeats sums which devices had unmasked has the groups of before, of fewer devices.
+    """
+    groups: dict[str, list[str]] = {}
+    for receipt in receipts:
+        if receipt.group:
+            groups.setdefault(receipt.group, []).append(receipt.participant)
+    return dict(sorted(groups.items()))
 
 
 class Replay(LocalRun):
@@ -155,7 +170,7 @@ class ReplayCoordinator(Coordinator):
                 rounds[-1].planned.decision, answer=Stop("all recorded rounds are done")
             )
         planned = rounds[done].planned
-        if not await self.parts.cohorts.replay(planned):
+        if not await self.parts.cohorts.replay(planned, rounds[done].groups):
             raise UserError(
                 f"round {planned.round} cannot be trained again: not all of its participants are "
                 "ready"

@@ -62,3 +62,15 @@ def test_nobody_is_named_where_groups_are_left_out_by_chance(seed):
 
 def test_one_long_group_names_nobody():
     assert suspicions(rounds(3, DEVICES[:6])) == []
+
+
+def test_one_that_others_lie_about_is_named_and_not_called_a_liar():
+    """They lie only where it is; by the groups that are left out it is the one that lies."""
+    framed = DEVICES[0]
+    colluding = set(DEVICES[1:25])
+    records = rounds(
+        60, [], left_out=lambda members, liars: framed in members and bool(members & colluding)
+    )
+    (sentence,) = suspicions(records)
+    assert sentence.startswith(framed)
+    assert "or others do where it is; ask its owner before you" in sentence

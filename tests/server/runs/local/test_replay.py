@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from tests.server.deployment import Killed
 
 from isthmus.errors import UserError
 from isthmus_server.rounds.coordinator import Coordinator
@@ -188,3 +189,37 @@ async def test_a_run_under_way_is_refused(deployment):
     store = deployment.create_run("run", "rounds=1")
     with pytest.raises(UserError, match="it is running, and only a run with a final model can be"):
         Recording.of(store)
+
+
+async def test_random_groups_that_a_crash_has_repeated_are_those_of_the_record(
+    deployment, tmp_path
+):
+    """Without a device that was lost, nine would be divided in another way."""
+    deployment.of_one_machine = True
+    names = tuple(f"client-{index}" for index in range(12))
+    await deployment.start(names=names)
+    deployment.faults["client-0"][1, 1] = "no power"
+    robust = (
+        "federated.cohort=12",
+        "federated.quorum=9",
+        "federated.robust=median",
+        "federated.robust_groups=4",
+        "federated.robust_minimum=3",
+    )
+    store = deployment.create_run("recorded", "rounds=1", *robust)
+    coordinator = Coordinator(RunParts.of(store, deployment.link))
+
+    def die(spec, results):
+        raise Killed
+
+    coordinator.parts.merger.merge = die
+    with pytest.raises(Killed):
+        await coordinator.run()
+    store = deployment.reopen(store)
+    await Coordinator(RunParts.of(store, deployment.link)).run()
+    recording = Recording.of(store)
+    (recorded,) = recording.rounds
+    assert [len(each) for each in recorded.groups.values()] == [3, 3, 3]
+    assert all(name.endswith("-of-4") for name in recorded.groups)
+    final = await second(deployment, tmp_path, store, recording).run()
+    assert final.model_sha256 == recording.final.model_sha256
