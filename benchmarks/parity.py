@@ -15,6 +15,7 @@ models also with all settings, and in more layouts.
 
     python benchmarks/parity.py --quick
     python benchmarks/parity.py --only qwen3,gemma3 --results build/parity.jsonl
+    python benchmarks/parity.py --layouts ep2,ep2-zero3,cp2
 
 With `--results` a run that was interrupted goes on with the cells that are not in the file.
 
@@ -170,11 +171,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     keys = _keys(options, NAMES, list(SETTINGS))
     outcomes = _known(options.results, keys)
-    scaled = [] if options.only else SCALED[: 1 if options.smoke else None]
+    some = options.only or options.layouts
+    scaled = [] if some else SCALED[: 1 if options.smoke else None]
     errors = []
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="parity-")))
-        counts = {layout.ranks for layout in LAYOUTS.values()}
+        counts = {LAYOUTS[key.layout].ranks for key in keys} | ({1} if scaled else set())
         groups = {count: stack.enter_context(Ranks(count, LIMIT_SECONDS)) for count in counts}
         for number, key in enumerate(keys):
             if key in outcomes:
@@ -209,12 +211,10 @@ def _keys(options: argparse.Namespace, names: Sequence[str], settings: Sequence[
     """The cells of a size, by model.
 
     Raises:
-        UserError: there is no such model.
+        UserError: there is no such model, or no such layout.
     """
-    only = options.only.split(",") if options.only else None
-    unknown = [each for each in only or () if each not in names]
-    if unknown:
-        raise UserError(f"--only: there is no {unknown[0]}; there are {', '.join(names)}")
+    only = _chosen(options.only, "--only", names)
+    layouts = _chosen(options.layouts, "--layouts", list(LAYOUTS)) or list(LAYOUTS)
     full = {**dict.fromkeys(MAIN, tuple(names)), **dict.fromkeys(MORE, WIDELY)}
     full["isthmus run"] = IN_PROCESSES
     full["tp2-sequence"] = full["cp2"] = SEQUENCES
@@ -226,13 +226,28 @@ def _keys(options: argparse.Namespace, names: Sequence[str], settings: Sequence[
     keys = []
     for row, model in enumerate(names):
         for column, layout in enumerate(LAYOUTS):
-            if model not in chosen.get(layout, ()):
+            if layout not in layouts or model not in chosen.get(layout, ()):
                 continue
             widely = is_full and model in WIDELY and layout in MAIN
             turn = (row + column) % len(settings)
             wanted = settings if widely else settings[turn : turn + 1]
             keys += [Key(model, layout, setting) for setting in wanted]
     return keys
+
+
+def _chosen(given: str | None, option: str, known: Sequence[str]) -> list[str] | None:
+    """The names that an option lists, or None if it is not given.
+
+    Raises:
+        UserError: one of them is not known.
+    """
+    if not given:
+        return None
+    chosen = given.split(",")
+    for each in chosen:
+        if each not in known:
+            raise UserError(f"{option}: there is no {each}; there are {', '.join(known)}")
+    return chosen
 
 
 def _known(file: Path | None, keys: Sequence[Key]) -> dict[Key, Outcome]:
@@ -287,6 +302,7 @@ def _table(outcomes: Mapping[Key, Outcome]) -> str:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="A,B", help="models, in all layouts of the size")
+    parser.add_argument("--layouts", metavar="A,B", help=f"of {', '.join(LAYOUTS)}")
     parser.add_argument(
         "--results",
         type=Path,

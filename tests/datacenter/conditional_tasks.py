@@ -232,3 +232,35 @@ class _Looping(Dataset[Any]):
         while os.environ["RANK"] == "1" and not self._release.exists():
             pass
         return self._rows[index]
+
+
+class Wide(Regression):
+    """Blocks whose layers are large enough to be gathered one by one.
+
+    With the setting `decides` the values of a batch decide in which order the second block calls
+    its layers.
+    """
+
+    def model(self) -> nn.Module:
+        decides = self.settings.get("decides", False)
+        blocks = [_WideBlock(decides=False), _WideBlock(decides=decides)]
+        return nn.Sequential(nn.Linear(8, 768), *blocks, nn.Linear(768, 1))
+
+
+class _WideBlock(nn.Module):
+    def __init__(self, *, decides: bool) -> None:
+        super().__init__()
+        self.decides = decides
+        self.norm = nn.LayerNorm(768)
+        self.left = nn.Linear(768, 768)
+        self.right = nn.Linear(768, 768)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner = self.norm(hidden)
+        if self.decides and inner[0, 0] < 0:
+            right = self.right(inner)
+            left = self.left(inner)
+        else:
+            left = self.left(inner)
+            right = self.right(inner)
+        return hidden + left.tanh() + right.sin()

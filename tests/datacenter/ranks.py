@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves
@@ -81,6 +82,24 @@ def train(rank: int, operations: list[Operation]) -> list[dict[str, object]]:
     """Train several runs one after the other; return the values of each."""
     shard_every_block()
     return [_train(build_engine(rank, each, state), command) for each, command, state in operations]
+
+
+def trained_units(rank: int, operation: Operation) -> list[str]:
+    """Train as a large model; return the modules whose parameters are gathered together."""
+    open_command, command, state = operation
+    # The ranks stay warm: with a large model they would keep no freed memory from now on.
+    with (
+        mock.patch.object(isthmus_datacenter.training.engine, "_LARGE_BYTES", 0),
+        mock.patch.object(isthmus_datacenter.training.engine, "return_freed_memory"),
+    ):
+        engine = build_engine(rank, open_command, state)
+    _train(engine, command)
+    return [
+        name
+        for stage in engine.shard.stages.values()
+        for name, module in stage.named_modules()
+        if isinstance(module, FSDPModule)
+    ]
 
 
 def train_interrupted(rank: int, operation: Operation, step: int) -> dict[str, object]:

@@ -19,18 +19,44 @@ from task import Table
 class Plain(Table):
     forward = isthmus.Task.forward  # pipeline stages support only the default
 """
+EXAMPLES = 480
+"""As many as 30 steps of 16 take, so that a run is one pass over them."""
+NUMBERED = (
+    TASK
+    + f"""
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+class Numbered(Plain):
+    # The gradient of an example moves its own column of the first weight, and no other.
+    def model(self):
+        first = nn.Linear({EXAMPLES}, 16)
+        with torch.no_grad():
+            first.weight.fill_(0.1)
+        return nn.Sequential(first, nn.Tanh(), nn.Linear(16, 3))
+
+    def local_data(self, participant):
+        return TensorDataset(torch.eye({EXAMPLES}), torch.arange({EXAMPLES}) % 3)
+
+    def eval_data(self):
+        return self.local_data(None)
+"""
+)
 LAYOUTS = {
     "single": {"ranks": 1},
     "composed": {"ranks": 4, "tensor_parallel": 2, "pipeline_parallel": 2},
 }
 STEPWISE = {
-    "task.source": '"plain.py:Plain"',
+    "task.source": '"plain.py:Numbered"',
     "strategy.policy": '"datacenter"',
     "strategy.schedule": "[]",
     "federated.clients": "0",
     "datacenter.zero_stage": "0",
     "datacenter.global_batch": "16",
     "datacenter.ranks": "2",
+    "datacenter.steps": "1",
     "rounds": "30",  # so that none ends before it is killed
 }
 AFTER_KILLS = [
@@ -67,11 +93,11 @@ def test_a_composed_layout_learns_the_same_model_as_one_rank(
     assert abs(single["final"]["metrics"]["loss"] - composed["final"]["metrics"]["loss"]) < 1e-3
 
 
-def test_a_run_that_is_killed_and_goes_on_in_other_layouts_ends_with_the_same_model(
+def test_a_run_that_is_killed_and_goes_on_in_other_layouts_sees_all_once_and_ends_the_same(
     folder: Path, start: Any, report_of: Any
 ) -> None:
     """From whole models on two ranks to shards on four, and then to tensors in a pipeline."""
-    (folder / "plain.py").write_text(TASK)
+    (folder / "plain.py").write_text(NUMBERED)
     sets = _sets(STEPWISE)
     stays = start("job.toml", "--run-dir", "stays", *sets)
     assert stays.finish() == 0, stays.output
@@ -84,7 +110,12 @@ def test_a_run_that_is_killed_and_goes_on_in_other_layouts_ends_with_the_same_mo
     models = [load_file(folder / name / "model.safetensors") for name in ("stays", "moves")]
     for name, tensor in models[0].items():
         torch.testing.assert_close(models[1][name], tensor, rtol=1e-5, atol=1e-6)
+    # The steps have room for each example once, so that none was twice if none is missing.
+    moved = (models[1]["0.weight"] - 0.1).abs().amax(0)
+    assert len(moved) == EXAMPLES
+    assert moved.min() > 1e-4
     report = report_of("moves")
+    assert [row["regime"] for row in report["rounds"]] == ["datacenter"] * 30
     changed = [event for event in report["events"] if event["kind"] == "layout"]
     assert [event["changes"]["datacenter.zero_stage"] for event in changed] == [3, 0]
     # What devices have agreed to, and what is compared with it, is the job as it was.

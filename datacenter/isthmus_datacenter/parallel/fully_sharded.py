@@ -142,6 +142,24 @@ def default_units(model: nn.Module, smallest: int) -> list[list[nn.Module]]:
     return groups
 
 
+def parts_of(unit: nn.Module, smallest: int) -> list[nn.Module]:
+    """The modules in a unit that contain no others and have at least `smallest` parameters.
+
+    None if there is one only, which is most of the unit by itself.
+    """
+    uses = Counter(
+        id(parameter) for module in unit.modules() for parameter in module.parameters(recurse=False)
+    )
+    parts = [
+        module
+        for module in unit.modules()
+        if not any(True for _ in module.children())
+        and sum(parameter.numel() for parameter in module.parameters()) >= smallest
+        and all(uses[id(parameter)] == 1 for parameter in module.parameters())
+    ]
+    return parts if len(parts) > 1 else []
+
+
 def units_in_stage(stage: nn.Module, task_units: Sequence[Any]) -> list[nn.Module]:
     """Select those of a task's `shard_units` that are in a pipeline stage.
 

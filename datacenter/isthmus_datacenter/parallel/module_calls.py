@@ -81,6 +81,8 @@ class _Call:
     """Whether Python read values of tensors since the forward pass began."""
     follows_decision: bool
     """Whether Python read values, or drew random numbers, since the candidate called before."""
+    always: bool = False
+    """Of a part: whether a candidate called it, and Python had done neither until then."""
 
 
 def find_units(
@@ -89,6 +91,7 @@ def find_units(
     try_batch: Callable[[int, bool], object],
     *,
     given: bool,
+    parts: Sequence[Sequence[nn.Module]] = (),
 ) -> SharedCalls:
     """Select the candidates that every batch calls. All ranks call this together.
 
@@ -97,13 +100,17 @@ def find_units(
         candidates: groups of modules, each of one container, of which all or none become units.
         try_batch: passes a number of examples through the model, in training or evaluation mode.
         given: whether the task chose the candidates, so that none may be left out.
+        parts: groups of modules within one candidate each, of which all or none become units,
+            too: if the candidate decides nothing. Those that become units are first.
 
     Raises:
         TaskError: a candidate that the task chose is not called by every batch, or the model
             changes its parameters.
     """
+    candidates = [*parts, *candidates]
     modules = [module for group in candidates for module in group]
-    own = _find(model, candidates, modules, try_batch, given=given)
+    chosen = range(sum(map(len, parts)), len(modules))
+    own = _find(model, candidates, modules, try_batch, given=given, parts=len(parts))
     by_rank = _FINDINGS.all_gather(own)
     refusal = next((each.refusal for each in by_rank if each.refusal is not None), None)
     if refusal is not None:
@@ -111,7 +118,7 @@ def find_units(
     # The model may have failed on some ranks only, whose examples differ.
     if modules and any(each != by_rank[0] for each in by_rank):
         note = "the model is gathered as one, because its ranks call different modules"
-        own = _Findings(range(len(modules))) if given else _Findings(notes=[note])
+        own = _Findings(chosen) if given else _Findings(notes=[note])
     units = [modules[index] for index in own.kept]
     return SharedCalls(units, own.training, own.evaluation, own.notes)
 
@@ -123,16 +130,21 @@ def _find(
     try_batch: Callable[[int, bool], object],
     *,
     given: bool,
+    parts: int,
 ) -> _Findings:
-    """What the batches that are tried show of the candidates, on this rank."""
-    everything = _Findings(range(len(modules)))
+    """What the batches that are tried show of the candidates, on this rank.
+
+    `parts` is the number of groups, the first ones, that are within others.
+    """
+    within = sum(map(len, candidates[:parts]))
+    everything = _Findings(range(within, len(modules)))
     try:
         trained = [
             calls
             for examples in TRY_EXAMPLES
-            for calls in _record(model, modules, examples, True, try_batch)
+            for calls in _record(model, modules, examples, True, try_batch, within)
         ]
-        evaluated = _record(model, modules, TRY_EXAMPLES[0], False, try_batch)
+        evaluated = _record(model, modules, TRY_EXAMPLES[0], False, try_batch, within)
     except _ParameterChangedError as changed:
         return _Findings(refusal=changes_parameter(changed.name))
     except Exception as error:  # noqa: BLE001 - it may work with batches of the job's size only
@@ -147,10 +159,15 @@ def _find(
     notes = []
     ends = list(itertools.accumulate(map(len, candidates)))
     groups = [range(end - len(group), end) for end, group in zip(ends, candidates, strict=True)]
+    for indices in groups[:parts]:
+        if _always_calls(indices, trained, evaluated):
+            kept += indices
+    groups = groups[parts:]
     conditionals = [_conditional(each, trained, evaluated, given=given) for each in groups]
     if any(each is not None for each in conditionals) and not given:
         # The decision that left some out may be the one that led to others.
         decided = {call.index for call in itertools.chain(*trained) if call.after_decision}
+        kept.clear()  # parts of what is gathered with the root, and of others for simplicity
         for number, indices in enumerate(groups):
             if conditionals[number] is None:
                 conditionals[number] = next((each for each in indices if each in decided), None)
@@ -238,20 +255,43 @@ def _conditional(
     return None
 
 
+def _always_calls(
+    indices: Sequence[int],
+    trained: Sequence[Sequence[_Call]],
+    evaluated: Sequence[Sequence[_Call]],
+) -> bool:
+    """Whether a candidate calls all of its parts once, in one order, and decides nothing before."""
+    passes = [[call for call in each if call.index in indices] for each in (*trained, *evaluated)]
+    orders = [[call.index for call in each] for each in passes]
+    return (
+        sorted(orders[0]) == list(indices)
+        and all(order == orders[0] for order in orders)
+        and all(call.always for call in itertools.chain(*passes))
+    )
+
+
 def _record(
     model: nn.Module,
     modules: Sequence[nn.Module],
     examples: int,
     training: bool,
     try_batch: Callable[[int, bool], object],
+    parts: int = 0,
 ) -> list[list[_Call]]:
-    """The calls of the modules in each forward pass of the model, for one batch."""
+    """The calls of the modules in each forward pass of the model, for one batch.
+
+    The first `parts` of them are within others.
+    """
     recorder = _Recorder(model, examples)
     handles = [
         model.register_forward_pre_hook(lambda *_: recorder.begin(), prepend=True),
         model.register_forward_hook(lambda *_: recorder.finish(), always_call=True),
     ]
     for index, module in enumerate(modules):
+        if index < parts:
+            part = recorder.enter_part(index)
+            handles.append(module.register_forward_pre_hook(part, prepend=True))
+            continue
         handles.append(
             module.register_forward_pre_hook(recorder.enter(index), with_kwargs=True, prepend=True)
         )
@@ -291,7 +331,11 @@ class _Recorder:
         """Candidates that are being called: what they decide inside is their own matter."""
         self._decided = False
         self._decided_since = False
+        self._decided_inside = False
         self._random: object = None
+        """State of Python's generator when the last candidate ended, or the model was called."""
+        self._random_inside: object = None
+        """The same when the candidate that is being called began."""
 
     def begin(self) -> None:
         self.passes.append([])
@@ -310,13 +354,17 @@ class _Recorder:
     def decide(self) -> None:
         if self._open and not self._depth:
             self._decided = self._decided_since = True
+        self._decided_inside = True
 
     def enter(self, index: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._open:
                 return
-            if not self._depth and random.getstate() != self._random:
-                self.decide()
+            if not self._depth:
+                if random.getstate() != self._random:
+                    self.decide()
+                self._decided_inside = self._decided
+                self._random_inside = random.getstate()
             tensors = [*args, *kwargs.values()]
             sizes = (
                 Fraction(len(each), self._examples)
@@ -336,6 +384,19 @@ class _Recorder:
         if not self._depth:
             self._decided_since = False
             self._random = random.getstate()
+
+    def enter_part(self, index: int) -> Callable[..., None]:
+        """Note the call of a module within a candidate, which contains no candidates."""
+
+        def hook(*_: object) -> None:
+            if not self._open:
+                return
+            drew = random.getstate() != self._random_inside
+            always = bool(self._depth) and not self._decided_inside and not drew
+            call = _Call(index, None, self._decided, self._decided_since, always)
+            self.passes[-1].append(call)
+
+        return hook
 
 
 class _ReadByOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has no types for it

@@ -43,6 +43,7 @@ from isthmus_datacenter.parallel.float8_layers import refuse_without_float8, use
 from isthmus_datacenter.parallel.fully_sharded import (
     apply_zero_stage,
     default_units,
+    parts_of,
     shard_experts,
     units_in_stage,
     wrap_unit,
@@ -83,6 +84,8 @@ _REMEDY_FOR_EXPERTS = (
 )
 SMALLEST_UNIT = 1 << 16
 """Parameters below which a block is gathered with the root: a separate all-gather costs more."""
+SMALLEST_PART = 1 << 19
+"""Parameters from which a layer of a block may be gathered by itself: 2 MiB of them."""
 
 
 def parallelize(
@@ -98,6 +101,7 @@ def parallelize(
     smallest_unit: int = SMALLEST_UNIT,
     backend: Any = "inductor",
     compared: bool = True,
+    gathers_parts: bool = False,
 ) -> ModelShard:
     """Build this rank's shard of the model, on the device. All ranks call this together.
 
@@ -115,6 +119,7 @@ def parallelize(
         backend: of `torch.compile`.
         compared: whether a partitioned model is compared with the whole one. Tensors without values
             cannot be; what is made of them is not to be trained.
+        gathers_parts: whether large layers of a block are gathered one by one where they may be.
 
     Raises:
         TaskError: the model cannot be distributed like this, and what to do about it.
@@ -142,8 +147,9 @@ def parallelize(
     with _agreed(unfilled):
         # A pipeline's stages call all their blocks, as was compared with the whole model.
         if fully_shards and dims.data > 1 and dims.pipeline == 1 and try_batch is not None:
+            parts = gathers_parts and unfilled is not None and _may_gather_parts(dims, device)
             shared_calls = _units_of_every_batch(
-                model, task_units, smallest_unit, try_batch, experts
+                model, task_units, smallest_unit, try_batch, experts, parts=parts
             )
         elif fully_shards and dims.pipeline == 1 and try_batch is not None:
             refuse_changed_parameters(model, functools.partial(try_batch, model))
@@ -256,14 +262,38 @@ def _agreed(unfilled: UnfilledModel | None) -> contextlib.AbstractContextManager
 # -- units ----------------------------------------------------------------------------------------
 
 
+def _may_gather_parts(dims: ParallelDims, device: torch.device) -> bool:
+    """Whether the parts of a block may be gathered one by one.
+
+    Only where that saves memory and costs no time: between processors, whose messages end before
+    the computation goes on; and not where blocks are changed as a whole.
+    """
+    changed = (
+        dims.compile,
+        dims.checkpoint_activations,
+        dims.offload,
+        dims.float8,
+        dims.precision != "fp32",
+        dims.tensor > 1,
+        dims.expert > 1,
+        dims.shares_positions,
+    )
+    gathers_again = dims.reshard_after_forward and not dims.overlaps_messages(device.type)
+    return gathers_again and not any(changed)
+
+
 def _units_of_every_batch(
     model: nn.Module,
     task_units: Sequence[Any] | None,
     smallest_unit: int,
     try_batch: Callable[[nn.Module, int, bool], object],
     experts: Mapping[str, nn.Module],
+    *,
+    parts: bool,
 ) -> SharedCalls:
     """The sharding units that all ranks call in one order, whatever their batches.
+
+    `parts`: whether large parts of the units that are found are units of their own.
 
     Raises:
         TaskError: `experts`, which ranks divide, are not among them.
@@ -272,12 +302,16 @@ def _units_of_every_batch(
         groups = default_units(model, smallest_unit)
     else:
         groups = [[unit] for unit in units_in_stage(model, task_units)]
+    within: list[list[nn.Module]] = []
+    if parts and task_units is None:
+        within = [parts_of(unit, SMALLEST_PART) for group in groups for unit in group]
     groups += [[each] for each in experts.values()]
     calls = find_units(
         model,
         groups,
         functools.partial(try_batch, model),
         given=task_units is not None,
+        parts=[group for group in within if group],
     )
     for name, each in experts.items():
         if not any(each is unit for unit in calls.units):

@@ -320,8 +320,12 @@ class Engine:
         glibc would keep what was gathered between what stays, which adds up to several times the
         model. Small models are faster if the memory is kept for the next step.
         """
-        if self.dims.needs_fully_shard and self.layout.nbytes >= _LARGE_BYTES:
+        if self._saves_memory():
             return_freed_memory(_RETURNED_BYTES)
+
+    def _saves_memory(self) -> bool:
+        """Whether a model is sharded for which memory matters more than time."""
+        return self.dims.needs_fully_shard and self.layout.nbytes >= _LARGE_BYTES
 
     def _check_statistics(self) -> None:
         """Refuse pipelines, which would normalise by a micro-batch and not by a batch."""
@@ -406,6 +410,7 @@ class Engine:
                 sample=self._sample,
                 try_batch=self._try_batch,
                 unfilled=unfilled,
+                gathers_parts=self._saves_memory(),
             )
 
     def _sample(self) -> Any:

@@ -71,3 +71,33 @@ def test_modules_that_a_batch_does_not_call_are_refused(
         operation = (setup.open_command(), command, str(tmp_path / f"hidden-{len(settings)}"))
         with pytest.raises(RuntimeError, match=r"TaskError: the model has 'layers\.2', which a b"):
             on_ranks(2, "train", [operation])
+
+
+@pytest.mark.parametrize(
+    ("decides", "layout", "layers"),
+    [
+        (False, {"zero_stage": 3}, ["1.left", "1.right", "2.left", "2.right"]),
+        (True, {"zero_stage": 3}, ["1.left", "1.right"]),
+        (False, {"zero_stage": 2}, []),
+        (False, {"checkpoint_activations": True}, []),
+    ],
+    ids=str,
+)
+def test_large_layers_are_gathered_one_by_one_where_a_block_calls_them_always(
+    decides: bool,
+    layout: dict[str, Any],
+    layers: list[str],
+    make_setup: Any,
+    on_ranks: Any,
+    tmp_path: Path,
+) -> None:
+    """What a block would gather together needs as much memory as all its layers, twice."""
+    optimizer = {"optimizer": "SGD", "options": {"lr": 1e-4, "momentum": 0.9}}
+    setup = setup_of(make_setup, "Wide", {**optimizer, "decides": decides}, **layout)
+    file = tmp_path / "model"
+    file.write_bytes(setup.layout.header + bytes(4 * setup.layout.size))
+    command = {"op": "train_steps", "run_id": "run", "until_step": 3, "result": str(file)}
+    operation = (setup.open_command(), command, str(tmp_path / "state"))
+    units = on_ranks(2, "trained_units", operation)
+    assert units == [["", *sorted(["1", "2", *layers])]] * 2
+    assert largest_difference(setup, file.read_bytes(), train_plainly(setup, 3)) < 2e-6
