@@ -33,13 +33,16 @@ class PlannedDevices:
     notes: list[str]
 
     @classmethod
-    def of(cls, job: Job, parts: ModelParts, mbit: float | None = None) -> Self:
+    def of(
+        cls, job: Job, parts: ModelParts, mbit: float | None = None, *, hybrid: bool = False
+    ) -> Self:
         """Compute it.
 
         Args:
             job: the job.
             parts: of its model.
             mbit: rate of a device's link in both directions, in megabits per second.
+            hybrid: whether rounds may be hybrid.
 
         Raises:
             UserError: the updates cannot be encoded, with the reason.
@@ -47,9 +50,9 @@ class PlannedDevices:
         federated = job.federated
         layout = parts.division.exchanged
         received = model_figures(job, layout)
-        if job.strategy.merge == "transfer":
-            more = layout.gradient_and_update.nbytes
-            received.append(Figure("model in a hybrid round", more, "bytes", EXACT))
+        if job.strategy.merge == "transfer" and hybrid:
+            both = 2 * layout.nbytes  # the datacenter's gradient has the form of a model
+            received.append(Figure("model and gradient, hybrid", both, "bytes", EXACT))
         sent = update_figures(job, layout)
         notes = ["bytes are those of models and updates; messages are on top, see receipts"]
         if job.evaluation.devices:
@@ -108,6 +111,7 @@ def _of_run(job: Job, received: list[Figure], sent: list[Figure]) -> list[Figure
     later = job.rounds - 1
     whole = received[0]
     down = devices * job.rounds * whole.value
+    most_down = devices * job.rounds * max(each.highest for each in received)
     least_down = down if not job.federated.sends_changes else devices * whole.value
     others = sent[-1]
     up = devices * (sent[0].value + later * others.value)
@@ -115,7 +119,7 @@ def _of_run(job: Job, received: list[Figure], sent: list[Figure]) -> list[Figure
     how = sent[0].how
     bound = "at most" if job.federated.sends_changes else whole.how
     return [
-        Figure("to devices", least_down, "bytes", bound, most=down),
+        Figure("to devices", least_down, "bytes", bound, most=most_down),
         Figure("from devices", up, "bytes", how, most=most_up),
     ]
 
@@ -131,6 +135,6 @@ def _on_link(
         how = f"bytes above at time.least_rate={rate:g} bytes/s"
     else:
         return None
-    least = received[0].value + min(each.value for each in sent)
-    most = received[0].highest + max(each.highest for each in sent)
+    least = min(each.value for each in received) + min(each.value for each in sent)
+    most = max(each.highest for each in received) + max(each.highest for each in sent)
     return Figure("a device's transfers in a round", least / rate, "s", how, most=most / rate)

@@ -71,9 +71,12 @@ class Sides:
         datacenter = known
         if trained_there and datacenter is None:
             datacenter = _plan_ranks()(job, task, base, ranks, question)
+        devices = None
+        if on_devices:
+            devices = PlannedDevices.of(job, parts, mbit, hybrid="hybrid" in regimes)
         return cls(
             datacenter=datacenter,
-            devices=PlannedDevices.of(job, parts, mbit) if on_devices else None,
+            devices=devices,
             privacy=epsilons(job),
             cost=costs(job, regimes, layout.nbytes),
         )

@@ -75,25 +75,24 @@ def update_figures(job: Job, layout: TensorLayout) -> list[Figure]:
         return _of_sums(job, layout)
     messages = UpdateMessages.of(job, layout)
     if messages is None:
-        return [Figure("update", _exchanged(job, layout).nbytes, "bytes", EXACT)]
+        controlled = job.federated.control_variates is not None
+        sent = layout.gradient_and_update if controlled else layout
+        return [Figure("update", sent.nbytes, "bytes", EXACT)]
     return [Figure("update", 0, "bytes", BY_CODEC, most=messages.max_bytes)]
 
 
 def model_figures(job: Job, layout: TensorLayout) -> list[Figure]:
     """What a device receives in a round of the model: as a whole, and as a change.
 
-    A device that has the model, as it has evaluated it, receives nothing.
+    A device that has the model, as it has evaluated it, receives nothing. With control variates
+    the server's is sent in the form of a model, after it.
     """
-    whole = Figure("model", _exchanged(job, layout).nbytes, "bytes", EXACT)
+    vectors = 1 if job.federated.control_variates is None else 2
+    whole = Figure("model", vectors * layout.nbytes, "bytes", EXACT)
     codec = changes_codec(job, layout)
     if codec is None:
         return [whole]
     return [whole, Figure("change of the model", 0, "bytes", BY_CODEC, most=codec.nbytes)]
-
-
-def _exchanged(job: Job, layout: TensorLayout) -> TensorLayout:
-    """The layout of what goes in each direction: a control variate goes with it."""
-    return layout if job.federated.control_variates is None else layout.gradient_and_update
 
 
 def _of_sums(job: Job, layout: TensorLayout) -> list[Figure]:
