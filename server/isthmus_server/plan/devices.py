@@ -54,7 +54,10 @@ class PlannedDevices:
             both = 2 * layout.nbytes  # the datacenter's gradient has the form of a model
             received.append(Figure("model and gradient, hybrid", both, "bytes", EXACT))
         sent = update_figures(job, layout)
-        notes = ["bytes are those of models and updates; messages are on top, see receipts"]
+        notes = [
+            "bytes are those of models and updates; messages, and gradients that a policy asks "
+            "for, are on top"
+        ]
         if job.evaluation.devices:
             notes.append(
                 f"each of {job.evaluation.devices} devices that evaluate receives the model, "
@@ -112,12 +115,14 @@ def _of_run(job: Job, received: list[Figure], sent: list[Figure]) -> list[Figure
     whole = received[0]
     down = devices * job.rounds * whole.value
     most_down = devices * job.rounds * max(each.highest for each in received)
-    least_down = down if not job.federated.sends_changes else devices * whole.value
+    # A device that has evaluated a model, or has the one before, gets less.
+    is_sure = not job.federated.sends_changes and not job.evaluation.devices
+    least_down = down if is_sure else devices * whole.value
     others = sent[-1]
     up = devices * (sent[0].value + later * others.value)
     most_up = devices * (sent[0].highest + later * others.highest)
     how = sent[0].how
-    bound = "at most" if job.federated.sends_changes else whole.how
+    bound = whole.how if is_sure else "the first round, to whole models in all"
     return [
         Figure("to devices", least_down, "bytes", bound, most=most_down),
         Figure("from devices", up, "bytes", how, most=most_up),

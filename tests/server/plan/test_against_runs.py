@@ -35,7 +35,7 @@ def job_of(folder):
         ((), False),
         (("federated.compression={bits=3, one_in=2}",), True),
         (("federated.compression={bits=8, one_in=1}", *FIXED), True),
-        (("exchange.exclude=[weight]",), False),
+        (("exchange.exclude=['weight']",), False),
         (("privacy={mechanism='distributed', epsilon=5, delta=0.01}",), True),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
