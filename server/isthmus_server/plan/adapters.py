@@ -23,12 +23,12 @@ class AdaptedLinear(nn.Module):
         self.out_features = base.out_features
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> torch.Tensor:
         """The frozen layer's, for code that reads it."""
         return self.base.weight
 
     @property
-    def bias(self) -> nn.Parameter | None:
+    def bias(self) -> torch.Tensor | None:
         """Likewise."""
         return self.base.bias
 
