@@ -27,6 +27,7 @@ SEQUENTIAL = """
 """
 DEVICES = ("federated.clients=4", "federated.cohort=4")
 RANKS = ("datacenter.ranks=2", "datacenter.batch_size=4", *DEVICES)
+FEDERATED = (*DEVICES, "strategy.policy=federated")
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_the_table_is_of_jobs_with_the_changes(job_file):
 
 
 def test_adapters_are_all_that_is_exchanged(job_file):
-    base = plan_of(job_file, (*DEVICES, "federated.secure_aggregation=false"), PlanOptions())
+    base = plan_of(job_file, (*FEDERATED, "federated.secure_aggregation=false"), PlanOptions())
     row = base.changes[-1]
     down = figures(row.figures)["to devices"].value / (4 * 10)
     header = base.sides.devices.received[0].value - 4 * (4 * 16 + 16 + 16 * 3 + 3)
@@ -135,7 +136,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("overrides", REFUSED)
 def test_refusals_are_those_of_the_check(overrides, job_file):
-    overrides = (*DEVICES, *overrides)
+    overrides = (*FEDERATED, *overrides)
     with pytest.raises(UserError) as checked:
         check.callback(job_file, overrides, memory=False, ranks=None, device=None)
     with pytest.raises(UserError) as planned:
@@ -158,7 +159,7 @@ def test_impossible_numbers_of_ranks_are_refused(job_file):
 )
 def test_options_that_do_not_fit_are_refused(options, sentence, job_file):
     with pytest.raises(UserError, match=sentence):
-        plan_of(job_file, DEVICES, PlanOptions(**options))
+        plan_of(job_file, FEDERATED, PlanOptions(**options))
 
 
 def test_python_and_the_command_say_the_same(job_file):
