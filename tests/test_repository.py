@@ -91,6 +91,10 @@ COMMANDS = [
     "isthmus new --kind FOLDER",
     "isthmus operator join --balancer-ca --proxy --proxy-login --state --token-file TOKEN URL",
     "isthmus pause --balancer-ca --proxy --proxy-login --state JOB",
+    (
+        "isthmus plan --device --json --layouts --mbit --measure --memory-gib --ranks --set "
+        "--tflops JOB"
+    ),
     "isthmus privacy audit --canaries --confidence --json --set --unit JOB",
     "isthmus privacy ledger --json RUN_DIR",
     "isthmus privacy plan --find --json --noise --set --signal-to-noise --unit JOB",

@@ -20,6 +20,7 @@ from isthmus.task.measurements.metrics import BinnedScores, Confusion, Mean
 if TYPE_CHECKING:
     run: Any
     simulate: Any
+    plan: Any
     load_model: Any
     Run: Any
     PackedText: Any
@@ -46,6 +47,7 @@ __all__ = [
     "UserError",
     "load_model",
     "load_task",
+    "plan",
     "run",
     "simulate",
 ]

@@ -7,7 +7,7 @@ import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import JobError
 from isthmus.job import Job, with_changes
@@ -18,6 +18,10 @@ from isthmus.task.scoring import build_start_model, count_examples
 from isthmus.tensors.division import divide
 from isthmus.tensors.fingerprint import fingerprint
 from isthmus.tensors.own_buffers import OwnBuffers
+
+if TYPE_CHECKING:
+    from isthmus_datacenter.parallel.parallel_dims import ParallelDims
+    from isthmus_datacenter.training.engine import Engine
 
 # `zero_stage` stays: it shards nothing over one rank, and privacy may prescribe it.
 _ONE_RANK = {
@@ -47,19 +51,47 @@ def check(job: Job, task: Task, base: Path) -> str:
     """
     if not job.datacenter.ranks:
         return ""
+    from isthmus_datacenter.messages import Command, ControlSignal
+    from isthmus_datacenter.training.round import train_round
+
+    with engine_of_one(job, task, base) as engine:
+        _check_batch(job, engine.examples)
+        dims = _given_dims(job)
+        if dims is not None:
+            engine.optimizer.check_for(dims)
+        (whole,) = engine.shard.stages.values()
+        buffers = OwnBuffers(whole)
+        step = Command(op="train_steps", run_id="check", from_step=0, until_step=1)
+        train_round(engine, step, lambda _: None, lambda: ControlSignal.CONTINUE)
+        return f"one training batch of the datacenter{buffers.in_words(whole)}"
+
+
+def _given_dims(job: Job) -> ParallelDims | None:
+    """The layout of a job that gives one for its ranks."""
+    if job.datacenter.layout != "given" or not job.datacenter.ranks:
+        return None
+    from isthmus_datacenter.parallel.parallel_dims import ParallelDims
+
+    return ParallelDims.from_section(job.datacenter, job.datacenter.ranks)
+
+
+@contextlib.contextmanager
+def engine_of_one(job: Job, task: Task, base: Path) -> Iterator[Engine]:
+    """The training of the datacenter, with the whole model on one rank of this process.
+
+    Raises:
+        UserError: the model or the data cannot be used, with the reason.
+    """
     import torch
 
-    from isthmus_datacenter.messages import Command, ControlSignal
-    from isthmus_datacenter.parallel.parallel_dims import ParallelDims
+    from isthmus_datacenter.messages import Command
     from isthmus_datacenter.parallel.parallelize import refuse_unshardable
     from isthmus_datacenter.training.engine import Engine, RankPlacement
-    from isthmus_datacenter.training.round import train_round
 
     model = build_start_model(task, job, base)
     division = divide(model, job.exchange)
-    dims = None
-    if job.datacenter.layout == "given":
-        dims = ParallelDims.from_section(job.datacenter, job.datacenter.ranks)
+    dims = _given_dims(job)
+    if dims is not None:
         # The single rank below shards nothing.
         refuse_unshardable(model, dims, "cpu")
     data = job.task.data_in(base)
@@ -83,15 +115,7 @@ def check(job: Job, task: Task, base: Path) -> str:
             participant="datacenter-0",
             state=Path(state),
         )
-        engine = Engine(opening, placement)
-        _check_batch(job, engine.examples)
-        if dims is not None:
-            engine.optimizer.check_for(dims)
-        (whole,) = engine.shard.stages.values()
-        buffers = OwnBuffers(whole)
-        step = Command(op="train_steps", run_id="check", from_step=0, until_step=1)
-        train_round(engine, step, lambda _: None, lambda: ControlSignal.CONTINUE)
-        return f"one training batch of the datacenter{buffers.in_words(whole)}"
+        yield Engine(opening, placement)
 
 
 def memory(job: Job, task: Task, base: Path, ranks: int, accelerators: bool) -> list[str]:
@@ -107,9 +131,31 @@ def memory(job: Job, task: Task, base: Path, ranks: int, accelerators: bool) -> 
     Raises:
         UserError: it cannot be found, with the reason.
     """
+    from isthmus_datacenter.training.memory_report import memory_of
+
+    rows = rows_at_once(job, task, ranks)
+    count = len(rows)
+    found = memory_of(task, job, rows, ranks, accelerators=accelerators)
+    at_a_time = "1 example" if count == 1 else f"{count} examples"
+    return [
+        f"on each of {ranks} ranks ({'GPUs' if accelerators else 'processors'}), the most:",
+        f"parameters   {_in_units(found.parameters)}",
+        f"gradients    {_in_units(found.gradients)}",
+        f"optimizer    {_in_units(found.optimizer)}",
+        f"activations  {_in_units(found.activations)}, of {at_a_time} at a time",
+        f"peak         {_in_units(found.peak)} of a step, with what is gathered for a while",
+    ]
+
+
+def rows_at_once(job: Job, task: Task, ranks: int) -> list[Any]:
+    """As many rows of the datacenter's data as a replica trains at a time, of any order.
+
+    Raises:
+        UserError: there are fewer, they cannot be read, or so many ranks are impossible.
+    """
     from torch.utils.data import IterableDataset
 
-    from isthmus_datacenter.training.memory_report import examples_at_once, memory_of
+    from isthmus_datacenter.training.memory_report import examples_at_once
 
     count = examples_at_once(job, ranks)
     with user_code("local_data()"):
@@ -128,16 +174,7 @@ def memory(job: Job, task: Task, base: Path, ranks: int, accelerators: bool) -> 
             f"a replica trains {count} examples at a time, and local_data() has {examples}; lower "
             "datacenter.batch_size"
         )
-    found = memory_of(task, job, rows, ranks, accelerators=accelerators)
-    at_a_time = "1 example" if count == 1 else f"{count} examples"
-    return [
-        f"on each of {ranks} ranks ({'GPUs' if accelerators else 'processors'}), the most:",
-        f"parameters   {_in_units(found.parameters)}",
-        f"gradients    {_in_units(found.gradients)}",
-        f"optimizer    {_in_units(found.optimizer)}",
-        f"activations  {_in_units(found.activations)}, of {at_a_time} at a time",
-        f"peak         {_in_units(found.peak)} of a step, with what is gathered for a while",
-    ]
+    return rows
 
 
 def _in_units(count: int) -> str:

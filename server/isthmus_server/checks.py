@@ -17,6 +17,7 @@ from isthmus.task.not_finite import not_finite_in_words
 from isthmus.task.scoring import build_start_model, evaluate
 from isthmus.task.scoring.pairs import pairs_in_words
 from isthmus.tensors.division import divide
+from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.structure import Structure
 from isthmus_privacy.compression.codecs import check_codecs
 from isthmus_privacy.compression.sum_codecs import check_sums
@@ -32,6 +33,7 @@ from isthmus_server.rounds.measurements.followed_metrics import (
 )
 from isthmus_server.strategy.loading import check_participants, load_policy
 from isthmus_server.strategy.observation import unknown_metric
+from isthmus_server.strategy.policy import Policy
 from isthmus_server.strategy.selection import CheckedSelection
 
 if TYPE_CHECKING:
@@ -46,25 +48,12 @@ def check(job: Job, task: Task, base: Path) -> str:
     Raises:
         UserError: one of them cannot be used, with the reason.
     """
-    policy = load_policy(job.strategy)
-    _check_population(job)
-    check_participants(job, policy, _devices(job))
-    CheckedSelection(job.federated)
-    if 0 < job.federated.clients < job.federated.cohort:
-        raise JobError(
-            f"federated.cohort={job.federated.cohort} is above federated.clients="
-            f"{job.federated.clients}, the devices that `isthmus run` starts; lower one or raise "
-            "the other"
-        )
+    policy = check_settings(job)
     model = build_start_model(task, job, base)
     division = divide(model, job.exchange)
-    check_sums(job, division.exchanged)
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
     check_round_length(job, task, lambda: model)
-    aggregation_of(job.federated, division.exchanged)
-    robust = check_robust(job.federated)
-    check_codecs(job)
-    check_budgets(job)
+    robust = check_exchanged(job, division.exchanged)
     vector = _device_metrics(job, task)
     on_devices = [] if vector is None else vector.figure_names
     check_followed_metrics(job, task, policy, vector)
@@ -96,6 +85,41 @@ def check(job: Job, task: Task, base: Path) -> str:
     if not tried:
         tried.append("no evaluation: eval_data() returns None and evaluation.devices is 0")
     return "; ".join([*tried, *_limits_of_updates(job), *robust])
+
+
+def check_settings(job: Job) -> Policy:
+    """Refuse settings that cannot be used, whatever the model; returns the job's policy.
+
+    Raises:
+        UserError: with the reason.
+    """
+    policy = load_policy(job.strategy)
+    _check_population(job)
+    check_participants(job, policy, _devices(job))
+    CheckedSelection(job.federated)
+    if 0 < job.federated.clients < job.federated.cohort:
+        raise JobError(
+            f"federated.cohort={job.federated.cohort} is above federated.clients="
+            f"{job.federated.clients}, the devices that `isthmus run` starts; lower one or raise "
+            "the other"
+        )
+    return policy
+
+
+def check_exchanged(job: Job, layout: TensorLayout) -> list[str]:
+    """Refuse sums, codecs, rules and budgets that cannot be used for an exchange set.
+
+    Returns what is to be known of a robust rule.
+
+    Raises:
+        UserError: with the reason.
+    """
+    check_sums(job, layout)
+    aggregation_of(job.federated, layout)
+    robust = check_robust(job.federated)
+    check_codecs(job)
+    check_budgets(job)
+    return robust
 
 
 def _on_devices(job: Job, vector: EvaluationVector) -> str:

@@ -126,6 +126,7 @@ def test_the_commands_of_the_readme_work_as_installed(folder: Path) -> None:
         "docs/exchange.md",
         "docs/operations.md",
         "docs/python.md",
+        "docs/plan.md",
         "docs/privacy.md",
         "docs/prove.md",
         "docs/flower.md",

@@ -17,6 +17,7 @@ ENTRY_POINT_GROUPS = {
     "isthmus.device_selections",
     "isthmus.device_work",
     "isthmus.federated_extensions",
+    "isthmus.plans",
     "isthmus.policies",
     "isthmus.privacy_commands",
     "isthmus.launchers",

@@ -42,6 +42,7 @@ from isthmus_datacenter.parallel.model_shard import ModelShard, local
 from isthmus_datacenter.parallel.parallel_dims import LayoutError, ParallelDims
 from isthmus_datacenter.parallel.parallelize import parallelize
 from isthmus_datacenter.training.forward_backward import ForwardBackward
+from isthmus_datacenter.training.profile import count_flops
 from isthmus_datacenter.training.repeated_blocks import (
     SHORTENED,
     Counts,
@@ -217,13 +218,7 @@ def memory_of(
             batch = task.collate(list(rows))
         mode = FakeTensorMode()
         try:
-            with mode, _readable_meshes(), warnings.catch_warnings():
-                # The warning is about places in memory that are compared: here tensors have none.
-                warnings.filterwarnings(
-                    "ignore", "Accessing the data pointer of FakeTensor", UserWarning
-                )
-                # The warning is about hooks that an in-place change loses: nothing is trained.
-                warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+            with mode, _readable_meshes(), _without_warnings():
                 return _found(task, job, dims, map_tensors(mode.from_tensor, batch))
         except (*_WANT_VALUES, TaskError) as error:
             cause = error.__cause__ if isinstance(error, TaskError) else error
@@ -253,6 +248,69 @@ def memory_of_tensors(task: Task, job: Job, rows: Sequence[Any], ranks: int) -> 
     with user_code("collate()"):
         batch = task.collate(list(rows))
     return _measured(task, _built(task, job), job, dims, batch).memory()
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Ignore warnings that are about tensors with values only."""
+    with warnings.catch_warnings():
+        # Of the places of tensors in memory, which are compared, and here are nowhere.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
+        # Of hooks that an in-place change would lose: nothing is trained.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+        yield
+
+
+def operations_of(task: Task, job: Job, rows: Sequence[Any]) -> int:
+    """Floating-point operations of a batch in the whole model, counted of fake tensors.
+
+    They are those of `count_flops`, of the forward and the backward pass.
+
+    Args:
+        task: of the job.
+        job: the job.
+        rows: of the data set, as many as are trained together.
+
+    Raises:
+        TaskError: they cannot be counted, with the reason.
+    """
+    if defines(task, "training_step"):
+        raise TaskError(
+            "the operations of a step are counted in forward(), and the task calls its model in "
+            "training_step()"
+        )
+    if job.datacenter.privacy is not None:
+        raise TaskError(
+            "the operations of a step with datacenter.privacy follow from how many examples are "
+            "drawn, and are not counted"
+        )
+    with user_code("collate()"):
+        batch = task.collate(list(rows))
+    mode = FakeTensorMode()
+    with mode, _without_warnings():
+        model = _built(task, job)
+        inputs, _ = pair_of(task, map_tensors(mode.from_tensor, batch))
+        counted = count_flops(model, lambda: task.forward(model, inputs))
+    if not counted:
+        raise TaskError(
+            "the operations of a step are counted with tensors that have no values, and the code "
+            "of the task reads some, or its model has no matrix product"
+        )
+    return counted
+
+
+def largest_parameter(task: Task, job: Job) -> tuple[str, int]:
+    """Name and bytes of the largest parameter of the whole model.
+
+    Raises:
+        TaskError: the model cannot be built.
+    """
+    with FakeTensorMode(), _without_warnings():
+        sizes = {
+            name: each.numel() * each.element_size()
+            for name, each in _built(task, job).named_parameters()
+        }
+    return max(sizes.items(), key=lambda item: item[1])
 
 
 def examples_at_once(job: Job, ranks: int) -> int:

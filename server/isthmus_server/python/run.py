@@ -273,19 +273,43 @@ def _started(
     wait: bool,
     quiet: bool,
 ) -> Run:
-    if not isinstance(job, str | Path | Mapping):
-        raise UserError(f"the job is a job file or a mapping of its tables, and not {job!r}")
+    _check_is_job(job)
     name = job.get("name", "run") if isinstance(job, Mapping) else Path(job).stem
     directory = Path(run_dir) if run_dir is not None else _fresh_directory(str(name))
     made = directory.with_name(f"{directory.name}-job")
-    if task is not None:
-        overrides = {"task.source": source_of(task, made), **overrides}
-    if isinstance(job, Mapping):
-        job = _written(job, made)
-    changes = [f"{key}={_literal(value)}" for key, value in overrides.items()]
-    arguments = [str(job), *(part for change in changes for part in ("--set", change))]
+    path, changes = job_arguments(job, task, overrides, made)
+    arguments = [str(path), *(part for change in changes for part in ("--set", change))]
     arguments += [part for tracker in track for part in ("--track", tracker)]
     return Run(directory)._start(command, arguments, on_round, wait=wait, quiet=quiet)
+
+
+def job_arguments(
+    job: Path | str | Mapping[str, Any],
+    task: type[Task] | None,
+    overrides: Mapping[str, Any],
+    made: Path,
+) -> tuple[Path, list[str]]:
+    """The job file and the changes of its keys, `key=value`, as commands take them.
+
+    Args:
+        job: see `run`.
+        task: likewise.
+        overrides: likewise.
+        made: folder for the files of a job or task that has none.
+
+    Raises:
+        UserError: the job or the task is none, or cannot be written.
+    """
+    _check_is_job(job)
+    if task is not None:
+        overrides = {"task.source": source_of(task, made), **overrides}
+    path = _written(job, made) if isinstance(job, Mapping) else Path(job)
+    return path, [f"{key}={_literal(value)}" for key, value in overrides.items()]
+
+
+def _check_is_job(job: object) -> None:
+    if not isinstance(job, str | Path | Mapping):
+        raise UserError(f"the job is a job file or a mapping of its tables, and not {job!r}")
 
 
 def _written(job: Mapping[str, Any], folder: Path) -> Path:

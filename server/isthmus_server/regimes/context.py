@@ -74,6 +74,11 @@ class FederatedContext:
         """Encoded updates of plaintext rounds; None if they are sent as they are."""
         self._sum: MmapBuffer | None = None
 
+    @property
+    def certified(self) -> bool:
+        """Whether devices have certificates: those without are processes on this machine."""
+        return self.link.enrolments.certified
+
     @functools.cached_property
     def purpose(self) -> RunPurpose:
         """What the sums of this run are for, as its devices compute it; with secure aggregation."""

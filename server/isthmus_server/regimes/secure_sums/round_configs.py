@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Collection
-from typing import TYPE_CHECKING, TypedDict
+from typing import Protocol, TypedDict
 
 from isthmus.job import Job
 from isthmus.job.federated import FederatedSection
@@ -43,10 +43,8 @@ from isthmus_privacy.slots import (
     TRAINING_SLOTS,
 )
 from isthmus_server.regimes.base import AttemptFailed, AttemptSpec
+from isthmus_server.regimes.committed_sums import CommittedSums
 from isthmus_server.storage.unmasking_log import Unmasking, UnmaskingLog
-
-if TYPE_CHECKING:
-    from isthmus_server.regimes.context import FederatedContext
 
 CORRUPT_PERMILLE = 100
 """Devices that may collude with a server that others can reach, in thousandths of a cohort."""
@@ -54,6 +52,54 @@ CORRUPT_PERMILLE = 100
 UNITS_PER_BIT = 0.5
 """Largest compressed element, in root mean squares of elements, for each bit and one more: about
 where the error of a uniform quantiser of Gaussian values is least (Max 1960)."""
+
+
+class NoiseOfRun(Protocol):
+    """The noise of a job with `[privacy]`; a `PrivacyBudget` is one."""
+
+    @property
+    def plan(self) -> NoisePlan:
+        """Of all rounds."""
+        ...
+
+    @property
+    def clip(self) -> float:
+        """The clipping bound of the next round."""
+        ...
+
+
+class SumsOfRun(Protocol):
+    """What the configurations of a run's sums follow from; a `FederatedContext` is one."""
+
+    @property
+    def run_id(self) -> str:
+        """Of the run."""
+        ...
+
+    @property
+    def job(self) -> Job:
+        """Of the run."""
+        ...
+
+    @property
+    def layout(self) -> TensorLayout:
+        """Of the model."""
+        ...
+
+    @property
+    def privacy(self) -> NoiseOfRun | None:
+        """Of a job with `[privacy]`."""
+        ...
+
+    @property
+    def sums(self) -> CommittedSums:
+        """The committed sums so far."""
+        ...
+
+    @property
+    def certified(self) -> bool:
+        """Whether devices have certificates, as those that others can reach do."""
+        ...
 
 
 class Margins(TypedDict):
@@ -65,7 +111,7 @@ class Margins(TypedDict):
     dropout_permille: int
 
 
-def margins(context: FederatedContext, settings: FederatedSection) -> Margins:
+def margins(context: SumsOfRun, settings: FederatedSection) -> Margins:
     """Bounds on the numbers of participating, dropped-out and corrupt devices.
 
     Devices without certificates are processes on this machine, none of which is assumed to lie.
@@ -74,14 +120,12 @@ def margins(context: FederatedContext, settings: FederatedSection) -> Margins:
     return {
         "clients_max": settings.cohort,
         "clients_min": settings.needed,
-        "corrupt_permille": CORRUPT_PERMILLE if context.link.enrolments.certified else 0,
+        "corrupt_permille": CORRUPT_PERMILLE if context.certified else 0,
         "dropout_permille": math.ceil(missing),
     }
 
 
-def range_config(
-    context: FederatedContext, spec: AttemptSpec, name: bytes, purpose: bytes
-) -> RoundConfig:
+def range_config(context: SumsOfRun, spec: AttemptSpec, name: bytes, purpose: bytes) -> RoundConfig:
     """The configuration of the sum of ranges before that of `training_config`, for which see."""
     cohort = margins(context, spec.settings)
     return RoundConfig(
@@ -102,7 +146,7 @@ def range_config(
 
 
 def training_config(
-    context: FederatedContext,
+    context: SumsOfRun,
     spec: AttemptSpec,
     name: bytes,
     purpose: bytes,
@@ -153,7 +197,7 @@ def training_config(
 
 
 def _encoding(
-    context: FederatedContext,
+    context: SumsOfRun,
     settings: FederatedSection,
     ranges: Ranges | None,
     *,

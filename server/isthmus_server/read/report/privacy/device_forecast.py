@@ -85,12 +85,7 @@ class PrivacyForecast:
             cohort=cohort,
             size=size,
             noise_to_signal=ratios,
-            epsilon_after={
-                each: plan.epsilon(
-                    -(-each // job.privacy.separation), measurements(job, plan, each)
-                )
-                for each in rounds
-            },
+            epsilon_after={each: epsilon_after(job, plan, each) for each in rounds},
             update_bytes=update_bytes(job, plan, size),
             measurements=plan.measurements,
             metric_noise=metric_noise(job, plan, base),
@@ -165,6 +160,16 @@ def budget(epsilon: float, delta: float) -> str:
 def tenths(count: int) -> list[int]:
     """A tenth of a number, two tenths, and so on up to the number; 1 or more."""
     return sorted({max(1, count * tenth // 10) for tenth in range(1, 11)})
+
+
+def epsilon_after(job: Job, plan: NoisePlan, rounds: int) -> float:
+    """Epsilon of a device after the first rounds of a job with `[privacy]`.
+
+    It is in each round and measurement that it may be in.
+    """
+    assert job.privacy is not None
+    own = -(-rounds // job.privacy.separation)
+    return plan.epsilon(own, measurements(job, plan, rounds))
 
 
 def measurements(job: Job, plan: NoisePlan, rounds: int) -> int:

@@ -1,0 +1,122 @@
+"""What a plan of a job says before it runs: figures with their unit and how they were obtained.
+
+The packages of the roles compute their parts, and `isthmus plan` puts them together. A part of the
+datacenter is a module-level function `plan_ranks(job, task, ranks, question) -> PlannedRanks` of
+the entry-point group `PLANS`.
+
+>>> Figure("update", 128, "bytes", EXACT).text
+'128 bytes (exact)'
+>>> Figure("update", 128, "bytes", EXACT, most=256).text
+'128 to 256 bytes (exact)'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PLANS = "isthmus.plans"
+"""Entry points of the parts of a plan that other packages compute, by what they are about."""
+
+EXACT = "exact"
+"""Computed by the code that the run itself uses."""
+FAKE = "from fake tensors"
+"""Counted of tensors that have shapes and no values."""
+MEASURED = "measured on this machine"
+GIVEN = "given"
+"""By an option or the job."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One figure of a plan."""
+
+    name: str
+    value: float
+    """The figure, or the least that it can be."""
+    unit: str
+    how: str
+    """How it was obtained: `EXACT`, `FAKE`, `MEASURED`, `GIVEN`, or several in words."""
+    most: float | None = None
+    """The most that it can be, if that is more than `value`."""
+
+    @property
+    def highest(self) -> float:
+        """The most that it can be."""
+        return self.value if self.most is None else self.most
+
+    @property
+    def text(self) -> str:
+        """For a terminal."""
+        shown = _shown(self.value, self.unit)
+        if self.most is not None and self.most != self.value:
+            shown += f" to {_shown(self.most, self.unit)}"
+        return f"{shown} {self.unit} ({self.how})"
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields; `most` is the value where the figure is one number."""
+        return {**dataclasses.asdict(self), "most": self.highest}
+
+
+def _shown(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return f"{value:,.0f}"
+    return f"{value:,.0f}" if float(value).is_integer() and value < 1e9 else f"{value:.4g}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RanksQuestion:
+    """What is to be found out about ranks."""
+
+    on_gpus: bool = True
+    """Whether they are GPUs."""
+    layouts: bool = False
+    """Whether all layouts are compared, and not only the job's."""
+    measure: bool = False
+    """Whether some steps are trained on this machine's processors, to measure their rate."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedLayout:
+    """A layout of ranks, with what the rank that has most needs."""
+
+    keys: Mapping[str, Any]
+    """Keys of `[datacenter]` and their values, of those that differ between layouts."""
+    memory: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes of parameters, gradients, optimizer, activations, and the peak of a step; empty if they
+    are not known."""
+    refused: str = ""
+    """Why the layout is impossible, or its memory not known."""
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at any time of a step; 0 if that is not known."""
+        return self.memory.get("peak", 0)
+
+    @property
+    def text(self) -> str:
+        """Its keys in words."""
+        return ", ".join(f"{key}={value}" for key, value in self.keys.items())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedRanks:
+    """What the datacenter of a job needs on so many ranks."""
+
+    ranks: int
+    on_gpus: bool
+    layout: PlannedLayout
+    """The job's."""
+    others: Sequence[PlannedLayout] = ()
+    """All that so many ranks allow, the job's among them, by their peak; then those refused."""
+    largest: tuple[str, int]
+    """Name and bytes of the largest parameter of the model."""
+    examples: int
+    """Of a step, on all ranks."""
+    operations: float | None
+    """Floating-point operations of one rank in a step; None if they are not known."""
+    unknown: str = ""
+    """Why they are not."""
+    rate: float | None = None
+    """Operations per second that were measured; None if nothing was."""

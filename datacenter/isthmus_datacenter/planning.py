@@ -1,0 +1,154 @@
+"""The datacenter's part of `isthmus plan`: memory of layouts, operations and rate of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from isthmus.errors import JobError, UserError
+from isthmus.job import Job, with_changes
+from isthmus.job.planned import PlannedLayout, PlannedRanks, RanksQuestion
+from isthmus.task import Task
+from isthmus_datacenter.checks import engine_of_one, rows_at_once
+
+MEASURED_SECONDS = 2.0
+"""Least time in which steps are measured."""
+_KEYS = ("zero_stage", "tensor_parallel", "context_parallel", "pipeline_parallel")
+"""Keys that a layout of a plan is told by."""
+
+
+def plan_ranks(
+    job: Job, task: Task, base: Path, ranks: int, question: RanksQuestion
+) -> PlannedRanks:
+    """What the datacenter of a job needs on so many ranks; none of them is needed.
+
+    Args:
+        job: the job.
+        task: its task.
+        base: the job file's folder.
+        ranks: their number.
+        question: what is asked.
+
+    Raises:
+        UserError: the job's layout is impossible on so many ranks, or its data cannot be read.
+    """
+    from isthmus_datacenter.training.memory_report import largest_parameter, operations_of
+
+    section = job.datacenter
+    try:
+        own = section.for_replicas(section.replicas(ranks))
+    except ValueError as error:
+        raise JobError(f"datacenter: {error}") from None
+    rows = _Rows(task)
+    operations = None
+    unknown = ""
+    try:
+        shared = section.tensor_parallel * section.context_parallel * section.pipeline_parallel
+        operations = operations_of(task, job, rows.of(job, ranks)) * own.accumulate / shared
+    except UserError as error:
+        unknown = str(error)
+    rate = None
+    if question.measure and operations is not None:
+        rate = measured_rate(job, task, base)
+    others: list[PlannedLayout] = []
+    if question.layouts:
+        found = [_layout(each, rows, ranks, question) for each in layouts_on(job, ranks)]
+        others = sorted(found, key=lambda each: (bool(each.refused), each.peak))
+    return PlannedRanks(
+        ranks=ranks,
+        on_gpus=question.on_gpus,
+        layout=_layout(job, rows, ranks, question),
+        others=others,
+        largest=largest_parameter(task, job),
+        examples=section.replicas(ranks) * own.batch_size,
+        operations=operations,
+        unknown=unknown,
+        rate=rate,
+    )
+
+
+def layouts_on(job: Job, ranks: int) -> Iterator[Job]:
+    """The job with every tensor and pipeline degree and ZeRO stage that so many ranks allow.
+
+    Its other keys stay. Jobs that cannot be are left out.
+    """
+    sizes = [size for size in range(1, 65) if ranks % size == 0]
+    for tensor, pipeline, stage in itertools.product(sizes, sizes, range(4)):
+        changes: dict[str, object] = {
+            "datacenter.ranks": ranks,
+            "datacenter.layout": "given",
+            "datacenter.data_parallel": None,
+            "datacenter.zero_stage": stage,
+            "datacenter.tensor_parallel": tensor,
+            "datacenter.pipeline_parallel": pipeline,
+        }
+        try:
+            changed = with_changes(job, changes)
+            changed.datacenter.examples_at_once(ranks)
+        except (JobError, ValueError):
+            continue
+        yield changed
+
+
+class _Rows:
+    """Rows of the datacenter's data, read once for each number of them."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._read: dict[int, list[Any]] = {}
+
+    def of(self, job: Job, ranks: int) -> list[Any]:
+        """As many as a replica trains at a time; see `rows_at_once`."""
+        from isthmus_datacenter.training.memory_report import examples_at_once
+
+        count = examples_at_once(job, ranks)
+        if count not in self._read:
+            self._read[count] = rows_at_once(job, self.task, ranks)
+        return self._read[count]
+
+
+def _layout(job: Job, rows: _Rows, ranks: int, question: RanksQuestion) -> PlannedLayout:
+    from isthmus_datacenter.training.memory_report import memory_of
+
+    keys = {key: getattr(job.datacenter, key) for key in _KEYS}
+    try:
+        found = memory_of(rows.task, job, rows.of(job, ranks), ranks, accelerators=question.on_gpus)
+    except UserError as error:
+        return PlannedLayout(keys=keys, refused=str(error))
+    return PlannedLayout(keys=keys, memory=dataclasses.asdict(found))
+
+
+def measured_rate(job: Job, task: Task, base: Path) -> float:
+    """Operations per second of the job's steps on one rank of this machine's processors.
+
+    Raises:
+        UserError: a step cannot be trained, with the reason.
+    """
+    from isthmus_datacenter.messages import Command, ControlSignal
+    from isthmus_datacenter.training.memory_report import operations_of
+    from isthmus_datacenter.training.round import train_round
+
+    with engine_of_one(job, task, base) as engine:
+        single = engine.job
+        rows = rows_at_once(single, task, 1)
+        each = operations_of(task, single, rows) * single.datacenter.for_replicas(1).accumulate
+        done = 0
+        steps = 1
+        while True:
+            until = done + steps
+            command = Command(op="train_steps", run_id="check", from_step=done, until_step=until)
+            began = time.monotonic()
+            trained: dict[str, Any] = train_round(
+                engine, command, lambda _: None, lambda: ControlSignal.CONTINUE
+            )
+            spent = float(trained["seconds"])
+            # The first step also prepares what the others reuse.
+            if done and spent >= MEASURED_SECONDS:
+                return each * steps / spent
+            done = until
+            took = max(time.monotonic() - began, 1e-3)
+            steps = max(1, min(100 * steps, int(1.5 * MEASURED_SECONDS * steps / took)))

@@ -1,0 +1,1 @@
+"""What a job needs and costs before it runs: `isthmus plan` and `isthmus.plan`."""

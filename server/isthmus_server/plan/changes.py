@@ -1,0 +1,132 @@
+"""What would change a plan: the same figures for jobs with some keys changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from isthmus.errors import UserError
+from isthmus.job import Job, with_changes
+from isthmus.job.planned import FAKE, Figure, PlannedRanks, RanksQuestion
+from isthmus.task import Task
+from isthmus_server.plan.adapters import adapted_task
+from isthmus_server.plan.sides import Sides
+
+ADAPTER_RANK = 8
+"""Rank of the adapters of a changed plan."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChangedPlan:
+    """The main figures of a job with something changed."""
+
+    name: str
+    changes: Mapping[str, Any]
+    """Keys of the job and their values; empty for the job itself."""
+    figures: list[Figure] = dataclasses.field(default_factory=list)
+    refused: str = ""
+    """Why the job cannot be changed so."""
+
+    @classmethod
+    def of(cls, name: str, changes: Mapping[str, Any], sides: Sides) -> ChangedPlan:
+        """Pick the main figures of all sides."""
+        figures = []
+        ranks = sides.datacenter
+        if ranks is not None and ranks.layout.peak:
+            figures.append(Figure("peak of a rank", ranks.layout.peak, "bytes", FAKE))
+        if sides.devices is not None:
+            down, up = sides.devices.run
+            figures += [down, up]
+        figures += sides.privacy
+        figures += sides.cost[-1:]
+        return cls(name=name, changes=changes, figures=figures)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {
+            "name": self.name,
+            "changes": dict(self.changes),
+            "figures": [each.to_json() for each in self.figures],
+            "refused": self.refused,
+        }
+
+
+def changed_plans(
+    job: Job, task: Task, base: Path, ranks: int, sides: Sides, *, on_gpus: bool
+) -> Iterator[ChangedPlan]:
+    """The figures of the job with one thing changed at a time, all by the code of the plan itself.
+
+    Args:
+        job: the job.
+        task: its task.
+        base: the job file's folder.
+        ranks: of the datacenter; 0 for none.
+        sides: of the job as it is.
+        on_gpus: whether the ranks are GPUs.
+    """
+    question = RanksQuestion(on_gpus=on_gpus)
+    for name, changes, number in _changes(job, ranks):
+        known = sides.datacenter if number == ranks else None
+        yield _planned(name, changes, job, task, base, number, question, known)
+    adapted = adapted_task(task, ADAPTER_RANK)
+    name = f"adapters of rank {ADAPTER_RANK}, frozen base"
+    yield _planned(name, {}, job, adapted, base, ranks, question, None)
+
+
+def _changes(job: Job, ranks: int) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Names, changed keys and numbers of ranks."""
+    federated = job.federated
+    cohorts = {"cohort x 2": 2 * federated.cohort, "cohort / 2": federated.cohort // 2}
+    for name, cohort in cohorts.items():
+        changes: dict[str, Any] = {"federated.cohort": cohort}
+        if federated.quorum is not None:
+            changes["federated.quorum"] = max(1, federated.quorum * cohort // federated.cohort)
+        if 0 < federated.clients < cohort:
+            changes["federated.clients"] = cohort
+        yield name, changes, ranks
+    for bits in (2, 3, 4, 8):
+        yield from _with_bits(job, ranks, bits)
+    if ranks:
+        doubled = {"datacenter.ranks": 2 * ranks} if job.datacenter.ranks else {}
+        yield "ranks x 2", doubled, 2 * ranks
+        if job.datacenter.zero_stage != 3:
+            yield "ZeRO 3", {"datacenter.zero_stage": 3}, ranks
+
+
+def _with_bits(job: Job, ranks: int, bits: int) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Another number of bits for elements of updates: of secure sums, or of single updates."""
+    federated = job.federated
+    if federated.secure_aggregation:
+        before = federated.compression
+        if before is None and bits in (3, 8):
+            yield f"updates of {bits} bits", {"federated.compression": {"bits": bits}}, ranks
+        elif before is not None and before.bits != bits:
+            yield f"updates of {bits} bits", {"federated.compression.bits": bits}, ranks
+        return
+    settings = {"bits": bits}
+    if federated.codec in (None, "rounded") and federated.codec_settings != settings:
+        changes = {"federated.codec": "rounded", "federated.codec_settings": settings}
+        yield f"updates of {bits} bits", changes, ranks
+
+
+def _planned(
+    name: str,
+    changes: Mapping[str, Any],
+    job: Job,
+    task: Task,
+    base: Path,
+    ranks: int,
+    question: RanksQuestion,
+    known: PlannedRanks | None,
+) -> ChangedPlan:
+    """One changed plan; `known` is the datacenter's part if only devices are changed."""
+    try:
+        changed = with_changes(job, changes)
+        if changed.datacenter != job.datacenter:
+            known = None
+        sides = Sides.of(changed, task, base, ranks, question, known=known)
+    except UserError as error:
+        return ChangedPlan(name=name, changes=changes, refused=str(error))
+    return ChangedPlan.of(name, changes, sides)

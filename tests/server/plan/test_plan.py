@@ -1,0 +1,172 @@
+"""`isthmus plan`: memory, time, refusals, and what would change a plan."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import isthmus
+from isthmus.errors import UserError
+from isthmus.job import with_changes
+from isthmus.job.commands import check
+from isthmus.task import load_task
+from isthmus.task.scoring import build_model
+from isthmus_datacenter import planning
+from isthmus_datacenter.checks import rows_at_once
+from isthmus_datacenter.training.memory_report import memory_of
+from isthmus_datacenter.training.profile import count_flops
+from isthmus_server.cli.plan import plan as plan_command
+from isthmus_server.plan.plan import JobPlan, PlanOptions, plan_of
+
+SEQUENTIAL = """
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+"""
+DEVICES = ("federated.clients=4", "federated.cohort=4")
+RANKS = ("datacenter.ranks=2", "datacenter.batch_size=4", *DEVICES)
+FEDERATED = (*DEVICES, "strategy.policy=federated")
+
+
+@pytest.fixture
+def job_file(write_task, tmp_path):
+    write_task(SEQUENTIAL)
+    path = tmp_path / "job.toml"
+    path.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
+    return path
+
+
+def figures(found):
+    return {each.name: each for each in found}
+
+
+def test_memory_is_that_of_the_report(job_file):
+    options = PlanOptions(ranks=4, layouts=True, memory_gib=1e-6)
+    plan = plan_of(job_file, (*RANKS, "strategy.policy=datacenter"), options)
+    ranks = plan.sides.datacenter
+    task = load_task(plan.job.task.source, {}, base=job_file.parent)
+    rows = rows_at_once(plan.job, task, 4)
+    known = [each for each in ranks.others if not each.refused]
+    for each in [ranks.layout, *known]:
+        changes = {f"datacenter.{key}": value for key, value in each.keys.items()}
+        job = with_changes(plan.job, {**changes, "datacenter.ranks": 4})
+        expected = memory_of(task, job, rows, 4, accelerators=True)
+        assert dict(each.memory) == dataclasses.asdict(expected)
+    assert plan.sides.devices is None
+    assert [each.peak for each in known] == sorted(each.peak for each in known)
+    assert {each.keys["tensor_parallel"] for each in known} == {1, 2, 4}
+    refused = [each for each in ranks.others if each.refused]
+    assert {each.keys["pipeline_parallel"] for each in refused} >= {2, 4}
+    assert all("known for pipeline_parallel=1 only" in each.refused for each in refused)
+    assert ranks.largest == ("0.weight", 4 * 64)
+    fits = {plan.fits(each) for each in known}
+    assert fits <= {True, False}
+    assert plan.fits(known[0]) == (known[0].peak <= 1e-6 * 2**30)
+
+
+def test_operations_are_those_that_a_round_counts(job_file):
+    plan = plan_of(job_file, ("datacenter.accumulate=2", *RANKS), PlanOptions())
+    task = load_task(plan.job.task.source, {}, base=job_file.parent)
+    model = build_model(task, 0)
+    counted = count_flops(model, lambda: model(torch.ones(4, 4)))
+    assert plan.sides.datacenter.operations == counted == 3 * 2 * 4 * (4 * 16 + 16 * 3)
+
+
+def test_there_is_no_time_without_a_rate(job_file):
+    plan = plan_of(job_file, RANKS, PlanOptions())
+    assert [each.name for each in plan.step(plan.sides.datacenter)] == ["operations of a step"]
+    assert any("give the operations a second of a rank by --tflops" in x for x in plan.lines())
+    assert any("give its rate by --mbit" in x for x in plan.lines())
+    given = plan_of(job_file, RANKS, PlanOptions(tflops=1e-6, mbit=8.0))
+    found = figures(given.step(given.sides.datacenter))
+    assert found["time of a step"].value == pytest.approx(2688 / 1e6)
+    assert found["time of the run"].value == pytest.approx(10 * 50 * 2688 / 1e6)
+    devices = given.sides.devices
+    assert devices.link.value == (devices.received[0].value + devices.sent[0].value) / 1e6
+    slow = plan_of(job_file, (*RANKS, "time.least_rate=1000"), PlanOptions())
+    assert slow.sides.devices.link.most == (
+        (devices.received[0].value + devices.sent[0].highest) / 1000
+    )
+    assert "time.least_rate=1000" in slow.sides.devices.link.how
+
+
+def test_the_rate_of_this_machine_is_measured(job_file, monkeypatch):
+    monkeypatch.setattr(planning, "MEASURED_SECONDS", 0.05)
+    plan = plan_of(job_file, RANKS, PlanOptions(measure=True))
+    ranks = plan.sides.datacenter
+    assert 0 < ranks.rate < math.inf
+    assert not ranks.on_gpus
+    found = figures(plan.step(ranks))
+    assert found["time of a step"].value == ranks.operations / ranks.rate
+    assert found["rate"].how == "measured on this machine"
+
+
+def test_the_table_is_of_jobs_with_the_changes(job_file):
+    base = plan_of(job_file, (*RANKS, *DEVICES), PlanOptions())
+    rows = {each.name: each for each in base.changes}
+    assert {"as it is", "cohort x 2", "cohort / 2", "ranks x 2", "ZeRO 3"} <= rows.keys()
+    for name in ("cohort x 2", "updates of 3 bits", "ranks x 2", "ZeRO 3"):
+        row = rows[name]
+        task = load_task(base.job.task.source, {}, base=job_file.parent)
+        changed = with_changes(base.job, row.changes)
+        expected = JobPlan.of(changed, task, job_file.parent, PlanOptions()).changes[0]
+        assert row.figures == expected.figures, name
+    assert "secure_aggregation needs a quorum of at least 3" in rows["cohort / 2"].refused
+
+
+def test_adapters_are_all_that_is_exchanged(job_file):
+    base = plan_of(job_file, (*FEDERATED, "federated.secure_aggregation=false"), PlanOptions())
+    row = base.changes[-1]
+    down = figures(row.figures)["to devices"].value / (4 * 10)
+    header = base.sides.devices.received[0].value - 4 * (4 * 16 + 16 + 16 * 3 + 3)
+    assert down - 4 * 8 * (4 + 16 + 16 + 3) == pytest.approx(header, abs=300)
+
+
+REFUSED = [
+    ("strategy.policy=adaptative",),
+    ("federated.clients=2", "federated.cohort=4"),
+    ("federated.compression={bits=3}", "federated.compression.codec=none"),
+    ("exchange.exclude=['nothing.*']",),
+    ("federated.secure_aggregation=false", "federated.aggregation=nothing"),
+    ("privacy={mechanism='distributed', epsilon=1e-9, delta=1e-9}",),
+]
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_refusals_are_those_of_the_check(overrides, job_file):
+    overrides = (*FEDERATED, *overrides)
+    with pytest.raises(UserError) as checked:
+        check.callback(job_file, overrides, memory=False, ranks=None, device=None)
+    with pytest.raises(UserError) as planned:
+        plan_of(job_file, overrides, PlanOptions())
+    assert str(planned.value) == str(checked.value)
+
+
+def test_impossible_numbers_of_ranks_are_refused(job_file):
+    with pytest.raises(UserError, match=r"tensor_parallel=2 .*needs 2 ranks or a multiple"):
+        plan_of(job_file, ("datacenter.tensor_parallel=2",), PlanOptions(ranks=3))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"measure": True, "tflops": 1.0}, "leave one of them out"),
+        ({"measure": True, "device": "gpu"}, "says nothing of GPUs"),
+        ({"layouts": True}, "--layouts is about the ranks of a datacenter, and the job has none"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, sentence, job_file):
+    with pytest.raises(UserError, match=sentence):
+        plan_of(job_file, FEDERATED, PlanOptions(**options))
+
+
+def test_python_and_the_command_say_the_same(job_file):
+    arguments = [str(job_file), "--json", "--set", "rounds=3", "--ranks", "2", "--mbit", "5"]
+    found = CliRunner().invoke(plan_command, arguments, catch_exceptions=False)
+    table = json.loads(found.output)
+    assert isthmus.plan(job_file, ranks=2, mbit=5, rounds=3).to_json() == table
+    assert table["rounds"] == 3
+    text = CliRunner().invoke(plan_command, arguments[:1], catch_exceptions=False).output
+    assert text.startswith("table: 10 rounds; nothing was trained or booked\n")
