@@ -96,7 +96,7 @@ class PlannedLayout:
 
     @property
     def text(self) -> str:
-        """Its keys in words."""
+        """The keys of the layout in words."""
         return ", ".join(f"{key}={value}" for key, value in self.keys.items())
 
 
@@ -107,16 +107,16 @@ class PlannedRanks:
     ranks: int
     on_gpus: bool
     layout: PlannedLayout
-    """The job's."""
+    """Layout of the job."""
     others: Sequence[PlannedLayout] = ()
-    """All that so many ranks allow, the job's among them, by their peak; then those refused."""
+    """All layouts of so many ranks, the job's among them: by their peak, then those refused."""
     largest: tuple[str, int]
     """Name and bytes of the largest parameter of the model."""
     examples: int
-    """Of a step, on all ranks."""
+    """Examples of a step, on all ranks."""
     operations: float | None
     """Floating-point operations of one rank in a step; None if they are not known."""
     unknown: str = ""
-    """Why they are not."""
+    """Why the operations are not known."""
     rate: float | None = None
     """Operations per second that were measured; None if nothing was."""

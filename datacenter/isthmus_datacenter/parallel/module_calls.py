@@ -82,7 +82,7 @@ class _Call:
     follows_decision: bool
     """Whether Python read values, or drew random numbers, since the candidate called before."""
     always: bool = False
-    """Of a part: whether a candidate called it, and Python had done neither until then."""
+    """For a part: whether a candidate called it, and Python had done neither until then."""
 
 
 def find_units(
@@ -335,7 +335,7 @@ class _Recorder:
         self._random: object = None
         """State of Python's generator when the last candidate ended, or the model was called."""
         self._random_inside: object = None
-        """The same when the candidate that is being called began."""
+        """State of Python's generator when the candidate that is being called began."""
 
     def begin(self) -> None:
         self.passes.append([])

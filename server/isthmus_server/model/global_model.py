@@ -104,7 +104,7 @@ class GlobalModel:
         whole = self._module if outlined is None else outlined[0]
         assert whole is not None
         self.memory = ParameterMemory.of(whole, self.layout, self.personal)
-        """Of the model on a device."""
+        """Memory of the model on a device."""
         self.frozen = self._fill(outlined)
         """The fingerprint of what is not trained here, nor personal."""
         self.served_average = served_average

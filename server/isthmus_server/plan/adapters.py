@@ -24,12 +24,12 @@ class AdaptedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The frozen layer's, for code that reads it."""
+        """Weight of the frozen layer, for code that reads it."""
         return self.base.weight
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """Likewise."""
+        """Bias of the frozen layer, for code that reads it."""
         return self.base.bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -21,13 +21,13 @@ class PlannedDevices:
     cohort: list[Figure]
     """Updates wanted, updates needed, devices invited."""
     received: list[Figure]
-    """Of one device in a round."""
+    """Bytes to one device in a round."""
     sent: list[Figure]
-    """Likewise; the first round, and later ones if they differ."""
+    """Bytes from one device in the first round, and in later ones if they differ."""
     run: list[Figure]
     """Bytes to and from all invited devices, if every round is federated."""
     memory: list[Figure]
-    """Of one device, at least."""
+    """Memory of one device, at least."""
     link: Figure | None
     """Seconds of one device in a round; None without a rate."""
     notes: list[str]

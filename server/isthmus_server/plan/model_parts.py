@@ -9,7 +9,7 @@ from isthmus.job import Job
 from isthmus.task import Task
 from isthmus.task.scoring import build_model
 from isthmus.task.scoring.building import build_without_memory
-from isthmus.task.scoring.frozen_form import smaller_type
+from isthmus.task.scoring.frozen_form import ParameterMemory, check_types, smaller_types
 from isthmus.tensors.division import Division, divide
 
 
@@ -33,14 +33,11 @@ class ModelParts:
         built = build_without_memory(task, job.seed)
         model = build_model(task, job.seed) if built is None else built
         division = divide(model, job.exchange, on_device=True, unfilled=built is not None)
-        small = smaller_type(job.federated.frozen_dtype)
-        parameters = sum(each.numel() * each.element_size() for each in model.buffers())
-        gradients = 0
-        for each in model.parameters():
-            size = each.element_size()
-            if each.requires_grad:
-                gradients += each.numel() * size
-            elif small is not None:
-                size = min(size, small.itemsize)
-            parameters += each.numel() * size
+        choice = job.federated.frozen_dtype
+        if choice != "float32":
+            check_types(smaller_types(model, choice), choice)
+        memory = ParameterMemory.of(model, division.exchanged, division.personal)
+        buffers = sum(each.nbytes for each in model.buffers())
+        gradients = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+        parameters = buffers + memory.frozen[choice] + memory.trained
         return cls(division=division, parameters=parameters, gradients=gradients)

@@ -32,7 +32,7 @@ class PlanOptions:
     """What `isthmus plan` is asked for besides the job."""
 
     ranks: int | None = None
-    """Of the datacenter; None for those of the job."""
+    """Ranks of the datacenter; None for those of the job."""
     device: str | None = None
     """`gpu` or `cpu`, what the ranks are; None for `gpu`, and with `measure` for `cpu`."""
     layouts: bool = False

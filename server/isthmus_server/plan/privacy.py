@@ -1,4 +1,4 @@
-"""Whose privacy a job spends, by the accountants of its ledgers."""
+"""The privacy that a job spends, and whose, by the accountants of its ledgers."""
 
 from __future__ import annotations
 

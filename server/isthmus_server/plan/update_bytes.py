@@ -35,7 +35,7 @@ class PlannedNoise:
 
     @classmethod
     def of(cls, job: Job) -> PlannedNoise | None:
-        """That of a job; None without `[privacy]`.
+        """The noise of a job; None without `[privacy]`.
 
         Raises:
             JobError: no noise meets the budget.

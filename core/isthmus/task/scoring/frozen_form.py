@@ -147,9 +147,9 @@ class ParameterMemory:
     """Bytes of a model's parameters on a device."""
 
     frozen: Mapping[str, int]
-    """Of what is not trained, by each `federated.frozen_dtype` that the model can have."""
+    """Bytes of what is not trained, by each `federated.frozen_dtype` that the model can have."""
     trained: int
-    """Of what is trained, without gradients."""
+    """Bytes of what is trained, without gradients."""
 
     @classmethod
     def of(cls, model: nn.Module, *trained: TensorLayout) -> ParameterMemory:
@@ -367,7 +367,7 @@ class _InFloat32(TorchFunctionMode):
         super().__init__()
         self._read = read
         self._names = names
-        """Of the parameters, by their identity."""
+        """Names of the parameters, by their identity."""
         self.unreadable: JobError | None = None
         """Why a parameter could not be read."""
 

@@ -64,7 +64,7 @@ class RangedSum:
     group: str
     """The group that is summed; empty for any devices."""
     drawn: RandomGroup | None = None
-    """This group, if a lottery has drawn it."""
+    """The same group, if a lottery has drawn it."""
     compared: bool = False
     """Whether a robust rule compares the sum with others, and can leave it out."""
     ranges: RoundConfig

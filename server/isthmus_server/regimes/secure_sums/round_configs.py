@@ -59,7 +59,7 @@ class NoiseOfRun(Protocol):
 
     @property
     def plan(self) -> NoisePlan:
-        """Of all rounds."""
+        """Plan of the noise of all rounds."""
         ...
 
     @property
@@ -73,22 +73,22 @@ class SumsOfRun(Protocol):
 
     @property
     def run_id(self) -> str:
-        """Of the run."""
+        """ID of the run."""
         ...
 
     @property
     def job(self) -> Job:
-        """Of the run."""
+        """Job of the run."""
         ...
 
     @property
     def layout(self) -> TensorLayout:
-        """Of the model."""
+        """Layout of what is exchanged of the model."""
         ...
 
     @property
     def privacy(self) -> NoiseOfRun | None:
-        """Of a job with `[privacy]`."""
+        """Noise of a job with `[privacy]`; None without."""
         ...
 
     @property
