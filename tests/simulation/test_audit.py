@@ -70,7 +70,7 @@ FAULTS = [
     (faults.round_without_noise, (*GAUSSIAN, "rounds=8"), 100),
     (faults.weaker_steps, EXAMPLES, 700),
     (faults.repeated_steps, EXAMPLES, 700),
-    (faults.step_without_noise, (*EXAMPLES, "federated.batch_size=100"), 700),
+    (faults.step_without_noise, (*EXAMPLES, "federated.batch_size=100"), 3000),
     (faults.long_gradients, EXAMPLES, 700),
     (faults.unlimited_devices, (*EXAMPLES, "rounds=4", "federated.privacy.noise=0.85"), 700),
     (faults.frequent_examples, EXAMPLES, 700),

@@ -64,7 +64,7 @@ class RangedSum:
     group: str
     """The group that is summed; empty for any devices."""
     drawn: RandomGroup | None = None
-    """The same group, if a lottery has drawn it."""
+    """Group of the lottery, if one has drawn it."""
     compared: bool = False
     """Whether a robust rule compares the sum with others, and can leave it out."""
     ranges: RoundConfig
