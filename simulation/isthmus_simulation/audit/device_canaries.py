@@ -47,6 +47,8 @@ _LARGEST_ELEMENT = 0.9
 """Of an update before it is clipped, over the bound: a larger one may be refused with the sum."""
 _LEAST_NOISE = 1 / 16
 """Of that of the round with most: less is not told apart from it."""
+_LESS_NOISE = 0.5
+"""Of that: a round with as much is not weighted by it."""
 MEMORY = 2 << 30
 """Bytes of the updates of a run's canaries."""
 
@@ -199,7 +201,9 @@ def _deviations(seen: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
     largest = float(medians.nan_to_num().max())
     if not largest:
         return torch.ones_like(medians)
-    return medians.nan_to_num(largest).clamp(min=_LEAST_NOISE * largest)
+    # Rounds that are nearly alike count the same: noise that repeats itself cancels only then.
+    less = medians.nan_to_num(largest).clamp(min=_LEAST_NOISE * largest)
+    return torch.where(less < _LESS_NOISE * largest, less, largest)
 
 
 def _mixing(coefficients: object, rows: int) -> torch.Tensor:
