@@ -48,6 +48,8 @@ _LARGEST_ELEMENT = 0.9
 may be refused with the sum."""
 _LEAST_NOISE = 1 / 16
 """Least noise of a round, as a part of that of the round with most: less is not told apart."""
+_LESS_NOISE = 0.5
+"""Noise of a round, as a part of the same, from which on it is not weighted by its noise."""
 MEMORY = 2 << 30
 """Bytes of the updates of a run's canaries."""
 
@@ -205,7 +207,9 @@ def _deviations(seen: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
     largest = float(medians.nan_to_num().max())
     if not largest:
         return torch.ones_like(medians)
-    return medians.nan_to_num(largest).clamp(min=_LEAST_NOISE * largest)
+    # Rounds that are nearly alike count the same: noise that repeats itself cancels only then.
+    less = medians.nan_to_num(largest).clamp(min=_LEAST_NOISE * largest)
+    return torch.where(less < _LESS_NOISE * largest, less, largest)
 
 
 def _mixing(coefficients: object, rows: int) -> torch.Tensor:
