@@ -27,21 +27,24 @@ class ChangedPlan:
     """Keys of the job and their values; empty for the job itself."""
     figures: list[Figure] = dataclasses.field(default_factory=list)
     refused: str = ""
-    """Why the job cannot be changed so."""
+    """Why the job cannot be changed so, or the memory of a rank is not known."""
 
     @classmethod
     def of(cls, name: str, changes: Mapping[str, Any], sides: Sides) -> ChangedPlan:
         """Pick the main figures of all sides."""
         figures = []
+        refused = ""
         ranks = sides.datacenter
-        if ranks is not None and ranks.layout.peak:
+        if ranks is not None and not ranks.layout.peak:
+            refused = f"memory of a rank: {ranks.layout.refused}"
+        elif ranks is not None:
             figures.append(Figure("peak of a rank", ranks.layout.peak, "bytes", FAKE))
         if sides.devices is not None:
             down, up = sides.devices.run
             figures += [down, up]
         figures += sides.privacy
         figures += sides.cost[-1:]
-        return cls(name=name, changes=changes, figures=figures)
+        return cls(name=name, changes=changes, figures=figures, refused=refused)
 
     def to_json(self) -> dict[str, Any]:
         """All of it."""

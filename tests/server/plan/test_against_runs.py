@@ -93,3 +93,20 @@ async def test_hybrid_rounds_cost_what_their_receipts_do(run_with_datacenter, tm
     assert [figure.name for figure in plan.sides.cost] == ["all rounds hybrid"]
     spent = sum(record.cost.price for record in read_report(store).rounds)
     assert plan.sides.cost[0].value == pytest.approx(spent)
+
+
+async def test_hybrid_rounds_with_transfer_send_the_gradient_too(run_with_datacenter, tmp_path):
+    _, coordinator, _ = await run_with_datacenter(
+        "strategy.policy=hybrid", "strategy.merge=transfer", "datacenter.steps=4", "rounds=2"
+    )
+    await coordinator.run()
+    devices = planned(coordinator.store.job, tmp_path).sides.devices
+    receipts = [
+        receipt
+        for record in read_report(coordinator.store).rounds
+        for receipt in record.receipts
+        if receipt.regime == "federated"
+    ]
+    assert {receipt.bytes_out for receipt in receipts} == {devices.received[-1].value}
+    down = sum(receipt.bytes_out for receipt in receipts)
+    assert devices.run[0].value <= down <= devices.run[0].highest
