@@ -73,7 +73,8 @@ def test_the_page_has_every_group_that_is_registered():
     groups = set(
         re.findall(r'entry-points\."(isthmus\.\w+)"', (ROOT / "pyproject.toml").read_text())
     )
-    ours = {"commands", "privacy_commands", "doctor", "python", "checks", "federated_extensions"}
+    ours = {"commands", "privacy_commands", "doctor", "python", "checks", "plans"}
+    ours |= {"federated_extensions"}
     ours |= {"app_checks", "device_work", "run_loops"}  # of one framework, with a table in the job
     expected = groups - {f"isthmus.{name}" for name in ours} | {"isthmus.policies"}
     assert set(re.findall(r"^\| `(isthmus\.\w+)` \|", PAGE, re.M)) == expected
