@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -202,7 +203,8 @@ def test_a_device_without_the_memory_declines_and_says_so_to_the_operator(tmp_pa
         fleet.kill("phone-0")
         policy = tmp_path / "phone-0" / "policy.toml"
         policy.write_text("memory_mb = 128\n" + policy.read_text())
-        command = ["isthmus", "client", "start", "--state", "phone-0", "--tasks", "tasks"]
+        program = str(Path(sys.executable).with_name("isthmus"))
+        command = [program, "client", "start", "--state", "phone-0", "--tasks", "tasks"]
         with subprocess.Popen(command, cwd=tmp_path) as device:
             try:
                 fleet.submit("job.toml")
