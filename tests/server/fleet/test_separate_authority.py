@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import re
 import socket
 import stat
@@ -34,10 +35,18 @@ from isthmus_server.fleet.registry import Registry
 from isthmus_server.service.server import BalancerListener, ControlPlaneServer
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_ports(count):
+    """The first of some free ports in a row.
+
+    They are below those that the system gives to connections, of which other tests have hundreds:
+    what has ended here begins again at the same ports.
+    """
+    while True:
+        first = random.randrange(20_000, 32_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 class SeparateFleet:
@@ -45,20 +54,19 @@ class SeparateFleet:
 
     def __init__(self, folder, serves=None):
         self.folder = folder
-        self.port = free_port()
+        self.port = free_ports(4)  # each process has two, for what has joined and for joining
         initialise(folder / "authority", ["localhost"], serves or f"localhost:{self.port}")
         self.authority = None
         self.connections = []
         self.stack = contextlib.AsyncExitStack()
         self.authority_stack = contextlib.AsyncExitStack()
-        self.authority_port = 0
+        self.authority_port = self.port + 2
 
     async def start_authority(self):
         self.authority = AuthorityService(self.folder / "authority")
         await self.authority_stack.enter_async_context(
             self.authority.listening("127.0.0.1", self.authority_port)
         )
-        self.authority_port = self.authority.port
         self.url = f"localhost:{self.authority.join_port}"
 
     def token(self, name, kind="client"):
@@ -128,7 +136,7 @@ async def test_an_authority_may_name_the_balancer_before_its_server(tmp_path):
     """Devices join at the authority itself, and reach the server through the balancer."""
     folder = tmp_path / "nginx"
     folder.mkdir()
-    port = free_port()
+    port = free_ports(1)
     url = f"wss://localhost:{port}/isthmus"
     separate = SeparateFleet(tmp_path, url)
     await separate.start_authority()
