@@ -183,11 +183,12 @@ def arbitrary(descriptor):
             if draw(st.booleans()):
                 continue
             if field.message_type is not None and field.message_type.GetOptions().map_entry:
-                value = field.message_type.fields_by_name["value"].message_type
-                if value is None:
-                    getattr(message, field.name)["loss"] = draw(st.floats())
+                value = field.message_type.fields_by_name["value"]
+                if value.message_type is None:
+                    getattr(message, field.name)["loss"] = draw(scalars[value.type])
                 else:
-                    getattr(message, field.name)["loss"].MergeFrom(draw(arbitrary(value)))
+                    filled = draw(arbitrary(value.message_type))
+                    getattr(message, field.name)["loss"].MergeFrom(filled)
             elif field.message_type is not None and field.is_repeated:
                 getattr(message, field.name).add().MergeFrom(draw(arbitrary(field.message_type)))
             elif field.message_type is not None:
