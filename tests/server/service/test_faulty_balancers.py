@@ -32,6 +32,10 @@ def opening(head):
     )
 
 
+# On a loaded machine a socket of what ends here is closed by its collection only.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+
+
 class FaultyBalancer:
     """Ends TLS on loopback, and answers each request with some bytes."""
 
