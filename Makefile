@@ -1,6 +1,6 @@
 # make demo   install everything and run the main example on this machine
 # make test   linters, types and all tests; what this machine lacks is skipped by name
-# make check  linters, types and the fast tests, in less than two minutes
+# make check  linters, types and the fast tests, in about three minutes
 # make docs   the documentation site in build/site; broken links and references are errors
 # make ci     constraints, test, docs and the oldest Python, as in continuous integration
 # make constraints  resolve the versions of constraints.txt anew, from the package registry alone
