@@ -89,7 +89,8 @@ def test_no_private_dialogue_is_in_two_places(project):
 def test_padding_changes_no_loss(project):
     job, task = loaded(project)
     rows = sorted(task.local_data(DATACENTER), key=lambda row: len(row[0]))
-    short, long = rows[0], rows[-1]
+    short = rows[0]
+    long = rows[-1]
     assert len(short[0]) < len(long[0])
     model = build_start_model(task, job, project)
 
