@@ -1,14 +1,16 @@
 # make demo   install everything and run the main example on this machine
 # make test   linters, types and all tests; what this machine lacks is skipped by name
-# make check  linters, types and the fast tests, in about three minutes
+# make check  linters, types and the fast tests, in about two minutes
 # make docs   the documentation site in build/site; broken links and references are errors
 # make ci     constraints, test, docs and the oldest Python, as in continuous integration
 # make constraints  resolve the versions of constraints.txt anew, from the package registry alone
 # make pairs  checkpoint conversion between every pair of datacenter layouts
 # make chaos  ten minutes of faults for each of SEEDS, by default "1 2 3 4 5"; MINUTES changes the time
 # make crash-sweep  kill each process before and after each of its durable steps
+# make networks  a fleet behind proxies and balancers, on slow and broken links; takes about an hour
+# make ray       datacenters and simulations on a cluster of Ray; installs it
 # make corruption  200 damages to each file of runs, devices and servers; takes about half an hour
-# make benchmarks  every script of benchmarks/ with --quick, as one table with targets; takes about a quarter of an hour
+# make benchmarks  every script of benchmarks/ with --quick, as one table with targets; takes about half an hour
 # make coverage  the tests under coverage; at least 90 % of the product's code
 
 PYTHON ?= python3
@@ -33,7 +35,7 @@ test check test-jobs coverage: export OMP_WAIT_POLICY = passive
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check packages docs ci oldest test-jobs constraints constraints-check pairs chaos crash-sweep corruption coverage benchmarks lint format proto clean
+.PHONY: help demo test check packages docs ci oldest test-jobs constraints constraints-check pairs chaos crash-sweep networks ray corruption coverage benchmarks lint format proto clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -75,19 +77,25 @@ demo: $(VENV)/ready
 test: $(VENV)/ready-dev packages lint
 	@$(BIN)/pytest -q $(TOGETHER)
 
-# No processes, no whole jobs, no rounds with secure sums, nothing that waits, no statistics of noise:
-# what fails first after most changes.
-FAST := core privacy server clients datacenter simulation chaos flower tests/core tests/clients/training \
-  $(addprefix tests/privacy/,compression crypto dp_sgd secagg) $(addprefix tests/flower/,hosted test_messages.py) \
-  $(addprefix tests/server/,model regimes storage strategy transport test_checks.py test_commands.py) \
-  $(addprefix tests/,docs/test_language.py docs/test_site.py test_deployment.py test_repository.py test_setup.py) \
-  $(addprefix --ignore=tests/core/,integrations system/test_private_files.py start/test_distributed_checkpoint.py) \
-  $(addprefix --ignore=tests/privacy/,crypto/test_refusal.py dp_sgd/test_renyi.py) \
-  $(addprefix --ignore=tests/privacy/secagg/test_,rounds.py opened_sums.py known_attacks.py) \
-  $(addprefix --ignore=tests/server/,regimes/secure_sums transport/test_leases.py) \
-  $(addprefix --ignore=tests/server/regimes/test_,slow_transfers.py lying_about_vectors.py lying_server.py)
+# What fails first after most changes.
+FAST := core privacy server clients datacenter simulation chaos flower $(addprefix tests/,core clients/training \
+  privacy/compression privacy/crypto privacy/dp_sgd privacy/secagg flower/hosted flower/test_messages.py \
+  server/model server/regimes server/storage server/strategy server/transport server/test_commands.py \
+  docs/test_language.py docs/test_site.py test_deployment.py test_repository.py test_setup.py)
+# Processes, whole jobs, rounds with secure sums, what waits, and statistics of noise are no fast tests.
+SLOW := $(addprefix core/,integrations projects system/test_private_files.py task/test_packed_text.py \
+    start/test_distributed_checkpoint.py start/test_loading.py) \
+  $(addprefix clients/training/,test_frozen_form.py test_local_run.py test_examples_account.py \
+    test_private_steps.py) \
+  $(addprefix privacy/,crypto/test_refusal.py dp_sgd/test_renyi.py dp_sgd/test_kept_state.py \
+    secagg/test_rounds.py secagg/test_opened_sums.py secagg/test_known_attacks.py) \
+  $(addprefix server/regimes/,secure_sums test_slow_transfers.py test_lying_about_vectors.py \
+    test_lying_server.py test_buffered.py test_withholding.py test_encoded_updates.py \
+    aggregation/test_rule_extension.py) \
+  $(addprefix server/storage/,test_signed_sums_check.py test_fence.py test_audit.py test_recovery.py) \
+  $(addprefix server/,strategy/test_limits.py transport/test_leases.py transport/test_check_ins.py)
 check: $(VENV)/ready-dev lint
-	@$(BIN)/pytest -q $(TOGETHER) $(FAST)
+	@$(BIN)/pytest -q $(TOGETHER) $(FAST) $(addprefix --ignore=tests/,$(SLOW))
 
 # Works offline and sends no telemetry; the variable turns the theme's banner off.
 docs: $(VENV)/ready-dev
@@ -124,7 +132,7 @@ constraints-check: $(VENV)/ready
 # PyTorch keeps its version, and the packages of its build for CUDA are not pinned.
 constraints:
 	@$(PYTHON) -m venv --clear $(RESOLVED)
-	@$(BARE_PIP) $(RESOLVED)/bin/pip install --quiet --no-compile "$$(grep ^torch== constraints.txt)" '.[dev,float8]'
+	@$(BARE_PIP) $(RESOLVED)/bin/pip install --quiet --no-compile "$$(grep ^torch== constraints.txt)" '.[dev,float8,ray]'
 	@{ head -n 1 constraints.txt; $(RESOLVED)/bin/pip freeze --exclude isthmus \
 	  | grep -Ev '^(nvidia-|cuda-|triton)'; } > build/constraints.txt
 	@mv build/constraints.txt constraints.txt
@@ -151,6 +159,23 @@ crash-sweep: $(VENV)/ready
 	@$(SWEEP) $(FEDERATED)
 	@$(SWEEP) --datacenters 2 --set datacenter.ranks=1 --set datacenter.steps=5 \
 	  --set 'strategy.schedule=[{regime="datacenter",rounds=1},{regime="hybrid",rounds=1}]'
+
+# `make test` tries two of the networks, and what the files below have; this tries all, with a model of 20 MB
+# at 1 Mbit/s, and prints a line for each. Proxies and balancers have tests of their own.
+NETWORKS := tests/end_to_end/test_networks.py
+ROADS := $(addprefix tests/end_to_end/test_,proxies.py balancer.py addresses.py several_hosts.py) \
+  $(addprefix tests/server/service/test_,proxies.py balancers.py ending_balancers.py faulty_balancers.py)
+NETWORK_PACKAGES := nginx:nginx-light nginx:libnginx-mod-stream squid:squid tinyproxy:tinyproxy
+networks: $(VENV)/ready-dev packages
+	@$(BIN)/pytest -q $(ROADS)
+	@ISTHMUS_TEST_NETWORKS=all $(BIN)/pytest -q -s $(NETWORKS)
+networks: PACKAGES += $(NETWORK_PACKAGES)
+
+# Ray's nodes take a minute to start, and it is a large package.
+ray: $(VENV)/ready-dev
+	@$(INSTALL) -e '.[ray]' $(OR_SAY_WHY)
+	@$(BIN)/pytest -q $(TOGETHER) tests/datacenter/launch tests/simulation/test_cluster_launch.py
+
 # `make test` damages each file a few times; this damages it 200 times and prints the outcomes.
 corruption: $(VENV)/ready-dev
 	@ISTHMUS_TEST_CORRUPTION=200 $(BIN)/pytest -q -s tests/end_to_end/test_corruption.py

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from harness import command_line, figures
+from harness import code_of_tests, command_line, figures
 from harness.figures import Target
 from regime_simulation.readers import MNIST_FILES
 
@@ -40,7 +40,7 @@ from isthmus_simulation.run import Simulation
 from isthmus_simulation.virtual_time import VirtualTimeLoop
 
 # The faults are also those of the tests.
-sys.path.append(str(Path(__file__).parents[1]))
+code_of_tests.make_importable()
 
 LETTERS_FILE = "letter-recognition.data"
 HARNESS = Path(__file__).parent / "harness"

@@ -1,7 +1,6 @@
 """Draws the screenshots of docs/console.md: a run with made-up figures, in a real Chromium.
 
-Run `PYTHONPATH=. python benchmarks/console_screenshots.py` in the repository's root. It needs
-Debian's `chromium`.
+`python benchmarks/console_screenshots.py` needs Debian's `chromium`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import tempfile
 import threading
 from pathlib import Path
 
+from harness import code_of_tests
 from playwright.sync_api import sync_playwright
-from tests.server.read.console.filled_runs import filled_run
 
 from isthmus.job import load_job
 from isthmus_server.read.console.serving import ConsoleListener
@@ -26,6 +25,9 @@ SHOTS = (("run", "/runs/digits", "light", 1050), ("round", "/runs/digits/rounds/
 
 
 def main() -> None:
+    code_of_tests.make_importable()
+    from tests.server.read.console.filled_runs import filled_run
+
     chromium = shutil.which("chromium")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -23,12 +23,16 @@ nothing (`device_fleet/devices.py`). All processes share the cores of this machi
  4. Cut connections. A round of one device whose connection is cut at chunk boundaries in both
     directions (`device_fleet/interruptions.py`): bytes transferred over the size of the blob.
     Restarting from byte 0 after each cut would transfer cuts / 2 times the blob.
- 5. A large model. Two rounds of 250M float32 parameters with four devices; each receives the whole
+ 5. Check-ins. A million devices of which 10,000 are connected at a time, in virtual time, with the
+    code that decides in the server and on the devices (`device_fleet/check_ins.py`): most
+    connections in one second of two days, with an hour without a server.
+ 6. A large model. Two rounds of 250M float32 parameters with four devices; each receives the whole
     model and sends an update of full size. The server's peak memory (the kernel's VmHWM) minus its
     memory after a small job, over the size of the model.
 
 Figures: `bytes_per_idle_connection`, `broadcast_over_floor`, `storm_seconds/<devices>`,
-`resumed_over_content/<down|up>`, `large_model_peak_over_model`.
+`resumed_over_content/<down|up>`, `enrolled/<devices>` (connections in the busiest second),
+`large_model_peak_over_model`.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from device_fleet import socket_floor
+from device_fleet.check_ins import simulate
 from device_fleet.devices import DeviceProcesses, Status, value
 from device_fleet.interruptions import resume
 from device_fleet.server import BenchmarkServer, kill, report, stable_memory
@@ -58,6 +63,8 @@ HELD = 4
 TARGETS = {
     "bytes_per_idle_connection": Target(at_most=80_000),
     "broadcast_over_floor": Target(at_most=3),
+    # What a server accepts in a second, see `isthmus_server.transport.check_ins`.
+    "enrolled/1000000": Target(at_most=100),
     # The memory for loading PyTorch is a larger part of that for a smaller model.
     "large_model_peak_over_model": Target(at_most=2.5, full_size=True),
 }
@@ -75,6 +82,8 @@ class Sizes:
     storm: int = 1000
     wire_parameters: int = 2_000_000
     wire_every: int = 1
+    enrolled: int = 1_000_000
+    connected: int = 10_000
     large_parameters: int = 250_000_000
     processes: int = 2
     """Processes that simulate devices."""
@@ -87,6 +96,8 @@ QUICK = Sizes(
     rounds=3,
     storm=100,
     wire_every=8,
+    enrolled=100_000,
+    connected=1000,
     large_parameters=25_000_000,
 )
 SMOKE = Sizes(
@@ -97,6 +108,8 @@ SMOKE = Sizes(
     rounds=1,
     storm=6,
     wire_parameters=80_000,
+    enrolled=500,
+    connected=20,
     large_parameters=1000,
     processes=1,
 )
@@ -113,11 +126,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "broadcast": broadcast,
         "storm": storm,
         "wires": wires,
+        "enrolled": enrolled,
         "large": large,
     }
 
     def more(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--only", choices=parts, help="run one of the five measurements")
+        parser.add_argument("--only", choices=parts, help="run one of the measurements")
 
     options = command_line.options(__doc__ or "", argv, more)
     sizes = command_line.of_size(options, full=Sizes(), quick=QUICK, smoke=SMOKE)
@@ -283,6 +297,22 @@ def wires(sizes: Sizes) -> Result:
             f"{size / 1e6:.0f} MB each way over a connection cut {proxy.cuts} times",
             f"{down:.2f}x down, {up:.2f}x up",
             f"of the blob; with restarts from byte 0 about {proxy.cuts / 4:.0f}x",
+        )
+    ]
+
+
+def enrolled(sizes: Sizes) -> Result:
+    """Simulate the check-ins of a large fleet."""
+    days = simulate(sizes.enrolled, sizes.connected, 3600.0)
+    if days.connected > sizes.connected:
+        raise RuntimeError(f"{days.connected} devices were connected, not {sizes.connected}")
+    return {f"enrolled/{sizes.enrolled}": float(days.busiest)}, [
+        (
+            f"{sizes.enrolled} enrolled, {sizes.connected} connected, busiest second",
+            f"{days.busiest} connections",
+            f"{days.mean:.1f} a second on average; after an hour without a server all places are "
+            f"taken in {days.outage_back_seconds:.0f} s; at most {days.waits:.1f} h between two "
+            "check-ins",
         )
     ]
 

@@ -3,8 +3,10 @@
 Llama 3's configurations of 8B and 70B parameters on 64 and 1,024 GPUs, with `zero_stage = 3`,
 AdamW and one sequence at a time. Nothing is trained, and no rank is there.
 
-A small Llama in 24 layouts is also distributed over real ranks, which count the tensors of a step;
-the reported peak is divided by that of the rank that has most.
+A small Llama, the same with most of it frozen, and a small Mixtral are also distributed over two
+and four real ranks, in 41 layouts. They count the tensors of a step; the reported peak is divided
+by that of the rank that has most. Tokens are reported as if they were spread evenly over experts,
+and go where the router sends them on the ranks.
 
     python benchmarks/memory_report.py --quick
 
@@ -45,31 +47,47 @@ TARGETS = {
     "reported_over_real/*": Target(at_least=0.95, at_most=1.05),
 }
 Layout = Mapping[str, Any]
-"""Keys of [datacenter]; `ranks` among them."""
+"""Keys of [datacenter], `ranks` among them; and the name of another task than `Llama`."""
 
 
 def _layouts() -> dict[str, Layout]:
+    sequence = {"tensor_parallel": 2, "sequence_parallel": True}
+    pipeline = {"pipeline_parallel": 2}
     two: list[Layout] = [
-        *({"ranks": 2, "zero_stage": stage} for stage in range(4)),
-        {"ranks": 2, "zero_stage": 0, "tensor_parallel": 2},
-        {"ranks": 2, "zero_stage": 0, "tensor_parallel": 2, "sequence_parallel": True},
-        {"ranks": 2, "zero_stage": 0, "context_parallel": 2},
-        {"ranks": 2, "zero_stage": 3, "checkpoint_activations": True},
+        *({"zero_stage": stage} for stage in range(4)),
+        {"tensor_parallel": 2},
+        sequence,
+        {"context_parallel": 2},
+        {"zero_stage": 3, "checkpoint_activations": True},
+        *({**pipeline, "schedule": each} for each in ("gpipe", "1f1b", "interleaved")),
+        {"task": "AdaptedLlama", "zero_stage": 3},
+        {"task": "Mixtral", "expert_parallel": 2},
     ]
     four: list[Layout] = [
-        *({"ranks": 4, "zero_stage": stage} for stage in range(4)),
-        *({"ranks": 4, "zero_stage": stage, "tensor_parallel": 2} for stage in range(4)),
-        *(
-            {"ranks": 4, "zero_stage": stage, "tensor_parallel": 2, "sequence_parallel": True}
-            for stage in (1, 3)
-        ),
-        *({"ranks": 4, "zero_stage": stage, "context_parallel": 2} for stage in (0, 3)),
-        {"ranks": 4, "zero_stage": 0, "tensor_parallel": 4},
-        {"ranks": 4, "zero_stage": 2, "shard_groups": 2},
-        {"ranks": 4, "zero_stage": 1, "accumulate": 2},
-        {"ranks": 4, "zero_stage": 2, "checkpoint_activations": "operators"},
+        *({"zero_stage": stage} for stage in range(4)),
+        *({"zero_stage": stage, "tensor_parallel": 2} for stage in range(4)),
+        *({"zero_stage": stage, **sequence} for stage in (1, 3)),
+        *({"zero_stage": stage, "context_parallel": 2} for stage in (0, 3)),
+        {"tensor_parallel": 4},
+        {"zero_stage": 2, "shard_groups": 2},
+        {"zero_stage": 1, "accumulate": 2},
+        {"zero_stage": 2, "checkpoint_activations": "operators"},
+        *({"zero_stage": stage, **pipeline} for stage in range(4)),
+        {**pipeline, "tensor_parallel": 2},
+        {**pipeline, **sequence},
+        {**pipeline, "context_parallel": 2},
+        {"pipeline_parallel": 4},
+        {"task": "AdaptedLlama", **pipeline, "zero_stage": 3},
+        {"task": "Mixtral", "expert_parallel": 2, "zero_stage": 3},
+        {"task": "Mixtral", "expert_parallel": 4},
+        {"task": "Mixtral", "expert_parallel": 2, **pipeline},
     ]
-    return {_name(each): each for each in (*two, *four)}
+    layouts = [
+        {"ranks": ranks, "zero_stage": 0, **each}
+        for ranks, group in ((2, two), (4, four))
+        for each in group
+    ]
+    return {_name(each): each for each in layouts}
 
 
 def _name(layout: Layout) -> str:
@@ -163,8 +181,14 @@ def _real_peaks(rank: int, layouts: list[Layout]) -> list[int]:
 
 def _prepared(layout: Layout) -> tuple[Job, Task, list[Any]]:
     """The job of a small Llama in a layout, its task, and the rows of a step of a replica."""
-    changes: dict[str, object] = {f"datacenter.{key}": value for key, value in layout.items()}
-    changes |= {"datacenter.batch_size": 2, "task.settings": {"size": "small", "length": 32}}
+    changes: dict[str, object] = {
+        f"datacenter.{key}": value for key, value in layout.items() if key != "task"
+    }
+    changes |= {
+        "datacenter.batch_size": 4,
+        "task.source": f"llama_task.py:{layout.get('task', 'Llama')}",
+        "task.settings": {"size": "small", "length": 32},
+    }
     job = with_changes(load_job(JOB), changes)
     task = load_task(job.task.source, job.task.settings, base=JOB.parent)
     data: Any = task.local_data(Participant(name="datacenter", regime="datacenter"))

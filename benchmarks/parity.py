@@ -37,13 +37,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from harness import command_line, figures
+from harness import code_of_tests, command_line, figures
 from harness.figures import Target
 
 from isthmus.errors import UserError
 
 # The comparison is also what the tests use.
-sys.path.append(str(Path(__file__).parents[1]))
+code_of_tests.make_importable()
 if TYPE_CHECKING:
     from tests.parity.comparison import Result
 

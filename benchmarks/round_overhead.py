@@ -21,15 +21,25 @@ measured. The little that it misses belongs to processes that Flower starts and 
 
 "0" means one parameter with one element in both systems: an empty model cannot be trained.
 
+The floor of a round is printed, too: the least time in which this machine copies, hashes and writes
+the bytes that a round has (`harness/floor.py`). These rounds are not encrypted, and no part of the
+floor is for that.
+
 With `--observed`, rounds of Isthmus are compared with other rounds of the same run: blocks of
 rounds with a JSON log and metrics, scraped once a second, alternate with blocks that are shown on
 the console (`harness/alternating.py`). The ratio is that of the medians; the first round of a block
 is dropped.
 
+With `--signed`, secure rounds that keep what devices have signed, of which `isthmus prove` makes a
+transcript, are compared in the same way with secure rounds of the same run that keep nothing
+(`harness/alternating_signatures.py`).
+
 Figures: `speedup/<params>/<clients>` (wall time of Flower over Isthmus),
 `cpu_ratio/<params>/<clients>` (CPU time of Flower over Isthmus), and for the largest model
-`speedup_by_messages/<params>/<clients>` and `cpu_ratio_by_messages/<params>/<clients>`; with
-`--observed`, `observed/<params>/<clients>` (wall time with over without).
+`speedup_by_messages/<params>/<clients>`, `cpu_ratio_by_messages/<params>/<clients>`,
+`over_floor/files/<params>/<clients>` and `over_floor/messages/<params>/<clients>` (wall time over
+the floor); with `--observed`, `observed/<params>/<clients>` (wall time with over without); with
+`--signed`, `signed/<params>/<clients>` (the same).
 """
 
 from __future__ import annotations
@@ -53,6 +63,7 @@ from pathlib import Path
 from harness import command_line, figures, flower_runtime
 from harness.alternating import BLOCK, is_observed
 from harness.figures import Target
+from harness.floor import Floor, Rates
 from harness.processes import ISTHMUS, ProcessTree, Program, free_port, isthmus, started
 
 HARNESS = Path(__file__).parent / "harness"
@@ -71,6 +82,10 @@ class Size:
 SIZES = (Size("0", 1, 9, 200), Size("1M", 1_000_000, 9, 60), Size("25M", 25_000_000, 7, 15))
 OBSERVED_SIZES = (Size("0", 1, 0, 2000), Size("1M", 1_000_000, 0, 400))
 """For `--observed`."""
+SIGNED_SIZES = (Size("0", 1, 0, 1000), Size("1M", 1_000_000, 0, 400))
+"""For `--signed`."""
+LEAST_SECURE = 3
+"""Fewest devices of a secure sum."""
 SMOKE_SIZES = (Size("0", 1, 2, 4),)
 QUICK_SIZES = (Size("0", 1, 3, 200), Size("1M", 1_000_000, 3, 60))
 
@@ -78,7 +93,10 @@ TARGETS = {
     "speedup/0/*": Target(at_least=100),
     "speedup/1M/*": Target(at_least=20),
     "speedup/25M/*": Target(at_least=8),
+    "over_floor/files/25M/4": Target(at_most=2),
+    "over_floor/messages/25M/4": Target(at_most=2.5),
     "observed/*": Target(at_most=1.05),
+    "signed/*": Target(at_most=1.1),
 }
 
 
@@ -95,9 +113,9 @@ class Cost:
 @command_line.script
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    options = command_line.options(__doc__ or "", argv, _add_observed)
-    if options.observed:
-        measure_observed(options)
+    options = command_line.options(__doc__ or "", argv, _add_blocks)
+    if options.observed or options.signed:
+        measure_blocks(options, "observed" if options.observed else "signed")
         return 0
     command_line.needs("flwr", "flwr")
     sizes, client_counts = command_line.of_size(
@@ -106,6 +124,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: dict[str, float] = {}
     rows = []
     with tempfile.TemporaryDirectory(prefix="round-overhead-") as scratch:
+        block = 4 * sizes[-1].parameters if options.smoke else 256 << 20
+        rates = Rates.measured(Path(scratch), block)
+        floor = Floor(rates, len(os.sched_getaffinity(0)))
         for clients in client_counts:
             if options.smoke:
                 # Flower takes a dozen seconds of CPU time to start; a test of its own does that.
@@ -121,6 +142,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cpu_ratio = flower.cpu / ours.cpu
                 results[f"speedup{how}/{size.label}/{clients}"] = speedup
                 results[f"cpu_ratio{how}/{size.label}/{clients}"] = cpu_ratio
+                least = floor.seconds(4.0 * size.parameters, devices=clients, messages=bool(how))
+                over = statistics.median(ours.seconds) / least
+                if size is sizes[-1]:
+                    by = "messages" if how else "files"
+                    results[f"over_floor/{by}/{size.label}/{clients}"] = over
                 rows.append(
                     (
                         f"{size.label} parameters, {clients} clients{how.replace('_', ' ')}",
@@ -130,30 +156,44 @@ def main(argv: Sequence[str] | None = None) -> int:
                         f"{flower.cpu:.3g} s",
                         f"{ours.cpu:.3g} s",
                         figures.times(cpu_ratio),
+                        f"{least:.3g} s",
+                        figures.times(over),
                     )
                 )
     header = ("a round of", "Flower, wall", "Isthmus", "ratio", "Flower, CPU", "Isthmus", "ratio")
-    print(figures.table(header, rows))
+    print(figures.table((*header, "floor", "over it"), rows))
+    print(
+        f"a processor copies {rates.copied / 1e9:.3g} GB/s and hashes {rates.hashed / 1e9:.3g}, "
+        f"the disk takes {rates.written / 1e9:.3g}"
+    )
     figures.write(options.json, "round_overhead", figures.machine("flwr"), results, TARGETS)
     return 0
 
 
-def _add_observed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--observed", action="store_true", help="compare runs that are observed with others"
+def _add_blocks(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--observed", action="store_true", help="compare rounds that are observed with others"
+    )
+    which.add_argument(
+        "--signed", action="store_true", help="compare rounds that can be proved with others"
     )
 
 
-def measure_observed(options: argparse.Namespace) -> None:
-    """Compare observed rounds with others, for each size."""
+def measure_blocks(options: argparse.Namespace, what: str) -> None:
+    """Compare rounds that are `observed` or `signed` with others, for each size."""
     results: dict[str, float] = {}
     rows = []
     clients, part = command_line.of_size(options, full=(4, 1), quick=(2, 5), smoke=(2, 20))
+    sizes = OBSERVED_SIZES
+    if what == "signed":
+        clients = max(clients, LEAST_SECURE)
+        sizes = SIGNED_SIZES
     with tempfile.TemporaryDirectory(prefix="round-overhead-") as scratch:
-        for size in OBSERVED_SIZES:
+        for size in sizes:
             rounds = size.isthmus_rounds // part
             run = replace(size, isthmus_rounds=rounds)
-            cost = measure_isthmus(Path(scratch), clients, run, alternating=True)
+            cost = measure_isthmus(Path(scratch), clients, run, alternating=what)
             # Durations begin with that of the second round or of the third.
             first = rounds - len(cost.seconds) + 1
             numbered = [
@@ -164,10 +204,10 @@ def measure_observed(options: argparse.Namespace) -> None:
             off = [seconds for number, seconds in numbered if not is_observed(number)]
             on = [seconds for number, seconds in numbered if is_observed(number)]
             ratio = statistics.median(on) / statistics.median(off)
-            results[f"observed/{size.label}/{clients}"] = ratio
+            results[f"{what}/{size.label}/{clients}"] = ratio
             shown = figures.spread(off), figures.spread(on), f"{ratio:.3f}"
             rows.append((f"{size.label} parameters, {clients} clients", *shown))
-    print(figures.table(("a round of", "not observed", "observed", "ratio"), rows))
+    print(figures.table(("a round of", f"not {what}", what, "ratio"), rows))
     figures.write(options.json, "round_overhead", figures.machine(), results, TARGETS)
 
 
@@ -207,9 +247,12 @@ def measure_flower(scratch: Path, clients: int, sizes: tuple[Size, ...]) -> dict
 
 
 def measure_isthmus(
-    scratch: Path, clients: int, size: Size, *, alternating: bool = False, how: str = ""
+    scratch: Path, clients: int, size: Size, *, alternating: str = "", how: str = ""
 ) -> Cost:
-    """Run the null job as a user does, by messages, or with blocks of rounds that are observed."""
+    """Run the null job as a user does, by messages, or with blocks of rounds.
+
+    `alternating`: blocks of rounds that are `observed`, or `signed`, with others in between.
+    """
     _log(f"Isthmus: {size.label} parameters, {clients} clients{how.replace('_', ' ')}")
     directory = scratch / f"isthmus-{size.label}-{clients}{how}"
     timestamps = scratch / f"{directory.name}.timestamps"
@@ -227,7 +270,10 @@ def measure_isthmus(
     port = 0
     if how:
         command[:1] = [sys.executable, str(HARNESS / "by_messages.py")]
-    if alternating:
+    if alternating == "signed":
+        command[:1] = [sys.executable, str(HARNESS / "alternating_signatures.py")]
+        command += ["--set", "federated.secure_aggregation=true"]
+    elif alternating:
         port = free_port()
         command[:1] = [sys.executable, str(HARNESS / "alternating.py")]
         command += ["--metrics", f"127.0.0.1:{port}"]

@@ -37,13 +37,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from harness import command_line, figures
+from harness import code_of_tests, command_line, figures
 from harness.figures import Target
 
 from isthmus_privacy.crypto import shamir
@@ -75,7 +74,7 @@ try:
 except ModuleNotFoundError:
     sys.exit("secagg.py: flwr is not installed; run `pip install flwr`")
 
-sys.path.append(str(Path(__file__).parents[1]))
+code_of_tests.make_importable()
 
 RING_BITS = 32
 SALT = bytes(32)

@@ -18,7 +18,7 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -43,6 +43,8 @@ from isthmus.wire import link_pb2
 HARNESS = Path(__file__).parent / "harness"
 CLIENTS = 32
 PARAMETERS = 5_000_000
+LIMIT_SECONDS = 300.0
+"""For each step; a busy machine is slow."""
 TARGETS = {"peak_over_model": Target(at_most=4)}
 
 
@@ -96,6 +98,8 @@ class IdleDevice:
         self, request: link_pb2.Request, model: Buffer | None, progress: ReportProgress
     ) -> tuple[link_pb2.Reply, Buffer | None]:
         group, kind = self.group, request.WhichOneof("work")
+        if kind == "prepare":  # to have the files that a model starts from
+            return link_pb2.Reply(prepared=link_pb2.Prepared()), None
         if kind == "open":
             group.prepare(request.open.layout)
             group.opened += 1
@@ -147,19 +151,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def measure(scratch: Path, clients: int, parameters: int, rounds: int) -> tuple[int, int]:
     """Resident bytes of the server when idle, and at the peak of the following rounds."""
+    settings = {"task.settings.parameters": parameters}
+    return await measure_job(scratch, HARNESS / "null_job.toml", settings, clients, rounds)
+
+
+async def measure_job(
+    scratch: Path, job: Path, changes: Mapping[str, object], clients: int, rounds: int
+) -> tuple[int, int]:
+    """Resident bytes likewise, in any job whose updates are single ones.
+
+    Args:
+        scratch: an empty folder.
+        job: its file.
+        changes: keys of the job, and their values in TOML.
+        clients: of each round.
+        rounds: of the run.
+    """
     port = free_port()
     settings = {
+        **changes,
         "rounds": rounds,
-        "task.settings.parameters": parameters,
         "federated.clients": 0,
         "federated.cohort": clients,
         "federated.quorum": clients,
     }
-    command = [ISTHMUS, "run", str(HARNESS / "null_job.toml")]
+    command = [ISTHMUS, "run", str(job)]
     command += ["--run-dir", str(scratch / "run"), "--address", f"127.0.0.1:{port}"]
     command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     with started(command, scratch / "server.log") as server:
-        await asyncio.to_thread(wait_for_port, port, server, 60.0)
+        await asyncio.to_thread(wait_for_port, port, server, LIMIT_SECONDS)
         group = ClientGroup(clients)
         links = [
             asyncio.create_task(
@@ -177,13 +197,13 @@ async def measure(scratch: Path, clients: int, parameters: int, rounds: int) -> 
             await _reach(group.closed, "the rounds are finished", server, links)
             peak = memory(server.popen.pid, "VmHWM")
             group.may_end.set()
-            await asyncio.to_thread(server.wait, 60.0)
+            await asyncio.to_thread(server.wait, LIMIT_SECONDS)
         finally:
             for link in links:
                 link.cancel()
             await asyncio.gather(*links, return_exceptions=True)
     if group.received != clients * rounds:
-        raise server.failure(f"sent {group.received} models, not {CLIENTS} a round")
+        raise server.failure(f"sent {group.received} models, not {clients} a round")
     return idle, peak
 
 
@@ -203,13 +223,13 @@ async def _reach(
     event: asyncio.Event, what: str, server: Program, links: list[asyncio.Task[None]]
 ) -> None:
     """Wait for an event; fail if the server or a connection ends first."""
-    deadline = time.monotonic() + 300.0
+    deadline = time.monotonic() + LIMIT_SECONDS
     while not event.is_set():
         for link in links:
             if link.done():
                 link.result()
         if server.popen.poll() is not None or time.monotonic() > deadline:
-            raise server.failure(f"did not reach this within 300 s: {what}")
+            raise server.failure(f"did not reach this within {LIMIT_SECONDS:g} s: {what}")
         await asyncio.sleep(0.02)
 
 

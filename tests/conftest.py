@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import logging
 import sys
 from collections import Counter
 from pathlib import Path
@@ -169,6 +170,16 @@ def forked_commands():
     """The program `isthmus` for shells that does not import PyTorch anew for each command."""
     with ForkedCommands() as commands:
         yield commands
+
+
+@pytest.fixture(autouse=True)
+def log_levels():
+    """A command that a test runs in this process sets them for the whole process."""
+    loggers = [logging.getLogger(name) for name in ("isthmus", "isthmus_clients", "isthmus_server")]
+    levels = [each.level for each in loggers]
+    yield
+    for each, level in zip(loggers, levels, strict=True):
+        each.setLevel(level)
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,9 @@ class ConnectProxy:
         """Whether the issuer of that certificate has bytes that are no text."""
         self.carries = None
         """Bytes towards the client after which it dies, once; None for any number."""
+        self.largest = 1 << 16
+        """Bytes of the largest part that it passes on to the server; larger ones are lost."""
+        self.lost = 0
         self.requests = []
         """The heads of all requests, as text."""
         self.deaths = 0
@@ -126,6 +129,9 @@ class ConnectProxy:
                     self.carries = None
                     self.deaths += 1
                     return
+            if not towards_client and len(data) > self.largest:
+                self.lost += 1
+                continue
             target.write(data)
             await target.drain()
 

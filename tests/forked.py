@@ -10,6 +10,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
@@ -138,6 +139,10 @@ def _become(
         case "python" if words[1:3] == ["-m", "isthmus"]:
             sys.argv = ["isthmus", *words[3:]]
             cli.main()
+        case "python" if words[1].endswith(".py"):
+            sys.argv = list(words[1:])
+            sys.path.insert(0, str(Path(words[1]).resolve().parent))
+            runpy.run_path(words[1], run_name="__main__")
         case "python":
             option, code, *arguments = words[1:]
             assert option == "-c"

@@ -6,6 +6,7 @@ about it; the last line of a test run repeats the second part.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -43,4 +44,8 @@ needs_data = pytest.mark.skipif(
 )
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="there is no GPU; run on a machine with one"
+)
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="there is no Ray; pip install 'isthmus[ray]'",
 )

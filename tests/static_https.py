@@ -37,6 +37,8 @@ class StaticHttps:
         """An answer has reached `sends`."""
         self.slow: float | None = None
         """Seconds between two bytes after `sends`, instead of being cut off."""
+        self.lies = False
+        """Whether zeros are sent in place of what is there."""
         self.has_ranges = True
         """Whether parts of a file can be asked for; else all of it is sent."""
         self.redirect = ""
@@ -51,7 +53,7 @@ class StaticHttps:
 @contextmanager
 def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
     """Serve a folder during the block; the certificate is written to `keys`."""
-    certificate, key = _certificate(keys)
+    certificate, key = new_certificate(keys)
     served = StaticHttps(folder, certificate)
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -71,6 +73,8 @@ def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
                 return
             path = served.folder / self.path.partition("?")[0].lstrip("/")
             data = path.read_bytes() if path.is_file() else None
+            if data is not None and served.lies:
+                data = bytes(len(data))
             if not served.has_ranges:
                 asked = None
             found = re.fullmatch(r"bytes=(\d+)-(\d*)", asked or "bytes=0-")
@@ -129,7 +133,8 @@ def static_https(folder: Path, keys: Path) -> Iterator[StaticHttps]:
         thread.join()
 
 
-def _certificate(folder: Path) -> tuple[Path, Path]:
+def new_certificate(folder: Path) -> tuple[Path, Path]:
+    """Write a certificate of 127.0.0.1 and its key into a folder; returns both paths."""
     folder.mkdir(exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])

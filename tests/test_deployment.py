@@ -23,6 +23,7 @@ from tests.machine import HELM, needs_helm, needs_systemd
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+STANDBY = DEPLOY / "systemd/standby.conf"
 CHART = DEPLOY / "helm/isthmus"
 CHOICES = {
     "server": [],
@@ -35,6 +36,15 @@ CHOICES = {
         *("server.hosts={a.example,10.0.0.1}", "datacenter.nodes=2", "images.client.tag=v1"),
         *("imagePullSecrets[0].name=pull", "server.storage.className=fast"),
     ],
+    "standby": ["server.standby.claim=fleet"],
+    "aggregators": [
+        "aggregators.enabled=true",
+        *("aggregators.autoscaling.enabled=true", "aggregators.service.type=LoadBalancer"),
+    ],
+    "aggregators elsewhere": [
+        *("server.enabled=false", "aggregators.enabled=true", "aggregators.replicas=3"),
+        *("aggregators.join=a.example:9401", "aggregators.storage.className=fast"),
+    ],
     "devices elsewhere": [
         *("server.enabled=false", "devices.enabled=true", "devices.join=a.example:9401"),
         "datacenter.enabled=false",
@@ -44,6 +54,7 @@ CHOICES = {
 
 EXPOSED = {
     "isthmus-server.service": 20,
+    "isthmus-aggregator.service": 20,
     "isthmus-device.service": 55,
     "isthmus-datacenter.service": 60,
 }
@@ -85,8 +96,8 @@ def commands_in(script: str) -> Iterator[list[str]]:
 
 def started() -> Iterator[tuple[str, list[str]]]:
     """The arguments of `isthmus` in each file."""
-    for unit in UNITS:
-        (line,) = re.findall(r"^ExecStart=(.*)$", unit.read_text(), re.MULTILINE)
+    for unit in (*UNITS, STANDBY):
+        (line,) = re.findall(r"^ExecStart=(.+)$", unit.read_text(), re.MULTILINE)
         for name, value in re.findall(r"^Environment=(\w+)=(.*)$", unit.read_text(), re.MULTILINE):
             line = line.replace(f"${{{name}}}", value)
         yield unit.name, shlex.split(line)[1:]
@@ -162,9 +173,133 @@ def test_the_chart_renders_to_manifests_of_kubernetes(choice):
                 "Service",
                 "StatefulSet",
             ],
+            "standby": ["Service", "StatefulSet"],
+            "aggregators": [
+                "HorizontalPodAutoscaler",
+                "NetworkPolicy",
+                "PodDisruptionBudget",
+                *("Service", "Service", "StatefulSet", "StatefulSet"),
+            ],
+            "aggregators elsewhere": [
+                *("NetworkPolicy", "PodDisruptionBudget", "Service", "StatefulSet"),
+            ],
             "devices elsewhere": ["DaemonSet"],
         }[choice]
     )
+
+
+@needs_helm
+def test_a_server_and_its_standby_share_a_claim_and_are_on_two_nodes():
+    (alone,) = [each for each in rendered("server") if each["kind"] == "StatefulSet"]
+    (pair,) = [each for each in rendered("standby") if each["kind"] == "StatefulSet"]
+    assert (alone["spec"]["replicas"], pair["spec"]["replicas"]) == (1, 2)
+    assert "volumeClaimTemplates" in alone["spec"]
+    assert "volumeClaimTemplates" not in pair["spec"]
+    pod = pair["spec"]["template"]["spec"]
+    assert {"name": "state", "persistentVolumeClaim": {"claimName": "fleet"}} in pod["volumes"]
+    assert "--standby" in pod["containers"][0]["args"]
+    (rule,) = pod["affinity"]["podAntiAffinity"].values()
+    assert rule[0]["labelSelector"]["matchLabels"] == pair["spec"]["selector"]["matchLabels"]
+    assert pair["spec"]["updateStrategy"] == {"type": "OnDelete"}
+
+
+def part_of(choice: str, kind: str, name: str = "fleet-aggregator") -> dict[str, Any]:
+    """The manifest of a kind and name."""
+    (found,) = [
+        each
+        for each in rendered(choice)
+        if (each["kind"], each["metadata"]["name"]) == (kind, name)
+    ]
+    return found
+
+
+@needs_helm
+def test_all_that_is_for_aggregators_selects_their_pods() -> None:
+    pods = part_of("aggregators", "StatefulSet")["spec"]
+    labels = pods["template"]["metadata"]["labels"]
+    service = part_of("aggregators", "Service")["spec"]
+    budget = part_of("aggregators", "PodDisruptionBudget")["spec"]
+    policy = part_of("aggregators", "NetworkPolicy")["spec"]
+    selectors = [each["selector"]["matchLabels"] for each in (pods, budget)]
+    selectors += [service["selector"], policy["podSelector"]["matchLabels"]]
+    assert selectors == [labels] * 4
+    (container,) = pods["template"]["spec"]["containers"]
+    (port,) = container["ports"]
+    assert port["containerPort"] == service["ports"][0]["port"] == 9500
+    assert policy["ingress"] == [{"ports": [{"port": 9500, "protocol": "TCP"}]}]
+    server = part_of("aggregators", "StatefulSet", "fleet-server")["spec"]
+    (target,) = policy["egress"][1]["to"]
+    assert target["podSelector"] == server["selector"]
+    assert policy["egress"][1]["ports"] == [
+        {"port": port["containerPort"], "protocol": "TCP"}
+        for port in server["template"]["spec"]["containers"][0]["ports"]
+    ]
+    assert part_of("aggregators elsewhere", "NetworkPolicy")["spec"]["egress"][1] == {}
+
+
+@needs_helm
+def test_the_autoscaler_alone_says_how_many_aggregators_there_are() -> None:
+    scaler = part_of("aggregators", "HorizontalPodAutoscaler")["spec"]
+    pods = part_of("aggregators", "StatefulSet")
+    assert scaler["scaleTargetRef"] == {
+        "apiVersion": pods["apiVersion"],
+        "kind": pods["kind"],
+        "name": pods["metadata"]["name"],
+    }
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 8)
+    assert "replicas" not in pods["spec"]
+    # A share of the CPU is of what is requested.
+    assert "cpu" in pods["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]
+    assert part_of("aggregators elsewhere", "StatefulSet")["spec"]["replicas"] == 3
+
+
+@needs_helm
+def test_an_aggregator_s_pod_joins_once_with_the_token_of_its_name(tmp_path: Path) -> None:
+    pods = part_of("aggregators", "StatefulSet")["spec"]
+    (join,) = pods["template"]["spec"]["initContainers"]
+    assert join["env"] == [
+        {"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    ]
+    (claim,) = pods["volumeClaimTemplates"]
+    assert {"name": claim["metadata"]["name"], "mountPath": "/state"} in join["volumeMounts"]
+    # The script itself, with another state directory and a command that prints its arguments.
+    script = join["command"][-1].replace("/state", str(tmp_path))
+    printing = tmp_path / "isthmus"
+    printing.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    printing.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "POD": "fleet-aggregator-3"}
+
+    def words() -> list[str]:
+        done = subprocess.run(
+            ["sh", "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        return done.stdout.split()
+
+    state = tmp_path / "aggregator"
+    assert words() == [
+        *("server", "aggregator", "join", str(state), "fleet-server.edge.svc:9401"),
+        *("--token-file", "/secrets/fleet-aggregator-3"),
+    ]
+    state.mkdir()
+    (state / "member.json").touch()
+    assert words() == []
+
+
+@needs_systemd
+def test_the_drop_in_for_a_standby_fits_the_unit_of_the_server(tmp_path):
+    unit = "isthmus-server.service"
+    command = str(Path(sys.executable).with_name("isthmus"))
+    (tmp_path / f"{unit}.d").mkdir()
+    for source, target in (
+        (DEPLOY / "systemd" / unit, tmp_path / unit),
+        (STANDBY, tmp_path / f"{unit}.d/standby.conf"),
+    ):
+        target.write_text(source.read_text().replace("/opt/isthmus/bin/isthmus", command))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", tmp_path / unit], capture_output=True, text=True, timeout=60
+    )
+    assert unit not in done.stderr, done.stderr
+    assert STANDBY.name not in done.stderr, done.stderr
 
 
 @needs_helm
@@ -183,6 +318,13 @@ def test_devices_and_datacenter_join_the_server_of_the_release():
     [
         ("server.jobs=0", "server.jobs"),
         ("server.replicas=2", "replicas"),
+        ("aggregators.replicas=0", "aggregators.replicas"),
+        ("aggregators.join=a.example", "aggregators.join"),
+        (
+            "aggregators.enabled=true,aggregators.autoscaling.enabled=true,aggregators.replicas=9",
+            "aggregators.autoscaling.maxReplicas",
+        ),
+        ("server.standby.claim=Fleet_1", "server.standby.claim"),
         ("devices.join=a.example", "devices.join"),
         ("datacenter.ranks=many", "datacenter.ranks"),
     ],

@@ -51,8 +51,8 @@ COMMANDS = [
     "isthmus authority verify STATE",
     "isthmus cancel --balancer-ca --proxy --proxy-login --state JOB",
     (
-        "isthmus chaos --clients --crash-sweep --datacenters --json --minutes --plan --sample "
-        "--seed --set --state JOB"
+        "isthmus chaos --clients --crash-sweep --datacenters --json --minutes --network --plan "
+        "--sample --seed --set --state JOB"
     ),
     "isthmus client join --balancer-ca --proxy --proxy-login --state --token-file TOKEN URL",
     "isthmus client new-history --state",
@@ -81,7 +81,7 @@ COMMANDS = [
     "isthmus doctor server --address --balancer --json --one-port STATE",
     "isthmus export --format --output RUN_DIR",
     "isthmus fetch --balancer-ca --max-mb --output --proxy --proxy-login --state JOB",
-    "isthmus job check --device --memory --ranks --set PATH",
+    "isthmus job check --collectives --device --memory --ranks --set PATH",
     "isthmus job schema",
     "isthmus jobs --balancer-ca --ended --json --proxy --proxy-login --state",
     "isthmus logs --balancer-ca --follow --proxy --proxy-login --state JOB",
@@ -92,8 +92,9 @@ COMMANDS = [
     "isthmus operator join --balancer-ca --proxy --proxy-login --state --token-file TOKEN URL",
     "isthmus pause --balancer-ca --proxy --proxy-login --state JOB",
     (
-        "isthmus plan --device --json --layouts --mbit --measure --memory-gib --ranks --set "
-        "--tflops JOB"
+        "isthmus plan --calibrate --checkpoint-seconds --collectives --device --gpu "
+        "--gpus-per-node --html --json --layouts --mbit --measure --memory-gib --mtbf-hours "
+        "--peak-share --policies --ranks --restart-seconds --set --tflops --trial JOB"
     ),
     "isthmus privacy audit --canaries --confidence --json --set --unit JOB",
     "isthmus privacy ledger --json RUN_DIR",
@@ -110,6 +111,9 @@ COMMANDS = [
     "isthmus runs prune --dry-run --failed --keep-best --keep-last --older-than FOLDER",
     "isthmus runs rollback RUN_DIR",
     "isthmus runs verify RUN_DIR",
+    "isthmus server aggregator join --balancer-ca --proxy --proxy-login --token-file STATE TOKEN "
+    "URL",
+    "isthmus server aggregator start --address --folder --server STATE",
     "isthmus server audit STATE",
     "isthmus server backup STATE TARGET",
     "isthmus server init --authority --balancer-ca --host --proxy --proxy-login --token-file STATE",
@@ -118,8 +122,9 @@ COMMANDS = [
     "isthmus server restore --lost --nothing-ran-since SOURCE STATE",
     "isthmus server revoke --rollout NAME STATE",
     (
-        "isthmus server start --address --balancer --balancer-trusts --console --grace --jobs "
-        "--log-format --metrics --one-port --quiet --track STATE"
+        "isthmus server start --address --balancer --balancer-trusts --connected --console "
+        "--fair-link --grace --jobs --log-format --metrics --mirror --mirror-url --one-port "
+        "--quiet --standby --track STATE"
     ),
     "isthmus server token create --expires --kind --name --uses STATE",
     "isthmus server verify STATE",
@@ -137,6 +142,7 @@ COMMANDS = [
     "isthmus weights add --base --state --weights PATH",
     "isthmus weights list --json --state --weights",
     "isthmus weights remove --state --weights DIGEST",
+    "isthmus what-if --json --policies --replay RUN_DIR",
     "isthmus why --json NUMBER RUN_DIR",
 ]
 

@@ -138,6 +138,29 @@ def test_the_packages_that_tests_ask_for_are_those_that_are_installed():
     assert asked - {"helm"} == installed  # of a package of the dev extra
 
 
+def test_all_networks_are_tried_by_a_target_of_their_own():
+    needed, commands = recipe("networks")
+    assert needed == ["$(VENV)/ready-dev", "packages"]
+    assert "ISTHMUS_TEST_NETWORKS=all $(BIN)/pytest -q -s $(NETWORKS)" in commands
+    assert "ISTHMUS_TEST_NETWORKS" in (ROOT / words("NETWORKS")[0]).read_text()
+    (roads,) = re.findall(r"^ROADS := ((?:.*\\\n)*.*)$", MAKEFILE, re.MULTILINE)
+    files = [
+        f"{prefix}{file}"
+        for prefix, names in re.findall(r"addprefix ([^,]+),([^)]+)\)", roads)
+        for file in names.split()
+    ]
+    assert len(files) == 8
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+    installed = {pair.partition(":")[2] for pair in words("NETWORK_PACKAGES")}
+    helpers = [ROOT / "tests/server/real_nginx.py", ROOT / "tests/end_to_end/real_proxies.py"]
+    asked = {
+        package
+        for file in helpers
+        for package in re.findall(r"; install ([a-z0-9-]+)\"\)", file.read_text())
+    }
+    assert asked | {"squid", "tinyproxy"} == installed
+
+
 def words(variable: str) -> list[str]:
     """The words of a variable of the Makefile."""
     (value,) = re.findall(rf"^{variable} := (.*)$", MAKEFILE, re.MULTILINE)

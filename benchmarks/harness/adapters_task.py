@@ -19,7 +19,7 @@ LENGTH = 8
 EXAMPLES = 8
 
 
-def decoder(width: int, layers: int) -> LlamaForCausalLM:
+def decoder(width: int, layers: int, tokens: int = TOKENS) -> LlamaForCausalLM:
     """The base, in float32, without ties."""
     return LlamaForCausalLM(
         LlamaConfig(
@@ -27,18 +27,19 @@ def decoder(width: int, layers: int) -> LlamaForCausalLM:
             intermediate_size=3 * width,
             num_hidden_layers=layers,
             num_attention_heads=max(1, width // 64),
-            vocab_size=TOKENS,
+            vocab_size=tokens,
             tie_word_embeddings=False,
         )
     )
 
 
 class Adapters(Task):
-    """Settings: `width` and `layers` of the base."""
+    """Settings: `width` and `layers` of the base, and the number of its `tokens`."""
 
     def model(self) -> nn.Module:
         """The decoder, with factors of rank 8 for all of its linear layers but the last."""
-        base = decoder(self.settings["width"], self.settings["layers"])
+        settings = self.settings
+        base = decoder(settings["width"], settings["layers"], settings["tokens"])
         return get_peft_model(base, LoraConfig(r=8, target_modules="all-linear"))
 
     def forward(self, model: nn.Module, inputs: torch.Tensor) -> Any:
@@ -54,7 +55,7 @@ class Adapters(Task):
     def local_data(self, participant: Participant) -> Dataset[Any]:
         """A few random sequences."""
         generator = torch.Generator().manual_seed(1)
-        rows = torch.randint(TOKENS, (EXAMPLES, LENGTH + 1), generator=generator)
+        rows = torch.randint(self.settings["tokens"], (EXAMPLES, LENGTH + 1), generator=generator)
         return TensorDataset(rows[:, :-1], rows[:, 1:])
 
     def eval_data(self) -> None:

@@ -35,7 +35,9 @@ SCALE = -50.0
 DEVIATIONS = 1.5
 """z of "a little is enough", as in its experiments: the mean of the honest updates minus so many
 standard deviations of each element."""
-BASE = """
+DEVICES_STEPS = (6, 16)
+"""Steps of a device, and examples of each."""
+BASE = f"""
 name = "robust"
 [task]
 source = "harness.liars_task:ManyDevices"
@@ -44,8 +46,8 @@ policy = "federated"
 [simulation]
 processes = 1
 [federated]
-local_steps = 6
-batch_size = 16
+local_steps = {DEVICES_STEPS[0]}
+batch_size = {DEVICES_STEPS[1]}
 """
 
 

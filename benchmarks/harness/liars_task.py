@@ -28,13 +28,12 @@ class DataSet(NamedTuple):
     """Width of the hidden layer; 0 for a linear model."""
     rate: float
     rounds: int
-    quick_rounds: int
 
 
 SETS = {
-    "letters": DataSet(readers.letters, 26, 32, 1.0, 40, 10),
-    "mnist": DataSet(readers.mnist, 10, 24, 0.3, 20, 8),
-    "heart": DataSet(readers.heart, 2, 0, 0.1, 20, 8),
+    "letters": DataSet(readers.letters, 26, 32, 1.0, 20),
+    "mnist": DataSet(readers.mnist, 10, 24, 0.3, 20),
+    "heart": DataSet(readers.heart, 2, 0, 0.1, 20),
 }
 POOLED = 14
 """Pixels of a side of the images of MNIST."""
@@ -65,15 +64,19 @@ class ManyDevices(isthmus.Task):
             nn.Linear(self._set.width, self._set.classes),
         )
 
-    def local_data(self, participant: isthmus.Participant) -> Dataset[Any]:
-        """The part of a device."""
-        assert participant.shard is not None
-        index, _ = participant.shard
+    def part(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of the device with a number."""
         rows = self._train.at(self._order[index * self._each : (index + 1) * self._each])
         target = rows.target
         if index in self.settings.get("flipped", ()):
             target = self._set.classes - 1 - target
-        return TensorDataset(rows.inputs, target)
+        return rows.inputs, target
+
+    def local_data(self, participant: isthmus.Participant) -> Dataset[Any]:
+        """The part of a device."""
+        assert participant.shard is not None
+        index, _ = participant.shard
+        return TensorDataset(*self.part(index))
 
     def eval_data(self) -> Dataset[Any]:
         """The test rows."""

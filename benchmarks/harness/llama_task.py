@@ -1,4 +1,4 @@
-"""Llama 3 from its published configurations, on random tokens."""
+"""Llama 3 from its published configurations, and a small Mixtral, on random tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from isthmus import Task
 from isthmus.task import Participant
@@ -49,16 +49,24 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
+class _Scores(nn.Module):
+    """Tokens (batch, length) to scores of the next ones (batch, length, vocabulary)."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.decoder(input_ids=inputs, use_cache=False).logits
+        return scores
+
+
 class Llama(Task):
     """Settings: `size`, a key of `SIZES`; `length` of a sequence, by default 2,048."""
 
     def model(self) -> nn.Module:
         """The decoder."""
-        return LlamaForCausalLM(LlamaConfig(**SIZES[self.settings["size"]]))
-
-    def forward(self, model: nn.Module, inputs: torch.Tensor) -> Any:
-        """Tokens (batch, length) to scores of the next ones (batch, length, vocabulary)."""
-        return model(input_ids=inputs, use_cache=False).logits
+        return _Scores(LlamaForCausalLM(LlamaConfig(**SIZES[self.settings["size"]])))
 
     def loss(self, output: Any, target: Any) -> torch.Tensor:
         """Cross-entropy (batch, length)."""
@@ -79,3 +87,27 @@ class Llama(Task):
     ) -> torch.optim.Optimizer:
         """AdamW."""
         return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+class Mixtral(Llama):
+    """A mixture of eight experts, of which each token has two."""
+
+    def model(self) -> nn.Module:
+        """The decoder."""
+        sizes = SIZES[self.settings["size"]]
+        # PyTorch's grouped products are for bfloat16.
+        config = MixtralConfig(
+            **sizes, num_local_experts=8, num_experts_per_tok=2, experts_implementation="eager"
+        )
+        return _Scores(MixtralForCausalLM(config))
+
+
+class AdaptedLlama(Llama):
+    """Only the matrices after attention are trained, as adapters would be."""
+
+    def model(self) -> nn.Module:
+        """The decoder."""
+        model = super().model()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("o_proj" in name)
+        return model

@@ -189,7 +189,12 @@ def _devices(clients: int) -> list[VirtualDevice]:
 
 
 def simulate(
-    scenario: Scenario, seed: int, folder: Path, changes: Mapping[str, Any], trace_every: int = 0
+    scenario: Scenario,
+    seed: int,
+    folder: Path,
+    changes: Mapping[str, Any],
+    trace_every: int = 0,
+    read: Callable[[Store], None] = lambda store: None,
 ) -> Outcome:
     """Run one policy in a scenario; `changes` are keys of the job's `strategy`.
 
@@ -199,13 +204,16 @@ def simulate(
         folder: with the files of the data set.
         changes: see `scenario.job_for`.
         trace_every: rounds between scores of the served model; 0: only at the end.
+        read: is given the store of the run when it has ended.
     """
     torch.set_num_threads(1)
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(
         prefix="regimes-", dir=memory if os.access(memory, os.W_OK) else None
     ) as scratch:
-        return asyncio.run(_simulate(scenario, seed, folder, changes, trace_every, Path(scratch)))
+        return asyncio.run(
+            _simulate(scenario, seed, folder, changes, trace_every, Path(scratch), read)
+        )
 
 
 async def _simulate(
@@ -215,6 +223,7 @@ async def _simulate(
     changes: Mapping[str, Any],
     trace_every: int,
     scratch: Path,
+    read: Callable[[Store], None],
 ) -> Outcome:
     started = time.monotonic()
     asyncio.get_running_loop().set_default_executor(SynchronousExecutor())
@@ -237,6 +246,7 @@ async def _simulate(
         coordinator = Coordinator(RunParts.of(store, link, events, clock))
         await coordinator.run()
         final = _score(scenario, coordinator)
+        read(store)
     finally:
         store.close()
     return Outcome(

@@ -17,6 +17,7 @@ from isthmus.job.schema import load_job, with_changes
 
 if TYPE_CHECKING:
     from isthmus_chaos.crash_sweep import SweepReport
+    from isthmus_chaos.network_sweep import NetworkReport
     from isthmus_chaos.session import ChaosReport
 
 
@@ -53,10 +54,16 @@ if TYPE_CHECKING:
     help="Instead of a plan: kill each process before and after each of its durable steps.",
 )
 @click.option(
+    "--network",
+    is_flag=True,
+    help="Instead of a plan: put devices behind two aggregators, and kill or cut off one in a "
+    "round of each kind.",
+)
+@click.option(
     "--sample",
     type=click.IntRange(min=1),
     metavar="N",
-    help="With --crash-sweep: only N of the crashes, drawn with the seed.",
+    help="With --crash-sweep or --network: only N of the crashes or faults, drawn with the seed.",
 )
 @click.option("--plan", "only_plan", is_flag=True, help="Print the plan and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end.")
@@ -69,6 +76,7 @@ def chaos(
     overrides: tuple[str, ...],
     state: Path | None,
     crash_sweep: bool,
+    network: bool,
     sample: int | None,
     only_plan: bool,
     as_json: bool,
@@ -78,19 +86,28 @@ def chaos(
     The exit status is 0 if every invariant holds and the job ends after the last fault.
     """
     from isthmus_chaos import worker
+    from isthmus_chaos.network_plan import AGGREGATORS, faults_of, rounds_with_aggregators
     from isthmus_chaos.plan import make_plan
 
     loaded = load_job(job, overrides)
-    if sample is not None and not crash_sweep:
-        raise UserError("--sample needs --crash-sweep")
+    if crash_sweep and network:
+        raise UserError("--crash-sweep and --network are two commands; give one of them")
+    if sample is not None and not (crash_sweep or network):
+        raise UserError("--sample needs --crash-sweep or --network")
     if clients is not None:
         loaded = with_changes(loaded, {"federated.clients": clients})
+    if network:
+        loaded = rounds_with_aggregators(loaded)
     ranks = loaded.datacenter.ranks
     clusters = datacenters if ranks else 0
     faults = make_plan(seed, minutes, loaded.federated.clients, clusters, ranks)
     if only_plan:
+        swept = faults_of(seed, sample) if network else []
         if as_json:
-            click.echo(json.dumps([dataclasses.asdict(fault) for fault in faults], indent=1))
+            planned = [dataclasses.asdict(fault) for fault in swept or faults]
+            click.echo(json.dumps(planned, indent=1))
+        elif network:
+            click.echo("\n".join(map(str, swept)))
         else:
             for fault in faults:
                 click.echo(f"{fault.at:6.1f} s  {fault.describe()}")
@@ -102,16 +119,20 @@ def chaos(
     with ParticipantForkServer.fork(ranks=ranks > 0, program=worker.run) as fork_server:
         from isthmus_chaos.crash_sweep import CrashSweep
         from isthmus_chaos.deployment import ChaosDeployment
+        from isthmus_chaos.network_sweep import NetworkSweep
         from isthmus_chaos.session import ChaosSession
 
         directory = state or Path(tempfile.mkdtemp(prefix="isthmus-chaos-"))
         base = job.resolve().parent
-        deployment = ChaosDeployment(loaded, base, directory, fork_server, datacenters)
+        aggregators = AGGREGATORS if network else 0
+        deployment = ChaosDeployment(loaded, base, directory, fork_server, datacenters, aggregators)
         say = (lambda _: None) if as_json else click.echo
-        session: ChaosSession | CrashSweep = ChaosSession(deployment, faults, say)
+        session: ChaosSession | CrashSweep | NetworkSweep = ChaosSession(deployment, faults, say)
         if crash_sweep:
             session = CrashSweep(deployment, say, seed=seed, sample=sample)
-        report: ChaosReport | SweepReport = run_until_stopped(session.run())
+        elif network:
+            session = NetworkSweep(deployment, say, seed=seed, faults=faults_of(seed, sample))
+        report: ChaosReport | SweepReport | NetworkReport = run_until_stopped(session.run())
     kept = state is not None or bool(report.violations)
     if not kept:
         shutil.rmtree(directory, ignore_errors=True)

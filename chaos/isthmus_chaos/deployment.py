@@ -1,7 +1,8 @@
 """A whole deployment on this machine: a server with mutual TLS, devices and a datacenter.
 
 Everything is as in production: a state directory with an authority, tokens, memberships, one
-process for each participant. Between each participant and the server is a proxy.
+process for each participant. Between each participant and the server is a proxy; with aggregators,
+between each device and one of them, and between each of them and the server.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from isthmus.identity import joining, tls
 from isthmus.job import Job
 from isthmus.job.schema import with_changes
 from isthmus.wire import operator_pb2
-from isthmus_chaos.plan import SERVER, datacenter_names, device_names
+from isthmus_chaos.plan import SERVER, aggregator_names, datacenter_names, device_names
 from isthmus_chaos.processes import SupervisedProcess
 from isthmus_chaos.proxy import DisturbedLink
 from isthmus_server.cli.operators import OperatorClient
@@ -46,6 +47,7 @@ class ChaosDeployment:
         directory: Path,
         fork_server: ParticipantForkServer,
         datacenters: int,
+        aggregators: int = 0,
     ) -> None:
         """Prepare a job for the deployment.
 
@@ -55,6 +57,7 @@ class ChaosDeployment:
             directory: where the deployment's state is created.
             fork_server: starts the processes.
             datacenters: their number, if the job has ranks.
+            aggregators: their number; each device connects to one of them.
 
         Raises:
             UserError: the task is not a file, or a participant is missing.
@@ -62,6 +65,7 @@ class ChaosDeployment:
         self.devices = job.federated.clients
         self.ranks = job.datacenter.ranks
         self.datacenters = datacenters if self.ranks else 0
+        self.aggregators = aggregators
         if not self.devices and not self.ranks:
             raise UserError("the job starts no participants: set federated.clients, or --clients")
         self.directory = directory.absolute()
@@ -107,18 +111,19 @@ class ChaosDeployment:
         self._add(SERVER, ["server", "start", str(self.server_state), "--address", address])
         await self._until_listening()
         await self._join(_OPERATOR, "operator", self.directory / _OPERATOR)
+        ports = [await self._add_aggregator(*each) for each in enumerate(self._aggregator_names())]
         for index, name in enumerate(device_names(self.devices)):
             state = self.participant_state(name)
             await self._join(name, "client", state)
             (state / "policy.toml").write_text(self._owner_policy())
-            proxied = await self._proxied(name)
+            proxied = await self._proxied(name, ports[index % len(ports)] if ports else self.port)
             shard = f"{index}/{self.devices}"
             start = ["client", "start", "--state", str(state), "--server", proxied]
             self._add(name, [*start, "--shard", shard, "--tasks", str(self.tasks)])
         for name in datacenter_names(self.datacenters):
             state = self.participant_state(name)
             await self._join(name, "datacenter", state / "membership")
-            proxied = await self._proxied(name)
+            proxied = await self._proxied(name, self.port)
             launch = ["datacenter", "launch", "--state", str(state), "--server", proxied]
             ranks = ["--ranks", str(self.ranks), "--grace", "5", "--tasks", str(self.tasks)]
             self._add(name, [*launch, *ranks])
@@ -150,10 +155,26 @@ class ChaosDeployment:
         self.processes[name] = process
         process.start()
 
-    async def _proxied(self, name: str) -> str:
-        self.links[name] = DisturbedLink(self.port)
+    async def _proxied(self, name: str, port: int) -> str:
+        """Begin a participant's link to a port; returns the address that it dials."""
+        self.links[name] = DisturbedLink(port)
         await self.links[name].listen()
         return f"127.0.0.1:{self.links[name].port}"
+
+    def _aggregator_names(self) -> list[str]:
+        return aggregator_names(self.aggregators)
+
+    async def _add_aggregator(self, index: int, name: str) -> int:
+        """Have an aggregator join and start; returns the port where devices reach it."""
+        state = self.participant_state(name)
+        # The name in the fleet is its host, with a number for a second one there.
+        fleet_name = f"127.0.0.1_{index + 1}" if index else "127.0.0.1"
+        await self._join(fleet_name, "aggregator", state)
+        proxied = await self._proxied(name, self.port)
+        port = _free_pair()
+        start = ["server", "aggregator", "start", str(state), "--server", proxied]
+        self._add(name, [*start, "--address", f"127.0.0.1:{port}"])
+        return port
 
     async def until_connected(self) -> None:
         """Wait until the server listens and every participant has a connection to it."""
@@ -175,10 +196,13 @@ class ChaosDeployment:
     def _owner_policy(self) -> str:
         """Limits of the devices' owners that permit the job in a small fleet."""
         federated = self.job.federated
+        # With aggregators there are rounds of every kind.
+        is_secure = federated.secure_aggregation and not self.aggregators
+        is_buffered = federated.mode == "buffered" or bool(self.aggregators)
         allowed = {
             "clients_min": "2",
-            "secure_aggregation": str(federated.secure_aggregation).lower(),
-            "buffered": str(federated.mode == "buffered").lower(),
+            "secure_aggregation": str(is_secure).lower(),
+            "buffered": str(is_buffered).lower(),
         }
         return "\n".join(["[privacy]", *(f"{key} = {text}" for key, text in allowed.items()), ""])
 
@@ -193,10 +217,10 @@ class ChaosDeployment:
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    async def submit(self) -> str:
-        """Queue the job; returns its id."""
+    async def submit(self, job: Job | None = None) -> str:
+        """Queue the job, or a variant of it; returns its id."""
         return await asyncio.to_thread(
-            lambda: OperatorClient(self.directory / _OPERATOR).submit(self.job)
+            lambda: OperatorClient(self.directory / _OPERATOR).submit(job or self.job)
         )
 
     async def cancel(self, id_: str) -> None:

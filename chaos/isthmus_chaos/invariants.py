@@ -254,6 +254,15 @@ class InvariantChecker:
             yield f"{id_}: finished with {len(self.rounds[id_])} of {rounds} rounds"
 
 
+def attempts_of(directory: Path) -> int:
+    """How many attempts at rounds a run has begun.
+
+    Raises:
+        sqlite3.Error: its log cannot be read, or is not there yet.
+    """
+    return len(_read(directory / "run.sqlite")[0])
+
+
 def _receipts(
     round_: int, attempt: int, planned: dict[str, Any], receipts: list[dict[str, Any]]
 ) -> Iterator[str]:

@@ -101,6 +101,11 @@ def datacenter_names(count: int) -> list[str]:
     return [f"cluster-{index}" for index in range(count)]
 
 
+def aggregator_names(count: int) -> list[str]:
+    """The names of the processes of the deployment's aggregators."""
+    return [f"sums-{index}" for index in range(count)]
+
+
 def make_plan(seed: int, minutes: float, devices: int, datacenters: int, ranks: int) -> list[Fault]:
     """The faults of a plan in order of time; all end before its end. `ranks`: of each datacenter.
 

@@ -145,8 +145,11 @@ def status(state: Path) -> None:
 @_STATE
 @click.option(
     "--server",
+    "servers",
+    multiple=True,
     metavar="HOST:PORT",
-    help="Address of the server, if it differs from the one that was joined.",
+    help="Address of the server, if it differs from the one that was joined, or of an aggregator; "
+    "several are tried in turn.",
 )
 @click.option(
     "--name", help="Name of the device, for a server on this machine that requires no certificate."
@@ -216,7 +219,7 @@ def status(state: Path) -> None:
 )
 def start(
     state: Path,
-    server: str | None,
+    servers: tuple[str, ...],
     name: str | None,
     data: Path | None,
     tasks: Path | None,
@@ -254,7 +257,7 @@ def start(
                 "--policy, --tasks, --weights and --print-systemd need a device that has joined; "
                 "remove --name"
             )
-        if server is None:
+        if len(servers) != 1:
             raise UserError("--name is for a server on this machine; give it with --server")
         participant = Participant(name=name, regime="federated", shard=split)
         states = PersonalStates(state / "personal")
@@ -271,7 +274,7 @@ def start(
             own_figures=OwnFigures(None),
             shares=die_with_parent,
         )
-        asyncio.run(_serve_until_stopped(server, agent, None, sources))
+        asyncio.run(_serve_until_stopped(servers, agent, None, sources))
         return
     if log_file is not None:
         raise UserError("--log-file would tell a remote server about this machine; remove it")
@@ -280,7 +283,7 @@ def start(
     if print_systemd:
         command = [sys.executable, "-m", "isthmus.cli", *sys.argv[1:]]
         command = [word for word in command if word != "--print-systemd"]
-        command += _of_variables(member.road(proxy, server or ""), proxy)
+        command += _of_variables(member.road(proxy, servers[0] if servers else ""), proxy)
         writable = [str(path.resolve()) for path in (state, tasks, store) if path is not None]
         click.echo(unit(command, str(Path.cwd()), limits, writable))
         return
@@ -321,7 +324,9 @@ def start(
             group=limits.privacy.group or "",
             weights=keeper,
         )
-        asyncio.run(_serve_until_stopped(server or member.server, agent, member, sources, proxy))
+        asyncio.run(
+            _serve_until_stopped(servers or (member.server,), agent, member, sources, proxy)
+        )
 
 
 def _of_variables(road: Road, proxy: ProxyChoice) -> list[str]:
@@ -346,14 +351,14 @@ def _of_variables(road: Road, proxy: ProxyChoice) -> list[str]:
 
 
 async def _serve_until_stopped(
-    address: str,
+    addresses: Sequence[str],
     agent: Agent,
     member: Membership | None,
     sources: Sequence[NamedSource],
     proxy: ProxyChoice | None = None,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM: the first lets the running request end, a second does not."""
-    uplink = agent.uplink(address, member, sources, proxy)
+    uplink = agent.uplink(addresses[0], member, sources, proxy, addresses[1:])
     serving = asyncio.create_task(serve(uplink, agent))
     leaving: asyncio.Task[None] | None = None
 

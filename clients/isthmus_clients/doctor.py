@@ -15,6 +15,7 @@ from isthmus.identity.membership import Membership
 from isthmus.identity.proxies import ProxyChoice
 from isthmus.identity.proxy_options import proxy_options
 from isthmus_clients.device.sandbox.landlock import abi_version
+from isthmus_clients.training.history_files import lost_file
 
 
 @click.command("device")
@@ -40,11 +41,12 @@ def _results(state: Path, proxy: ProxyChoice) -> Iterator[Diagnosis]:
 
 def _history(state: Path) -> Diagnosis:
     member = Membership(state)
-    if member.has_history and not member.history.exists():
+    lost = lost_file(member)
+    if lost is not None:
         return Diagnosis(
             "FAIL",
             "history",
-            f"{member.history} is lost, so the device takes part in no secure sum",
+            f"{lost} is lost, so the device takes part in no secure sum",
             "restore it, or see isthmus client new-history",
         )
     return Diagnosis("OK", "history", "it is there" if member.has_history else "none yet")

@@ -7,7 +7,8 @@ The hierarchy::
     │   ├── JobError                    an invalid job file or key
     │   ├── StorageError                a disk that is full or fails
     │   ├── CannotContinue              a run that cannot continue now, and can later
-    │   │   └── ParticipantsMissing     too few participants are ready
+    │   │   ├── ParticipantsMissing     too few participants are ready
+    │   │   └── TakenOver               another server has taken the place of this one
     │   ├── TaskError                   the user's task cannot be loaded, or its code failed
     │   ├── DamagedError                stored data was changed, cut short or lost
     │   └── UpdateError                 an update or a model with wrong shapes or values
@@ -67,6 +68,12 @@ class CannotContinue(UserError):
     """A run that cannot continue now; it can later, from its last committed round."""
 
 
+class TakenOver(CannotContinue):
+    """Another server has taken the place of this one, and continues what this one did."""
+
+    code = "taken-over"
+
+
 class ParticipantsMissing(CannotContinue):
     """A run that cannot continue because too few participants are ready."""
 
@@ -110,6 +117,10 @@ class DamagedError(UserError):
 
 class UpdateError(UserError):
     """An update or a model whose shape, size or values do not fit."""
+
+
+class TransferStalled(UpdateError):
+    """A result of which nothing came any more, although its participant was connected."""
 
 
 class RoundFailed(IsthmusError):

@@ -147,6 +147,21 @@ def memory(job: Job, task: Task, base: Path, ranks: int, accelerators: bool) -> 
     ]
 
 
+def collectives(job: Job, task: Task, base: Path, ranks: int, accelerators: bool) -> list[str]:
+    """Lines on whether all ranks issue the same collectives in the same order; none is needed.
+
+    The arguments are those of `memory`.
+
+    Raises:
+        UserError: they differ, or cannot be found, with the reason.
+    """
+    from isthmus_datacenter.training.collective_order import compare_collectives
+
+    rows = rows_at_once(job, task, ranks)
+    found = compare_collectives(task, job, rows, ranks, accelerators=accelerators)
+    return [found.text]
+
+
 def rows_at_once(job: Job, task: Task, ranks: int) -> list[Any]:
     """As many rows of the datacenter's data as a replica trains at a time, of any order.
 

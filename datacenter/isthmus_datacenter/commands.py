@@ -122,7 +122,8 @@ def join(
     metavar="NAME",
     default="local",
     show_default=True,
-    help="Program that starts the ranks: local, slurm, kubernetes, or one of an installed package.",
+    help="Program that starts the ranks: local, slurm, kubernetes, ray, or one of an installed "
+    "package.",
 )
 @launch_options
 @click.option("--die-with-parent", is_flag=True, help="End when the starting process ends.")
@@ -166,7 +167,8 @@ def launch(
     if scheduler == "local":
         if nodes > 1 or options or env_file is not None or prologue is not None:
             raise UserError(
-                "--nodes, --option, --env-file and --prologue need --scheduler slurm or kubernetes"
+                "--nodes, --option, --env-file and --prologue need --scheduler slurm, kubernetes "
+                "or ray"
             )
         if dry_run:
             click.echo(request.first(NodeShell("127.0.0.1:0", "")))

@@ -11,7 +11,7 @@ from typing import Any
 
 from isthmus.errors import JobError, UserError
 from isthmus.job import Job, with_changes
-from isthmus.job.planned import PlannedLayout, PlannedRanks, RanksQuestion
+from isthmus.job.planned import PlannedLayout, PlannedRanks, RanksQuestion, RankTraffic
 from isthmus.task import Task
 from isthmus_datacenter.checks import engine_of_one, rows_at_once
 
@@ -36,7 +36,12 @@ def plan_ranks(
     Raises:
         UserError: the job's layout is impossible on so many ranks, or its data cannot be read.
     """
-    from isthmus_datacenter.training.memory_report import largest_parameter, operations_of
+    from isthmus_datacenter.training.memory_report import (
+        elements_of,
+        elements_of_experts,
+        largest_parameter,
+        operations_of,
+    )
 
     section = job.datacenter
     try:
@@ -58,6 +63,13 @@ def plan_ranks(
     if question.layouts:
         found = [_layout(each, rows, ranks, question) for each in layouts_on(job, ranks)]
         others = sorted(found, key=lambda each: (bool(each.refused), each.peak))
+    traffic = None
+    traffic_unknown = ""
+    if question.traffic:
+        try:
+            traffic = _traffic(job, rows, ranks, question)
+        except UserError as error:
+            traffic_unknown = str(error)
     return PlannedRanks(
         ranks=ranks,
         on_gpus=question.on_gpus,
@@ -68,7 +80,71 @@ def plan_ranks(
         operations=operations,
         unknown=unknown,
         rate=rate,
+        elements=elements_of(task, job),
+        expert_elements=elements_of_experts(task, job),
+        traffic=traffic,
+        traffic_unknown=traffic_unknown,
+        collectives=_collectives(job, rows, ranks, question) if question.collectives else "",
     )
+
+
+def _traffic(job: Job, rows: _Rows, ranks: int, question: RanksQuestion) -> list[RankTraffic]:
+    """What the first rank sends and receives in a step, by operation and group.
+
+    Messages with float8 are taken as those without it.
+
+    Raises:
+        UserError: it cannot be found, with the reason.
+    """
+    from isthmus_datacenter.training.collective_order import traces_of
+
+    plain = with_changes(job, {"datacenter.float8": False})
+    traces = traces_of(
+        rows.task,
+        plain,
+        rows.of(plain, ranks),
+        ranks,
+        lambda dims: [0],
+        accelerators=question.on_gpus,
+    )
+    earlier = traces[0].earlier
+    section = job.datacenter
+    accumulate = section.for_replicas(section.replicas(ranks)).accumulate
+    counts: dict[tuple[str, tuple[int, ...]], int] = {}
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    parts = [(earlier, accumulate - 1), (traces[0].last, 1)]
+    for collectives, times in parts:
+        for each in collectives:
+            # A message goes between two ranks of its group.
+            between = each.ranks if each.peer is None else tuple(sorted((0, each.peer)))
+            key = (each.operation, between)
+            counts[key] = counts.get(key, 0) + times
+            sizes[key] = sizes.get(key, 0) + times * each.size
+    return [
+        RankTraffic(operation=key[0], ranks=key[1], count=count, size=sizes[key])
+        for key, count in counts.items()
+    ]
+
+
+def _collectives(job: Job, rows: _Rows, ranks: int, question: RanksQuestion) -> str:
+    """What the comparison of collectives found, or why they cannot be compared.
+
+    Raises:
+        UserError: ranks issue different ones.
+    """
+    from isthmus_datacenter.training.collective_order import (
+        CollectiveMismatchError,
+        compare_collectives,
+    )
+
+    try:
+        return compare_collectives(
+            rows.task, job, rows.of(job, ranks), ranks, accelerators=question.on_gpus
+        ).text
+    except CollectiveMismatchError:
+        raise
+    except UserError as error:
+        return f"not compared: {error}"
 
 
 def layouts_on(job: Job, ranks: int) -> Iterator[Job]:

@@ -21,7 +21,7 @@ from isthmus.task.definition import defines
 from isthmus.task.held_out import HeldOut
 from isthmus.task.made_optimizers import made_by
 from isthmus.task.optimizers import ScheduleState, job_schedule
-from isthmus.task.scoring import build_same_model, count_examples, evaluate, training_batches
+from isthmus.task.scoring import build_rank_model, count_examples, evaluate, training_batches
 from isthmus.transport.blobs import Buffer, describe
 from isthmus.transport.requests import fingerprint_of
 from isthmus.transport.worker import ReportProgress
@@ -135,7 +135,7 @@ class VirtualRun:
         if data is None:
             data = self.job.task.data_in(base)
         self.task = load_task(self.job.task.source, self.job.task.settings, base=base, data=data)
-        self.model, division = build_same_model(
+        self.model, division = build_rank_model(
             self.task,
             self.job,
             open_.layout,

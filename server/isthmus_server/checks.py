@@ -54,9 +54,8 @@ def check(job: Job, task: Task, base: Path) -> str:
     make_optimizer(job.strategy.server_optimizer, list(model.parameters()))
     check_round_length(job, task, lambda: model)
     robust = check_exchanged(job, division.exchanged)
-    vector = _device_metrics(job, task)
+    vector = check_measured(job, task, policy)
     on_devices = [] if vector is None else vector.figure_names
-    check_followed_metrics(job, task, policy, vector)
     batch = job.evaluation.batch_size
     structure = Structure.of(model)
     pairs = ""
@@ -181,6 +180,19 @@ def _check_population(job: Job) -> None:
         return
     if simulation.clients is not None or federated.clients >= federated.cohort:
         simulation.connections(simulation.population(federated), federated.invited)
+
+
+def check_measured(job: Job, task: Task, policy: Policy) -> EvaluationVector | None:
+    """Refuse evaluations that the task has not, and a policy that follows what nobody measures.
+
+    Returns what devices will measure, if they do.
+
+    Raises:
+        UserError: with the reason.
+    """
+    vector = _device_metrics(job, task)
+    check_followed_metrics(job, task, policy, vector)
+    return vector
 
 
 def _device_metrics(job: Job, task: Task) -> EvaluationVector | None:

@@ -69,8 +69,8 @@ from isthmus_simulation.rank_place import RankPlace
 @click.option(
     "--scheduler",
     metavar="NAME",
-    help="Start ranks on the machines of a cluster through slurm, kubernetes, or the scheduler of "
-    "an installed package.",
+    help="Start ranks on the machines of a cluster through slurm, kubernetes, ray, or the "
+    "scheduler of an installed package.",
 )
 @click.option(
     "--nodes",
@@ -178,7 +178,7 @@ def simulate(
         return
     for name, given_value in of_nodes.items():
         if given_value:
-            raise UserError(f"{name} needs --scheduler slurm or kubernetes")
+            raise UserError(f"{name} needs --scheduler slurm, kubernetes or ray")
     place = RankPlace.of()
     if place is not None:
         if is_sweep:

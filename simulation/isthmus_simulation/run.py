@@ -8,6 +8,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import torch
 from rich.console import Console
@@ -82,7 +83,7 @@ class Simulation:
         self._leaving = False
 
     @classmethod
-    def new(cls, job: Job, base: Path, directory: Path, crew: RankCrew | None = None) -> Simulation:
+    def new(cls, job: Job, base: Path, directory: Path, crew: RankCrew | None = None) -> Self:
         """Create a run; the job's relative paths start at `base`.
 
         It takes the place of one whose job was refused before anything had begun.

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import runpy
+import subprocess
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
@@ -28,12 +29,28 @@ ELSEWHERE = {
     },
     "datacenter": {"<mfu|peak_gib>/<device>/<model>"},  # of a GPU
     "regimes": {"regret/<data set>/<problem>/<policy>"},  # with --datasets
-    "robust": {"flower/<rule>/<data>/<attack>/<share>"},  # with --flower
-    "round_overhead": {"observed/<params>/<clients>"},  # with --observed
+    "robust": {
+        "flower/<rule>/<data>/<attack>/<share>",  # with --flower
+        "knowing/<rule>/<data>/<devices>/<share>",  # with --knowing
+        "any/<rule>/<devices>/<share>",
+        "long/<rule>/<devices>/<share>",
+    },
+    "round_overhead": {
+        "observed/<params>/<clients>",  # with --observed
+        "signed/<params>/<clients>",  # with --signed
+    },
     "simulation": {"speedup/<flower|pfl>/<mlp|cnn>", "accuracy_gap/<flower|pfl>/<mlp|cnn>"},
 }
 """Figures that `--smoke` does not measure."""
-READS_DATA = ("compression", "privacy_utility", "regimes", "robust", "simulation")
+READS_DATA = (
+    "adapters",
+    "compression",
+    "privacy_utility",
+    "regimes",
+    "robust",
+    "simulation",
+    "what_if",
+)
 NEEDS = (
     ("ghost_clipping", "opacus", "opacus"),
     ("personal", "sklearn", "scikit-learn"),
@@ -57,6 +74,26 @@ def run(monkeypatch, data, tmp_path):
     forked.context()
     forkserver.ensure_running()  # before a script starts one that has imported less
     return run_script
+
+
+CODE_OF_TESTS = """
+from harness import code_of_tests
+code_of_tests.make_importable()
+import tests.parity.comparison, tests.privacy.mutation, tests.simulation.audit_faults
+import tests.server.read.console.filled_runs
+"""
+
+
+def test_scripts_find_the_code_of_tests_without_pytest(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", CODE_OF_TESTS],
+        cwd=tmp_path,
+        env={"PATH": "", "PYTHONPATH": str(BENCHMARKS)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def promised(name):
@@ -98,6 +135,20 @@ def test_a_script_works_and_writes_the_figures_that_it_promises(name, run, monke
 def test_observed_rounds_are_compared_with_others(run):
     figures = run("round_overhead", "--observed")["figures"]
     assert figures.keys() == {"observed/0/2", "observed/1M/2"}
+
+
+def test_rounds_that_can_be_proved_are_compared_with_others(run):
+    figures = run("round_overhead", "--signed")["figures"]
+    assert figures.keys() == {"signed/0/3", "signed/1M/3"}
+
+
+def test_liars_that_know_the_rule_are_measured_by_their_share_and_the_size_of_groups(run):
+    figures = run("robust", "--knowing")["figures"]
+    assert figures.keys() == {
+        f"{figure}/12/10"
+        for rule in ("median", "trimmed-mean")
+        for figure in (f"knowing/{rule}/letters", f"any/{rule}", f"long/{rule}")
+    }
 
 
 def one_sentence(capsys, script):

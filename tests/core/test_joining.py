@@ -1,5 +1,6 @@
 """A connection that a busy server ends in the handshake is tried again, in any Python."""
 
+import contextlib
 import socket
 import ssl
 import threading
@@ -15,8 +16,10 @@ from isthmus.identity.proxies import Road
 async def test_a_connection_that_was_ended_is_tried_again(error, monkeypatch):
     answers = [error("it was ended"), error("it was ended"), AdmissionRefused("there it is")]
 
+    @contextlib.asynccontextmanager
     async def opened(road, context, seconds):
         raise answers.pop(0)
+        yield
 
     monkeypatch.setattr(join_channel, "opened", opened)
     monkeypatch.setattr(joining, "_FIRST_PAUSE", 0.0)

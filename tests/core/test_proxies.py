@@ -237,3 +237,22 @@ def test_what_was_chosen_when_joining_holds_until_something_else_is_said(tmp_pat
     assert (changed.url, changed.login) == ("http://then:1", "/now")
     with pytest.raises(UserError, match=r"^--proxy when it joined names a proxy with ftp://"):
         road(HUB, ProxyChoice.remembered({"url": "ftp://x:1", "login": ""}))
+
+
+@pytest.mark.parametrize(
+    ("address", "environment", "said"),
+    [
+        ("hub.example.org:443", {}, False),
+        ("hub.example.org:443", {"HTTP_PROXY": "http://proxy:3128"}, False),
+        ("hub.example.org:443", {"HTTPS_PROXY": "http://proxy:3128"}, True),
+        ("hub.example.org:443", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": "*"}, True),
+        ("localhost:443", {}, True),
+    ],
+)
+def test_where_nobody_is_reached_a_proxy_is_thought_of_if_nothing_was_said(
+    address, environment, said
+):
+    road = road_to(address, None, environment)
+    assert road.other_way == (
+        "" if said else "; where only a proxy leads out, give it with --proxy"
+    )

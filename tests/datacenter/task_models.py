@@ -69,6 +69,13 @@ class DecoderBlock(nn.Module):
         return output
 
 
+class ViewDecoderBlock(DecoderBlock):
+    """Its output is a view of a tensor."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden)[:, :]
+
+
 class FusedDecoderBlock(DecoderBlock):
     """One layer computes queries, keys and values; layers are called by keyword."""
 

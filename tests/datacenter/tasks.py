@@ -37,6 +37,7 @@ from tests.datacenter.task_models import (
     SparingMixtureBlock,
     SwitchedExperts,
     TiedTransformer,
+    ViewDecoderBlock,
 )
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -365,11 +366,14 @@ class Gpt(_Small):
     """A decoder with tied embeddings whose widths are divisible; at most five words are scored.
 
     Settings: `plan` gives plans of the task; `together` has one layer compute queries, keys and
-    values, and calls all layers by keyword; `blocks` is the number of blocks, by default two.
+    values, and calls all layers by keyword; `views` has blocks return views; `blocks` is the number
+    of blocks, by default two.
     """
 
     def model(self) -> nn.Module:
         kind = FusedDecoderBlock if self.settings.get("together") else DecoderBlock
+        if self.settings.get("views"):
+            kind = ViewDecoderBlock
         return Decoder(self.settings.get("blocks", 2), tied=True, kind=kind)
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -422,6 +426,25 @@ class Gpt(_Small):
         return [nn.Sequential(*part) for part in parts]
 
 
+class Adapted(_Small):
+    """Adapters of PEFT over frozen layers, in whose type these compute."""
+
+    def model(self) -> nn.Module:
+        from peft import LoraConfig, get_peft_model
+
+        blocks = [nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16)) for _ in range(3)]
+        inner = nn.Sequential(nn.Embedding(12, 16), *blocks, nn.Linear(16, 12))
+        model: nn.Module = get_peft_model(inner, LoraConfig(r=2, target_modules=r"\d\.[02]"))
+        return model
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(output.float().transpose(1, 2), target).mean(1)
+
+    def rows(self, count: int, seed: int) -> TensorDataset:
+        words = torch.randint(12, (count, 6), generator=torch.Generator().manual_seed(seed))
+        return TensorDataset(words, words.roll(-1, 1))
+
+
 class Padded(Gpt):
     """Words that are not scored are masked, and not selected."""
 
@@ -434,6 +457,20 @@ class Mixture(Gpt):
 
     def model(self) -> nn.Module:
         return Decoder(self.settings.get("blocks", 2), tied=True, kind=MixtureBlock)
+
+
+class PaddedMixture(Padded, Mixture):
+    """Words that are not scored are masked."""
+
+
+class MostlyFrozen(Padded):
+    """Most of it is frozen, as under adapters."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("up" in name or "norm" in name)
+        return model
 
 
 class SkewedMixture(Mixture):

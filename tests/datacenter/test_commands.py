@@ -42,7 +42,7 @@ def test_a_missing_tasks_directory_is_refused(tmp_path: Path) -> None:
             "kubernetes",
             "speed is not known; known options are annotation, capability, claim",
         ),
-        ([], "pbs", "--scheduler pbs is unknown; installed are kubernetes, slurm"),
+        ([], "pbs", "--scheduler pbs is unknown; installed are kubernetes, ray, slurm"),
         ([], "local", "--nodes, --option, --env-file and --prologue need --scheduler"),
     ],
 )

@@ -19,16 +19,20 @@ ANSWER = b"Yes, a dog travels free."
 
 @pytest.fixture(scope="module")
 def walked(
-    tmp_path_factory: pytest.TempPathFactory, forked_commands: ForkedCommands
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Terminal, dict[str, bytes]]]:
-    """A folder in which all commands of the page were typed, and what each has printed."""
-    terminal = Terminal(tmp_path_factory.mktemp("chat"), forked_commands.environment())
-    said = {}
-    for block in blocks(PAGE):
-        for line in block.strip().splitlines():
-            said[line] = terminal.read(line)
-    yield terminal, said
-    terminal.close()
+    """A folder in which all commands of the page were typed, and what each has printed.
+
+    The project's five scripts would take half of the time to import PyTorch and transformers.
+    """
+    with ForkedCommands("python") as commands:
+        terminal = Terminal(tmp_path_factory.mktemp("chat"), commands.environment())
+        said = {}
+        for block in blocks(PAGE):
+            for line in block.strip().splitlines():
+                said[line] = terminal.read(line)
+        yield terminal, said
+        terminal.close()
 
 
 def test_the_model_answers_as_the_private_dialogues_after_the_run_and_not_before(

@@ -13,9 +13,10 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
@@ -41,12 +42,40 @@ class LoopbackFleet:
         devices: int,
         policies: Mapping[str, str] | None = None,
         device_tasks: str = "tasks",
+        data: str | None = None,
+        serving: Sequence[str] = ("--address", "127.0.0.1:0"),
+        address: str = "",
+        prelude: str = "",
+        privacy: str = "clients_min = 2",
+        aggregators: Sequence[str] = (),
     ) -> None:
-        """`policies` are further lines of a device's policy by its name."""
+        """Start nothing yet.
+
+        Args:
+            folder: of the fleet.
+            devices: how many.
+            policies: further lines of a device's policy by its name.
+            device_tasks: the folder with the tasks of the devices.
+            data: the folder with the data of all devices, by `--data`; None for the job's.
+            serving: options of the server.
+            address: where participants join; by default where the server listens.
+            prelude: Python code that the server's process runs first.
+            privacy: what the policy of each device says of privacy.
+            aggregators: names of aggregators, which the devices are divided among.
+        """
         self.folder = folder
         self._devices = devices
         self._policies = policies or {}
         self._device_tasks = device_tasks
+        self._data = () if data is None else ("--data", data)
+        self._serving = serving
+        self._address = address
+        self._prelude = prelude
+        self._privacy = privacy
+        self._aggregators = tuple(aggregators)
+        self._join_at = ""
+        self._links: list[str] = []
+        """Addresses of the aggregators, and of the server, where devices connect."""
         self._state = folder / "state"
         self._environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
         self._running: dict[str, ForkServerProcess] = {}
@@ -55,20 +84,21 @@ class LoopbackFleet:
         initialise(self._state, ["127.0.0.1", "localhost"])
         (self._state / "tasks").symlink_to(self.folder / "tasks")
         try:
-            self._start("server", "server", "start", "state", "--address", "127.0.0.1:0")
+            self.start_server("server", *self._serving)
             ports = self.until(
-                lambda: re.search(
-                    r"link at 127.0.0.1:\d+, joining at 127.0.0.1:(\d+)", self.log("server")
-                )
+                lambda: re.search(r"link .*joining at 127.0.0.1:(\d+)", self.log("server"))
             )
-            address = f"localhost:{ports[1]}"
+            address = self._join_at = self._address or f"localhost:{ports[1]}"
+            for name in self._aggregators:
+                self._join(address, name, "aggregator", self.folder / name)
+                self.start_aggregator(name)
             for index in range(self._devices):
                 self._join(address, f"phone-{index}", "client", self.folder / f"phone-{index}")
             self._join(address, DATACENTER, "datacenter", self.folder / DATACENTER / "membership")
             self._join(address, "alice", "operator", self.folder / "alice")
             for index in range(self._devices):
                 name = f"phone-{index}"
-                policy = "[privacy]\nclients_min = 2\n"
+                policy = f"[privacy]\n{self._privacy}\n"
                 policy = self._policies.get(name, "") + policy
                 (self.folder / name / "policy.toml").write_text(policy)
                 self.start_device(index)
@@ -89,18 +119,61 @@ class LoopbackFleet:
         """End all processes."""
         for process in self._running.values():
             process.terminate()
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGCONT)  # a test may have stopped it
         for process in self._running.values():
             process.join(30)
             process.kill()
             process.join()
 
+    def start_server(self, name: str, *options: str) -> None:
+        """Start a server of the fleet's directory."""
+        arguments = ("server", "start", "state", *options)
+        if not self._prelude:
+            self._start(name, *arguments)
+            return
+        code = f"{self._prelude}\nimport sys\nfrom isthmus import cli\nsys.argv[0] = 'isthmus'\n"
+        words = ["python", "-c", code + "cli.main()", *arguments]
+        with (self.folder / f"{name}.log").open("a") as log, Path(os.devnull).open() as nothing:
+            streams = (nothing.fileno(), log.fileno(), log.fileno())
+            self._running[name] = forked.start_with(streams, words, self.folder, self._environment)
+
+    def send(self, name: str, number: int) -> None:
+        """Send a signal to a process."""
+        pid = self._running[name].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def ended(self, name: str) -> int | None:
+        """Wait until a process has ended by itself; returns its exit status."""
+        process = self._running.pop(name)
+        process.join()
+        return process.exitcode
+
     def start_device(self, index: int) -> None:
         """Start a device, also one that was killed."""
         name = f"phone-{index}"
         shard = f"{index}/{self._devices}"
-        where = ("--state", name, "--tasks", self._device_tasks)
+        where = ("--state", name, "--tasks", self._device_tasks, *self._data)
+        if self._links:
+            # Each its own aggregator first, and the server last.
+            own = index % len(self._links)
+            own_first = (*self._links[own:], *self._links[:own], self._server_link())
+            where += tuple(word for each in own_first for word in ("--server", each))
         work = ("client", "start", *where, "--shard", shard)
         self._start(name, *work)
+
+    def start_aggregator(self, name: str, *options: str) -> None:
+        """Start an aggregator that has joined; returns when devices can connect."""
+        options = options or ("--address", "127.0.0.1:0")
+        self._start(name, "server", "aggregator", "start", name, *options)
+        found = self.until(lambda: re.search(r"devices at (\S+),", self.log(name)))
+        self._links.append(found[1])
+
+    def _server_link(self) -> str:
+        found = re.search(r"link at (\S+),", self.log("server"))
+        assert found is not None
+        return found[1]
 
     def kill(self, name: str) -> None:
         """End a process at once, as a crash does."""
@@ -108,10 +181,11 @@ class LoopbackFleet:
         process.kill()
         process.join()
 
-    def start_datacenter(self) -> None:
-        """Start the datacenter, with one rank."""
-        launch = ("datacenter", "launch", "--scheduler", "local", "--ranks", "1")
-        self._start(DATACENTER, *launch, "--state", DATACENTER, "--tasks", "tasks")
+    def start_datacenter(self, ranks: int = 1) -> None:
+        """Start the datacenter."""
+        launch = ("datacenter", "launch", "--scheduler", "local", "--ranks", str(ranks))
+        where = ("--state", DATACENTER, "--tasks", "tasks", *self._data)
+        self._start(DATACENTER, *launch, *where)
 
     def submit(self, job: str, *changes: str) -> str:
         """Submit a job with changes to its keys; returns its name on the server."""
@@ -134,6 +208,10 @@ class LoopbackFleet:
     def directory(self, job: str) -> Path:
         """The run directory of a job."""
         return self._state / "runs" / job
+
+    def attempts(self, job: str) -> list[tuple[int, str]]:
+        """Round and state of each attempt of a job, in order."""
+        return self._rows(job, "SELECT round, state FROM attempts ORDER BY round, attempt")
 
     def committed(self, job: str) -> int:
         """Rounds that a job has committed; -1 before its first attempt at one."""

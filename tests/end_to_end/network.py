@@ -3,15 +3,20 @@
     with Network({"server": "10.77.0.1/24", "phone": "10.77.0.2/24"}) as network:
         network.run("phone", ["ip", "address"])
 
+    with Network(hosts, {"phone": Cable(rate=1e6, forgets=3.0)}) as network:
+        ...
+
 Each host has its own interface, and the addresses exist only in these namespaces. A kernel token
 bucket (tc tbf) limits the rate into and out of a host. This program implements the cables with
-delay and loss: it forwards every frame between the host's end (a TAP device) and the bridge's end,
-or drops it. Linux has netem for that, but not every kernel includes it.
+delay and loss, and what else a way may do to frames: it forwards every frame between the host's end
+(a TAP device) and the bridge's end, or drops it. Linux has netem for that, but not every kernel
+includes it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import fcntl
 import heapq
 import json
@@ -33,6 +38,28 @@ LOSS = 0.01
 """Fraction of frames that one cable loses."""
 RATE = 20e6
 """Bits per second into and out of a host."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cable:
+    """What the cable of one host does to the frames in both directions."""
+
+    delay: float = DELAY
+    """Seconds."""
+    loss: float = LOSS
+    """Fraction of frames."""
+    rate: float = RATE
+    """Bits per second."""
+    flap: float = 0.0
+    """Seconds for which nothing passes, in every `period`."""
+    period: float = 20.0
+    """Seconds from one flap to the next."""
+    forgets: float = 0.0
+    """Seconds of silence after which a connection passes no more, as with a router that translates
+    addresses and has forgotten it; 0 for none."""
+    largest: int = 0
+    """Bytes of the largest frame that passes, of which nobody is told; 0 for any."""
+
 
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
@@ -68,9 +95,11 @@ def missing() -> str:
 class Network:
     """Hosts by name with their addresses; `close` removes all of them."""
 
-    def __init__(self, hosts: Mapping[str, str]) -> None:
+    def __init__(self, hosts: Mapping[str, str], cables: Mapping[str, Cable] | None = None) -> None:
+        """Build it; the cables of hosts that are not in `cables` are usual ones."""
+        others = {name: dataclasses.asdict(cable) for name, cable in (cables or {}).items()}
         self._cables = subprocess.Popen(
-            [*_SEPARATE, sys.executable, __file__, json.dumps(hosts)],
+            [*_SEPARATE, sys.executable, __file__, json.dumps(hosts), json.dumps(others)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -134,31 +163,72 @@ def _ip(*lines: str) -> None:
         subprocess.run(line.split(), check=True, stdout=subprocess.DEVNULL)
 
 
-def _cap(device: str) -> str:
-    return f"tc qdisc add dev {device} root tbf rate {RATE:.0f}bit burst 16kb {_QUEUE}"
+def _cap(device: str, rate: float) -> str:
+    return f"tc qdisc add dev {device} root tbf rate {rate:.0f}bit burst 16kb {_QUEUE}"
 
 
-def _plug_in(host: str, address: str) -> tuple[int, int, int]:
+class _Wire:
+    """Decides about the frames of one cable, in both directions."""
+
+    def __init__(self, cable: Cable) -> None:
+        self.delay = cable.delay
+        self._cable = cable
+        self._rng = random.Random(1)
+        self._begun = time.monotonic()
+        self._heard: dict[bytes, float] = {}
+        """When something of a connection passed last, by its addresses and ports."""
+
+    def passes(self, frame: bytes, now: float) -> bool:
+        """Whether a frame gets through at this time."""
+        cable = self._cable
+        if self._rng.random() < cable.loss:
+            return False
+        if (now - self._begun) % cable.period < cable.flap:
+            return False
+        if cable.largest and len(frame) > cable.largest:
+            return False
+        return not cable.forgets or self._is_known(frame, now)
+
+    def _is_known(self, frame: bytes, now: float) -> bool:
+        if frame[12:14] != b"\x08\x00" or frame[23] != 6:
+            return True  # not TCP over IPv4
+        begin = 14 + 4 * (frame[14] & 15)
+        ends = sorted(
+            (frame[26:30] + frame[begin : begin + 2], frame[30:34] + frame[begin + 2 : begin + 4])
+        )
+        connection = b"".join(ends)
+        opens = frame[begin + 13] & 0x12 == 0x02
+        last = self._heard.get(connection)
+        if not opens and (last is None or now - last > self._cable.forgets):
+            return False
+        self._heard[connection] = now
+        return True
+
+
+def _plug_in(host: str, address: str, rate: float) -> tuple[int, int, int]:
     """Create a host; returns its namespace and both ends of its cable."""
     libc = ctypes.CDLL(None, use_errno=True)
     bridge = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     port = _tap(host)
-    _ip(f"ip link set dev {host} master bridge", f"ip link set dev {host} up", _cap(host))
+    _ip(f"ip link set dev {host} master bridge", f"ip link set dev {host} up")
+    _ip(_cap(host, rate))
     if libc.unshare(_CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "no new network namespace")
     namespace, end = os.open("/proc/thread-self/ns/net", os.O_RDONLY), _tap("eth0")
     _ip("ip link set lo up", f"ip address add {address} dev eth0", "ip link set eth0 up")
-    _ip(_cap("eth0"))
+    _ip(_cap("eth0", rate))
     if libc.setns(bridge, _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "no way back from a network namespace")
     os.close(bridge)
     return namespace, end, port
 
 
-def _carry(cables: Sequence[tuple[int, int]]) -> dict[str, int]:
+def _carry(cables: Sequence[tuple[int, int, _Wire]]) -> dict[str, int]:
     """Forward frames until standard input ends."""
-    rng = random.Random(1)
-    opposite = {a: b for pair in cables for a, b in (pair, pair[::-1])}
+    opposite = {}
+    for end, other, wire in cables:
+        opposite[end] = other, wire
+        opposite[other] = end, wire
     in_transit: list[tuple[float, int, int, bytes]] = []
     carried = lost = 0
     poll = select.epoll()
@@ -170,26 +240,28 @@ def _carry(cables: Sequence[tuple[int, int]]) -> dict[str, int]:
             if handle == 0:
                 return {"carried": carried, "lost": lost}
             frame = os.read(handle, 1 << 16)
-            if rng.random() < LOSS:
+            target, wire = opposite[handle]
+            now = time.monotonic()
+            if not wire.passes(frame, now):
                 lost += 1
                 continue
             carried += 1
-            due = time.monotonic() + DELAY
-            heapq.heappush(in_transit, (due, carried, opposite[handle], frame))
+            heapq.heappush(in_transit, (now + wire.delay, carried, target, frame))
         while in_transit and in_transit[0][0] <= time.monotonic():
             _, _, handle, frame = heapq.heappop(in_transit)
             os.write(handle, frame)
 
 
-def _main(hosts: Mapping[str, str]) -> None:
+def _main(hosts: Mapping[str, str], others: Mapping[str, Any]) -> None:
     _ip("ip link add bridge type bridge", "ip link set bridge up")
     namespaces, cables = {}, []
     for host, address in hosts.items():
-        namespaces[host], *cable = _plug_in(host, address)
-        cables.append((cable[0], cable[1]))
+        cable = Cable(**others.get(host, {}))
+        namespaces[host], end, port = _plug_in(host, address, cable.rate)
+        cables.append((end, port, _Wire(cable)))
     print(json.dumps(namespaces), flush=True)
     print(json.dumps(_carry(cables)), flush=True)
 
 
 if __name__ == "__main__":
-    _main(json.loads(sys.argv[1]))
+    _main(json.loads(sys.argv[1]), json.loads(sys.argv[2]))

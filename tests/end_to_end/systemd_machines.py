@@ -100,17 +100,17 @@ class Machine:
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout.strip()
 
-    def isthmus(self, *arguments: str, dynamic: bool = False) -> str:
-        """Run `isthmus ARGUMENTS` as user isthmus, like `systemd-run --pipe`; returns its output.
+    def isthmus(self, *arguments: str, dynamic: bool = False, user: str = "isthmus") -> str:
+        """Run `isthmus ARGUMENTS` as a user, like `systemd-run --pipe`; returns its output.
 
         `dynamic`: systemd makes the user. (`systemd-run` itself needs a D-Bus daemon to wait.)
         """
         self._commands += 1
         unit = f"command-{self._commands}"
         words = " ".join(f'"{word}"' for word in ("/opt/isthmus/bin/isthmus", *arguments))
-        lines = ["[Service]", "Type=oneshot", f"ExecStart={words}", "User=isthmus"]
-        lines += [f"DynamicUser={'yes' if dynamic else 'no'}", "StateDirectory=isthmus"]
-        lines += ["StateDirectoryMode=0700", "WorkingDirectory=/var/lib/isthmus"]
+        lines = ["[Service]", "Type=oneshot", f"ExecStart={words}", f"User={user}"]
+        lines += [f"DynamicUser={'yes' if dynamic else 'no'}", f"StateDirectory={user}"]
+        lines += ["StateDirectoryMode=0700", f"WorkingDirectory=/var/lib/{user}"]
         lines += self._settings(unit)
         (self.folder / "units" / f"{unit}.service").write_text("\n".join([*lines, ""]))
         self.run("systemctl", "daemon-reload")

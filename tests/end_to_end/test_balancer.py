@@ -15,16 +15,10 @@ from pathlib import Path
 import pytest
 from tests.end_to_end import network, real_proxies
 from tests.end_to_end.real_proxies import PASSWORD, PORT, USER, RealProxy
+from tests.end_to_end.secret_fleet import MEMBERS, SecretFleet, commands_on
 from tests.end_to_end.test_proxies import dial
-from tests.end_to_end.test_several_hosts import (
-    HostCommands,
-    create_token,
-    install_task,
-    run_concurrently,
-)
+from tests.end_to_end.test_several_hosts import HostCommands
 from tests.server.real_nginx import arguments, certified, ending_configuration, program
-
-from isthmus_server.fleet.authority import initialise
 
 REASON = network.missing() or real_proxies.missing("squid")
 
@@ -37,7 +31,6 @@ HOSTS = {
     "phone-1": "10.78.0.10/24",
     "phone-2": "10.77.0.12/24",
 }
-PHONES = ["phone-0", "phone-1", "phone-2"]
 INSIDE = "10.78.0.2"
 """The proxy's address in the network of `phone-1`, from which no route leads to nginx."""
 ADDRESS = "wss://10.77.0.1/isthmus"
@@ -47,11 +40,8 @@ ADDRESS = "wss://10.77.0.1/isthmus"
 def commands(folder: Path) -> Iterator[HostCommands]:
     with network.Network(HOSTS) as hosts:
         hosts.run("proxy", ["ip", "address", "add", f"{INSIDE}/24", "dev", "eth0"])
-        commands = HostCommands(hosts, folder)
-        try:
+        with commands_on(hosts, folder) as commands:
             yield commands
-        finally:
-            commands.stop()
 
 
 @pytest.fixture
@@ -78,10 +68,7 @@ def wait_for(commands: HostCommands, host: str, address: str, port: int) -> None
 def test_devices_join_and_train_in_secret_through_a_balancer(
     commands: HostCommands, authority: Path, folder: Path
 ) -> None:
-    members = {**dict.fromkeys(PHONES, "client"), "alice": "operator"}
-    initialise(folder / "state", ["10.77.0.1"])
-    tokens = [create_token(folder / "state", *member) for member in members.items()]
-    author = install_task(folder, ["state/tasks"])
+    fleet = SecretFleet(commands, folder, "10.77.0.1")
     login = folder / "login"
     login.write_text(f"{USER}:{PASSWORD}\n")
     login.chmod(0o600)
@@ -96,31 +83,10 @@ def test_devices_join_and_train_in_secret_through_a_balancer(
         for port in (9400, 9480):
             assert dial(commands, "phone-0", "10.77.0.1", port) == errno.ECONNREFUSED
         assert dial(commands, "phone-1", "10.77.0.1", 443) == errno.ENETUNREACH
-        ways = {name: ["--balancer-ca", str(authority)] for name in members}
+        ways = {name: ["--balancer-ca", str(authority)] for name in MEMBERS}
         ways["phone-1"] += ["--proxy", f"http://{INSIDE}:{PORT}", "--proxy-login", str(login)]
-        run_concurrently(
-            (
-                commands.run,
-                "phone-0" if name == "alice" else name,
-                *(role, "join", ADDRESS, token, "--state", name, *ways[name]),
-            )
-            for (name, role), token in zip(members.items(), tokens, strict=True)
-        )
-        for name in PHONES:
-            (folder / name / "policy.toml").write_text(
-                f"authors = ['{author.hex()}']\n[privacy]\nclients_min = 2\n"  # a small fleet
-            )
-            commands.start(name, "client", "start", "--state", name)
-        changes = [
-            *("task.source=table/task.py:Table", "federated.clients=0", "datacenter.ranks=0"),
-            *("federated.cohort=3", "federated.quorum=3", "federated.secure_aggregation=true"),
-            *("rounds=1", "time.lease_seconds=10", "strategy.policy=federated"),
-        ]
-        sets = [part for change in changes for part in ("--set", change)]
-        submitted = commands.run("phone-0", "submit", "job.toml", "--state", "alice", *sets)
-        assert submitted.endswith("table-1")
-        log = commands.run("phone-0", "logs", "table-1", "--follow", "--state", "alice")
-        assert log.endswith("table-1 finished: all rounds are done"), log
+        fleet.join(ADDRESS, ways)
+        fleet.train()
         found = json.loads(commands.run("phone-1", "doctor", "device", "phone-1", "--json"))
         checked = json.loads(
             commands.run(
@@ -130,10 +96,7 @@ def test_devices_join_and_train_in_secret_through_a_balancer(
             )
         )
         assert "CONNECT 10.77.0.1:443" in proxy.requests()
-    report = json.loads(commands.run("server", "report", "state/runs/table-1", "--json"))
-    (row,) = report["rounds"]
-    assert {receipt["participant"] for receipt in row["receipts"]} == set(PHONES)
-    assert row["participants"]["accepted"] == len(PHONES)
+    fleet.check_all_took_part()
     by_point = {each["what"]: each for each in found}
     assert by_point["road"]["found"] == (
         f"connections to {ADDRESS} go through the proxy http://{INSIDE}:{PORT} (--proxy when it "

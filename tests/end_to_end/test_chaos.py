@@ -10,12 +10,12 @@ from typing import Any
 from tests import forked
 
 
-def chaos(folder: Path, *arguments: str) -> Any:
-    """Run `isthmus chaos` with three devices and return its report."""
-    command = ["chaos", "job.toml", "--clients", "3", "--json", *arguments]
+def chaos(folder: Path, *arguments: str, devices: int = 3) -> Any:
+    """Run `isthmus chaos` with some devices and return its report."""
+    command = ["chaos", "job.toml", "--clients", str(devices), "--json", *arguments]
     for change in (
         *("strategy.policy=federated", "datacenter.ranks=0"),
-        *("federated.cohort=3", "federated.quorum=3"),
+        *(f"federated.cohort={devices}", f"federated.quorum={devices}"),
     ):
         command += ["--set", change]
     process, pipe = forked.start(command, folder, os.environ)
@@ -39,3 +39,12 @@ def test_crashes_at_some_durable_steps_do_not_change_the_model(folder: Path) -> 
     report = chaos(folder, "--crash-sweep", "--sample", "2", "--set", "rounds=1")
     assert report["points"] + report["not_reached"] == 2
     assert report["same_models"] == 2
+
+
+def test_the_loss_of_an_aggregator_in_a_round_changes_no_model(folder: Path) -> None:
+    """Without `--sample` all faults are tried, in rounds of every kind."""
+    longer = ("--set", "federated.local_epochs=20", "--set", "rounds=4")
+    report = chaos(folder, "--network", "--seed", "47", "--sample", "1", *longer, devices=4)
+    (fault,) = report["faults"]
+    assert (fault["kind"], fault["what"]) == ("plain", "kill")
+    assert report["same_models"] == 1

@@ -109,19 +109,26 @@ class HostCommands:
         self.hosts = hosts
         self.folder = folder
         self.running: dict[str, ForkServerProcess] = {}
+        self.more_namespaces: dict[str, int] = {}
+        """Entered after those of the host."""
         self.environment = {**os.environ, "COLUMNS": "200"}
 
     def run(self, host: str, *arguments: str) -> str:
-        namespaces = self.hosts.namespaces(host)
+        code, printed = self.tried(host, *arguments)
+        assert code == 0, printed
+        return printed
+
+    def tried(self, host: str, *arguments: str) -> tuple[int | None, str]:
+        """The exit code of a command, and what it printed."""
+        namespaces = {**self.hosts.namespaces(host), **self.more_namespaces}
         process, pipe = forked.start(arguments, self.folder, self.environment, namespaces)
         with os.fdopen(os.dup(pipe.fileno()), encoding="utf-8") as output:
             printed = output.read().strip()
         process.join()
-        assert process.exitcode == 0, printed
-        return printed
+        return process.exitcode, printed
 
     def start(self, host: str, *arguments: str) -> None:
-        namespaces = self.hosts.namespaces(host)
+        namespaces = {**self.hosts.namespaces(host), **self.more_namespaces}
         with (self.folder / f"{host}.log").open("w") as log:
             self.running[host] = forked.start_into(
                 log.fileno(), arguments, self.folder, self.environment, namespaces

@@ -63,7 +63,8 @@ fresh = ["1.*"]
 [exchange]
 include = ["1.*"]
 [strategy]
-policy = "hybrid"
+policy = "adaptive"
+target_edge_share = 0.8
 [federated]
 cohort = 4
 quorum = 4
@@ -107,7 +108,7 @@ def test_a_base_comes_from_each_kind_of_source(tmp_path: Path, served: StaticHtt
         "phone-3": "weights_mb = 20\n[weights]\nkb_per_second = 1500\n",
     }
     with LoopbackFleet(tmp_path, devices=5, policies=policies, device_tasks="devices") as fleet:
-        fleet.start_datacenter()
+        fleet.start_datacenter(ranks=2)
         store = WeightStore(tmp_path / "phone-0" / "weights")
         base = store.add(tmp_path / "tasks" / "base").manifest
         job = fleet.submit("job.toml")
@@ -133,5 +134,9 @@ def test_a_base_comes_from_each_kind_of_source(tmp_path: Path, served: StaticHtt
         receipts = [each for row in report["rounds"] for each in row["receipts"]]
         assert {each["participant"] for each in receipts} >= {f"phone-{n}" for n in range(4)}
         assert all(each["status"] == "accepted" for each in receipts)
-        assert max(each["bytes_out"] for each in receipts) < 100_000
+        assert report["job"]["federated"]["secure_aggregation"]
+        # Both lands train, and no byte of the base, which has 9.6 MB, is in a round.
+        assert "cluster" in {each["participant"] for each in receipts}
+        assert max(each["bytes_out"] + each["messages_out"] for each in receipts) < 100_000
+        assert max(each["bytes_in"] + each["messages_in"] for each in receipts) < 100_000
         assert report["final"]["model_sha256"]

@@ -23,11 +23,20 @@ def anyones_tls(protocols=("h2",)):
     return context
 
 
+def first_message(protocols=("h2",)):
+    """The first message of TLS that offers these protocols."""
+    sent = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        anyones_tls(protocols).wrap_bio(ssl.MemoryBIO(), sent).do_handshake()
+    return sent.read()
+
+
 @contextlib.asynccontextmanager
 async def idle_callers(port, kind, count=200, protocols=("h2",)):
     """Hold connections during the block, and open each again soon after it is closed.
 
-    They send "nothing", "half a handshake", or finish the handshake of "TLS".
+    They send "nothing", "half a handshake", "a first message" of TLS and nothing more, or finish
+    the handshake of "TLS".
     """
     opened = []
 
@@ -44,6 +53,8 @@ async def idle_callers(port, kind, count=200, protocols=("h2",)):
                 try:
                     if kind == "half a handshake":
                         writer.write(_HALF_A_HELLO)
+                    elif kind == "a first message":
+                        writer.write(first_message(protocols))
                     while await reader.read(1 << 16):
                         pass
                 finally:

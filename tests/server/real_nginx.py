@@ -60,10 +60,11 @@ def replaced(text, changes):
     return text
 
 
-def arguments(text, folder):
+def arguments(text, folder, user=""):
     """Write a configuration, and return the arguments with which nginx reads it."""
     file = folder / "nginx.conf"
-    file.write_text(text + AROUND.format(folder=folder))
+    as_user = f"user {user};\n" if user else ""
+    file.write_text(text + as_user + AROUND.format(folder=folder))
     return ["-e", str(folder / "log"), "-c", str(file)]
 
 
@@ -116,6 +117,27 @@ def ending_configuration(folder, pair, address, forwards_to, changes=None):
         },
     )
     return IN_HTTP.format(folder=folder, text=text)
+
+
+MODULE = Path("/usr/lib/nginx/modules/ngx_stream_module.so")
+
+
+def stream_module():
+    """nginx's module for streams; the test is skipped without it."""
+    if not MODULE.exists():
+        pytest.skip("nginx has no streams here; install libnginx-mod-stream")
+    return MODULE
+
+
+def passing_configuration(address, forwards_to):
+    """The configuration of `deploy` that passes TLS on, with other addresses."""
+    changes = {
+        "listen 443;": f"listen {address};",
+        "listen [::]:443;": "",
+        "127.0.0.1:9402": f"127.0.0.1:{forwards_to}",
+    }
+    text = replaced((CONFIGURATIONS / "pass-through.conf").read_text(), changes)
+    return f"load_module {stream_module()};\n{text}"
 
 
 def certified(folder, names, authority_name="Example Web CA", days=0):

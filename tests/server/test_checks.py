@@ -27,7 +27,7 @@ def check_job(write_task, tmp_path, capsys):
         path = tmp_path / "job.toml"
         path.write_text('name = "table"\n[task]\nsource = "task.py:Learn"\n')
         changes = ("federated.clients=4", "federated.cohort=4", *overrides)
-        check.callback(path, changes, memory=False, ranks=None, device=None)
+        check.callback(path, changes, memory=False, collectives=False, ranks=None, device=None)
         return capsys.readouterr().out
 
     return checked
@@ -194,9 +194,46 @@ def test_what_the_job_takes_from_updates_is_said(check_job):
     assert "clipped" not in plain
 
 
+ROBUST = (
+    FEDERATED,
+    "federated.clients=240",
+    "federated.cohort=240",
+    "federated.robust_groups=16",
+    "federated.robust_minimum=12",
+)
+WITHSTOOD = {
+    "median": "withstands any lies in 7 groups, so 7 lying devices wherever they are (2.9% of the "
+    "cohort), if no honest group is more than 3 times as long as another; and more of them only if "
+    "their sums are long: up to 8 groups are left out",
+    "trimmed-mean": "withstands any lies in 3 groups, so 3 lying devices wherever they are (1.2% "
+    "of the cohort), if no honest group is more than 3 times as long as another; and more of them "
+    "only if their sums are long: up to 12 groups are left out whose mean is more than 3 times as "
+    "long as those of the 4 shortest; if a tenth of the devices lies, more groups than 12 have a "
+    "liar in 62.8% of the rounds",
+    "norm-bound": "bounds what each group adds, and withstands no lying device; up to 14 groups",
+}
+
+
+@pytest.mark.parametrize("rule", WITHSTOOD)
+def test_how_many_lying_devices_a_robust_rule_withstands_is_said(check_job, rule):
+    settings = ("federated.robust_settings={norm=1}",) if rule == "norm-bound" else ()
+    out = check_job(*ROBUST, f"federated.robust={rule}", *settings)
+    said = f"federated.robust='{rule}' over 16 random groups of 15 devices {WITHSTOOD[rule]}"
+    assert said in " ".join(out.split())
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
+        (
+            [*ROBUST, "federated.robust=trimmed-mean", "federated.robust_settings={share=0.05}"],
+            r"federated.robust='trimmed-mean' over 1\d of 16 groups: "
+            r"federated.robust_settings.share=0.05 of a quorum of 1\d updates is less than one",
+        ),
+        (
+            [*ROBUST, "federated.robust=median", "federated.clients=200"],
+            "federated.cohort=240 is above federated.clients=200",
+        ),
         (
             ["federated.cohort=5", FEDERATED],
             r"federated.cohort=5 is above federated.clients=4, the devices that `isthmus run` "

@@ -18,6 +18,7 @@ from isthmus.job import Job, read_job
 from isthmus.task import Participant
 from isthmus.transport.blob_sources import NamedSource
 from isthmus.transport.blobs import Buffer, describe
+from isthmus.transport.mirrors import MirrorSources
 from isthmus.transport.requests import model_of
 from isthmus.transport.transfer_time import TransferTime
 from isthmus.transport.uplink import Uplink
@@ -116,6 +117,9 @@ class Agent:
             tally: counts its updates for its owner.
             own_figures: keeps its own evaluations for its owner; None keeps none.
             weights: gets the files that models start from; None for those at the job's path.
+
+        Raises:
+            UserError: the owner's limits let the server name any host.
         """
         self._shares = shares
         self.participant = participant
@@ -141,6 +145,11 @@ class Agent:
             participant, data, tasks, threads, pause, device, states, shares=shares
         )
         self.models = ReceivedModels(shares=shares)
+        self._mirrors = (
+            None
+            if limits is None
+            else MirrorSources(limits.server_sources, "server_sources in policy.toml")
+        )
         self._pull: Pull | None = None
         self._link_received = TransferTime()
         self._link_sent = TransferTime()
@@ -167,10 +176,11 @@ class Agent:
         membership: Membership | None = None,
         sources: Sequence[NamedSource] = (),
         proxy: ProxyChoice | None = None,
+        others: Sequence[str] = (),
     ) -> Uplink:
         """Create this device's connection to the server; `sources` may have what it sends.
 
-        `proxy` is what the owner says about proxies, see `Uplink`.
+        `proxy` is what the owner says about proxies, `others` are further addresses; see `Uplink`.
 
         Raises:
             UserError: the server is on another machine, and this device has not joined it, or a
@@ -188,7 +198,10 @@ class Agent:
             wanted=self.models.wanted,
             held=self.models.held,
             sources=sources,
+            mirrors=self._mirrors,
             proxy=proxy,
+            stays=self._guard is not None and not self._guard.limits.hang_up,
+            others=others,
         )
         self._pull = uplink.piece
         self._link_received = uplink.received
@@ -228,13 +241,18 @@ class Agent:
         model_size = self.models.change_size(run, request, size)
         run.check_size(request, model_size)
         if kind == "train_local":
-            self._say_if_too_slow(run, size)
+            self._say_if_too_slow(run, size, request.train_local.seconds)
         return bytearray(size) if model_size != size else self.host.buffer(size, room)
 
-    def _say_if_too_slow(self, run: ActiveRun, size: int) -> None:
+    def _say_if_too_slow(self, run: ActiveRun, size: int, seconds: float) -> None:
         """Tell the owner once in a run, before a round begins, that the link is too slow for it."""
         why = too_slow(
-            run.job, self._link_received, self._link_sent, size, result_bytes=run.layout.nbytes
+            run.job,
+            self._link_received,
+            self._link_sent,
+            size,
+            result_bytes=run.layout.nbytes,
+            seconds=seconds,
         )
         if why and self._said_too_slow != run.run_id:
             self._said_too_slow = run.run_id

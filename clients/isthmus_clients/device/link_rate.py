@@ -7,7 +7,12 @@ from isthmus.transport.transfer_time import TransferTime
 
 
 def too_slow(
-    job: Job, received: TransferTime, sent: TransferTime, model_bytes: int, result_bytes: int
+    job: Job,
+    received: TransferTime,
+    sent: TransferTime,
+    model_bytes: int,
+    result_bytes: int,
+    seconds: float = 0.0,
 ) -> str:
     """Why a round most likely ends without this device, before it begins; empty if it does not.
 
@@ -20,10 +25,11 @@ def too_slow(
         sent: what it has sent.
         model_bytes: that it receives in the round, at most.
         result_bytes: that it sends in the round.
+        seconds: that the server gives the round for training; 0 for the job's own time.
     """
     time = job.time
     takes = 0.0
-    allowed = time.round_seconds
+    allowed = seconds or time.first_round_seconds
     slowest = None
     for moved, count in ((received, model_bytes), (sent, result_bytes)):
         rate = moved.rate

@@ -121,6 +121,8 @@ class OwnerLimits(Section):
     """Public keys of the authors whose packages may be fetched from the server."""
     hours: tuple[str, ...] = ()
     """Working hours in UTC, such as 22:00-06:00 or sat,sun 08:00-18:00; any of them applies."""
+    hang_up: bool = True
+    """Hang up when the server does not need this device, and check in again when it says."""
     charging_only: bool = False
     """Work only on mains power."""
     unmetered_only: bool = False
@@ -133,6 +135,10 @@ class OwnerLimits(Section):
     """CPU limit in percent of one core; see `isthmus_clients.device.resource_limits`."""
     memory_mb: Annotated[int, Field(ge=128)] | None = None
     """Memory limit of the process; see `isthmus_clients.device.resource_limits`."""
+    server_sources: tuple[str, ...] = ()
+    """Patterns of the addresses from which the server may have this device fetch models and
+    packages, as it puts them on a mirror; * matches anything in a pattern with a host. Default:
+    none, and all of it comes on the link."""
     open_runs: Annotated[int, Field(ge=1)] | None = None
     """Runs whose task and data stay in memory at a time, for servers with several jobs at once; a
     run above it is opened again for its next round. Each has a process, up to `memory_mb`. None is

@@ -45,6 +45,8 @@ _PAIR_SECONDS = 0.005
 """Time of a step of the protocol, and for each pair of devices, that a server may give at most."""
 _STEPS = 4
 """Steps from a device's ranges to the request for its update, without that of the vectors."""
+_LONGEST_SECONDS = 3600.0
+"""Longest time that a server gives a round of a job that does not say how long it may take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +202,8 @@ class SecureSessions:
         step = limits.secure_step_seconds or _STEP_SECONDS + _PAIR_SECONDS * pairs
         upload = limits.secure_upload_seconds or step
         moving = 2 * kept.run.layout.nbytes / limits.least_rate
-        return 2 * limits.round_seconds + _STEPS * step + upload + moving
+        given = min(request.train_local.seconds, _LONGEST_SECONDS)
+        return 2 * max(limits.first_round_seconds, given) + _STEPS * step + upload + moving
 
     def forget_ranged(self, request: link_pb2.Request) -> None:
         """Forget the update of a request, if it waits for the range of a round's sum."""

@@ -33,6 +33,21 @@ def write_head(path: Path, *ends: LogEnd) -> None:
     write_private_file(head_of(path), "".join(lines).encode())
 
 
+def lost_file(member: Membership) -> Path | None:
+    """The file of a device's history that is lost; None if none is.
+
+    Its log begins with the first sum.
+
+    Raises:
+        OSError: the head cannot be read.
+    """
+    head = head_of(member.history)
+    if not head.exists():
+        return head if member.has_history or member.history.exists() else None
+    is_empty = any(line.startswith(b"0 ") for line in head.read_bytes().splitlines())
+    return None if is_empty or member.history.exists() else member.history
+
+
 def begin_history(member: Membership) -> Path:
     """Begin the history of a device that has none yet; returns its file.
 

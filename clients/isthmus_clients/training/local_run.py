@@ -28,6 +28,7 @@ from isthmus.task.measurements.bounded_means import evaluation_vector
 from isthmus.task.optimizers import ScheduleState, TaskOptimizers
 from isthmus.task.scoring import Averages, build_same_model, build_small_model
 from isthmus.task.scoring.frozen_form import FrozenForm, LossDifference
+from isthmus.task.scoring.recomputation import recompute_blocks
 from isthmus.tensors.division import Division
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import explain_change, fingerprint
@@ -126,6 +127,9 @@ class DeviceRun:
         # values.
         self._initial = self.personal.gather(self.model)
         """What is personal, before any training."""
+        recomputed = self.job.federated.checkpoint_activations
+        if recomputed:
+            recompute_blocks(self.task, self.model, keep_products=recomputed == "operators")
         self._arithmetic = Arithmetic(device, self.job.federated)
         self._trained = self._arithmetic.placed(self.model)
         """The model, or what was compiled of it."""

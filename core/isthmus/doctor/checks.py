@@ -37,8 +37,19 @@ _NO_DISK = 200e6
 _SOON = 24 * 3600.0
 """Seconds before its end at which a certificate should have been renewed."""
 _DIAL_SECONDS = 5.0
+_ANSWER_SECONDS = 10.0
+"""Time for an authenticated connection and the server's first answer on it."""
+_SILENT_SECONDS = 4.0
+"""A server that closes the connection after this time has waited in vain for this machine; one that
+does not accept its certificate closes it at once."""
 _CLOCK_SECONDS = 60.0
 """A difference to the server's clock that disturbs neither hours nor certificates."""
+_SILENT_REMEDY = (
+    "try again, as the server may be busy; if it is the same, something between most likely loses "
+    "large packets, of which a participant's certificate is the first: give this machine's "
+    "interface a smaller MTU, as with ip link set dev eth0 mtu 1280, or ask the network's owner "
+    "about it"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,20 +128,30 @@ def server_reached(member: Membership, road: Road) -> Diagnosis:
     return Diagnosis("OK", "server", f"{member.server} accepts connections")
 
 
-def clock(member: Membership, road: Road) -> Diagnosis:
-    """How far this machine's clock is from the server's, which authenticates itself."""
+def clock(member: Membership, road: Road, seconds: float = _ANSWER_SECONDS) -> Diagnosis:
+    """How far this machine's clock is from the server's, which authenticates itself.
+
+    A server that says nothing within `seconds` is a matter of the road, and not of the clock.
+    """
     credentials = member.channel_credentials()
     with contextlib.ExitStack() as opened:
         approach = opened.enter_context(approach_to(road))
         options = (*CHANNEL_OPTIONS, *approach.options())
         channel = opened.enter_context(grpc.secure_channel(approach.target, credentials, options))
-        call = channel.stream_stream(METHOD)(iter(()), timeout=_DIAL_SECONDS)
+        began = time.monotonic()
+        call = channel.stream_stream(METHOD)(iter(()), timeout=seconds)
         try:
             told = dict(call.initial_metadata()).get(CLOCK_METADATA)
             now = time.time()
+            waited = time.monotonic() - began
+            is_over = told is None and call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             error = "" if told is not None else short_message(call.details() or "")
         finally:
             call.cancel()
+    if told is None and (is_over or waited >= _SILENT_SECONDS):
+        what = "takes connections, and nobody answered within"
+        found = f"{member.server}{road.detour} {what} {waited:.0f} s"
+        return Diagnosis("FAIL", "answer", found, _SILENT_REMEDY)
     remedy = "set the clock of this machine, for example with timedatectl set-ntp true"
     if told is None:
         found = f"{member.server} did not tell its time: {error}"

@@ -13,12 +13,17 @@ import functools
 import logging
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from isthmus.identity.obstacles import closed
 from isthmus.identity.proxies import Road, RoadBlocked
 from isthmus.system.private_socket import private_socket
+
+if TYPE_CHECKING:
+    from isthmus.identity.tunnel import Tunnel
 
 _SECONDS = 15.0
 """Time to open a WebSocket."""
@@ -26,8 +31,6 @@ _WAITING = 16
 """Connections that wait to be accepted: one channel has one at a time."""
 _PAUSE_SECONDS = 1.0
 """Pause after a connection that could not be accepted."""
-_ROUNDS = 5
-"""Rounds of an event loop in which it closes what was aborted, TLS within TLS too."""
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +109,8 @@ class _Passage:
         self._loop.set_default_executor(_Lookups())
         self._accepting = self._loop.create_task(self._accept())
         self._crossing: set[asyncio.Task[None]] = set()
+        self._tunnels: weakref.WeakSet[Tunnel] = weakref.WeakSet()
+        """Tunnels whose connections may be open."""
         self._thread = threading.Thread(target=self._run, name="balancer", daemon=True)
 
     def __enter__(self) -> None:
@@ -122,17 +127,23 @@ class _Passage:
         try:
             with contextlib.suppress(asyncio.CancelledError):
                 self._loop.run_until_complete(self._accepting)
+            # One that has not begun would leave its socket open.
+            self._loop.run_until_complete(asyncio.sleep(0))
             for task in self._crossing:
                 task.cancel()
-            self._loop.run_until_complete(_ended(self._crossing))
+            self._loop.run_until_complete(_ended(self._crossing, self._tunnels))
         finally:
             self._listener.close()
             self._loop.close()
 
     async def _accept(self) -> None:
         while True:
+            await self._connected()
             try:
-                near, _ = await self._loop.sock_accept(self._listener)
+                # Not by the loop: one that it accepts while this ends would be nobody's.
+                near, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                continue
             except OSError as error:  # there are too many open files, or too little memory
                 self._approach.blocked = RoadBlocked(
                     f"this machine opens no further connection: {error.strerror}"
@@ -143,20 +154,27 @@ class _Passage:
             self._crossing.add(task)
             task.add_done_callback(self._crossing.discard)
 
+    async def _connected(self) -> None:
+        """Wait for a connection that can be accepted."""
+        waits = self._loop.create_future()
+        self._loop.add_reader(self._listener, _wake, waits)
+        try:
+            await waits
+        finally:
+            self._loop.remove_reader(self._listener)
+
     async def _pass_on(self, near: socket.socket) -> None:
         """Pass a connection on until it has ended."""
         from isthmus.identity.crossing import cross
 
+        near.setblocking(False)
         over = self._loop.create_future()
         try:
             tell = functools.partial(_tell, over)
             tunnel = await cross(self._approach.road, near, _SECONDS, tell)
+            self._tunnels.add(tunnel)
             self._approach.blocked = None
-            try:
-                why = await over
-            except asyncio.CancelledError:
-                tunnel.abort()
-                raise
+            why = await over
         except RoadBlocked as blocked:
             self._approach.blocked = blocked
         except OSError as error:
@@ -167,11 +185,20 @@ class _Passage:
                 self._approach.blocked = RoadBlocked(f"{balancer} {why}")
 
 
-async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Wait for tasks that were cancelled, and for the connections that they have aborted."""
+async def _ended(tasks: Iterable[asyncio.Task[None]], tunnels: Iterable[Tunnel]) -> None:
+    """Wait for tasks that were cancelled, and close their connections, and those that they left.
+
+    A connection that has ended stays open until the balancer has said goodbye.
+    """
     await asyncio.gather(*tasks, return_exceptions=True)
-    for _ in range(_ROUNDS):
-        await asyncio.sleep(0)
+    for tunnel in list(tunnels):
+        tunnel.abort()
+    await closed()
+
+
+def _wake(waits: asyncio.Future[None]) -> None:
+    if not waits.done():
+        waits.set_result(None)
 
 
 def _tell(over: asyncio.Future[str], why: str) -> None:

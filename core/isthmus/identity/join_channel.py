@@ -70,36 +70,36 @@ async def join_channel(
         OSError: the server ended the handshake; see `isthmus.identity.obstacles.ENDED`.
         UserError: there can be no socket in the temporary folder.
     """
-    reader, writer = await opened(road, context, seconds)
-    passing: list[asyncio.Task[None]] = []
+    async with opened(road, context, seconds) as (reader, writer):
+        passing: list[asyncio.Task[None]] = []
 
-    def take(near: asyncio.StreamReader, near_writer: asyncio.StreamWriter) -> None:
-        if passing:  # gRPC tries again after the server has ended the connection
-            near_writer.transport.abort()
-            return
-        passing.append(asyncio.create_task(_copy(near, writer)))
-        passing.append(asyncio.create_task(_copy(reader, near_writer)))
+        def take(near: asyncio.StreamReader, near_writer: asyncio.StreamWriter) -> None:
+            if passing:  # gRPC tries again after the server has ended the connection
+                near_writer.transport.abort()
+                return
+            passing.append(asyncio.create_task(_copy(near, writer)))
+            passing.append(asyncio.create_task(_copy(reader, near_writer)))
 
-    try:
-        check(certificate_at(road, writer))
-        if writer.get_extra_info("ssl_object").selected_alpn_protocol() != "h2":
-            raise RoadBlocked(
-                f"what answers at {road.address}{road.detour} is not where a server is joined",
-                "check the port; a balancer between has to pass TLS on, or to forward a WebSocket "
-                "at an address with wss://",
-            )
-        with private_socket() as address:
-            listener = await asyncio.start_unix_server(take, address.removeprefix("unix:"))
-            try:
-                async with grpc.aio.insecure_channel(address, options) as channel:
-                    yield channel
-            finally:
-                listener.close()
-    finally:
-        writer.transport.abort()
-        for task in passing:
-            task.cancel()
-        await asyncio.gather(*passing, return_exceptions=True)
+        try:
+            check(certificate_at(road, writer))
+            if writer.get_extra_info("ssl_object").selected_alpn_protocol() != "h2":
+                raise RoadBlocked(
+                    f"what answers at {road.address}{road.detour} is not where a server is joined",
+                    "check the port; a balancer between has to pass TLS on, or to forward a "
+                    "WebSocket at an address with wss://",
+                )
+            with private_socket() as address:
+                listener = await asyncio.start_unix_server(take, address.removeprefix("unix:"))
+                try:
+                    async with grpc.aio.insecure_channel(address, options) as channel:
+                        yield channel
+                finally:
+                    listener.close()
+        finally:
+            writer.transport.abort()
+            for task in passing:
+                task.cancel()
+            await asyncio.gather(*passing, return_exceptions=True)
 
 
 async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:

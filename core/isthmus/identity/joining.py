@@ -279,4 +279,10 @@ def _nobody(road: Road, why: str) -> str:
 def _failure_message(road: Road, error: grpc.aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return _nobody(road, short_message(details_of(error)))
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return (
+            f"the server at {road.address}{road.detour} took the connection and did not answer "
+            f"within {_TIMEOUT:g} s: it is busy, or the network loses packets that are large; try "
+            "again, and if it is the same, ask the network's owner about its MTU"
+        )
     return f"the server at {road.address} refused to join this machine: {details_of(error)}"

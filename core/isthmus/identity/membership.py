@@ -205,6 +205,10 @@ class Membership:
         self._next_key = tls.new_key()
         return tls.signing_request(self._next_key)
 
+    def proof_of(self, request: bytes) -> bytes:
+        """The signature of a signing request by the key of the present certificate."""
+        return tls.prove(self.key, request)
+
     def renewed(self, data: bytes) -> None:
         """Save the certificate (PEM) that was issued for the last `next_request`.
 

@@ -7,17 +7,22 @@ station in turn, and trusts nothing that it is shown.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
 from isthmus.identity import tls
-from isthmus.identity.proxies import Road, RoadBlocked
+from isthmus.identity.proxies import OtherFleet, Road, RoadBlocked
 from isthmus.identity.stations import first_stations, tls_reason
 from isthmus.printable import in_a_line
+
+if TYPE_CHECKING:
+    from isthmus.identity.tunnel import Tunnel
 
 ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionResetError, BrokenPipeError)
 """Errors of a connection that the server has ended in the handshake; which of them depends on the
@@ -25,6 +30,8 @@ version of Python and OpenSSL."""
 
 _SECONDS = 10.0
 """Time for all stations of a road together."""
+_ROUNDS = 5
+"""Rounds of an event loop in which it closes what was aborted, TLS within TLS too."""
 
 
 async def obstacle(road: Road, authority: x509.Certificate) -> RoadBlocked | None:
@@ -54,11 +61,8 @@ async def presented(
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(list(protocols))
-    _, writer = await opened(road, context, seconds)
-    try:
+    async with opened(road, context, seconds) as (_, writer):
         return certificate_at(road, writer)
-    finally:
-        writer.transport.abort()
 
 
 def certificate_at(road: Road, writer: asyncio.StreamWriter) -> x509.Certificate:
@@ -76,10 +80,11 @@ def certificate_at(road: Road, writer: asyncio.StreamWriter) -> x509.Certificate
     return certificate
 
 
+@contextlib.asynccontextmanager
 async def opened(
     road: Road, context: ssl.SSLContext, seconds: float
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open a TLS connection to the end of a road, which its caller closes.
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A TLS connection to the end of a road, which is open during the block.
 
     Args:
         road: to whom; the name in its address is the one that TLS asks for.
@@ -90,13 +95,36 @@ async def opened(
         RoadBlocked: nothing that speaks TLS is reached, or its certificate is not accepted.
         OSError: the connection was ended in the handshake; one of `ENDED`.
     """
+    tunnels: list[Tunnel] = []
+    try:
+        reader, writer = await _secured(road, context, seconds, tunnels)
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+    finally:
+        for tunnel in tunnels:
+            tunnel.abort()
+            await closed()
+
+
+async def closed() -> None:
+    """Wait until the event loop has closed what was aborted."""
+    for _ in range(_ROUNDS):
+        await asyncio.sleep(0)
+
+
+async def _secured(
+    road: Road, context: ssl.SSLContext, seconds: float, tunnels: list[Tunnel]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """See `opened`; a tunnel that it takes is added to `tunnels`."""
     station = road.address if road.proxy is None else f"the proxy {road.proxy}"
     if road.balancer is not None:
         station = f"the server behind {road.balancer}"
     ends: list[str] = []
     """Why the balancer's connection has ended."""
     try:
-        reader, writer = await _begun(road, seconds, ends.append)
+        reader, writer = await _begun(road, seconds, ends.append, tunnels)
         async with asyncio.timeout(seconds):
             try:
                 if road.proxy is not None and road.balancer is None:
@@ -108,7 +136,9 @@ async def opened(
                 writer.transport.abort()
                 raise
     except TimeoutError:
-        remedy = "check the address and the firewalls between" if road.proxy is None else ""
+        remedy = ""
+        if road.proxy is None:
+            remedy = f"check the address and the firewalls between{road.other_way}"
         if road.balancer is not None:
             remedy = "the balancer has to pass on at once what comes, in both directions"
         raise RoadBlocked(f"{station} did not answer in time", remedy) from None
@@ -139,7 +169,7 @@ def _no_server(station: str, error: ssl.SSLError) -> RoadBlocked:
 
 
 async def _begun(
-    road: Road, seconds: float, ended: Callable[[str], None]
+    road: Road, seconds: float, ended: Callable[[str], None], tunnels: list[Tunnel]
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection on which TLS with the server can begin.
 
@@ -156,7 +186,7 @@ async def _begun(
 
     near, far = socket.socketpair()
     try:
-        await cross(road, far, seconds, ended)
+        tunnels.append(await cross(road, far, seconds, ended))
         return await asyncio.open_connection(sock=near)
     except BaseException:
         near.close()
@@ -172,12 +202,13 @@ def check_issuer(road: Road, certificate: x509.Certificate, authority: x509.Cert
     """Check that a certificate is of the authority.
 
     Raises:
-        RoadBlocked: a third party issued it, or the authority of another fleet.
+        OtherFleet: the authority of another fleet issued it.
+        RoadBlocked: a third party did.
     """
     if tls.issued_by(certificate, authority):
         return
     check_no_inspection(road, certificate)
-    raise RoadBlocked(
+    raise OtherFleet(
         f"the server at {_end(road)} is of another fleet: its certificate is not of the authority "
         "that this machine has joined",
         "check the address; at a new server join again",

@@ -50,6 +50,10 @@ class RoadBlocked(UserError):
         self.remedy = remedy
 
 
+class OtherFleet(RoadBlocked):
+    """A road at whose end is a server of another authority than the expected one."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ProxyChoice:
     """What the owner of a machine has said about proxies; empty if the variables decide."""
@@ -194,6 +198,13 @@ class Road:
     def is_plain(self) -> bool:
         """Whether nothing of which this machine knows is between it and the server."""
         return self.proxy is None and self.balancer is None
+
+    @property
+    def other_way(self) -> str:
+        """What else to try where nobody is reached, after a semicolon; empty if all was said."""
+        if self.proxy is not None or self.reason or _is_this_machine(self.host):
+            return ""
+        return "; where only a proxy leads out, give it with --proxy"
 
     @property
     def host(self) -> str:

@@ -28,7 +28,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.names import is_name
 
-KINDS = ("client", "datacenter", "operator")
+AGGREGATOR = "aggregator"
+"""The role of a process that holds streams of devices for the server."""
+
+KINDS = ("client", "datacenter", "operator", AGGREGATOR)
 """The roles that a certificate can be issued for."""
 
 SERVER = "server"
@@ -68,6 +71,26 @@ def signing_request(key: Key) -> bytes:
     """A PKCS #10 signing request (DER) without a subject, as proof of possession of the key."""
     builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
     return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
+
+
+def prove(key: Key, data: bytes) -> bytes:
+    """Sign data with the key of a certificate (ECDSA with SHA-256)."""
+    return key.sign(data, ec.ECDSA(hashes.SHA256()))
+
+
+def check_proof(certificate: bytes, data: bytes, proof: bytes) -> None:
+    """Check that the holder of a certificate (PEM) has signed data.
+
+    Raises:
+        AdmissionRefused: it did not.
+    """
+    key = read_certificate(certificate).public_key()
+    try:
+        if not isinstance(key, PublicKey):
+            raise AdmissionRefused("the key of this certificate signs nothing")
+        key.verify(proof, data, ec.ECDSA(hashes.SHA256()))
+    except InvalidSignature:
+        raise AdmissionRefused("the key of the present certificate did not sign this") from None
 
 
 def fingerprint(certificate: x509.Certificate) -> bytes:
@@ -223,6 +246,15 @@ def read_seed_file(data: bytes) -> bytes:
     if len(seed) != 32 or hashlib.sha256(seed).hexdigest() != digest:
         raise ValueError("the key is not the one that was written")
     return seed
+
+
+def aggregator_host(name: str) -> str:
+    """The host at which devices reach the aggregator of a name.
+
+    >>> aggregator_host("sums.example.org"), aggregator_host("sums.example.org_2")
+    ('sums.example.org', 'sums.example.org')
+    """
+    return name.partition("_")[0]
 
 
 def is_loopback(host: str) -> bool:

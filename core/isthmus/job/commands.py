@@ -20,9 +20,9 @@ from isthmus.task.loading import keep_process, load_task
 
 CHECKS = "isthmus.checks"
 """Entry points of further checks: functions of the job, its task and the job file's folder that
-raise errors and return what they tried, or an empty text. The module of one may have a function
-`memory` too, of job, task, folder, number of ranks and whether they are GPUs, which returns the
-lines of `--memory`."""
+raise errors and return what they tried, or an empty text. The module of one may have functions
+`memory` and `collectives` too, of job, task, folder, number of ranks and whether they are GPUs,
+which return the lines of `--memory` and `--collectives`."""
 
 APP_CHECKS = "isthmus.app_checks"
 """Entry points of functions of a job with apps, and the job file's folder, that load the apps; see
@@ -43,17 +43,28 @@ def job() -> None:
     help="Print what the datacenter's layout takes of each rank's memory, and check nothing else.",
 )
 @click.option(
+    "--collectives",
+    is_flag=True,
+    help="Compare what the ranks send each other in a step, without them, and check nothing else.",
+)
+@click.option(
     "--ranks",
     type=click.IntRange(1, 1 << 20),
-    help="With --memory: the number of ranks, which need not be here. Default: datacenter.ranks.",
+    help="With --memory or --collectives: the number of ranks, which need not be here. Default: "
+    "datacenter.ranks.",
 )
 @click.option(
     "--device",
     type=click.Choice(["gpu", "cpu"]),
-    help="With --memory: what the ranks are. Default: gpu.",
+    help="With --memory or --collectives: what the ranks are. Default: gpu.",
 )
 def check(
-    path: Path, overrides: tuple[str, ...], memory: bool, ranks: int | None, device: str | None
+    path: Path,
+    overrides: tuple[str, ...],
+    memory: bool,
+    collectives: bool,
+    ranks: int | None,
+    device: str | None,
 ) -> None:
     """Validate JOB, load its task, and train and evaluate one batch of each side's data.
 
@@ -61,8 +72,12 @@ def check(
     the whole model on one rank. The first client of a job that starts none is that of its
     simulation, if it has one.
     """
-    if not memory and (ranks is not None or device is not None):
-        raise UserError("--ranks and --device are about --memory; add it, or leave them out")
+    asked = {"memory": memory, "collectives": collectives}
+    reports = [name for name, is_asked in asked.items() if is_asked]
+    if not reports and (ranks is not None or device is not None):
+        raise UserError(
+            "--ranks and --device are about --memory and --collectives; add one, or leave them out"
+        )
     checked = load_job(path, overrides)
     base = path.resolve().parent
     federated = checked.federated
@@ -80,9 +95,10 @@ def check(
     if federated.app is not None and federated.clients:
         registered(APP_CHECKS, federated)(checked, base)
     points = sorted(entry_points(group=CHECKS), key=lambda point: point.name, reverse=True)
-    if memory:
+    if reports:
         number = ranks or checked.datacenter.ranks
-        _show_memory(points, checked, task, base, number, on_gpus=device != "cpu")
+        for name in reports:
+            _show_report(name, points, checked, task, base, number, on_gpus=device != "cpu")
         return
     tried = [point.load()(checked, task, base) for point in points]
     clients = f"{checked.federated.clients} clients"
@@ -102,7 +118,8 @@ def check(
         click.echo(f"note    {note}")
 
 
-def _show_memory(
+def _show_report(
+    name: str,
     points: Iterable[EntryPoint],
     checked: Job,
     task: Any,
@@ -111,21 +128,22 @@ def _show_memory(
     *,
     on_gpus: bool,
 ) -> None:
-    """Print the memory of each rank.
+    """Print what a package reports of ranks: `memory` or `collectives`.
 
     Raises:
         UserError: there are no ranks, or nothing here knows of them.
     """
     if not ranks:
-        raise UserError("--memory needs a number of ranks, and datacenter.ranks=0; give --ranks")
+        raise UserError(f"--{name} needs a number of ranks, and datacenter.ranks=0; give --ranks")
     for point in points:
-        report = getattr(importlib.import_module(point.module), "memory", None)
+        report = getattr(importlib.import_module(point.module), name, None)
         if report is not None:
             lines = report(checked, task, base, ranks, on_gpus)
-            click.echo("memory  " + "\n        ".join(lines))
+            width = len(name) + 2
+            click.echo(name + "  " + f"\n{' ' * width}".join(lines))
             return
     raise UserError(
-        "--memory needs the package of the datacenter; pip install 'isthmus[datacenter]'"
+        f"--{name} needs the package of the datacenter; pip install 'isthmus[datacenter]'"
     )
 
 

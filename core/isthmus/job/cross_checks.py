@@ -153,6 +153,11 @@ def _tokenizer_of_the_start(job: JobTables) -> Iterator[str]:
 def _frozen_parameters(job: JobTables) -> Iterator[str]:
     """What devices hold in another type is in the files of the start, and used as it is."""
     federated = job.federated
+    if job.datacenter.frozen_dtype != "float32" and job.model.start is None:
+        yield (
+            f"datacenter.frozen_dtype={job.datacenter.frozen_dtype!r} is for frozen parameters "
+            "that are read from files, and the job names none; set model.start"
+        )
     if federated.frozen_dtype == "float32":
         if federated.frozen_tolerance != type(federated).model_fields["frozen_tolerance"].default:
             yield (
@@ -423,6 +428,11 @@ def _privacy_of_device_examples(job: JobTables) -> Iterator[str]:
         yield (
             "federated.privacy: federated.compile=true does not work with it, because "
             "torch.compile does not compile per-example gradients; remove compile"
+        )
+    if federated.checkpoint_activations:
+        yield (
+            "federated.privacy: federated.checkpoint_activations does not work with it, because "
+            "per-example gradients cannot recompute activations; remove checkpoint_activations"
         )
     if federated.accumulate != 1:
         yield (

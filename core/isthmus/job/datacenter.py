@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -102,6 +102,23 @@ _PRIVATE_LAYOUT: tuple[tuple[str, object, str], ...] = (
 """Keys of `[datacenter]`, the one value that is possible, and why others are not with `privacy`."""
 
 
+_PARTITIONED = "as ranks compare a partitioned model with the whole one in float32"
+_OTHER_TYPES = "which has layers compute in other types"
+_FLOAT32_BASE: Mapping[str, tuple[object, str]] = {
+    "layout": ("given", "as ranks may choose to partition the model"),
+    "tensor_parallel": (1, _PARTITIONED),
+    "context_parallel": (1, _PARTITIONED),
+    "pipeline_parallel": (1, _PARTITIONED),
+    "expert_parallel": (1, _PARTITIONED),
+    "precision": ("fp32", _OTHER_TYPES),
+    "float8": (False, _OTHER_TYPES),
+    "compile": (False, "as compiled blocks may round elsewhere"),
+    "offload": ("none", "as nothing tests it with two types of parameters"),
+    "privacy": (None, "as each example's gradient is computed in float32"),
+}
+"""Keys of `[datacenter]`, their one value with `frozen_dtype`, and the reason."""
+
+
 class DatacenterSection(Section):
     """Rounds on a group of ranks."""
 
@@ -137,6 +154,9 @@ class DatacenterSection(Section):
     """Parts of a batch trained in sequence before an optimizer step, to save memory."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the layers; parameters, gradient sums and the optimizer stay float32."""
+    frozen_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which ranks hold parameters that are not trained, as `federated.frozen_dtype` says it
+    of devices. What is trained stays float32."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """What a GPU keeps in the host's memory: the optimizer's state between its steps; or shards of
     parameters, gradients and that state, so that the processor takes the steps."""
@@ -213,6 +233,8 @@ class DatacenterSection(Section):
                 "schedule='zero_bubble' with zero_stage=3 loses gradients in PyTorch; "
                 "use zero_stage=2 or another schedule"
             )
+        if self.frozen_dtype != "float32":
+            self._check_frozen_parameters_can_be_rounded()
         if self.checkpoint_activations == "operators" and self.compile:
             raise ValueError(
                 'checkpoint_activations="operators" does not see the operators of compiled blocks; '
@@ -280,6 +302,18 @@ class DatacenterSection(Section):
             self._check_privacy(self.privacy)
         return self
 
+    def _check_frozen_parameters_can_be_rounded(self) -> None:
+        """Refuse what has not the values of one processor over such a model.
+
+        Raises:
+            ValueError: there is such a key.
+        """
+        for key, (value, why) in _FLOAT32_BASE.items():
+            if getattr(self, key) != value:
+                raise ValueError(
+                    f"frozen_dtype={self.frozen_dtype!r} needs {key} = {json.dumps(value)}, {why}"
+                )
+
     def _check_experts_can_be_divided(self) -> None:
         """Refuse keys with which divided experts are not what they are whole.
 
@@ -337,6 +371,17 @@ class DatacenterSection(Section):
                 f"datacenter.privacy: delta={privacy.delta:g} is not below 1 / {privacy.examples} "
                 f"examples: it would allow to publish one of them; use {0.1 / privacy.examples:.1g}"
             )
+
+    def microbatches_in_pipeline(self) -> int | None:
+        """The job's number of micro-batches; by default two for each rank of the pipeline, or one.
+
+        None if the examples that are trained at a time cannot be split so.
+        """
+        if self.microbatches is not None:
+            return self.microbatches
+        examples = self.batch_size // self.accumulate
+        choices = (2 * self.pipeline_parallel, self.pipeline_parallel)
+        return next((each for each in choices if examples % each == 0), None)
 
     def for_replicas(self, replicas: int) -> DatacenterSection:
         """The section with the `batch_size` and `accumulate` that `global_batch` asks for.

@@ -177,6 +177,9 @@ class FederatedSection(Section):
     share of the loss in float32; a device where it is larger trains nothing."""
     compile: bool = False
     """Compile the model with `torch.compile` for local steps."""
+    checkpoint_activations: bool | Literal["operators"] = False
+    """Recompute each block in the backward pass of a local step instead of keeping its activations,
+    as `datacenter.checkpoint_activations` does on ranks."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d{1,3})?)$")] = "cpu"
     """What the devices that `isthmus run` starts train on: `auto`, `cpu`, `cuda`, `cuda:N` or
     `mps`, and those of `isthmus simulate` (not `mps`); owners choose it by `--device`."""
@@ -246,6 +249,11 @@ class FederatedSection(Section):
                 f"normalized_steps={self.normalized_steps} is for devices whose numbers of steps "
                 f"differ, and local_steps={self.local_steps} gives all of them the same; remove "
                 "one of them"
+            )
+        if self.compile and self.checkpoint_activations:
+            raise ValueError(
+                "checkpoint_activations is not for compiled models, whose operators it does not "
+                "see; set compile = false, or remove checkpoint_activations"
             )
         if self.batch_size % self.accumulate:
             raise ValueError(
@@ -721,6 +729,7 @@ _TRAINING = (
     "frozen_dtype",
     "frozen_tolerance",
     "compile",
+    "checkpoint_activations",
     "device",
     "weights",
 )

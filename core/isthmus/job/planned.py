@@ -1,8 +1,9 @@
 """What a plan of a job says before it runs: figures with their unit and how they were obtained.
 
-The packages of the roles compute their parts, and `isthmus plan` puts them together. A part of the
-datacenter is a module-level function `plan_ranks(job, task, ranks, question) -> PlannedRanks` of
-the entry-point group `PLANS`.
+Other packages than the server's compute their parts, and `isthmus plan` puts them together. Each is
+a module-level function of the entry-point group `PLANS`: `datacenter`, called as
+`plan_ranks(job, task, base, ranks, question) -> PlannedRanks`, and `simulation`, called as
+`train_trial(job, base, directory, rounds)`, which leaves a run in the directory.
 
 >>> Figure("update", 128, "bytes", EXACT).text
 '128 bytes (exact)'
@@ -26,6 +27,8 @@ FAKE = "from fake tensors"
 MEASURED = "measured on this machine"
 GIVEN = "given"
 """By an option or the job."""
+SIMULATED = "from simulated rounds"
+"""Forecast from the first rounds of the job, trained with simulated devices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +78,23 @@ class RanksQuestion:
     """Whether all layouts are compared, and not only the job's."""
     measure: bool = False
     """Whether some steps are trained on this machine's processors, to measure their rate."""
+    traffic: bool = False
+    """Whether what a rank sends in a step is found."""
+    collectives: bool = False
+    """Whether the collectives of a step are compared over the ranks."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankTraffic:
+    """Messages of one kind that a rank takes part in, in one group, in a step."""
+
+    operation: str
+    """As `torch.distributed` calls it."""
+    ranks: tuple[int, ...]
+    """Ranks of the group."""
+    count: int
+    size: int
+    """Bytes of all of them, each the larger of what a rank gives and receives."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,3 +140,14 @@ class PlannedRanks:
     """Why the operations are not known."""
     rate: float | None = None
     """Operations per second that were measured; None if nothing was."""
+    elements: int = 0
+    """Number of elements of all parameters of the whole model."""
+    expert_elements: int = 0
+    """Number of elements of the parameters of experts that ranks divide; 0 if they divide none."""
+    traffic: Sequence[RankTraffic] | None = None
+    """What the first rank sends and receives in a step; None if not asked or not known."""
+    traffic_unknown: str = ""
+    """Why it is not known."""
+    collectives: str = ""
+    """What the comparison of collectives found, or why they cannot be compared; empty if it was not
+    asked."""

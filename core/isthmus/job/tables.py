@@ -38,6 +38,8 @@ class TaskSection(Section):
         return base / self.data if self.data else None
 
 
+ROUND_SECONDS = 600.0
+"""Seconds of a round in a job that does not say, as long as nothing is known of its devices."""
 LEAST_RATE = 20_000.0
 """Default of `time.least_rate`, in bytes per second."""
 
@@ -52,10 +54,11 @@ class TimeSection(Section):
     devices are expected; 0 starts at the quorum. A device is awaited a little longer than it was
     late before. Default: 60 s, and 10 s for devices that are not connected and were never late.
     Devices that `isthmus run` starts are not awaited."""
-    round_seconds: PositiveSeconds = 600.0
+    round_seconds: PositiveSeconds | None = None
     """One attempt at a round, from the plan to the last result. With secure aggregation: three
     quarters of it are for training; the later steps have the limits below. Time in which a device's
-    model or result is on its way does not count, at `least_rate` or more."""
+    model or result is on its way does not count, at `least_rate` or more. Default: 600 s, and for
+    devices three times what they took before, of two minutes to an hour."""
     least_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = LEAST_RATE
     """Bytes per second of a transfer to or from a participant that no limit in seconds ends."""
     secure_step_seconds: PositiveSeconds | None = None
@@ -69,12 +72,18 @@ class TimeSection(Section):
 
     @model_validator(mode="after")
     def _in_order(self) -> TimeSection:
-        if self.lease_seconds >= self.round_seconds:
+        if self.lease_seconds >= self.first_round_seconds:
             raise ValueError(
                 f"lease_seconds={self.lease_seconds:g} must be below round_seconds="
-                f"{self.round_seconds:g}, or a lost participant is never detected within its round"
+                f"{self.first_round_seconds:g}, or a lost participant is never detected within its "
+                "round"
             )
         return self
+
+    @property
+    def first_round_seconds(self) -> float:
+        """`round_seconds`, or what a round has of whose participants nothing is known."""
+        return ROUND_SECONDS if self.round_seconds is None else self.round_seconds
 
 
 class JobTables(Section):

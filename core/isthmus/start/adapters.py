@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from isthmus.errors import UserError
@@ -17,33 +19,45 @@ if TYPE_CHECKING:
 
 _ROOT = "base_model.model."
 """What PEFT puts in front of the names of the model under an adapter."""
-_REFUSED = (
-    "alpha_pattern",
-    "arrow_config",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_dora",
-    "use_qalora",
+_PLAIN = frozenset({"fan_in_fan_out", "lora_alpha", "peft_type", "r", "use_rslora"})
+"""Settings of an adapter that is the product of two matrices for each weight."""
+_OF_TRAINING = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "corda_config",
+        "eva_config",
+        "exclude_modules",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_config",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+    }
 )
-"""Settings with which an adapter is more than the product of two matrices for each weight."""
+"""Settings of how an adapter began and was trained, and of what it adapts, which the names of its
+tensors say too."""
+_NAMED = frozenset({"modules_to_save", "trainable_token_indices"})
+"""Settings of further tensors, which have names of their own."""
 
 _UNCHANGED_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
 """Ways to begin an adapter that leave the weights under it as they are."""
-_SCALES = (
-    "peft_type",
-    "r",
-    "lora_alpha",
-    "alpha_pattern",
-    "rank_pattern",
-    "use_rslora",
-    "use_dora",
-    "fan_in_fan_out",
-)
-"""Settings that say what the factors of an adapter add to a model."""
+_FROM_BASE = (".lora_magnitude_vector.", ".trainable_tokens_delta.")
+"""Parts of names of tensors of adapters that PEFT computes from the weights under them: lengths of
+DoRA, and rows of an embedding."""
+_FACTORS = (".lora_A.", ".lora_embedding_A.")
+_UNDER = ".base_layer.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +139,54 @@ def read_adapter(adapter: StartFiles, under: StartFiles) -> list[LoraFactors]:
     return factors
 
 
+def check_beginnings(
+    model: nn.Module, fresh: Collection[str], adapter: StartFiles | None, filled: Collection[str]
+) -> None:
+    """Refuse adapters that begin with what PEFT computes from the weights under them.
+
+    When `model()` has made them, those were the values of the seed, and not of the files.
+
+    Args:
+        model: as the task has built it.
+        fresh: names of its tensors that keep the values of the seed.
+        adapter: files of an adapter that it gets; None for a model's only.
+        filled: names of its tensors that get values of files.
+
+    Raises:
+        UserError: so they would.
+    """
+    over_files = {name.removesuffix(_UNDER) for name in filled if name.endswith(_UNDER)}
+    made = set()
+    for name in fresh:
+        for part in (*_FROM_BASE, *_FACTORS):
+            path, found, rest = name.partition(part)
+            if not found or path not in over_files:
+                continue
+            if part in _FROM_BASE:
+                raise UserError(
+                    f"{name!r} begins with values of the weights under it, which are not those of "
+                    "the files when model() makes it; make the adapter by PEFT over the files "
+                    "(get_peft_model, save_pretrained), and start from its folder with model.base"
+                )
+            made.add(rest.partition(".")[0])
+    ways = [
+        getattr(built, "init_lora_weights", None)
+        for module in model.modules()
+        for name, built in getattr(module, "peft_config", {}).items()
+        if name in made
+    ]
+    if adapter is not None:
+        ways.append((adapter.config(ADAPTER_CONFIG) or {}).get("init_lora_weights"))
+    for way in ways:
+        if way not in _UNCHANGED_BASE:
+            raise UserError(
+                f"init_lora_weights={way!r} computes an adapter from the weights under it, which "
+                "are not those of the files when model() makes it; use True, 'gaussian' or "
+                "'orthogonal', or have PEFT convert the adapter to plain LoRA (save_pretrained, "
+                "path_initial_model_for_weight_conversion)"
+            )
+
+
 def check_scales(model: nn.Module, adapter: StartFiles) -> None:
     """Compare the adapters that a model was built with, with those whose weights it gets.
 
@@ -134,9 +196,9 @@ def check_scales(model: nn.Module, adapter: StartFiles) -> None:
     config = adapter.config(ADAPTER_CONFIG) or {}
     for module in model.modules():
         for built in getattr(module, "peft_config", {}).values():
-            for key in _SCALES:
-                own = getattr(built, key, None)
-                own = getattr(own, "value", own)  # of an enumeration
+            # Settings of a later PEFT, which a file may have, are compared too.
+            for key in sorted((_settings(built).keys() | config.keys()) - _OF_TRAINING - _NAMED):
+                own = _settings(built).get(key)
                 if (own or None) != (config.get(key) or None):
                     raise UserError(
                         f"{adapter.path / ADAPTER_CONFIG} has {key}={config.get(key)!r}, and the "
@@ -146,7 +208,8 @@ def check_scales(model: nn.Module, adapter: StartFiles) -> None:
 
 def _check_config(adapter: StartFiles, config: dict[str, Any]) -> None:
     kind = str(config.get("peft_type"))
-    refused = [key for key in _REFUSED if config.get(key)]
+    # What a later PEFT adds may make the same two matrices another model.
+    refused = [key for key in config if config[key] and key not in _PLAIN | _OF_TRAINING]
     if kind != "LORA":
         refused = [f"peft_type={kind}"]
     elif config.get("bias", "none") != "none":
@@ -161,6 +224,14 @@ def _check_config(adapter: StartFiles, config: dict[str, Any]) -> None:
             "have model() of the task build the model with its adapters (peft.get_peft_model), or "
             "merge it by PEFT (merge_and_unload)"
         )
+
+
+def _settings(built: Any) -> dict[str, Any]:
+    """Settings of a configuration of PEFT, as a file has them."""
+    text = json.dumps(
+        built.to_dict(), default=lambda each: sorted(each) if isinstance(each, set) else str(each)
+    )
+    return dict(json.loads(text))
 
 
 def _is_finite(value: Any) -> bool:

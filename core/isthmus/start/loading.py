@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from isthmus.errors import JobError, UserError
-from isthmus.start.adapters import LoraFactors, check_scales, read_adapter
+from isthmus.start.adapters import LoraFactors, check_beginnings, check_scales, read_adapter
 from isthmus.start.converted import Converted, convert
 from isthmus.start.files import ADAPTER_CONFIG, StartFiles, digest_of, joined
 from isthmus.start.plan import (
@@ -115,6 +115,10 @@ class ModelStart:
         groups = [{name: row for name, (_, row) in each.tensors.items()} for each in of_model]
         plan = make_plan(model, groups, self.exceptions, names)
         renamed = bool(plan.missing and plan.unexpected)
+        of_adapter = found[-1] if len(of_model) > 1 else None
+        fresh = [name for each in plan.targets if not each.sources for name in each.names]
+        filled = [name for each in plan.targets if each.sources for name in each.names]
+        check_beginnings(model, fresh, of_adapter, filled)
         converted = None
         if converts and renamed and names is None and len(found) == 1:
             converted = convert(model, found[0])
@@ -287,7 +291,8 @@ class FilledModel:
             pieces: its elements; all are consumed.
 
         Raises:
-            UserError: a value would be rounded, or differs from that of a tied tensor.
+            UserError: a value would be rounded, is too large for the type that it is rounded to,
+                or differs from that of a tied tensor.
         """
         targets = self._into.get(stored.name, [])
         copied = [each for each in targets if each.name not in self._filled]
@@ -306,7 +311,7 @@ class FilledModel:
                 if self._rounded.isdisjoint(target.names):
                     converted = exactly(values, stored, target)
                 else:
-                    converted = values.to(target.tensor.dtype)
+                    converted = rounded(values, stored, target)
                 if target in copied:
                     part.copy_(converted)
                 elif not same_values(part, converted):
@@ -373,5 +378,22 @@ def exactly(values: torch.Tensor, stored: StoredTensor, target: Target) -> torch
         raise UserError(
             f"{stored.name!r} is {stored.dtype} and would be rounded to the {dtype} of "
             f"{target.name!r}; build the model in {values.dtype}, or convert the file"
+        )
+    return converted
+
+
+def rounded(values: torch.Tensor, stored: StoredTensor, target: Target) -> torch.Tensor:
+    """The nearest values in the type of a target.
+
+    Raises:
+        UserError: that of a finite one is infinite.
+    """
+    converted = values.to(target.tensor.dtype)
+    # Without memory of the size of the values, as long as all of them are finite.
+    are_finite = not len(values) or all(each.isfinite() for each in converted.aminmax())
+    if not are_finite and not torch.equal(converted.isfinite(), values.isfinite()):
+        raise UserError(
+            f"{stored.name!r} has values that are too large for {target.tensor.dtype}; remove "
+            "frozen_dtype"
         )
     return converted

@@ -16,8 +16,12 @@ from isthmus.errors import UserError
 
 _INSERTED = re.compile(r"(?<=\.)(?:base_layer|original_module)\.")
 """What PEFT inserts into the names of the layers that it wraps."""
-_ADAPTER = re.compile(r"(?<=\.)(lora_(?:embedding_)?[AB]|lora_magnitude_vector)\.[^.]+")
+_SAVED = re.compile(r"(?<=\.)modules_to_save\.[^.]+\.")
+"""What PEFT inserts into the names of copies of whole layers, which are trained with an adapter."""
+_ADAPTER = re.compile(r"(?<=\.)(lora_(?:embedding_)?[AB])\.[^.]+")
 """What PEFT names the factors of an adapter, with the adapter's own name, which files leave out."""
+_LENGTHS = re.compile(r"(?<=\.)(lora_magnitude_vector)\.[^.]+\.weight$")
+"""DoRA's lengths, which are a module in the model, and a tensor without its name in files."""
 
 
 def plain(name: str) -> str:
@@ -25,8 +29,12 @@ def plain(name: str) -> str:
 
     >>> plain("model.q_proj.base_layer.weight"), plain("model.q_proj.lora_A.default.weight")
     ('model.q_proj.weight', 'model.q_proj.lora_A.weight')
+    >>> plain("model.norm.modules_to_save.default.weight")
+    'model.norm.weight'
     """
-    return _ADAPTER.sub(r"\1", _INSERTED.sub("", name))
+    for pattern, kept in ((_INSERTED, ""), (_SAVED, ""), (_ADAPTER, r"\1"), (_LENGTHS, r"\1")):
+        name = pattern.sub(kept, name)
+    return name
 
 
 def match(model: Sequence[str], stored: Collection[str]) -> dict[str, str]:
@@ -67,6 +75,10 @@ def match(model: Sequence[str], stored: Collection[str]) -> dict[str, str]:
             cut
         ) == _sides_cut(best_cut):
             rival = rival or cut
+    # Files of a whole model with adapters, such as a run's, have the names as they are.
+    same = {name: name for name in model if name in known}
+    if len(same) > len(best):
+        return same
     if rival is not None:
         ways = " or ".join(f"{own!r} for {other!r}" for own, other in (best_cut, rival))
         raise UserError(

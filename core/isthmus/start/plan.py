@@ -108,6 +108,7 @@ def make_plan(
     _check_patterns("fresh", exceptions.fresh, own)
     _check_patterns("unused", exceptions.unused, list(tensors))
     wanted = [name for name in tensors if not matches(name, exceptions.unused)]
+    are_matched = names is None
     if names is None:
         names = _matched(groups, own, wanted)
     else:
@@ -127,8 +128,28 @@ def make_plan(
             missing.append(target.name)
         for source in sources:
             misfits += _misfit(target, tensors[source])
+    if are_matched:
+        misfits += _in_two_places(planned)
     unexpected = tuple(name for name in wanted if name not in used)
     return StartPlan(tuple(planned), tuple(missing), unexpected, tuple(misfits))
+
+
+def _in_two_places(targets: Sequence[Target]) -> Iterator[str]:
+    """Sentences about stored tensors that fit several of a model: files name no adapter.
+
+    A layer and PEFT's copy of it begin with the same values.
+    """
+    places: dict[str, Target] = {}
+    for target in targets:
+        for source in target.sources:
+            first = places.setdefault(source, target)
+            is_copy = ".original_module." in first.name and is_saved(target.name)
+            if first is not target and not is_copy:
+                yield (
+                    f"{source!r} in it fits {first.name!r} and {target.name!r}, which are of two "
+                    "adapters; list those of one adapter in model.fresh, or have the task say by "
+                    "start_names() which it is of"
+                )
 
 
 def state_of(model: nn.Module) -> list[Target]:
@@ -159,7 +180,7 @@ def _matched(
     names: dict[str, str] = {}
     for group, of_adapter in zip(groups, (False, True), strict=True):
         names |= match(
-            [name for name in own if is_of_adapter(name) == of_adapter],
+            [name for name in own if (is_of_adapter(name) or is_saved(name)) == of_adapter],
             [name for name in wanted if name in group],
         )
     return names
@@ -168,6 +189,11 @@ def _matched(
 def is_of_adapter(name: str) -> bool:
     """Whether a tensor of a model is a part of an adapter of PEFT, by its name."""
     return ".lora_" in name
+
+
+def is_saved(name: str) -> bool:
+    """Whether a tensor of a model is in PEFT's copy of a layer, `modules_to_save`, by its name."""
+    return ".modules_to_save." in name
 
 
 def _check_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _LENGTH = struct.Struct("<Q")
 
-PIECE_BYTES = 16 << 20
-"""Bytes that are read at a time."""
+PIECE_BYTES = 1 << 20
+"""Bytes that are read at a time. Larger memory would stay with the process after it is freed."""
 
 MAX_DIMENSIONS = 64
 """Most dimensions of a tensor of PyTorch."""

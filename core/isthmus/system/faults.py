@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sqlite3
 
-from isthmus.errors import StorageError
+from isthmus.errors import StorageError, TakenOver
 
 _TRANSIENT_ERRNO = {
     errno.ENOSPC,
@@ -44,7 +44,7 @@ def is_transient(error: BaseException | None) -> bool:
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, StorageError | MemoryError):
+        if isinstance(error, StorageError | TakenOver | MemoryError):
             return True
         if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
             return True

@@ -20,6 +20,7 @@ STABLE_SECONDS = 5.0
 
 _SHORTEST_PAUSE = 0.05
 _GROWTH = 1.6
+_RETRIED_SHARE = 0.25
 
 
 class Backoff:
@@ -27,9 +28,14 @@ class Backoff:
 
     def __init__(self, longest_pause: float) -> None:
         """`longest_pause`: upper bound of a pause, in seconds."""
+        self.spread = 0.0
+        """Seconds over which the first attempts of all participants are spread after a break."""
+        self.away = 0.0
+        """Seconds for which the server has sent this participant away, if it has not been back."""
         self.tries = 0
         """Attempts since a connection was open for more than `STABLE_SECONDS`."""
-        self._longest = longest_pause
+        self.longest = longest_pause
+        """Upper bound of a pause, in seconds."""
 
     def broke(self, open_seconds: float) -> bool:
         """Record that a connection or an attempt ended after so many seconds open.
@@ -41,6 +47,13 @@ class Backoff:
 
     def pause(self) -> float:
         """Seconds until the next attempt, with jitter."""
+        if self.away > 0:
+            # A check-in without a server: all that have found none one after the other, and were
+            # quick to try again, would be too many when it is back.
+            return random.uniform(0.5, 1.0) * self.away * _RETRIED_SHARE  # noqa: S311 - jitter
+        if self.tries == 1 and self.spread > 0:
+            return random.uniform(0.0, self.spread)  # noqa: S311 - jitter
         exponent = min(self.tries - 1, 64)
-        longest = min(_SHORTEST_PAUSE * _GROWTH**exponent, self._longest)
+        longest = min(_SHORTEST_PAUSE * _GROWTH**exponent, self.longest)
+        longest = max(longest, 2 * self.spread)
         return longest * random.uniform(0.5, 1.0)  # noqa: S311 - jitter

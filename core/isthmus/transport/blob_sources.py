@@ -63,7 +63,54 @@ class BlobSource(Protocol):
         ...
 
 
-class NamedSource:
+class Rest:
+    """Whether sources are not to be asked now, because one of them hung."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        self._left: list[threading.Thread] = []
+        """Threads that were left behind."""
+
+    @property
+    def lasts(self) -> bool:
+        """Whether they are not to be asked now."""
+        # Not while a thread hangs there, either: they would add up, one for each request.
+        self._left = [thread for thread in self._left if thread.is_alive()]
+        return bool(self._left) or time.monotonic() < self._until
+
+    def begin(self, left: threading.Thread | None = None) -> None:
+        """Begin it; `left` is a thread that was left behind in a source."""
+        self._until = time.monotonic() + REST_SECONDS
+        if left is not None:
+            self._left.append(left)
+
+
+class RestingSource:
+    """A source that is not asked for a while after it hung."""
+
+    def __init__(self, named: str, rest: Rest | None = None) -> None:
+        """`named` is for the log; `rest` is that of several sources together."""
+        self.named = named
+        self._rest = Rest() if rest is None else rest
+
+    def open(self, sha256: str, size: int, offset: int) -> IO[bytes] | None:
+        """See `BlobSource.open`."""
+        raise NotImplementedError
+
+    def failed(self) -> None:
+        """It had something else under the name of a blob, or could not be read to its end."""
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is not to be asked now."""
+        return self._rest.lasts
+
+    def rest(self, left: threading.Thread | None = None) -> None:
+        """Note that it hung, and perhaps the thread that was left behind in it."""
+        self._rest.begin(left)
+
+
+class NamedSource(RestingSource):
     """A source as its owner has named it."""
 
     def __init__(self, named: str) -> None:
@@ -75,16 +122,13 @@ class NamedSource:
         Raises:
             UserError: no installed package provides this kind, or it cannot use the target.
         """
+        super().__init__(named)
         kind, colon, target = named.partition(":")
         if not colon or not kind or not target:
             raise UserError(
                 f"--blobs {named} does not name a source: write KIND:TARGET, such as "
                 "file:/srv/blobs"
             )
-        self.named = named
-        self._rests_until = 0.0
-        self._left: list[threading.Thread] = []
-        """Threads that were left behind in it."""
         self._source: BlobSource = make_provided(SOURCES, kind, f"--blobs {named}", target)
         if not callable(getattr(self._source, "open", None)):
             raise UserError(f"--blobs {named} is not a source of blobs: it has no open()")
@@ -92,19 +136,6 @@ class NamedSource:
     def open(self, sha256: str, size: int, offset: int) -> IO[bytes] | None:
         """See `BlobSource.open`."""
         return self._source.open(sha256, size, offset)
-
-    @property
-    def rests(self) -> bool:
-        """Whether it is not to be asked now."""
-        # Not while a thread hangs in it, either: they would add up, one for each request.
-        self._left = [thread for thread in self._left if thread.is_alive()]
-        return bool(self._left) or time.monotonic() < self._rests_until
-
-    def rest(self, left: threading.Thread | None = None) -> None:
-        """Note that it hung, and perhaps the thread that was left behind in it."""
-        self._rests_until = time.monotonic() + REST_SECONDS
-        if left is not None:
-            self._left.append(left)
 
 
 class Filling:
@@ -116,7 +147,7 @@ class Filling:
       * after `abandon`, and after a source was given up, nothing that it gives is written.
     """
 
-    def __init__(self, assembly: Assembly, sources: Sequence[NamedSource]) -> None:
+    def __init__(self, assembly: Assembly, sources: Sequence[RestingSource]) -> None:
         """Prepare; `run` begins."""
         self._sources = sources
         self._begun = assembly
@@ -126,7 +157,7 @@ class Filling:
         """What the source that is being read fills; None if nobody waits for it."""
         self._number = 0
         """Number of the source that is being read, from 1."""
-        self._reading: NamedSource | None = None
+        self._reading: RestingSource | None = None
         self._begun_at = 0.0
         """When it was asked."""
         self._moved_at = 0.0
@@ -196,7 +227,9 @@ class _Unwanted(Exception):
 class _Reader:
     """Reads a blob from one source; one that hangs keeps nothing of the memory that it is for."""
 
-    def __init__(self, filling: Filling, number: int, source: NamedSource, begun: Assembly) -> None:
+    def __init__(
+        self, filling: Filling, number: int, source: RestingSource, begun: Assembly
+    ) -> None:
         self._filling = weakref.ref(filling)
         self._number = number
         self._source = source
@@ -226,11 +259,13 @@ class _Reader:
                 return
             except UpdateError as error:
                 log.warning("%s: it has something else under this name (%s)", self.shown, error)
+                self._source.failed()
                 return
             except Exception as error:  # noqa: BLE001 - third-party code may raise anything
                 why = in_a_line(f"{type(error).__name__}: {error}")
             tries = _TRIES if self._offset > start else tries - 1
         log.warning("%s: it cannot be read to its end (%s)", self.shown, why)
+        self._source.failed()
 
     def _copy(self, stream: IO[bytes]) -> None:
         while self._offset < self._size:

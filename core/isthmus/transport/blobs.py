@@ -144,7 +144,8 @@ class Broadcast:
         self, sha256: bytes, payload: bytes | Buffer | InFile, *, together: bool = True
     ) -> None:
         """No message is kept of what receivers do not pull `together`."""
-        self._sha256 = sha256
+        self.sha256 = sha256
+        """The SHA-256 of the blob."""
         self._kept = self._KEPT if together else 0
         self.payload = payload if isinstance(payload, InFile) else memoryview(payload)
         """The bytes."""
@@ -170,7 +171,7 @@ class Broadcast:
             end = min(last, offset - offset % step + step)
             message = self._made.get((offset, end))
             if message is None:
-                message = _message(self._sha256, offset, _piece(self.payload, offset, end))
+                message = _message(self.sha256, offset, _piece(self.payload, offset, end))
                 if self._kept:
                     if len(self._made) >= self._kept:
                         del self._made[next(iter(self._made))]

@@ -40,6 +40,9 @@ class HttpsSource:
         target: str,
         names: Mapping[str, str] | None = None,
         skipped: Callable[[int], None] | None = None,
+        *,
+        allowed: Callable[[str], bool] | None = None,
+        context: ssl.SSLContext | None = None,
     ) -> None:
         """Name the folder, or one file.
 
@@ -50,6 +53,8 @@ class HttpsSource:
                 with, or of the only one.
             skipped: is called with the size of each piece that a server without ranges sends
                 before the wanted byte; what it raises ends that.
+            allowed: whether a redirection to an address is followed; None for any over HTTPS.
+            context: with the authorities that are trusted; None for those of this machine.
 
         Raises:
             UserError: the address cannot be used.
@@ -72,8 +77,8 @@ class HttpsSource:
         self._skipped = skipped
         self._parts = parts
         self._names = names
-        context = ssl.create_default_context()
-        handlers = (_OnlyHttps(), urllib.request.HTTPSHandler(context=context))
+        context = context or ssl.create_default_context()
+        handlers = (_OnlyHttps(allowed), urllib.request.HTTPSHandler(context=context))
         self._opener = urllib.request.build_opener(*handlers)
 
     def open(self, sha256: str, size: int, offset: int) -> IO[bytes] | None:
@@ -143,6 +148,9 @@ class HttpsSource:
 class _OnlyHttps(urllib.request.HTTPRedirectHandler):
     """Follows redirections, as of a hub to the servers with its files, but not out of HTTPS."""
 
+    def __init__(self, allowed: Callable[[str], bool] | None) -> None:
+        self._allowed = allowed
+
     def redirect_request(
         self,
         request: urllib.request.Request,
@@ -155,6 +163,8 @@ class _OnlyHttps(urllib.request.HTTPRedirectHandler):
         """See `urllib.request.HTTPRedirectHandler`."""
         if not address.lower().startswith("https://"):
             raise OSError("it redirects to an address without HTTPS")
+        if self._allowed is not None and not self._allowed(address):
+            raise OSError("it redirects to an address that the owner does not allow")
         return super().redirect_request(request, stream, code, message, headers, address)
 
 

@@ -9,6 +9,7 @@ if the server's clock is wrong, the participant tries again until the clock is r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -48,6 +49,9 @@ class CertificateRenewal:
         self._now = now
         self._server_clock: float | None = None
         """The server's time at the last welcome."""
+        self._answered = asyncio.Event()
+        """Set while no request is unanswered."""
+        self._answered.set()
         self._welcomed_at = 0.0
         """Monotonic time of the last welcome."""
         self._reported = False
@@ -60,6 +64,7 @@ class CertificateRenewal:
         """
         if not 0 <= clock <= _LATEST_CLOCK:
             raise UpdateError(f"the server's welcome has clock={clock}")
+        self._answered.set()
         self._server_clock = clock
         self._welcomed_at = time.monotonic()
         differs = abs(clock - self._now()) > TOLERANCE_SECONDS
@@ -103,11 +108,20 @@ class CertificateRenewal:
             if left > 0:
                 await asyncio.sleep(min(left, _LONGEST_SLEEP))
                 continue
-            request = link_pb2.Renew(signing_request=membership.next_request())
-            await stream.send(link_pb2.Envelope(renew=request))
+            self._answered.clear()
+            request = membership.next_request()
+            # For a server behind an aggregator, which could ask for a certificate of its own key.
+            renew = link_pb2.Renew(signing_request=request, proof=membership.proof_of(request))
+            await stream.send(link_pb2.Envelope(renew=renew))
             end = membership.certificate.not_valid_after_utc.timestamp()
             pause = max((end - self.server_time()) / 10, membership.life / 100)
             await asyncio.sleep(min(pause, _LONGEST_SLEEP))
+
+    async def settled(self, seconds: float) -> None:
+        """Wait until no request is unanswered, but no longer than that."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._answered.wait()
 
     async def take(self, renewed: link_pb2.Renewed) -> bool:
         """Store the certificate in the server's answer; returns whether it contains one."""
@@ -119,6 +133,8 @@ class CertificateRenewal:
         except (AdmissionRefused, OSError) as error:
             log.warning("the certificate of %s was not renewed: %s", membership.name, error)
             return False
+        finally:
+            self._answered.set()
         end = membership.certificate.not_valid_after_utc.timestamp()
         log.info("the certificate of %s is renewed until %s", membership.name, utc(end))
         return True

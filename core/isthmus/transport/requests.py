@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from isthmus.errors import IsthmusError, UpdateError
 from isthmus.job.learning_rate import RoundPosition
 from isthmus.start.manifest import ListedFile, StartManifest
-from isthmus.transport.blob_sources import Filling, NamedSource
+from isthmus.transport.blob_sources import Filling, RestingSource
 from isthmus.transport.blobs import (
     Assembly,
     Buffer,
@@ -79,7 +79,7 @@ class OpenRequest:
         except UpdateError:
             self.assembly = Assembly(blob, into(self.buffer))
 
-    def filled_from(self, sources: Sequence[NamedSource]) -> Filling | None:
+    def filled_from(self, sources: Sequence[RestingSource]) -> Filling | None:
         """Prepare to take the blob from sources; None if it is here, or for this participant alone.
 
         Records of an app are.
@@ -365,4 +365,6 @@ def blob_of(reply: link_pb2.Reply) -> link_pb2.Blob:
         return reply.secure_stepped.masked
     if kind == "app_replied":
         return reply.app_replied.records
+    if kind == "summed":
+        return reply.summed.sum
     return reply.exported.model if kind == "exported" else link_pb2.Blob()

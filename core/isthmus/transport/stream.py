@@ -6,6 +6,7 @@ Messages are sent one at a time. Background tasks of a stream are spawned on it 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -144,12 +145,16 @@ class Stream:
 
 
 async def to_the_end(work: Awaitable[None]) -> None:
-    """Await work that must not be interrupted; a cancellation is raised after it ends."""
+    """Await work that must not be interrupted; cancellations are raised after it ends."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.gather(task, return_exceptions=True)
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):  # one more
+                await asyncio.wait((task,))
+        if not task.cancelled():
+            task.exception()  # nobody else looks at it
         raise
 
 

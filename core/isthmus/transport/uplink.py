@@ -28,7 +28,7 @@ from isthmus.identity.obstacles import obstacle
 from isthmus.identity.proxies import ProxyChoice, Road, RoadBlocked
 from isthmus.printable import in_a_line
 from isthmus.transport.backoff import Backoff
-from isthmus.transport.blob_sources import Filling, NamedSource
+from isthmus.transport.blob_sources import Filling, NamedSource, RestingSource
 from isthmus.transport.blobs import (
     MAX_MESSAGE_BYTES,
     Assembly,
@@ -39,6 +39,7 @@ from isthmus.transport.blobs import (
     into,
 )
 from isthmus.transport.heartbeats import Heartbeats
+from isthmus.transport.mirrors import MirrorSources
 from isthmus.transport.renewal import CertificateRenewal
 from isthmus.transport.requests import (
     OpenRequest,
@@ -85,10 +86,25 @@ _WELCOME_SECONDS = 30.0
 _LEAVE_SECONDS = 5.0
 """Time for the server to end the stream of a participant that leaves."""
 
+_LONGEST_AWAY = 36 * 3600.0
+"""A server can keep a participant away for no longer, so that it renews its certificate."""
+
+_AWAKE_SECONDS = 60.0
+"""Longest sleep of a participant that is away, after which it looks at the time again."""
+
+_LONGEST_SPREAD = _LONGEST_AWAY / 2
+"""A server can have no return after a break be spread over longer: later attempts take twice as
+long."""
+
 _PROGRESS_SECONDS = 0.5
 """Shortest time between two progress messages of a request."""
 
 log = logging.getLogger(__name__)
+
+
+def _seconds_since_boot() -> float:
+    """A clock that nobody sets; it goes on while the machine is suspended, where there is such."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class Uplink:
@@ -120,7 +136,10 @@ class Uplink:
         wanted: Callable[[link_pb2.Request], link_pb2.Blob | None] = model_of,
         held: Callable[[link_pb2.Request], Buffer | None] = lambda request: None,
         sources: Sequence[NamedSource] = (),
+        mirrors: MirrorSources | None = None,
         proxy: ProxyChoice | None = None,
+        stays: bool = False,
+        others: Sequence[str] = (),
     ) -> None:
         """Set up the connection; `run` opens it.
 
@@ -139,16 +158,26 @@ class Uplink:
             wanted: returns the blob that the worker needs for a request.
             held: returns the beginning of that blob, as far as the worker has it already.
             sources: where a blob may be, in the order in which they are asked before the link.
+            mirrors: where the server may have blobs fetched, after the sources; None for nowhere.
             proxy: what the owner says about proxies; by default what was said with the join, and
                 else the variables decide. Without a membership there is none.
+            stays: does not hang up when the server does not need it.
+            others: further addresses of the server and of its aggregators, which are tried in turn
+                when one does not answer.
 
         Raises:
             UserError: the server is on another machine and there is no membership, the membership
                 belongs to another participant, or a proxy cannot be used.
         """
-        check_dialling(address, link_pb2.Role.Name(role).lower(), name, membership)
-        self.address = address
-        self._road = Road(address) if membership is None else membership.road(proxy, address)
+        for each in (address, *others):
+            check_dialling(each, link_pb2.Role.Name(role).lower(), name, membership)
+        self._roads = [
+            Road(each) if membership is None else membership.road(proxy, each)
+            for each in (address, *others)
+        ]
+        self._addresses = (address, *others)
+        self._way = 0
+        """Which of the addresses is dialled."""
         self.membership = membership
         self._renewal = None if membership is None else CertificateRenewal(membership, now)
         self.name = name
@@ -160,6 +189,7 @@ class Uplink:
         self._wanted = wanted
         self._held = held
         self._sources = sources
+        self._mirrors = mirrors
         self.received = TransferTime()
         """What the server has sent of blobs."""
         self.sent = TransferTime()
@@ -172,14 +202,19 @@ class Uplink:
         self._linked_at = math.inf
         """Monotonic time of the welcome; infinity without a connection."""
         self._welcome: link_pb2.Welcome | None = None
-        self._approach: Approach | None = None
-        """Where the channels of `run` dial."""
+        self._approaches: list[Approach] = []
+        """Where the channels of `run` dial, for each address."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Task[object] | None = None
         self._filling: set[asyncio.Task[None]] = set()
         self._pieces: dict[bytes, WantedPiece] = {}
         """Pieces of blobs that are asked for besides requests, by SHA-256."""
         self._leaving = False
+        self._stays = stays
+        self._away = 0.0
+        """Seconds until the server wants it back; 0 if it is not asked to hang up."""
+        self._spread = 0.0
+        """What the server has said of a return after a break, see `Backoff`."""
         self._ended = asyncio.Event()
         """Set when a request may have ended."""
 
@@ -189,8 +224,22 @@ class Uplink:
         Raises:
             AdmissionRefused: the server refused this participant, with the reason.
         """
-        with approach_to(self._road) as self._approach:
+        with contextlib.ExitStack() as stack:
+            self._approaches = [stack.enter_context(approach_to(road)) for road in self._roads]
             await self._run()
+
+    @property
+    def address(self) -> str:
+        """The address that is dialled."""
+        return self._addresses[self._way]
+
+    @property
+    def _road(self) -> Road:
+        return self._roads[self._way]
+
+    @property
+    def _approach(self) -> Approach | None:
+        return self._approaches[self._way] if self._approaches else None
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -221,10 +270,20 @@ class Uplink:
                     raise asyncio.CancelledError  # gRPC replaced it by an error
                 if self._leaving and not self._jobs:
                     return
+                # One that works is one of few, and its round waits for it.
+                backoff.spread = 0.0 if self._jobs else self._spread
+                if self._linked_at < math.inf:
+                    backoff.away = 0.0
+                if self._away:
+                    backoff.away = self._away
+                    await self._go_away()
+                    continue
                 if backoff.broke(open_seconds=time.monotonic() - self._linked_at):
                     why = await self._explained(why)
                     more = f" ({backoff.tries} tries so far)" if backoff.tries > 1 else ""
                     log.info("no link to %s%s: %s%s", self.address, self._road.detour, why, more)
+                if self._linked_at == math.inf:  # one that has broken is tried once more
+                    self._way = (self._way + 1) % len(self._addresses)
                 await asyncio.sleep(backoff.pause())
         finally:
             for job in self._jobs.values():
@@ -286,6 +345,27 @@ class Uplink:
             if self._pieces.get(sha256) is wanted:
                 del self._pieces[sha256]
 
+    async def _go_away(self) -> None:
+        """Wait until the server wants this participant back."""
+        seconds = self._away
+        self._away = 0.0
+        at = time.strftime("%H:%M", time.localtime(time.time() + seconds))
+        log.info("%s is not needed now, and checks in again at %s", self.name, at)
+        # Also the time in which the machine is suspended, which an event loop does not count: a
+        # laptop that wakes up for an hour a day would stay away for weeks.
+        end = _seconds_since_boot() + seconds
+        while (left := end - _seconds_since_boot()) > 0:  # noqa: ASYNC110 - no event says this
+            await asyncio.sleep(min(left, _AWAKE_SECONDS))
+
+    async def _hang_up(self, stream: Stream, seconds: float) -> None:
+        """End the stream because the server does not need this participant for a while."""
+        if self._renewal is not None:
+            await self._renewal.settled(_LEAVE_SECONDS)
+        if self._stays or self._leaving or self._jobs or self._stream is not stream:
+            return
+        self._away = seconds
+        await stream.send_quietly(link_pb2.Envelope(leave=link_pb2.Leave()))
+
     def _channel(self) -> grpc.aio.Channel:
         if self.membership is None:
             return grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
@@ -303,7 +383,16 @@ class Uplink:
         if self._road.is_plain and NOT_PASSED not in why:
             return why
         blocked = await obstacle(self._road, self.membership.authority)
-        return why if blocked is None else str(blocked)
+        if blocked is None:
+            return why
+        self._found(blocked)
+        return str(blocked)
+
+    def _found(self, blocked: RoadBlocked) -> None:
+        """Take what is in the way to the server; `run` ends with what this raises.
+
+        A participant goes on: laptops are in other networks at times, and come back.
+        """
 
     async def _serve_one_stream(self) -> None:
         async with self._channel() as channel:
@@ -344,6 +433,9 @@ class Uplink:
     def _welcomed(self, welcome: link_pb2.Welcome) -> None:
         if not welcome.lease_seconds > 0:
             raise UpdateError(f"the server's welcome has lease_seconds={welcome.lease_seconds}")
+        if not 0 <= welcome.spread_seconds <= _LONGEST_SPREAD:
+            raise UpdateError(f"the server's welcome has spread_seconds={welcome.spread_seconds}")
+        self._spread = welcome.spread_seconds
         if self.membership is not None and welcome.authority != self.membership.enroller:
             raise AdmissionRefused("the server has another authority than the one that was joined")
         if self._renewal is not None:
@@ -392,6 +484,11 @@ class Uplink:
                         "%s: its result was not used: %s", self.name, in_a_line(receipt.reason)
                     )
                 self._drop(job, receipt.accepted, receipt.reason)
+        elif kind == "check_in":
+            seconds = message.check_in.seconds
+            if not 0 < seconds <= _LONGEST_AWAY:
+                raise UpdateError(f"the server's check-in has seconds={seconds}")
+            stream.spawn(self._hang_up(stream, seconds))
         elif kind == "renewed":
             renewal = self._renewal
             welcome = self._welcome
@@ -410,7 +507,7 @@ class Uplink:
     async def _request(self, stream: Stream, request: link_pb2.Request) -> None:
         job = self._jobs.get(request.id)
         if job is None:
-            if self._leaving:
+            if self._leaving or self._away:  # the server knows by now, or will in a moment
                 return
             self._limits.check_room(self._jobs)
             job = OpenRequest.of(request)
@@ -425,13 +522,18 @@ class Uplink:
                     job.assembly = Assembly(blob, into(job.buffer))
                     if (held := self._held(request)) is not None:
                         await to_the_end(asyncio.to_thread(job.take, held))
-                    if (filling := job.filled_from(self._sources)) is not None:
+                    if (filling := job.filled_from(self._sources_of(blob))) is not None:
                         self._spawn(self._fill(job, filling))
                         return
         if job.reply is not None:
             await stream.send(link_pb2.Envelope(reply=job.reply))
         elif job.filling is None:
             await self._pull(stream, job)
+
+    def _sources_of(self, blob: link_pb2.Blob) -> list[RestingSource]:
+        """Where a blob may be besides the link, in the order in which they are asked."""
+        mirror = None if self._mirrors is None else self._mirrors.of(blob)
+        return [*self._sources, *(() if mirror is None else (mirror,))]
 
     async def _pull(self, stream: Stream, job: OpenRequest) -> None:
         """Ask for what is not here of a request's blob, and begin if nothing is missing.

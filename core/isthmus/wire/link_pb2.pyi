@@ -12,12 +12,14 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_UNSPECIFIED: _ClassVar[Role]
     CLIENT: _ClassVar[Role]
     DATACENTER: _ClassVar[Role]
+    AGGREGATOR: _ClassVar[Role]
 ROLE_UNSPECIFIED: Role
 CLIENT: Role
 DATACENTER: Role
+AGGREGATOR: Role
 
 class Envelope(_message.Message):
-    __slots__ = ("hello", "welcome", "ping", "pull", "chunk", "request", "reply", "receipt", "cancel", "progress", "renew", "renewed", "leave")
+    __slots__ = ("hello", "welcome", "ping", "pull", "chunk", "request", "reply", "receipt", "cancel", "progress", "renew", "renewed", "leave", "check_in", "caller", "through", "hang_up", "passed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +33,11 @@ class Envelope(_message.Message):
     RENEW_FIELD_NUMBER: _ClassVar[int]
     RENEWED_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    CHECK_IN_FIELD_NUMBER: _ClassVar[int]
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    THROUGH_FIELD_NUMBER: _ClassVar[int]
+    HANG_UP_FIELD_NUMBER: _ClassVar[int]
+    PASSED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     welcome: Welcome
     ping: Ping
@@ -44,7 +51,56 @@ class Envelope(_message.Message):
     renew: Renew
     renewed: Renewed
     leave: Leave
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+    check_in: CheckIn
+    caller: Caller
+    through: Through
+    hang_up: HangUp
+    passed: Passed
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., check_in: _Optional[_Union[CheckIn, _Mapping]] = ..., caller: _Optional[_Union[Caller, _Mapping]] = ..., through: _Optional[_Union[Through, _Mapping]] = ..., hang_up: _Optional[_Union[HangUp, _Mapping]] = ..., passed: _Optional[_Union[Passed, _Mapping]] = ...) -> None: ...
+
+class Caller(_message.Message):
+    __slots__ = ("channel", "certificate")
+    CHANNEL_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    channel: int
+    certificate: bytes
+    def __init__(self, channel: _Optional[int] = ..., certificate: _Optional[bytes] = ...) -> None: ...
+
+class Through(_message.Message):
+    __slots__ = ("channel", "message")
+    CHANNEL_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    channel: int
+    message: bytes
+    def __init__(self, channel: _Optional[int] = ..., message: _Optional[bytes] = ...) -> None: ...
+
+class HangUp(_message.Message):
+    __slots__ = ("channel", "status", "reason")
+    CHANNEL_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    channel: int
+    status: int
+    reason: str
+    def __init__(self, channel: _Optional[int] = ..., status: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Passed(_message.Message):
+    __slots__ = ("channel", "sha256", "bytes", "more", "end", "from_caller", "is_last")
+    CHANNEL_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    FROM_CALLER_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    channel: int
+    sha256: bytes
+    bytes: int
+    more: int
+    end: int
+    from_caller: bool
+    is_last: bool
+    def __init__(self, channel: _Optional[int] = ..., sha256: _Optional[bytes] = ..., bytes: _Optional[int] = ..., more: _Optional[int] = ..., end: _Optional[int] = ..., from_caller: _Optional[bool] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("version_min", "version_max", "name", "role", "instance", "identity", "software")
@@ -65,7 +121,7 @@ class Hello(_message.Message):
     def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., instance: _Optional[str] = ..., identity: _Optional[bytes] = ..., software: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("version", "lease_seconds", "authority", "enrolment", "instance", "is_new", "clock")
+    __slots__ = ("version", "lease_seconds", "authority", "enrolment", "instance", "is_new", "clock", "spread_seconds")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     AUTHORITY_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +129,7 @@ class Welcome(_message.Message):
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     IS_NEW_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    SPREAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     version: int
     lease_seconds: float
     authority: bytes
@@ -80,7 +137,8 @@ class Welcome(_message.Message):
     instance: str
     is_new: bool
     clock: float
-    def __init__(self, version: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., authority: _Optional[bytes] = ..., enrolment: _Optional[bytes] = ..., instance: _Optional[str] = ..., is_new: _Optional[bool] = ..., clock: _Optional[float] = ...) -> None: ...
+    spread_seconds: float
+    def __init__(self, version: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., authority: _Optional[bytes] = ..., enrolment: _Optional[bytes] = ..., instance: _Optional[str] = ..., is_new: _Optional[bool] = ..., clock: _Optional[float] = ..., spread_seconds: _Optional[float] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ()
@@ -90,13 +148,23 @@ class Leave(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class CheckIn(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
+
 class Blob(_message.Message):
-    __slots__ = ("sha256", "size")
+    __slots__ = ("sha256", "size", "address", "key")
     SHA256_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     sha256: bytes
     size: int
-    def __init__(self, sha256: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
+    address: str
+    key: bytes
+    def __init__(self, sha256: _Optional[bytes] = ..., size: _Optional[int] = ..., address: _Optional[str] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class Pull(_message.Message):
     __slots__ = ("sha256", "offset", "machine", "length")
@@ -133,7 +201,7 @@ class OpenFile(_message.Message):
     def __init__(self, process: _Optional[int] = ..., descriptor: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step", "score", "mean_gradient", "agree", "evaluate", "prepare", "app")
+    __slots__ = ("id", "open", "train_local", "train_steps", "export", "close", "secure_step", "score", "mean_gradient", "agree", "evaluate", "prepare", "app", "open_sum", "add_vector", "hand_over")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     TRAIN_LOCAL_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +215,9 @@ class Request(_message.Message):
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     APP_FIELD_NUMBER: _ClassVar[int]
+    OPEN_SUM_FIELD_NUMBER: _ClassVar[int]
+    ADD_VECTOR_FIELD_NUMBER: _ClassVar[int]
+    HAND_OVER_FIELD_NUMBER: _ClassVar[int]
     id: str
     open: OpenRun
     train_local: TrainLocal
@@ -160,7 +231,64 @@ class Request(_message.Message):
     evaluate: Evaluate
     prepare: Prepare
     app: AppMessage
-    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., agree: _Optional[_Union[Agree, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., app: _Optional[_Union[AppMessage, _Mapping]] = ...) -> None: ...
+    open_sum: OpenSum
+    add_vector: AddVector
+    hand_over: HandOver
+    def __init__(self, id: _Optional[str] = ..., open: _Optional[_Union[OpenRun, _Mapping]] = ..., train_local: _Optional[_Union[TrainLocal, _Mapping]] = ..., train_steps: _Optional[_Union[TrainSteps, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., close: _Optional[_Union[CloseRun, _Mapping]] = ..., secure_step: _Optional[_Union[SecureStep, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., mean_gradient: _Optional[_Union[MeanGradient, _Mapping]] = ..., agree: _Optional[_Union[Agree, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., prepare: _Optional[_Union[Prepare, _Mapping]] = ..., app: _Optional[_Union[AppMessage, _Mapping]] = ..., open_sum: _Optional[_Union[OpenSum, _Mapping]] = ..., add_vector: _Optional[_Union[AddVector, _Mapping]] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ...) -> None: ...
+
+class OpenSum(_message.Message):
+    __slots__ = ("sum", "updates", "masked")
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    MASKED_FIELD_NUMBER: _ClassVar[int]
+    sum: str
+    updates: UpdateSum
+    masked: MaskedSum
+    def __init__(self, sum: _Optional[str] = ..., updates: _Optional[_Union[UpdateSum, _Mapping]] = ..., masked: _Optional[_Union[MaskedSum, _Mapping]] = ...) -> None: ...
+
+class UpdateSum(_message.Message):
+    __slots__ = ("layout", "declared_weight", "clip", "fraction_bits")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    DECLARED_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    CLIP_FIELD_NUMBER: _ClassVar[int]
+    FRACTION_BITS_FIELD_NUMBER: _ClassVar[int]
+    layout: bytes
+    declared_weight: int
+    clip: float
+    fraction_bits: int
+    def __init__(self, layout: _Optional[bytes] = ..., declared_weight: _Optional[int] = ..., clip: _Optional[float] = ..., fraction_bits: _Optional[int] = ...) -> None: ...
+
+class MaskedSum(_message.Message):
+    __slots__ = ("length", "bits", "figures")
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    BITS_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    length: int
+    bits: int
+    figures: int
+    def __init__(self, length: _Optional[int] = ..., bits: _Optional[int] = ..., figures: _Optional[int] = ...) -> None: ...
+
+class AddVector(_message.Message):
+    __slots__ = ("sum", "channel", "vector", "weight", "name")
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    CHANNEL_FIELD_NUMBER: _ClassVar[int]
+    VECTOR_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    sum: str
+    channel: int
+    vector: Blob
+    weight: int
+    name: str
+    def __init__(self, sum: _Optional[str] = ..., channel: _Optional[int] = ..., vector: _Optional[_Union[Blob, _Mapping]] = ..., weight: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+
+class HandOver(_message.Message):
+    __slots__ = ("sum", "added")
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    sum: str
+    added: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, sum: _Optional[str] = ..., added: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Prepare(_message.Message):
     __slots__ = ("run_id", "job", "files", "memory")
@@ -255,7 +383,7 @@ class RoundPosition(_message.Message):
     def __init__(self, start: _Optional[int] = ..., steps: _Optional[int] = ..., cohort: _Optional[int] = ...) -> None: ...
 
 class TrainLocal(_message.Message):
-    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep", "gradient_scale", "group", "position", "summed_round", "summed_attempt", "changes", "first_model", "ranges")
+    __slots__ = ("run_id", "round", "attempt", "model", "secure", "with_gradient", "keep", "gradient_scale", "group", "position", "summed_round", "summed_attempt", "changes", "first_model", "ranges", "seconds")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +399,7 @@ class TrainLocal(_message.Message):
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     FIRST_MODEL_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     round: int
     attempt: int
@@ -286,7 +415,8 @@ class TrainLocal(_message.Message):
     changes: _containers.RepeatedCompositeFieldContainer[ModelChange]
     first_model: bytes
     ranges: bytes
-    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ..., gradient_scale: _Optional[float] = ..., group: _Optional[str] = ..., position: _Optional[_Union[RoundPosition, _Mapping]] = ..., summed_round: _Optional[int] = ..., summed_attempt: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[ModelChange, _Mapping]]] = ..., first_model: _Optional[bytes] = ..., ranges: _Optional[bytes] = ...) -> None: ...
+    seconds: float
+    def __init__(self, run_id: _Optional[str] = ..., round: _Optional[int] = ..., attempt: _Optional[int] = ..., model: _Optional[_Union[Blob, _Mapping]] = ..., secure: _Optional[bytes] = ..., with_gradient: _Optional[bool] = ..., keep: _Optional[bool] = ..., gradient_scale: _Optional[float] = ..., group: _Optional[str] = ..., position: _Optional[_Union[RoundPosition, _Mapping]] = ..., summed_round: _Optional[int] = ..., summed_attempt: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[ModelChange, _Mapping]]] = ..., first_model: _Optional[bytes] = ..., ranges: _Optional[bytes] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ModelChange(_message.Message):
     __slots__ = ("base", "blob")
@@ -463,7 +593,7 @@ class CloseRun(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("id", "opened", "trained", "exported", "closed", "failure", "secure_stepped", "scored", "counted", "prepared", "app_replied")
+    __slots__ = ("id", "opened", "trained", "exported", "closed", "failure", "secure_stepped", "scored", "counted", "prepared", "app_replied", "added", "summed")
     ID_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
@@ -475,6 +605,8 @@ class Reply(_message.Message):
     COUNTED_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
     APP_REPLIED_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    SUMMED_FIELD_NUMBER: _ClassVar[int]
     id: str
     opened: Opened
     trained: Trained
@@ -486,7 +618,23 @@ class Reply(_message.Message):
     counted: Counted
     prepared: Prepared
     app_replied: AppReply
-    def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., secure_stepped: _Optional[_Union[SecureStepped, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., app_replied: _Optional[_Union[AppReply, _Mapping]] = ...) -> None: ...
+    added: Added
+    summed: Summed
+    def __init__(self, id: _Optional[str] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., trained: _Optional[_Union[Trained, _Mapping]] = ..., exported: _Optional[_Union[Exported, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., secure_stepped: _Optional[_Union[SecureStepped, _Mapping]] = ..., scored: _Optional[_Union[Scored, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., app_replied: _Optional[_Union[AppReply, _Mapping]] = ..., added: _Optional[_Union[Added, _Mapping]] = ..., summed: _Optional[_Union[Summed, _Mapping]] = ...) -> None: ...
+
+class Added(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Summed(_message.Message):
+    __slots__ = ("sum", "weight", "has_small")
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    HAS_SMALL_FIELD_NUMBER: _ClassVar[int]
+    sum: Blob
+    weight: int
+    has_small: bool
+    def __init__(self, sum: _Optional[_Union[Blob, _Mapping]] = ..., weight: _Optional[int] = ..., has_small: _Optional[bool] = ...) -> None: ...
 
 class Prepared(_message.Message):
     __slots__ = ()
@@ -673,10 +821,12 @@ class Fetched(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., of: _Optional[int] = ..., pause: _Optional[str] = ...) -> None: ...
 
 class Renew(_message.Message):
-    __slots__ = ("signing_request",)
+    __slots__ = ("signing_request", "proof")
     SIGNING_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     signing_request: bytes
-    def __init__(self, signing_request: _Optional[bytes] = ...) -> None: ...
+    proof: bytes
+    def __init__(self, signing_request: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Renewed(_message.Message):
     __slots__ = ("certificate", "reason", "enrolment")

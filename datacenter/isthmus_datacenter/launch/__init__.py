@@ -18,6 +18,11 @@ from typing import ClassVar, Protocol
 
 from isthmus.errors import UserError, cause_of
 
+RESTARTS = 100
+"""How often the nodes of a group are started again, where the launcher counts."""
+SHUTDOWN_SECONDS = 30
+"""Time after the grace period for links to be closed and the ranks to end."""
+
 
 @dataclasses.dataclass(frozen=True)
 class NodeShell:

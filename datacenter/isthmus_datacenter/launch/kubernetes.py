@@ -17,6 +17,8 @@ from typing import Any
 
 from isthmus.errors import UserError
 from isthmus_datacenter.launch import (
+    RESTARTS,
+    SHUTDOWN_SECONDS,
     Launch,
     NodeShell,
     check_printable,
@@ -27,8 +29,6 @@ from isthmus_datacenter.launch import (
 
 _PORT = 29400
 """Port of the control store, in the first pod."""
-_SHUTDOWN_SECONDS = 30
-"""Time after the grace period for links to be closed and the ranks to end."""
 _SINGLE = {
     "claim",
     "colocate",
@@ -149,7 +149,7 @@ class KubernetesLauncher:
                 "completionMode": "Indexed",
                 "completions": launch.nodes,
                 "parallelism": launch.nodes,
-                "backoffLimit": 100,
+                "backoffLimit": RESTARTS,
                 "template": {"metadata": template, "spec": _pod(launch, name, options, mount)},
             },
         }
@@ -271,7 +271,7 @@ def _pod(launch: Launch, name: str, options: dict[str, str], mount: Path) -> dic
     pod: dict[str, Any] = {
         "subdomain": name,
         "restartPolicy": "OnFailure",
-        "terminationGracePeriodSeconds": math.ceil(launch.grace_seconds) + _SHUTDOWN_SECONDS,
+        "terminationGracePeriodSeconds": math.ceil(launch.grace_seconds) + SHUTDOWN_SECONDS,
         "containers": [container],
         "volumes": [
             {"name": "state", "persistentVolumeClaim": {"claimName": options["claim"]}},

@@ -9,10 +9,15 @@ from pathlib import Path
 
 from isthmus.errors import UserError
 from isthmus.system.private_files import make_state_directory
-from isthmus_datacenter.launch import Launch, NodeShell, check_printable, single_options, waiting
+from isthmus_datacenter.launch import (
+    SHUTDOWN_SECONDS,
+    Launch,
+    NodeShell,
+    check_printable,
+    single_options,
+    waiting,
+)
 
-_SHUTDOWN_SECONDS = 30
-"""Time after the grace period for links to be closed and the ranks to end."""
 _CONTAINER = "container-"
 """What the names of pyxis's options begin with, which belong to steps."""
 _OF_CPUS = ("cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus")
@@ -108,7 +113,7 @@ class SlurmLauncher:
 
 def _defaults(launch: Launch, options: dict[str, str]) -> dict[str, str]:
     """Options that the script has unless the request gives them."""
-    warning = math.ceil(launch.grace_seconds) + _SHUTDOWN_SECONDS
+    warning = math.ceil(launch.grace_seconds) + SHUTDOWN_SECONDS
     defaults = {
         "job-name": f"{launch.title}{launch.name}",
         "nodes": str(launch.nodes),

@@ -62,14 +62,23 @@ def check_stages(
     Raises:
         TaskError: the outputs differ.
     """
+    traces = trace_stages(stages, sample, run)
+    _, output = traces[-1]
+    if not outputs_match(expected, output, _STAGES_TOLERANCE):
+        raise TaskError("called in order, they give another output than the model")
+    return traces
+
+
+def trace_stages(
+    stages: Sequence[nn.Module], sample: Any, run: RunModule = run_in_eval_mode
+) -> list[StageTrace]:
+    """Run the stages in order on a sample; returns the inputs and the output of each."""
     value = sample
-    traces = []
+    traces: list[StageTrace] = []
     for stage in stages:
         inputs = value if isinstance(value, tuple) else (value,)
         value = run(stage, *inputs)
         traces.append((inputs, value))
-    if not outputs_match(expected, value, _STAGES_TOLERANCE):
-        raise TaskError("called in order, they give another output than the model")
     return traces
 
 

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils.parametrize import is_parametrized
@@ -188,7 +189,10 @@ class _DividedExperts:
         from_ranks = torch.empty_like(to_experts)
         dist.all_to_all_single(from_ranks, to_experts, group=self._group)
         by_rank = torch.stack([to_experts, from_ranks]).view(2, self._ranks, self._own).sum(-1)
-        sent, received = by_rank.tolist()
+        if isinstance(by_rank, FakeTensor):
+            sent, received = self._even_parts(len(chosen))
+        else:
+            sent, received = by_rank.tolist()
         if sum(sent) < len(chosen):
             raise TaskError(
                 f"expert_parallel={self._ranks}: a token was given an expert that is none of 0 to "
@@ -206,6 +210,12 @@ class _DividedExperts:
         weighted = by_token * top_k_weights.unsqueeze(-1)
         output: torch.Tensor = weighted.sum(1).to(hidden_states.dtype)
         return output
+
+    def _even_parts(self, choices: int) -> tuple[list[int], list[int]]:
+        """What is sent to and received from each rank, if tokens are spread evenly."""
+        each, more = divmod(choices, self._ranks)
+        own = each + (dist.get_rank(self._group) < more)
+        return [each + (rank < more) for rank in range(self._ranks)], [own] * self._ranks
 
     def _call(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """What this rank's experts give for tokens (N, H), each with the number of its expert."""

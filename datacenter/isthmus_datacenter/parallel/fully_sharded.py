@@ -6,8 +6,8 @@ gradients are reduced (`ForwardBackward.set_gradient_sync`), and whether whole r
 processors do without `fully_shard` (`ParallelDims.applies_fully_shard`).
 
 The *sharding units*, whose parameters are gathered and freed together, are the children of the
-model's containers (the blocks of a transformer, the layers of a Sequential), then the root with
-everything else. The same units are compiled and recomputed (`wrap_unit`).
+model's containers (`isthmus.task.scoring.blocks`), then the root with everything else. The same
+units are compiled and recomputed (`wrap_unit`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch.distributed.fsdp import (
 )
 
 from isthmus.errors import TaskError
+from isthmus.task.scoring.recomputation import recompute
 from isthmus_datacenter.parallel.host_messages import send_without_overlap
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
-from isthmus_datacenter.parallel.recomputation import recompute
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -108,40 +108,6 @@ def _offload(dims: ParallelDims, mesh: DeviceMesh) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
 
-def default_units(model: nn.Module, smallest: int) -> list[list[nn.Module]]:
-    """Find the sharding units of each container that have at least `smallest` parameters, in order.
-
-    A block that shares a parameter with the rest of the model stays with the root, which owns
-    both uses of it. Nested containers are not searched: a Sequential is one unit, a ModuleList
-    is never called and stays with the root.
-    """
-    # A parameter that is used in two units would be gathered by one and be a shard for the other.
-    uses = Counter(
-        id(parameter)
-        for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-    )
-    groups = []
-    for container in outermost_containers(model):
-        units: list[nn.Module] = []
-        for block in container.children():
-            own_uses = Counter(
-                id(parameter)
-                for module in block.modules()
-                for parameter in module.parameters(recurse=False)
-            )
-            size = sum(parameter.numel() for parameter in block.parameters())
-            shared = any(uses[parameter] != count for parameter, count in own_uses.items())
-            if (
-                size >= smallest
-                and not shared
-                and not isinstance(block, (nn.ModuleList, nn.ModuleDict))
-            ):
-                units.append(block)
-        groups.append(units)
-    return groups
-
-
 def parts_of(unit: nn.Module, smallest: int) -> list[nn.Module]:
     """The modules in a unit that contain no others and have at least `smallest` parameters.
 
@@ -203,10 +169,3 @@ def _calling(unit: nn.Module) -> Callable[..., Any]:
 @functools.cache
 def _code_for(class_name: str, code: CodeType) -> CodeType:
     return code.replace(co_name=f"call_{class_name}")
-
-
-def outermost_containers(module: nn.Module) -> list[nn.Module]:
-    """The containers of a model, such as `nn.ModuleList`, that are in no other container."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-        return [module]
-    return [each for child in module.children() for each in outermost_containers(child)]

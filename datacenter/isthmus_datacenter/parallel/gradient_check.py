@@ -33,10 +33,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves, tree_map
 
+from isthmus.task.scoring.recomputation import recompute
 from isthmus_datacenter.parallel.equivalence_check import PartitionError
 from isthmus_datacenter.parallel.given_values import Read, values_while_called
 from isthmus_datacenter.parallel.random_draws import DrawsByModule, FixedDraws
-from isthmus_datacenter.parallel.recomputation import recompute
 from isthmus_datacenter.rank_messages import RankMessages
 
 INPUTS = "the inputs"

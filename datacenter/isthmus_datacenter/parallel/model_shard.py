@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -181,6 +182,7 @@ class ModelShard:
         notes: Sequence[str] = (),
         all_names: Sequence[str] = (),
         built: BuiltParameters | None = None,
+        stage_inputs: Mapping[int, tuple[Any, ...]] | None = None,
     ) -> None:
         """Collect the stages of one rank.
 
@@ -198,6 +200,8 @@ class ModelShard:
             notes: for the user, on how the model was sharded.
             all_names: names of all parameters of the whole model, in the same order on all ranks.
             built: the parameters before they were distributed; None if they were not.
+            stage_inputs: what this rank's stages take for the sample, by their number; for a model
+                that is not compared with the whole one.
         """
         self.dims = dims
         self.stages = dict(stages)
@@ -208,6 +212,7 @@ class ModelShard:
         self.all_reduce = all_reduce
         self.reductions = reductions or Reductions()
         self.sample_flops = sample_flops
+        self.stage_inputs = stage_inputs or {}
         self._structures = {index: Structure.of(stage) for index, stage in self.stages.items()}
         self.notes = list(notes)
         self._all_names = all_names

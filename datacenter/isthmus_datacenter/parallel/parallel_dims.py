@@ -265,12 +265,10 @@ def _microbatches(section: DatacenterSection) -> int:
                 "use accumulate"
             )
         return 1
-    if section.microbatches is not None:
-        return section.microbatches
+    microbatches = section.microbatches_in_pipeline()
+    if microbatches is not None:
+        return microbatches
     examples = section.batch_size // section.accumulate
-    for microbatches in (2 * section.pipeline_parallel, section.pipeline_parallel):
-        if examples % microbatches == 0:
-            return microbatches
     raise LayoutError(
         f"a batch of {examples} examples (batch_size={section.batch_size} / accumulate="
         f"{section.accumulate}) cannot be split into pipeline_parallel={section.pipeline_parallel} "

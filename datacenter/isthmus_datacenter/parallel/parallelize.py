@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from isthmus.errors import TaskError
 from isthmus.task import Task, user_code
+from isthmus.task.scoring.blocks import default_units
 from isthmus.tensors.structure import Structure
 from isthmus_datacenter.parallel.built_parameters import BuiltParameters
 from isthmus_datacenter.parallel.context_parallel import SharesAttention, context_plan
@@ -42,7 +43,6 @@ from isthmus_datacenter.parallel.expert_parallel import (
 from isthmus_datacenter.parallel.float8_layers import refuse_without_float8, use_float8
 from isthmus_datacenter.parallel.fully_sharded import (
     apply_zero_stage,
-    default_units,
     parts_of,
     shard_experts,
     units_in_stage,
@@ -118,7 +118,8 @@ def parallelize(
         smallest_unit: number of parameters below which a block is no sharding unit.
         backend: of `torch.compile`.
         compared: whether a partitioned model is compared with the whole one. Tensors without values
-            cannot be; what is made of them is not to be trained.
+            cannot be; what is made of them is not to be trained. What the stages of a pipeline take
+            for the sample is in the result then.
         gathers_parts: whether large layers of a block are gathered one by one where they may be.
 
     Raises:
@@ -154,15 +155,19 @@ def parallelize(
         elif fully_shards and dims.pipeline == 1 and try_batch is not None:
             refuse_changed_parameters(model, functools.partial(try_batch, model))
         # What outputs are compared with later is computed here, while the model is whole.
-        if compared or dims.tensor == 1:
+        if compared or (dims.tensor == 1 and dims.pipeline == 1):
             stages, traces = _stages(
                 task, model, dims, sample, flop_counter, run, unfilled, gathered=fully_shards
+            )
+        elif dims.pipeline > 1:
+            stages, traces = split_into_stages(
+                task, model, dims, sample(), None, run, compared=False
             )
         else:
             stages = [model]
             traces = [((sample(),), None)]
         expert_calls = None
-        if experts and dims.pipeline > 1:
+        if experts and dims.pipeline > 1 and compared:
             (inputs,), _ = traces[0]
             expert_calls = _calls_of_experts(task, model, experts, inputs, run, unfilled)
         plan, notes = _tensor_plan(task, model, dims, stages, traces, run, compared=compared)
@@ -182,7 +187,7 @@ def parallelize(
             units = [unit for group in default_units(stage, smallest_unit) for unit in group]
         else:
             units = units_in_stage(stage, task_units)
-        own_experts = _divide_experts(stage, experts, expert_mesh, device)
+        own_experts = _divide_experts(stage, experts, expert_mesh, device, compared=compared)
         if dims.tensor > 1 and not compared:
             assert mesh is not None
             _place(stage, device)
@@ -246,6 +251,7 @@ def parallelize(
         sample_flops=int(flop_counter.get_total_flops()),
         all_names=list(names.parameters.values()),
         built=built,
+        stage_inputs={} if compared or not traces else {at: traces[at][0] for at in own_stages},
         notes=[*notes, *(shared_calls.notes if shared_calls is not None else ())],
     )
 
@@ -333,8 +339,12 @@ def _divide_experts(
     experts: Mapping[str, nn.Module],
     mesh: DeviceMesh | None,
     device: torch.device,
+    *,
+    compared: bool,
 ) -> list[nn.Module]:
     """Divide the experts of a stage over the ranks; returns them.
+
+    `compared`: whether they are compared with the whole ones.
 
     Raises:
         TaskError: they compute something else when they are divided.
@@ -346,7 +356,7 @@ def _divide_experts(
     checked: list[nn.Module] = []
     for name, module in own.items():
         # The experts of most blocks are alike.
-        if not any(are_alike(module, each) for each in checked):
+        if compared and not any(are_alike(module, each) for each in checked):
             check_experts(name, module, mesh["expert"], device)
             checked.append(module)
     # Afterwards: divided experts are not like whole ones.

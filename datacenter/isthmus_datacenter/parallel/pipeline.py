@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+from torch.utils._pytree import tree_map_only
 
 from isthmus.errors import TaskError
 from isthmus.task import user_code
@@ -83,6 +84,8 @@ class StageChain(nn.Module):
         self.device = device
         self.last_traces: dict[int, tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = {}
         """Inputs and outputs of each stage on this rank, of the last call."""
+        self.assumed: Mapping[int, tuple[torch.Tensor, ...]] | None = None
+        """What each stage would receive, where no other rank is there; None where they are."""
 
     def forward(self, inputs: Any) -> Any:
         """Run one batch; only the first stage reads `inputs`."""
@@ -90,12 +93,19 @@ class StageChain(nn.Module):
         output: Any = None
         for name, stage in self.stages.items():
             index = int(name)
-            stage_inputs = (inputs,) if index == 0 else self._receive((index - 1) % ranks)
+            stage_inputs: tuple[Any, ...]
+            if index == 0:
+                stage_inputs = (inputs,)
+            elif self.assumed is not None:
+                stage_inputs = self.assumed[index]
+            else:
+                stage_inputs = self._receive((index - 1) % ranks)
             output = stage(*stage_inputs)
             outputs = output if isinstance(output, tuple) else (output,)
             self.last_traces[index] = (stage_inputs, outputs)
             if index < self.count - 1:
-                self._send(outputs, (index + 1) % ranks)
+                if self.assumed is None:
+                    self._send(outputs, (index + 1) % ranks)
                 output = None
         return output
 
@@ -145,6 +155,8 @@ class Pipeline:
         self.group = shard.mesh.get_group("pipeline")
         self.chain = StageChain(shard, self.group, device)
         self._schedules: dict[Any, Any] = {}
+        self._stages: list[PipelineStage] = []
+        """The stages of all schedules."""
         self._loss: MicrobatchLoss | None = None
         """Loss of the batch that is running."""
 
@@ -177,6 +189,24 @@ class Pipeline:
                 raise error.__cause__ from error.__cause__.__cause__
         self._loss = None
 
+    def assume(self, inputs: Mapping[int, tuple[torch.Tensor, ...]]) -> None:
+        """Have this rank run alone, without values; no other rank of the pipeline is there.
+
+        Args:
+            inputs: what each of its stages but the first takes for a micro-batch.
+        """
+        self.chain.assumed = inputs
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Where tensors of other stages arrive; they are kept from one batch to the next."""
+        return [
+            info.buffer
+            for stage in self._stages
+            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+            for info in infos
+            if info.buffer is not None
+        ]
+
     def sync_tied(self) -> None:
         """Sum the gradients of parameters that several stages use, over those stages."""
         parameters = self.shard.parameters()
@@ -202,11 +232,13 @@ class Pipeline:
             self.chain(microbatch)
         # A pass without a backward pass leaves parameters gathered.
         self.shard.reshard()
+        kind = _KnownShapesStage if self.chain.assumed is None else _LoneStage
+        splits_backward = dims.schedule == "zero_bubble"
         stages: list[Any] = []
         for index, module in self.shard.stages.items():
             stage_inputs, stage_outputs = self.chain.last_traces[index]
             stages.append(
-                _KnownShapesStage(
+                kind(
                     module,
                     index,
                     dims.stages,
@@ -214,9 +246,11 @@ class Pipeline:
                     input_args=tuple(_empty_like(each, index > 0) for each in stage_inputs),
                     output_args=tuple(_empty_like(each, True) for each in stage_outputs),
                     group=self.group,
+                    splits_backward=splits_backward,
                 )
             )
         self.chain.last_traces = {}
+        self._stages += stages
         if dims.schedule in ("gpipe", "1f1b"):
             single = ScheduleGPipe if dims.schedule == "gpipe" else Schedule1F1B
             return single(
@@ -231,7 +265,8 @@ class Pipeline:
 
     def _microbatch_loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
-        return self._loss(output, int(number))
+        # Without values, the parts of a batch differ in nothing.
+        return self._loss(output, int(number) if self.chain.assumed is None else 0)
 
 
 class _KnownShapesStage(PipelineStage):
@@ -241,6 +276,18 @@ class _KnownShapesStage(PipelineStage):
     rank's place could send another number.
     """
 
+    def __init__(self, *args: Any, splits_backward: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._splits_backward = splits_backward
+        """Whether gradients of parameters are computed apart from those of inputs."""
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the stage for a micro-batch."""
+        output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]  # PyTorch has no types for it
+        # PyTorch frees the graph between the two parts of such a backward pass by detaching outputs
+        # in place, which it cannot do with views. A Hugging Face decoder's last part is one.
+        return tree_map_only(torch.Tensor, _no_view, output) if self._splits_backward else output
+
     def _recv_meta(self, src_stage: int) -> Any:
         raise RankMessageError(_ASKED)
 
@@ -248,10 +295,27 @@ class _KnownShapesStage(PipelineStage):
         raise RankMessageError(_ASKED)
 
 
+class _LoneStage(_KnownShapesStage):
+    """A stage that does not agree on anything with others, which are not there."""
+
+    def _warmup_forward_vote(
+        self, has_backward: bool, received_acc: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return torch.tensor([1])
+
+    def _warmup_backward_result(self, received_result: torch.Tensor | None = None) -> torch.Tensor:
+        # Its value is known also where tensors have none.
+        return torch.tensor([1])
+
+
 _ASKED = (
     "another stage of the pipeline asks for the shapes of tensors, which each stage knows: another "
     "program has taken a rank's place"
 )
+
+
+def _no_view(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor._is_view() else tensor
 
 
 def _empty_like(tensor: Any, requires_grad: bool) -> Any:

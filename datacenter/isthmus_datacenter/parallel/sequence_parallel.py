@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from isthmus.errors import TaskError
-from isthmus_datacenter.parallel.fully_sharded import outermost_containers
+from isthmus.task.scoring.blocks import outermost_containers
 
 POSITIONS = Shard(1)
 """The part of the positions that a rank has of hidden states."""

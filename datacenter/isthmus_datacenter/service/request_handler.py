@@ -138,7 +138,7 @@ class RequestHandler:
         # Before the first command, whose silence is measured by it.
         self._group.limits = HangLimits(
             lease_seconds=job.time.lease_seconds,
-            round_seconds=job.time.round_seconds,
+            round_seconds=job.time.first_round_seconds,
             hang_seconds=job.datacenter.hang_seconds,
         )
         make_state_directory(self._state / open_.run_id)

@@ -21,7 +21,7 @@ from isthmus.task import Participant, Task, load_task, user_code
 from isthmus.task.definition import defines
 from isthmus.task.made_optimizers import made_by
 from isthmus.task.optimizers import ScheduleState, job_schedule
-from isthmus.task.scoring import build_same_model, count_examples, pair_of
+from isthmus.task.scoring import build_rank_model, count_examples, pair_of
 from isthmus.task.scoring.steps import training_step
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus_datacenter.checkpointing.checkpoints import ShardedCheckpoints
@@ -51,7 +51,7 @@ from isthmus_datacenter.training.private.step import (
     PerExampleForwardBackward,
     PrivateForwardBackward,
 )
-from isthmus_datacenter.training.rng import generator_states, restore_generators, seed_all
+from isthmus_datacenter.training.rng import kept_generators, seed_rank
 from isthmus_datacenter.training.whole_batches import check_layout, check_optimizers
 from isthmus_privacy.dp_sgd.examples import SampledExamples
 from isthmus_privacy.dp_sgd.isolation import EXAMPLES
@@ -277,13 +277,8 @@ class Engine:
         return self._step_flops
 
     def seed_generators(self, step: int) -> None:
-        """Seed the random number generators for training that begins at a step.
-
-        Tensor-parallel ranks draw the same numbers: what they replicate must stay identical. For
-        what they shard, `parallel.random_draws` gives each a stream of its own.
-        """
-        position = self.coordinates.data + self.dims.data * self.coordinates.pipeline
-        seed_all(self.job.seed, step, position)
+        """Seed the random number generators for training that begins at a step."""
+        seed_rank(self.job.seed, step, self.dims, self.placement.rank)
 
     # -- construction ---------------------------------------------------------------------------
 
@@ -363,7 +358,7 @@ class Engine:
         return self._parallelize(model)
 
     def _build_whole(self) -> nn.Module:
-        model, division = build_same_model(
+        model, division = build_rank_model(
             self.task,
             self.job,
             self.layout.header,
@@ -377,6 +372,8 @@ class Engine:
     def _shard_in_parts(self) -> ModelShard | None:
         """Shard the model before it has values, and read this rank's; None if that cannot be."""
         if not may_be_filled_later(self.job, self.dims, self.placement.device):
+            return None
+        if self.job.datacenter.frozen_dtype != "float32":  # which values are rounded is known then
             return None
         seeded = self.placement.state / _SEEDED
         with fail_together():
@@ -424,17 +421,13 @@ class Engine:
 
     def _try_batch(self, model: nn.Module, examples: int, training: bool) -> None:
         """Pass some examples through a model on the processor, as a step does, without a trace."""
-        device = torch.device("cpu")
-        states = generator_states(device)
-        try:
+        with kept_generators(torch.device("cpu")):
             batch = self._first_batch(examples)
             if training and defines(self.task, "training_step"):
                 training_step(self.task, model, batch)
                 return
             with torch.no_grad():
                 self.task.forward(model, pair_of(self.task, batch)[0])
-        finally:
-            restore_generators(states, device)
 
     def _make_batch_source(self) -> BatchSource | SampledExamples:
         device = self.placement.device

@@ -140,7 +140,7 @@ class ForwardBackward:
             part_target = _part_of_batch(target, index, parts)
             self.set_gradient_sync(index == parts - 1)
             if self.pipeline is not None:
-                loss = functools.partial(self._microbatch_loss, part_target, scaled_loss)
+                loss = functools.partial(self.microbatch_loss, part_target, scaled_loss)
                 self.pipeline.run(part_inputs, loss)
                 continue
             if self._by_step:
@@ -216,7 +216,7 @@ class ForwardBackward:
         self.shard.reshard()
         return flops
 
-    def _microbatch_loss(
+    def microbatch_loss(
         self,
         target: Any,
         scaled_loss: Callable[[UnitValues], torch.Tensor],

@@ -9,21 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -33,38 +25,49 @@ from isthmus.task import Participant, Task, user_code
 from isthmus.task.definition import Parameters, defines
 from isthmus.task.made_optimizers import made_by
 from isthmus.task.optimizers import TaskOptimizers
-from isthmus.task.scoring import losses, map_tensors, pair_of
-from isthmus.task.scoring.steps import training_step
-from isthmus.tensors.division import divide
-from isthmus_datacenter.parallel.kept_groups import forget_groups
+from isthmus.task.scoring import map_tensors, pair_of
+from isthmus_datacenter.parallel.expert_parallel import find_experts
 from isthmus_datacenter.parallel.kept_moments import moments_of
 from isthmus_datacenter.parallel.model_shard import ModelShard, local
 from isthmus_datacenter.parallel.parallel_dims import LayoutError, ParallelDims
-from isthmus_datacenter.parallel.parallelize import parallelize
-from isthmus_datacenter.training.forward_backward import ForwardBackward
+from isthmus_datacenter.parallel.pipeline_stages import split_into_stages
+from isthmus_datacenter.training.alive_tensors import AliveTensors
+from isthmus_datacenter.training.assumed_values import spread_evenly
+from isthmus_datacenter.training.one_rank import (
+    as_rank,
+    batch_of,
+    built,
+    dims_of,
+    distributed,
+    fake_mode,
+    first_microbatch,
+    loss_of,
+    parts_of_step,
+    pass_batch,
+    ranks_alone,
+    without_warnings,
+)
 from isthmus_datacenter.training.profile import count_flops
 from isthmus_datacenter.training.repeated_blocks import (
     SHORTENED,
     Counts,
     Repetition,
     blocks_of,
+    copied,
     extended,
     find_repetition,
+    kinds_of_blocks,
     shortened,
 )
 
-_CPU = torch.device("cpu")
-_WANT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-_TWICE = "multiple iterative calls"
-"""In the message of PyTorch's tracker about a module that is called twice in a pass, which has no
-class of its own."""
+_FOUND = "the memory of a rank is"
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 """Sizes of small parameters, by which the dimensions of an optimizer's state are recognised."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on the rank that has most."""
+    """Bytes on the rank that has most of each: in a pipeline these may be several."""
 
     parameters: int
     """Part of the parameters that it has, and the buffers."""
@@ -76,19 +79,6 @@ class RankMemory:
     losses included."""
     peak: int
     """The most at any time of a step, with what is gathered for a while."""
-
-
-class _OnAccelerators(ParallelDims):
-    """A layout as it is on GPUs: processors have another way to sum gradients of whole replicas.
-
-    They also send their messages one by one.
-    """
-
-    def uses_all_reduce(self, device_type: str) -> bool:
-        return False
-
-    def overlaps_messages(self, device_type: str) -> bool:
-        return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,57 +130,72 @@ def _memory(counts: Mapping[Any, int]) -> RankMemory:
     )
 
 
-class _PeakTracker(MemTracker):  # type: ignore[misc]  # PyTorch has no types for it
-    """Keeps the peaks between calls of blocks, and not that of each module.
+def _most(ranks: Sequence[RankMemory]) -> RankMemory:
+    """The most of each number on any of the ranks."""
+    numbers = [dataclasses.asdict(each) for each in ranks]
+    return RankMemory(**{key: max(each[key] for each in numbers) for key in numbers[0]})
 
-    PyTorch's tracker looks at all modules in each operation, which takes most of the time of a
-    model with many layers.
-    """
 
-    def __init__(self, part: int = 0) -> None:
+class _PeakTracker(AliveTensors):  # type: ignore[no-untyped-call]  # PyTorch has no types for it
+    """Keeps the peaks between calls of blocks, and the most that forward passes keep."""
+
+    def __init__(self, shard: ModelShard) -> None:
         super().__init__()
-        self.part = part
-        """Number of the part of the batch."""
-        self.totals: dict[tuple[Hashable, int | None], int] = {}
-        """Peaks by what happens, and by the index of the block to which it does."""
-        self._place: tuple[Hashable, int | None] | None = None
+        self._shard = shard
+        self._part = 0
+        self.activations: dict[tuple[Hashable, int | None], int] = {}
+        """Bytes that are kept for the backward pass, by part of the step."""
 
-    def now(self, what: str, block: int | None = None) -> None:
-        """Begin to keep the peak of what happens from now on."""
-        self._place = ((self.part, what), block)
-        self._update_peak_stats(None)
+    def begin_part(self) -> None:
+        """Begin another part of a step: what follows has peaks of its own."""
+        self._part += 1
+        self.now((self._part, "begin"))
 
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        del peak_state
-        if self._place is None:
-            return
-        total = sum(kinds["Total"] for kinds in self._curr_mem_snap.values())
-        if self.totals.get(self._place, -1) < total:
-            self.totals[self._place] = total
+    def note_activations(self) -> None:
+        """Note what is kept for the backward pass now, without what is gathered for a while."""
+        stages = self._shard.stages.values()
+        others = [each for stage in stages for each in stage.parameters()]
+        place = (self._part, None)
+        self.activations[place] = max(self.activations.get(place, 0), self.kept(others))
 
     def watch(self, blocks: Sequence[nn.Module]) -> None:
         """Keep peaks by the calls of blocks, and by the gradients of their outputs."""
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(self._hook("forward", index))
             block.register_forward_hook(self._hook("after", index))
-            block.register_forward_hook(self._before_backward(index))
+            block.register_forward_hook(_before_backward(self._hook("backward", index)))
+
+    def watch_stages(self) -> None:
+        """Have each call of a stage of a pipeline be a part of the step, and its backward pass."""
+
+        def begin(*_: object) -> None:
+            self.begin_part()
+
+        def note(*_: object) -> None:
+            self.note_activations()
+
+        for stage in self._shard.stages.values():
+            stage.register_forward_pre_hook(begin)
+            stage.register_forward_hook(note)
+            stage.register_forward_hook(_before_backward(begin))
 
     def _hook(self, what: str, index: int) -> Callable[..., None]:
         def hook(*_: object) -> None:
-            self.now(what, index)
+            self.now((self._part, what), index)
 
         return hook
 
-    def _before_backward(self, index: int) -> Callable[..., None]:
-        begin = self._hook("backward", index)
 
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            tensors = (each for each in tree_leaves(output) if isinstance(each, torch.Tensor))
-            trained = next((each for each in tensors if each.requires_grad), None)
-            if trained is not None:
-                trained.register_hook(begin)  # type: ignore[no-untyped-call]  # PyTorch has no types for it
+def _before_backward(begin: Callable[..., None]) -> Callable[..., None]:
+    """A hook of a module that calls `begin` before the module's backward pass."""
 
-        return hook
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        tensors = (each for each in tree_leaves(output) if isinstance(each, torch.Tensor))
+        trained = next((each for each in tensors if each.requires_grad), None)
+        if trained is not None:
+            trained.register_hook(begin)  # type: ignore[no-untyped-call]  # PyTorch has no types for it
+
+    return hook
 
 
 def memory_of(
@@ -209,34 +214,21 @@ def memory_of(
         LayoutError: the layout is impossible on so many ranks, or not one whose memory is known.
         TaskError: the model cannot be built or trained without values.
     """
-    dims = _dims(job, ranks, accelerators)
-    with _pretended_ranks(ranks):
-        # Before any tensor is fake: a mesh reads the numbers of its ranks.
-        if dims.ranks > 1 or dims.needs_fully_shard:
-            dims.mesh("cpu")
-        with user_code("collate()"):
-            batch = task.collate(list(rows))
-        mode = FakeTensorMode()
-        try:
-            with mode, _readable_meshes(), _without_warnings():
-                return _found(task, job, dims, map_tensors(mode.from_tensor, batch))
-        except (*_WANT_VALUES, TaskError) as error:
-            cause = error.__cause__ if isinstance(error, TaskError) else error
-            if isinstance(cause, NotImplementedError) and _TWICE in str(cause):
-                raise TaskError(
-                    "the model calls a module twice in one pass, of which PyTorch cannot say what "
-                    "it keeps: its memory is not known"
-                ) from None
-            if not isinstance(cause, _WANT_VALUES):
-                raise
-            raise TaskError(
-                "the memory of a rank is found with tensors that have no values, and the code of "
-                f"the task reads some, or selects by them ({error}); return a mask instead"
-            ) from None
+    dims = dims_of(job, ranks, _FOUND, accelerators=accelerators)
+    batch = batch_of(task, rows)
+    mode = fake_mode()
+    with ranks_alone(_FOUND, batch):
+        with mode, without_warnings():
+            whole = _Whole.of(task, job, dims, map_tensors(mode.from_tensor, batch))
+        found = []
+        for rank in whole.ranks:
+            with as_rank(dims, rank, mode):
+                found.append(whole.memory(rank))
+    return _most(found)
 
 
 def memory_of_tensors(task: Task, job: Job, rows: Sequence[Any], ranks: int) -> RankMemory:
-    """What `memory_of` finds, counted of tensors with values, on processors that are there.
+    """What `memory_of` finds, counted of tensors with values, on this processor of those there.
 
     All ranks of the process group call this together. The arguments are those of `memory_of`.
 
@@ -244,21 +236,10 @@ def memory_of_tensors(task: Task, job: Job, rows: Sequence[Any], ranks: int) -> 
         LayoutError: see `memory_of`.
         TaskError: the model cannot be built or trained.
     """
-    dims = _dims(job, ranks, accelerators=False)
-    with user_code("collate()"):
-        batch = task.collate(list(rows))
-    return _measured(task, _built(task, job), job, dims, batch).memory()
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Ignore warnings that are about tensors with values only."""
-    with warnings.catch_warnings():
-        # Of the places of tensors in memory, which are compared, and here are nowhere.
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
-        # Of hooks that an in-place change would lose: nothing is trained.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-        yield
+    dims = dims_of(job, ranks, _FOUND, accelerators=False)
+    batch = batch_of(task, rows)
+    rank = dist.get_rank()
+    return _measured(task, built(task, job), job, dims, batch, rank, has_values=True).memory()
 
 
 def operations_of(task: Task, job: Job, rows: Sequence[Any]) -> int:
@@ -284,11 +265,10 @@ def operations_of(task: Task, job: Job, rows: Sequence[Any]) -> int:
             "the operations of a step with datacenter.privacy follow from how many examples are "
             "drawn, and are not counted"
         )
-    with user_code("collate()"):
-        batch = task.collate(list(rows))
+    batch = batch_of(task, rows)
     mode = FakeTensorMode()
-    with mode, _without_warnings():
-        model = _built(task, job)
+    with mode, without_warnings():
+        model = built(task, job)
         inputs, _ = pair_of(task, map_tensors(mode.from_tensor, batch))
         counted = count_flops(model, lambda: task.forward(model, inputs))
     if not counted:
@@ -305,12 +285,35 @@ def largest_parameter(task: Task, job: Job) -> tuple[str, int]:
     Raises:
         TaskError: the model cannot be built.
     """
-    with FakeTensorMode(), _without_warnings():
+    with FakeTensorMode(), without_warnings():
         sizes = {
             name: each.numel() * each.element_size()
-            for name, each in _built(task, job).named_parameters()
+            for name, each in built(task, job).named_parameters()
         }
     return max(sizes.items(), key=lambda item: item[1])
+
+
+def elements_of(task: Task, job: Job) -> int:
+    """Elements of all parameters of the whole model.
+
+    Raises:
+        TaskError: the model cannot be built.
+    """
+    with FakeTensorMode(), without_warnings():
+        return sum(each.numel() for each in built(task, job).parameters())
+
+
+def elements_of_experts(task: Task, job: Job) -> int:
+    """Elements of the parameters of all experts that `datacenter.expert_parallel` divides.
+
+    Raises:
+        TaskError: the model cannot be built.
+    """
+    if job.datacenter.expert_parallel == 1:
+        return 0
+    with FakeTensorMode(), without_warnings():
+        experts = find_experts(built(task, job)).values()
+        return sum(each.numel() for module in experts for each in module.parameters())
 
 
 def examples_at_once(job: Job, ranks: int) -> int:
@@ -325,101 +328,120 @@ def examples_at_once(job: Job, ranks: int) -> int:
         raise LayoutError(str(error)) from None
 
 
-def _dims(job: Job, ranks: int, accelerators: bool) -> ParallelDims:
-    section = job.datacenter
-    unknown_unless = {
-        "layout": ("given", "ranks choose another"),
-        "expert_parallel": (1, "how many tokens a rank gets depends on their values"),
-        "pipeline_parallel": (1, "ranks of a pipeline tell each other the shapes they exchange"),
-    }
-    for key, (known, why) in unknown_unless.items():
-        if getattr(section, key) != known:
-            raise LayoutError(
-                f"the memory of a rank is known for {key}={known!r} only, and the job has "
-                f"{getattr(section, key)!r}: {why}"
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Whole:
+    """A model without values, and a batch."""
+
+    task: Task
+    job: Job
+    dims: ParallelDims
+    batch: Any
+    model: nn.Module
+    repetition: Repetition | None
+    """What repeats of its blocks; None if all of them are to be taken."""
+    ranks: Sequence[int]
+    """The ranks whose memory is known, among which are those that have most."""
+
+    @classmethod
+    def of(cls, task: Task, job: Job, dims: ParallelDims, batch: Any) -> _Whole:
+        """Build the model, and find what repeats in it.
+
+        Raises:
+            TaskError: it cannot be built, or split into the stages of a pipeline.
+        """
+        model = built(task, job)
+        spread_evenly(model)
+        states = _kinds_of_states(task, model)
+
+        def run() -> object:
+            return loss_of(task, model, batch)
+
+        repetition = None
+        ranks: Sequence[int] = [0]
+        if dims.pipeline > 1:
+            ranks = _ranks_that_differ(
+                task, model, dims, batch, kinds_of_blocks(model, run, states)
             )
-    unknown = {
-        "compile": section.compile,
-        "privacy": section.privacy is not None,
-        "offload": section.offload != "none",
-        "float8": section.float8,
-    }
-    for what in (key for key, given in unknown.items() if given):
-        raise LayoutError(f"the memory of a rank with datacenter.{what} is not known")
-    dims = ParallelDims.from_section(section, ranks)
-    return _OnAccelerators(**vars(dims)) if accelerators else dims
+        else:
+            every = dims.checkpoint_every if dims.checkpoint_activations else 1
+            repetition = find_repetition(model, run, every, states)
+        return cls(
+            task=task,
+            job=job,
+            dims=dims,
+            batch=batch,
+            model=model,
+            repetition=repetition,
+            ranks=ranks,
+        )
+
+    def memory(self, rank: int) -> RankMemory:
+        """The memory of one of the ranks; the process group is as if this process were it."""
+        if self.repetition is not None:
+            # Any exception: counts that are on no line, or code of the task that wants all blocks.
+            with contextlib.suppress(Exception):
+                return self._extended(self.repetition, rank)
+        # A copy, where another rank needs the model, too.
+        model = copied(self.model) if len(self.ranks) > 1 else self.model
+        return self._measured(model, rank).memory()
+
+    def _extended(self, repetition: Repetition, rank: int) -> RankMemory:
+        """The memory with all repetitions, from models with a few of them.
+
+        Raises:
+            NotOnALineError: it does not follow from them.
+        """
+        counts = []
+        for times in SHORTENED:
+            short = shortened(self.model, repetition, times)
+            blocks = blocks_of(short, repetition, times)
+            counts.append(self._measured(short, rank, blocks).counts())
+        return _memory(extended(counts, repetition.period, repetition.times))
+
+    def _measured(self, model: nn.Module, rank: int, blocks: Sequence[nn.Module] = ()) -> _Measured:
+        return _measured(self.task, model, self.job, self.dims, self.batch, rank, blocks)
 
 
-@contextlib.contextmanager
-def _readable_meshes() -> Iterator[None]:
-    """Within it meshes may be joined, which reads the numbers of their ranks.
-
-    PyTorch joins those of sharding and tensor parallelism itself, within the modes in which nothing
-    has values, and has no way to say that these tensors have some.
-    """
-    joined = DeviceMesh._concatenate
-
-    def join(meshes: list[DeviceMesh]) -> DeviceMesh:
-        with _disable_current_modes():
-            return joined(meshes)
-
-    DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign, assignment]  # until the block ends
-    try:
-        yield
-    finally:
-        DeviceMesh._concatenate = staticmethod(joined)  # type: ignore[method-assign]  # its own again
-
-
-@contextlib.contextmanager
-def _pretended_ranks(ranks: int) -> Iterator[None]:
-    """A process group of so many ranks, of which this process is the first and the only one."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        forget_groups()
-        dist.destroy_process_group()
-
-
-def _found(task: Task, job: Job, dims: ParallelDims, batch: Any) -> RankMemory:
-    """The memory of a rank with tensors that have no values."""
-    model = _built(task, job)
-    every = dims.checkpoint_every if dims.checkpoint_activations else 1
-    states = _kinds_of_states(task, model)
-    repetition = find_repetition(model, lambda: _loss(task, model, batch), every, states)
-    if repetition is not None:
-        # Any exception: counts that are on no line, or code of the task that wants all blocks.
-        with contextlib.suppress(Exception):
-            return _extended(task, job, dims, batch, model, repetition)
-    return _measured(task, model, job, dims, batch).memory()
-
-
-def _built(task: Task, job: Job) -> nn.Module:
-    with user_code("model()"):
-        model = task.model()
-    divide(model, job.exchange)
-    return model.train()
-
-
-def _extended(
+def _ranks_that_differ(
     task: Task,
-    job: Job,
+    model: nn.Module,
     dims: ParallelDims,
     batch: Any,
-    model: nn.Module,
-    repetition: Repetition,
-) -> RankMemory:
-    """The memory with all repetitions, from models with a few of them.
+    kinds: Mapping[nn.Module, Hashable],
+) -> list[int]:
+    """One rank of each stage of a pipeline, without stages like one before them.
 
-    Raises:
-        NotOnALineError: it does not follow from them.
+    Of stages that are alike the first one has most: it passes on micro-batches before the others
+    do, and keeps more of them.
     """
-    counts = []
-    for times in SHORTENED:
-        short = shortened(model, repetition, times)
-        blocks = blocks_of(short, repetition, times)
-        counts.append(_measured(task, short, job, dims, batch, blocks).counts())
-    return _memory(extended(counts, repetition.period, repetition.times))
+    stages, _ = split_into_stages(
+        task, model, dims, first_microbatch(task, dims, batch), None, compared=False
+    )
+    found: dict[Hashable, int] = {}
+    for row in range(dims.pipeline):
+        own = range(row, dims.stages, dims.pipeline)
+        parts = tuple(
+            (index == 0, index == dims.stages - 1, _kind_of_stage(stages[index], kinds))
+            for index in own
+        )
+        found.setdefault(parts, row * dims.data * dims.tensor)
+    return list(found.values())
+
+
+def _kind_of_stage(stage: nn.Module, kinds: Mapping[nn.Module, Hashable]) -> Hashable:
+    """What stages that are alike have in common."""
+    blocks = [each for each in stage.modules() if each in kinds]
+    in_blocks = {each for block in blocks for each in block.modules()}
+    others = [
+        (type(module), tuple((tuple(each.shape), each.dtype) for each in tensors))
+        for module in stage.modules()
+        if module not in in_blocks
+        for tensors in [[*module.parameters(recurse=False), *module.buffers(recurse=False)]]
+        if tensors
+    ]
+    # A block of no known kind is like itself only.
+    own = [block if kinds[block] is None else kinds[block] for block in blocks]
+    return (tuple(own), tuple(others))
 
 
 def _measured(
@@ -428,38 +450,31 @@ def _measured(
     job: Job,
     dims: ParallelDims,
     batch: Any,
+    rank: int,
     blocks: Sequence[nn.Module] = (),
+    *,
+    has_values: bool = False,
 ) -> _Measured:
     """Distribute a model, and count what a step with a batch takes, by calls of `blocks`."""
-    shard = parallelize(
-        task,
-        model,
-        dims,
-        0,
-        _CPU,
-        sample=lambda: pair_of(task, batch)[0],
-        compared=False,
-    )
-    steps = ForwardBackward(task, shard, 0, _CPU, job.datacenter.batch_size)
-    stage = shard.stages[0]
-    stage.train()
-    # The first pass prepares what `fully_shard` keeps, such as the shards themselves.
-    _pass(task, stage, batch)
+    shard, steps = distributed(task, model, job, dims, batch, rank, has_values=has_values)
+    # The first pass prepares what is kept from step to step, such as the shards themselves.
+    pass_batch(task, steps, batch)
     _clear(shard)
-    tracker = _PeakTracker()
-    tracker.track_external(stage, *_tensors(batch))
+    tracker = _PeakTracker(shard)
+    for stage in shard.stages.values():
+        tracker.add((*stage.parameters(), *stage.buffers()))
+    tracker.add(_tensors(batch))
+    if steps.pipeline is not None:
+        tracker.add(steps.pipeline.buffers())
+        tracker.watch_stages()
     tracker.watch(blocks)
-    before = _total(tracker)
-    kept: dict[tuple[Hashable, int | None], int] = {}
-    parts = dims.accumulate
+    before = tracker.total
     with tracker:
         # Gradients of a first part are there while others are trained.
-        for last in (False, True)[-min(parts, 2) :]:
-            steps.set_gradient_sync(last)
-            tracker.now("begin")
-            kept[tracker.part, None] = _pass(task, stage, batch, tracker)
-            tracker.reset_mod_stats()
-            tracker.part += 1
+        for _ in parts_of_step(steps):
+            tracker.begin_part()
+            pass_batch(task, steps, batch, tracker.note_activations)
+        tracker.now("end")
     trained = {name: each for name, each in shard.parameters().items() if each.requires_grad}
     rounded = job.datacenter.optimizer_states == "bf16"
     return _Measured(
@@ -467,46 +482,14 @@ def _measured(
         gradients=_bytes(trained.values()),
         optimizer=_optimizer_bytes(task, trained, rounded=rounded),
         before=before,
-        kept=kept,
-        totals=tracker.totals,
+        kept=tracker.activations,
+        totals=tracker.peaks,
     )
-
-
-def _pass(task: Task, model: nn.Module, batch: Any, tracker: MemTracker | None = None) -> int:
-    """Pass a batch forward and backward; returns the bytes that were kept between the two."""
-    before = {} if tracker is None else _kinds(tracker)
-    total = _loss(task, model, batch)
-    after = {} if tracker is None else _kinds(tracker)
-    total.backward()  # type: ignore[no-untyped-call]  # PyTorch has no types for it
-    # Gathered parameters are there too, and no activations.
-    kinds = [kind for kind in after if kind not in ("Parameter", "Gradient", "Total")]
-    return sum(after[kind] - before.get(kind, 0) for kind in kinds)
-
-
-def _loss(task: Task, model: nn.Module, batch: Any) -> torch.Tensor:
-    if defines(task, "training_step"):
-        return training_step(task, model, batch).loss
-    inputs, target = pair_of(task, batch)
-    return losses(task, model, inputs, target)[1].total()
 
 
 def _clear(shard: ModelShard) -> None:
     for parameter in shard.parameters().values():
         parameter.grad = None
-
-
-def _kinds(tracker: MemTracker) -> dict[str, int]:
-    """Bytes by kind, on all devices together."""
-    bytes_by_kind: dict[str, int] = {}
-    for kinds in tracker.get_tracker_snapshot().values():
-        for kind, count in kinds.items():
-            name = str(getattr(kind, "value", kind))
-            bytes_by_kind[name] = bytes_by_kind.get(name, 0) + int(count)
-    return bytes_by_kind
-
-
-def _total(tracker: MemTracker) -> int:
-    return _kinds(tracker).get("Total", 0)
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:

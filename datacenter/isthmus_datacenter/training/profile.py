@@ -19,12 +19,13 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from isthmus.job.gpu_rates import PEAK_TFLOPS, peak_tflops
 from isthmus_datacenter.messages import ProgressReport
 from isthmus_datacenter.training.step_figures import StepRecorder
 
 T = TypeVar("T")
 
-DENSE_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12}
+DENSE_BF16 = {name: rates["bf16"] * 1e12 for name, rates in PEAK_TFLOPS.items()}
 """Peak bf16 operations a second of known devices, by their data sheets, without sparsity."""
 FORWARD_AND_BACKWARD = 3
 """Cost in forward passes: a backward pass has two matrix products for each of a forward pass."""
@@ -285,5 +286,5 @@ def _peak_memory(device: torch.device) -> int:
 def _peak_rate(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((rate for known, rate in DENSE_BF16.items() if known in name), None)
+    found = peak_tflops(torch.cuda.get_device_name(device), "bf16")
+    return None if found is None else found * 1e12

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from isthmus_datacenter.parallel.fully_sharded import outermost_containers
+from isthmus.task.scoring.blocks import outermost_containers
 
 SHORTENED = (3, 4, 5)
 """Numbers of repetitions that are measured: the third shows that the first two give a line."""
@@ -61,20 +61,12 @@ def find_repetition(
         states: what optimizers keep of parameters, which is alike in blocks that are; None if that
             does not count.
     """
-    containers = {
-        name: list(each.children())
-        for name, each in model.named_modules()
-        if isinstance(each, (nn.ModuleList, nn.Sequential))
-        and any(each is outermost for outermost in outermost_containers(model))
-        # A child that is there twice is one block, called twice.
-        and len(each) == len(list(each.children()))
-    }
-    blocks = [block for children in containers.values() for block in children]
-    operators = _operators(blocks, run)
+    containers = _containers(model)
+    known = kinds_of_blocks(model, run, states)
+    blocks = list(known)
     longest = None
     for name, children in containers.items():
-        kinds = [_kind(block, operators.get(block), states or {}) for block in children]
-        found = _longest(name, kinds, multiple)
+        found = _longest(name, [known[block] for block in children], multiple)
         if found is not None and (longest is None or found.blocks > longest.blocks):
             longest = found
     if longest is None:
@@ -82,6 +74,32 @@ def find_repetition(
     rest = len(blocks) - longest.blocks
     taken = sum(rest + times * longest.period for times in SHORTENED)
     return longest if taken < len(blocks) else None
+
+
+def kinds_of_blocks(
+    model: nn.Module,
+    run: Callable[[], object],
+    states: Mapping[nn.Parameter, Hashable] | None = None,
+) -> dict[nn.Module, Hashable]:
+    """What blocks have in common that are alike; None of a block of which it is not known.
+
+    The arguments are those of `find_repetition`.
+    """
+    blocks = [block for children in _containers(model).values() for block in children]
+    operators = _operators(blocks, run)
+    return {block: _kind(block, operators.get(block), states or {}) for block in blocks}
+
+
+def _containers(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The blocks of each container of a model, by the container's name."""
+    return {
+        name: list(each.children())
+        for name, each in model.named_modules()
+        if isinstance(each, (nn.ModuleList, nn.Sequential))
+        and any(each is outermost for outermost in outermost_containers(model))
+        # A child that is there twice is one block, called twice.
+        and len(each) == len(list(each.children()))
+    }
 
 
 def _longest(container: str, kinds: Sequence[Hashable], multiple: int) -> Repetition | None:
@@ -174,11 +192,16 @@ def blocks_of(model: nn.Module, repetition: Repetition, times: int) -> list[nn.M
 
 def shortened(model: nn.Module, repetition: Repetition, times: int) -> nn.Module:
     """A copy of a model with fewer repetitions."""
+    with _without(model, repetition, times):
+        return copied(model)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a model, which may be without values."""
     tensors = (*model.parameters(), *model.buffers())
     # Tensors without values have a mode in common, and so do their copies.
     modes = {each.fake_mode for each in tensors if isinstance(each, FakeTensor)}
-    with _without(model, repetition, times):
-        return copy.deepcopy(model, {id(mode): mode for mode in modes})
+    return copy.deepcopy(model, {id(mode): mode for mode in modes})
 
 
 @contextlib.contextmanager

@@ -127,7 +127,7 @@ class FlowerServerRun:
         scratch = torch.empty_like(self.model.vector)
         refusals: list[str] = []
         accepted: dict[int, Message] = {}
-        for reply in grid.send_and_receive(messages, timeout=self.job.time.round_seconds):
+        for reply in grid.send_and_receive(messages, timeout=self.job.time.first_round_seconds):
             node = reply.metadata.src_node_id
             try:
                 if reply.has_error():

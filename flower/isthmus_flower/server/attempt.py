@@ -47,7 +47,7 @@ class FlowerAttempt:
             context.run_id,
             lambda: spec.cohort,
             max_bytes=strategy.settings.max_bytes,
-            seconds=context.job.time.round_seconds,
+            seconds=context.job.time.first_round_seconds,
         )
         self._receipts = ReceiptBook(spec.cohort, "federated")
 
@@ -67,7 +67,7 @@ class FlowerAttempt:
             outstanding = len(messages) - len(node_replies)
             return UNREACHABLE if usable + outstanding < settings.needed else ""
 
-        seconds = self._context.job.time.round_seconds
+        seconds = self._context.job.time.first_round_seconds
         ends_at = time.monotonic() + seconds
         node_replies = await self._grid.exchange(messages, seconds, end_reason)
         replies = await asyncio.to_thread(self._usable_replies, node_replies)

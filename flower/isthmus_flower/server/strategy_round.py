@@ -180,6 +180,13 @@ class StrategyAggregator:
                 self._updates.discard(name)
                 raise
 
+    def end(self) -> None:
+        """Nothing is kept elsewhere; see `Aggregator.end`."""
+
+    async def settle(self) -> Mapping[str, str]:
+        """Nothing is summed elsewhere; see `Aggregator.settle`."""
+        return {}
+
     async def result(self) -> tuple[torch.Tensor, Any]:
         """The pseudo-gradient to the strategy's model, and the strategy's state after it."""
         return await asyncio.to_thread(self._updates.aggregate), self._strategy.state

@@ -98,7 +98,7 @@ class ServerAppRun:
             self.store.run_id,
             self.roster.available,
             max_bytes=flower.max_bytes,
-            seconds=self.job.time.round_seconds,
+            seconds=self.job.time.first_round_seconds,
         )
         start = {
             "source": flower.server_app,

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from isthmus_privacy.crypto.masking import RING, TILE, ring_vector, word_bits
@@ -66,20 +68,37 @@ def unpack(payload: bytes | bytearray | memoryview, count: int, bits: int) -> to
     Raises:
         ValueError: the number of bytes is not that of `count` elements.
     """
+    vector = torch.empty(count, dtype=RING[word_bits(bits)])
+    for start, tile in unpacked_tiles(payload, count, bits):
+        vector[start : start + len(tile)] = tile
+    return vector
+
+
+def unpacked_tiles(
+    payload: bytes | bytearray | memoryview, count: int, bits: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Unpack tile by tile; each uses the memory of the one before.
+
+    Yields:
+        The number of the tile's first element, and its elements (at most `TILE`).
+
+    Raises:
+        ValueError: before the first tile, if these are not the bytes of `count` elements.
+    """
     if len(payload) != -(-count * bits // _BYTE):
         raise ValueError(f"{len(payload)} bytes are not {count} elements of {bits} bits")
-    vector = torch.empty(count, dtype=RING[word_bits(bits)])
+    tile = torch.empty(min(TILE, count), dtype=RING[word_bits(bits)])
     shifts = torch.arange(bits)
     for start in range(0, count, TILE):
-        out = vector[start : start + TILE]
+        out = tile[: min(TILE, count - start)]
         at = start * bits // _BYTE
         size = -(-len(out) * bits // _BYTE)
         # Received bytes are read-only, and a tensor cannot view them.
         octets = torch.frombuffer(bytearray(payload[at : at + size]), dtype=torch.uint8)
         if bits <= _BYTE:
             out.copy_(_eight_of_octets(octets, bits)[: len(out)])
-            continue
-        flat = (octets.to(torch.int64).unsqueeze(1) >> torch.arange(_BYTE)) & 1
-        kept = flat.reshape(-1)[: len(out) * bits].reshape(-1, bits)
-        out.copy_((kept << shifts).sum(1))
-    return vector
+        else:
+            flat = (octets.to(torch.int64).unsqueeze(1) >> torch.arange(_BYTE)) & 1
+            kept = flat.reshape(-1)[: len(out) * bits].reshape(-1, bits)
+            out.copy_((kept << shifts).sum(1))
+        yield start, out

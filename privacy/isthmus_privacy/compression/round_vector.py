@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isthmus_privacy.compression.packing import packed, unpack
+from isthmus_privacy.compression.packing import packed, unpacked_tiles
 from isthmus_privacy.crypto.canonical import tagged_hash
 from isthmus_privacy.crypto.masking import add_masks, add_payload, ring_vector, word_bits
 
@@ -49,6 +49,11 @@ class RoundVector:
         self.figures = ring_vector(self._figure_words, FIGURE_BITS)
         """(figures) int32."""
 
+    @staticmethod
+    def payload_bytes(*, length: int, bits: int, figures: int) -> int:
+        """Size of the payload of such a vector, which is not allocated for that."""
+        return -(-length * bits // 8) + figures * _FIGURE_BYTES
+
     def payload(self) -> bytearray:
         """What is sent, which may be this vector's memory: elements without gaps, then figures."""
         elements = packed(self._words, self._bits)
@@ -56,17 +61,24 @@ class RoundVector:
 
     def add(self, payload: bytes | bytearray | memoryview) -> None:
         """Add what `payload` of a vector of the same form returned, in place."""
-        view = memoryview(payload)
+        self._add(memoryview(payload), 1)
+
+    def subtract(self, payload: bytes | bytearray | memoryview) -> None:
+        """Undo `add` of the same payload; memory is that of a tile, so that it is to be had."""
+        self._add(memoryview(payload), -1)
+
+    def _add(self, view: memoryview, sign: int) -> None:
         end = len(view) - len(self._figure_words)
         elements = view[:end]
         figures = view[end:]
         if self.elements.element_size() * 8 != self._bits:
-            self.elements.add_(unpack(elements, len(self.elements), self._bits))
+            for start, tile in unpacked_tiles(elements, len(self.elements), self._bits):
+                self.elements[start : start + len(tile)].add_(tile, alpha=sign)
         elif view.readonly:
-            add_payload(self.elements, elements)
+            add_payload(self.elements, elements, sign=sign)
         else:
-            self.elements.add_(ring_vector(elements, self._bits))
-        add_payload(self.figures, figures)
+            self.elements.add_(ring_vector(elements, self._bits), alpha=sign)
+        add_payload(self.figures, figures, sign=sign)
 
     def mask(
         self,

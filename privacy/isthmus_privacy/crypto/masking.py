@@ -96,8 +96,8 @@ def add_masks(
             future.result()
 
 
-def add_payload(vector: torch.Tensor, payload: memoryview) -> None:
-    """Add received words to a ring vector of the same length, in place.
+def add_payload(vector: torch.Tensor, payload: memoryview, *, sign: int = 1) -> None:
+    """Add received words to a ring vector of the same length, in place; `sign` -1 subtracts them.
 
     Each tile is copied first: a tensor cannot view received bytes, which are read-only.
     """
@@ -108,7 +108,7 @@ def add_payload(vector: torch.Tensor, payload: memoryview) -> None:
         part = vector[start : start + TILE]
         count = len(part)
         words[: count * width] = payload[start * width : (start + count) * width]
-        part.add_(tile[:count])
+        part.add_(tile[:count], alpha=sign)
 
 
 def cipher(key: bytes | bytearray, block: int = 0) -> CipherContext:

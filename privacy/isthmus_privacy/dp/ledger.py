@@ -31,6 +31,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -58,6 +59,9 @@ HEAD_FILE = "privacy.head"
 
 MAX_LINE = 1 << 20
 """Bytes of a line: a charge of the largest cohort has a quarter of them."""
+
+Guard = Callable[[], AbstractContextManager[None]]
+"""Is entered around each change of a ledger and its head."""
 
 Outcome = Literal["committed", "failed", "released"]
 """How what a charge is about has ended; only `released` gives it back."""
@@ -100,6 +104,19 @@ class LedgerHead(LogEnd):
         """The head that was written as text; None if none was."""
         number, _, digest = text.partition(":")
         return cls(int(number), digest) if number.isdecimal() and digest else None
+
+
+def _locked(path: Path) -> int | None:
+    """Open a ledger to write, and lock it; None if another process has it open."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException as error:
+        os.close(file)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return file
 
 
 def kept_head(path: Path, head: Path, lost: str) -> LedgerHead | None:
@@ -153,9 +170,10 @@ class Ledger:
       * memory and time in proportion to the charges, and not to what epsilon costs for each device.
     """
 
-    def __init__(self, path: Path, file: int | None) -> None:
+    def __init__(self, path: Path, file: int | None, guard: Guard = nullcontext) -> None:
         """Use `open` or `read`."""
         self.path = path
+        self._guard = guard
         self.remember: Callable[[LedgerHead], None] = lambda head: None
         """Is called with each line that is on disk, before it is used."""
         self._file = file
@@ -174,7 +192,7 @@ class Ledger:
             ) from None
 
     @classmethod
-    def open(cls, path: Path, known: LedgerHead | None = None) -> Self:
+    def open(cls, path: Path, known: LedgerHead | None = None, guard: Guard | None = None) -> Self:
         """Open a ledger to write, and create it if there is none.
 
         A last line without its end is of a write that a crash cut short: nobody has used it, and it
@@ -183,20 +201,26 @@ class Ledger:
         Args:
             path: of the file; its directory exists.
             known: a line that it must have.
+            guard: of a server from which another one may take over; keeps that one waiting, or
+                raises after it has taken over. A server with a guard does not wait for an earlier
+                one that has the ledger open, and cannot write to it any more.
 
         Raises:
             LedgerDamaged: it is not the one that was written.
             CannotContinue: another process has it open.
         """
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with (guard or nullcontext)():
+            file = _locked(path)
+            if file is None and guard is not None:
+                # Its process goes on with a file that has no name.
+                write_private_file(path, path.read_bytes())
+                file = _locked(path)
+        if file is None:
+            raise CannotContinue(
+                f"the privacy ledger {path} is in use by another process; end it first"
+            )
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CannotContinue(
-                    f"the privacy ledger {path} is in use by another process; end it first"
-                ) from None
-            ledger = cls(path, file)
+            ledger = cls(path, file, guard or nullcontext)
             ledger._check(known)
             ledger._log.remove_torn_line(file)
             # Also the lines that were read: a process that was killed may not have synchronised
@@ -232,7 +256,8 @@ class Ledger:
             OSError: it cannot be written; nobody may be asked then.
         """
         self.remember = lambda last: write_private_file(head, str(last).encode())
-        self.remember(self.head)
+        with self._guard():  # an earlier server would write what is no longer the last line
+            self.remember(self.head)
 
     def __enter__(self) -> Self:
         return self
@@ -282,9 +307,10 @@ class Ledger:
                 f"a charge of {len(line)} bytes does not fit the privacy ledger; invite fewer "
                 "devices"
             )
-        append_line(self._file, line)
-        self._log.follow(line, self._take(line, before))
-        self.remember(self.head)
+        with self._guard():
+            append_line(self._file, line)
+            self._log.follow(line, self._take(line, before))
+            self.remember(self.head)
 
     # -- read ----------------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ def check_shares(message: ShareKeys, cohort: Cohort, *, received: Collection[int
 
 def check_masked_input(
     message: MaskedInput,
-    payload: bytes | bytearray | memoryview,
+    payload: bytes | bytearray | memoryview | None,
     cohort: Cohort,
     *,
     share_owners: Collection[int],
@@ -131,7 +131,7 @@ def check_masked_input(
 
     Args:
         message: the client's message.
-        payload: the masked vector.
+        payload: the masked vector; None if another process checks that it is the one signed.
         cohort: the attempt's clients.
         share_owners: positions of the clients whose shares were accepted.
         partners: position to the positions of its mask partners.
@@ -158,13 +158,14 @@ def check_masked_input(
             peer=name,
         )
     expected_bytes = cohort.config.payload_bytes
-    if not message.length == len(payload) == expected_bytes:
+    sent = message.length if payload is None else len(payload)
+    if not message.length == sent == expected_bytes:
         refusal.refuse(
             "masked-wrong-length",
-            f"{name!r} sent {len(payload)} bytes; {expected_bytes} are expected",
+            f"{name!r} sent {sent} bytes; {expected_bytes} are expected",
             peer=name,
         )
-    if hashlib.sha256(payload).digest() != message.sha256:
+    if payload is not None and hashlib.sha256(payload).digest() != message.sha256:
         refusal.refuse("masked-corrupt", f"the vector of {name!r} was changed", peer=name)
 
 

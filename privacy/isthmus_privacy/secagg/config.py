@@ -239,8 +239,8 @@ class RoundConfig(Message):
     @property
     def payload_bytes(self) -> int:
         """Size of a masked vector in bytes."""
-        own_ring = 0 if self.codec is None else self.figures.length * FIGURE_BITS // 8
-        return -(-self.length * self.bits // 8) + own_ring
+        figures = 0 if self.codec is None else self.figures.length
+        return RoundVector.payload_bytes(length=self.length, bits=self.bits, figures=figures)
 
     def new_vector(self) -> RoundVector:
         """Zeros of the form of a masked vector."""

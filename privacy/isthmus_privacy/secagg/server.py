@@ -72,6 +72,7 @@ class ServerSession:
 
     Guarantees:
       * memory is one vector for any number of clients: a masked vector is added when it arrives;
+      * no survivor set is fixed before the vectors of all its clients are in the sum here;
       * a message that is late, repeated, from an unknown client or not properly signed changes
         nothing: every check precedes every change;
       * a sum is returned only if every reconstructed secret matches its owner's commitment.
@@ -110,6 +111,8 @@ class ServerSession:
         self._partners: dict[int, frozenset[int]] = {}
         self._owners_by_holder: dict[int, frozenset[int]] = {}
         self._masked: set[int] = set()
+        self._elsewhere: set[int] = set()
+        """Clients whose vectors are in a sum of another process, which is not here yet."""
         self._total = config.new_vector()
         self._survivors: Survivors
         self._signatures: dict[int, bytes] = {}
@@ -263,6 +266,45 @@ class ServerSession:
         Raises:
             PeerMisbehaved: it is refused; the sum is unchanged.
         """
+        self._check_masked_input(message, payload)
+        self._total.add(payload)
+        self._masked.add(self._position(message.name))
+
+    def note_masked_input(self, message: MaskedInput) -> None:
+        """Check a client's message whose vector is added by another process.
+
+        That process must have checked that the vector has the SHA-256 which the client has signed.
+        The vectors that it has added come as a sum, see `receive_masked_sum`; before that, the
+        survivor set cannot be fixed.
+
+        Raises:
+            PeerMisbehaved: it is refused; nothing is changed.
+        """
+        self._check_masked_input(message, None)
+        self._masked.add(self._position(message.name))
+        self._elsewhere.add(self._position(message.name))
+
+    def receive_masked_sum(self, names: Collection[str], payload: memoryview) -> None:
+        """Add the sum of the vectors of some clients that were noted before.
+
+        Raises:
+            ValueError: they were not, or the sum has another form than a vector.
+        """
+        positions = {self._position(name) for name in names}
+        if not positions <= self._elsewhere or len(payload) != self.config.payload_bytes:
+            raise ValueError("this is not the sum of vectors that were noted")
+        self._total.add(payload)
+        self._elsewhere -= positions
+
+    def lose_masked_sum(self, names: Collection[str]) -> None:
+        """The sum of the vectors of some clients that were noted does not come: they drop out."""
+        positions = {self._position(name) for name in names} & self._elsewhere
+        self._elsewhere -= positions
+        self._masked -= positions
+
+    def _check_masked_input(
+        self, message: MaskedInput, payload: bytes | bytearray | memoryview | None
+    ) -> None:
         self._check_stage(Stage.MASKED_INPUT, message.name)
         check_masked_input(
             message,
@@ -272,16 +314,17 @@ class ServerSession:
             partners=self._partners,
             received=self._masked,
         )
-        self._total.add(payload)
-        self._masked.add(self._position(message.name))
 
     def finish_masked_input(self) -> Survivors:
         """Fix the survivor set, which is sent to every survivor.
 
         Raises:
             AggregationAborted: too few vectors were received.
+            ValueError: one that was noted is not in the sum yet.
         """
         self._check_stage(Stage.MASKED_INPUT, None)
+        if self._elsewhere:
+            raise ValueError(f"{len(self._elsewhere)} noted vectors are not in the sum yet")
         graph = self._cohort.graph
         if len(self._masked) < graph.survivors_min:
             refusal.refuse(

@@ -19,7 +19,7 @@ from isthmus.names import checked_name
 from isthmus.system.clocks import utc
 from isthmus.system.private_files import make_private_directory
 from isthmus.system.sealed_files import read_sealed, write_sealed
-from isthmus_privacy.dp.ledger import Ledger, LedgerDamaged, LedgerHead, kept_head
+from isthmus_privacy.dp.ledger import Guard, Ledger, LedgerDamaged, LedgerHead, kept_head
 from isthmus_server.budgets.charged_runs import PRUNED, charged_runs, refuse_older
 
 DIRECTORY = "privacy"
@@ -42,15 +42,19 @@ class Populations:
         with it, or both were removed.
     """
 
-    def __init__(self, directory: Path, runs: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, directory: Path, runs: Sequence[Path] = (), guard: Guard | None = None
+    ) -> None:
         """Open nothing yet.
 
         Args:
             directory: of the ledgers; made when the first one is opened.
             runs: folders with the directories of the runs, with which a ledger is compared when it
                 is opened.
+            guard: see `Ledger.open`.
         """
         self.directory = directory
+        self._guard = guard
         self._runs = runs
         self._open: dict[str, Ledger] = {}
         self._users = collections.Counter[str]()
@@ -64,7 +68,7 @@ class Populations:
             UserError: another process has it open.
         """
         if name not in self._open:
-            self._open[name] = _open(self.directory, name, self._runs)
+            self._open[name] = _open(self.directory, name, self._runs, self._guard)
         ledger = self._open[name]
         self._users[name] += 1
         try:
@@ -130,9 +134,9 @@ def _refuse_older(directory: Path, name: str) -> None:
             )
 
 
-def of_server(state: Path) -> Populations:
-    """The populations of a server, by its state directory."""
-    return Populations(state / DIRECTORY, folders_of_runs(state))
+def of_server(state: Path, guard: Guard | None = None) -> Populations:
+    """The populations of a server, by its state directory; `guard` as in `Ledger.open`."""
+    return Populations(state / DIRECTORY, folders_of_runs(state), guard)
 
 
 def shared_with(run: Path, name: str) -> Populations | None:
@@ -224,7 +228,9 @@ def _path(directory: Path, name: str) -> Path:
     return directory / f"{name}.ledger"
 
 
-def _open(directory: Path, name: str, folders: Sequence[Path]) -> Ledger:
+def _open(
+    directory: Path, name: str, folders: Sequence[Path], guard: Guard | None = None
+) -> Ledger:
     make_private_directory(directory)
     _refuse_older(directory, name)
     path = _path(directory, name)
@@ -232,7 +238,7 @@ def _open(directory: Path, name: str, folders: Sequence[Path]) -> Ledger:
     if known is None and not path.exists():
         # Before there is a file, which would not be missing any more.
         refuse_older(path, None, name, charged_runs(folders))
-    ledger = Ledger.open(path, known)
+    ledger = Ledger.open(path, known, guard)
     try:
         unasked = refuse_older(path, ledger, name, charged_runs(folders))
         ledger.keep_head_in(directory / f"{name}.head")

@@ -75,7 +75,8 @@ class RunBudgets:
             return cls(None, None, None, contextlib.ExitStack())
         with contextlib.ExitStack() as opened:
             known = last_known(store.directory, state.ledger_head)
-            own = Ledger.open(store.directory / LEDGER_FILE, known)
+            guard = None if store.fence is None else store.fence.held
+            own = Ledger.open(store.directory / LEDGER_FILE, known, guard)
             opened.callback(own.close)
             own.keep_head_in(store.directory / HEAD_FILE)
             _check_logged(store, own)

@@ -191,7 +191,7 @@ def report(run_dir: Path | None, as_json: bool, page: Path | None, as_schema: bo
         raise UserError("give the directory of a run, or --schema")
     if as_json and page is not None:
         raise UserError("give --json or --html, and run the command again for the other")
-    with _opened(run_dir) as store:
+    with opened(run_dir) as store:
         run_report = read_report(store)
     if as_json:
         click.echo(json.dumps(run_report.to_json(), indent=1))
@@ -215,16 +215,17 @@ def why(run_dir: Path, number: int | None, as_json: bool) -> None:
     from isthmus_server.read.report.explain import explain
     from isthmus_server.read.report.explanation_page import show
 
-    with _opened(run_dir) as store:
+    with opened(run_dir) as store:
         explanation = explain(store, number)
     if as_json:
         click.echo(json.dumps(explanation.to_json(), indent=1))
     else:
         show(explanation, Console())
+        click.echo(f"what else would have come of it: isthmus what-if {shlex.quote(str(run_dir))}")
 
 
 @contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[Store]:
+def opened(directory: Path) -> Iterator[Store]:
     """Open a run for reading, and map errors of its log to a user message."""
     from isthmus_server.storage.sealed_database import database_error
     from isthmus_server.storage.store import Store

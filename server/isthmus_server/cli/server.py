@@ -8,7 +8,8 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from isthmus.identity.balancers import is_behind_balancer
 from isthmus.identity.proxies import ProxyChoice
 from isthmus.identity.proxy_options import NAMES, proxy_options
 from isthmus.system.clocks import utc
+from isthmus_server.cli.aggregator import aggregator, check_name
 from isthmus_server.fleet.durations import seconds_of
 from isthmus_server.fleet.rollouts import MAX_USES
 from isthmus_server.observability.options import LogFormat, observed
@@ -28,6 +30,7 @@ from isthmus_server.storage.sealed_database import database_error
 
 if TYPE_CHECKING:
     from isthmus_server.fleet.registry import Registry
+    from isthmus_server.mirror.place import MirrorPlace
     from isthmus_server.service.server import BalancerListener
 
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -97,6 +100,9 @@ def init(
     click.echo(f"a server for {', '.join(names)} is ready in {state}; keep that directory private")
 
 
+server.add_command(aggregator)
+
+
 @server.group()
 def token() -> None:
     """Manage the tokens with which participants join."""
@@ -131,6 +137,8 @@ def create(state: Path, name: str, kind: str, expires: str, uses: int | None) ->
     from isthmus_server.fleet.authority import CertificateAuthority
 
     seconds = seconds_of(expires, "--expires")
+    if kind == tls.AGGREGATOR:
+        check_name(name, uses)
     with _registry(state):
         certificates = CertificateAuthority(state)
     if kind == tls.SERVER and certificates.serves is None:
@@ -260,6 +268,12 @@ def show_audit(state: Path) -> None:
     help="Have joining at the port of --address, too, and --metrics if that is the same address.",
 )
 @click.option(
+    "--fair-link",
+    is_flag=True,
+    help="Share out connections of the link among addresses, so that one address cannot take all; "
+    "with --one-port it is so. The server then passes on each byte.",
+)
+@click.option(
     "--balancer",
     metavar="HOST:PORT",
     help="Where a balancer that ends TLS forwards WebSockets to, without TLS; with --one-port.",
@@ -290,16 +304,48 @@ def show_audit(state: Path) -> None:
     type=click.IntRange(1, 64),
     help="Most jobs that run at a time; they take turns with the participants by their shares.",
 )
+@click.option(
+    "--connected",
+    default=10_000,
+    show_default=True,
+    type=click.IntRange(1, 18_000),
+    metavar="N",
+    help="Devices that stay connected; with more enrolled, the others hang up and check in by a "
+    "schedule.",
+)
+@click.option(
+    "--mirror",
+    metavar="KIND:TARGET",
+    help="Where to put models for a web server, which devices fetch them from: file:/FOLDER, or "
+    "s3:BUCKET/PREFIX. Default: nowhere, and the server sends them.",
+)
+@click.option(
+    "--mirror-url",
+    metavar="URL",
+    help="Address of that folder for devices, https://HOST/FOLDER. Default for s3: signed ones of "
+    "the store.",
+)
+@click.option(
+    "--standby",
+    is_flag=True,
+    help="Wait while another server runs from DIR, and take its place as soon as it is gone; both "
+    "need it.",
+)
 @observed
 def start(
     state: Path,
     address: str,
     one_port: bool,
+    fair_link: bool,
     balancer: str | None,
     balancer_trusts: tuple[str, ...],
     grace: float,
     console: str | None,
     jobs: int,
+    connected: int,
+    mirror: str | None,
+    mirror_url: str | None,
+    standby: bool,
     log_format: LogFormat,
     quiet: bool,
     metrics: str | None,
@@ -311,10 +357,15 @@ def start(
     that round up. After a restart, queued jobs and an interrupted run continue.
     """
     from isthmus_server.cli.run import prepare, run_until_stopped
+    from isthmus_server.fleet import registry_file
+    from isthmus_server.fleet.authority import CertificateAuthority, is_separate
+    from isthmus_server.mirror.mirrored_blobs import MirroredBlobs
     from isthmus_server.observability.observers import Observers
     from isthmus_server.runs.jobs.runner import JobRunner
+    from isthmus_server.runs.jobs.running import import_training
     from isthmus_server.service.operator_service import serve_queue
     from isthmus_server.service.server import ControlPlaneServer
+    from isthmus_server.service.tenure import begin
 
     host, port = tls.split_address(address, "--address")
     if port == LAST_PORT and not one_port:
@@ -323,6 +374,7 @@ def start(
             "or add --one-port"
         )
     behind = _balancer(balancer, balancer_trusts, one_port=one_port)
+    place = _mirror(mirror, mirror_url)
     shown = None if console is None else tls.split_address(console, "--console")
     prepare()
     for name in ("isthmus_server.service", "isthmus_server.fleet"):  # who joins, and who may not
@@ -331,11 +383,54 @@ def start(
     observers = Observers.of_options(
         log_format, quiet, metrics, track, certified=True, shared=shared
     )
-    server = ControlPlaneServer(state)
-    runner = JobRunner(server.link, state, observers, jobs)
-    with contextlib.suppress(click.Abort):  # the queue is kept
-        served = serve_queue(server, runner, host, port, shown, one_port=one_port, balancer=behind)
-        run_until_stopped(served, runner.leave, grace)
+    if not is_separate(state):
+        CertificateAuthority(state)  # raises if there is no server, before anything is made
+    told = partial(observers.console.print, highlight=False, markup=False, soft_wrap=True)
+    with contextlib.ExitStack() as stack:
+        waiting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if standby:
+            _check_free(host, (port,) if one_port else (port, port + 1))
+            # Of this version, and intact; there is none before the first token.
+            if not is_separate(state) and (state / registry_file.NAME).exists():
+                registry_file.check(state)
+            waiting = observers.answering("it is a standby, and another server may be serving")
+            import_training()  # now, and not while nobody serves
+        with waiting:
+            tenure = stack.enter_context(begin(state, standby=standby, tell=told))
+        blobs = None if place is None else MirroredBlobs(place)
+        server = ControlPlaneServer(state, locked=True, connected=connected, mirror=blobs)
+        runner = JobRunner(server.link, state, observers, jobs, tenure.fence)
+        stack.enter_context(contextlib.suppress(click.Abort))  # the queue is kept
+        served = serve_queue(
+            server,
+            runner,
+            host,
+            port,
+            shown,
+            one_port=one_port,
+            fair_link=fair_link,
+            balancer=behind,
+        )
+        run_until_stopped(tenure.during(served, runner.give_up), runner.leave, grace)
+
+
+def _check_free(host: str, ports: Sequence[int]) -> None:
+    """Refuse the ports of another process here, which would keep them if it is stopped.
+
+    Raises:
+        UserError: one of them is in use.
+    """
+    from isthmus_server.transport.listening import listening_sockets
+
+    for port in ports if ports[0] else ():
+        try:
+            sockets, _ = asyncio.run(listening_sockets(host, port))
+        except UserError as error:
+            raise UserError(
+                f"{error}; give a standby on the machine of the first server another --address"
+            ) from None
+        for each in sockets:
+            each.close()
 
 
 def _balancer(
@@ -360,6 +455,21 @@ def _balancer(
         )
     host, port = tls.split_address(address, "--balancer")
     return BalancerListener(host, port, tuple(map(network_named, trusted)))
+
+
+def _mirror(named: str | None, url: str | None) -> MirrorPlace | None:
+    """What the options about a mirror say.
+
+    Raises:
+        UserError: one of them is of another form, or missing.
+    """
+    from isthmus_server.mirror.options import place_named
+
+    if named is None:
+        if url is not None:
+            raise UserError("--mirror-url is about a mirror; also give --mirror")
+        return None
+    return place_named(named, url)
 
 
 def _same(metrics: str, host: str, port: int) -> bool:

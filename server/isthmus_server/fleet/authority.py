@@ -201,6 +201,11 @@ class CertificateAuthority:
         if kind == tls.SERVER and self.serves is not None:
             names = [_host(_host_of(self.serves))]
             usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
+        if kind == tls.AGGREGATOR:
+            # Of the operator's choice, as the token's name is: an aggregator cannot pass for
+            # another one, nor for the server on another machine.
+            names = [_host(tls.aggregator_host(name))]
+            usages.append(ExtendedKeyUsageOID.SERVER_AUTH)
         # Name and kind are the token's, whatever the request contains.
         subject = tls.Subject(kind=kind, name=name, identity=identity, serial="", not_after=0.0)
         certificate = (
@@ -333,6 +338,15 @@ def _host_of(serves: str) -> str:
     if is_behind_balancer(serves):
         return Balancer.at(serves).host
     return tls.split_address(serves, "--server")[0]
+
+
+def check_host(text: str) -> None:
+    """Check that certificates can be for a host.
+
+    Raises:
+        UserError: it is neither a host name nor an IP address.
+    """
+    _host(text)
 
 
 def _host(text: str) -> x509.GeneralName:

@@ -29,6 +29,9 @@ _T = TypeVar("_T")
 _COUNT_SECONDS = 10.0
 """Interval in which the enrolled devices are counted."""
 
+_COUNT_SHARE = 0.01
+"""Most of the time that counting may take: of a million devices it takes seconds."""
+
 log = logging.getLogger(__name__)
 
 
@@ -46,6 +49,11 @@ class Members(Enrolments):
     certified = True
     deployment: Deployment = "one"
 
+    _devices = 1
+    """Devices as they were counted last."""
+    _count_at = 0.0
+    """Monotonic time from which on they are counted anew."""
+
     def __init__(self, directory: Path, authority: CertificateAuthority) -> None:
         super().__init__(authority.enroller, now=authority.now)
         self.certificate_authority = authority
@@ -60,8 +68,6 @@ class Members(Enrolments):
         self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="registry")
         self.directory = directory
         self._writer: Registry | None = None
-        self._devices = 1
-        self._count_at = 0.0
 
     def close(self) -> None:
         """Close the registry."""
@@ -82,6 +88,11 @@ class Members(Enrolments):
     def authority_certificate(self) -> x509.Certificate:
         """The certificate that signed those of all participants."""
         return self.certificate_authority.certificate
+
+    @property
+    def authority_pem(self) -> bytes:
+        """The authority's certificate as PEM."""
+        return tls.pem(self.authority_certificate)
 
     def server_pair(self) -> tuple[bytes, bytes]:
         """The server's own key and certificate (PEM), renewed in time."""
@@ -129,7 +140,8 @@ class Members(Enrolments):
         now = time.monotonic()
         if now >= self._count_at:  # counting takes longer than a connection should
             self._devices = self.registry.devices()
-            self._count_at = now + _COUNT_SECONDS
+            took = time.monotonic() - now
+            self._count_at = now + max(_COUNT_SECONDS, took / _COUNT_SHARE)
         return self._devices
 
     async def renew(self, subject: tls.Subject, request: bytes) -> tuple[bytes, tls.Subject]:
@@ -177,7 +189,7 @@ class Members(Enrolments):
         changed = version != self._checked_version
         if changed:
             self.revoked.update(self.registry.revoked_identities())
-        for peer in list(link.peers.values()):
+        for peer in (*link.peers.values(), *link.aggregating.values()):
             subject = peer.subject
             if subject is None or not (changed or now > subject.not_after):
                 continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -38,6 +39,10 @@ _ALIVE_SECONDS = 10.0
 """Longest interval between two writes, by which readers know that the server runs."""
 
 _MAX_VERSION = 32
+
+_MOST_SEEN = 30_000
+"""Participants that are kept, those that are connected and the last ones that were: of an absent
+device of a large fleet there is only its row in the registry."""
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +117,11 @@ class FleetPresence(ParticipantListener):
 
     def left(self, peer: Peer, reason: str) -> None:
         """Keep when a participant was seen last."""
+        self._seen.pop(peer.name, None)  # now the last one
         self._seen[peer.name] = self._of(peer, online=False)
+        absent = (name for name in self._seen if name not in self._link.peers)
+        for name in list(itertools.islice(absent, max(0, len(self._seen) - _MOST_SEEN))):
+            del self._seen[name]
 
     def _of(self, peer: Peer, *, online: bool) -> Seen:
         busy: list[dict[str, Any]] = []
@@ -132,6 +141,7 @@ class FleetPresence(ParticipantListener):
             version=in_a_line(peer.software[:_MAX_VERSION]),
             busy=busy,
             rate=peer.transfer_time.rate or 0.0,
+            checks_in_at=0.0 if online else peer.checks_in_at or 0.0,
         )
 
     # -- the file ----------------------------------------------------------------------------------

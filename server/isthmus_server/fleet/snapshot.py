@@ -29,6 +29,9 @@ class Seen:
     declined: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The `job` that it declined last, the `reason`, and when (`at`, Unix seconds)."""
 
+    checks_in_at: float = 0.0
+    """When it comes back, as it was asked to, in Unix seconds; 0 if it was not asked to go."""
+
     rate: float = 0.0
     """Bytes per second of its transfers; 0 if it is not known."""
 

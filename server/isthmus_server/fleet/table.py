@@ -15,6 +15,7 @@ from rich.table import Table
 from isthmus.job.tables import LEAST_RATE
 from isthmus.printable import in_a_line
 from isthmus_server.fleet.snapshot import FleetSnapshot, Seen
+from isthmus_server.transport.check_ins import in_words
 
 _WIDTH = 200
 """Columns where there is no terminal."""
@@ -62,7 +63,8 @@ class FleetRow:
     kind: str
     group: str
     state: str
-    """online, offline, never seen, expired or revoked; a dash where nobody can know."""
+    """online, offline, never seen, expired or revoked, or when it checks in again; a dash where
+    nobody can know."""
     busy: Sequence[dict[str, Any]]
     last_seen: float | None
     version: str
@@ -114,6 +116,8 @@ def _state(entry: Registered, seen: Seen, online: bool) -> str:
         return "revoked"
     if online:
         return "online"
+    if seen.checks_in_at > time.time():
+        return in_words(seen.checks_in_at)
     if entry.not_after is None or entry.not_after <= time.time():
         return "expired"
     if entry.kind not in ("client", "datacenter"):

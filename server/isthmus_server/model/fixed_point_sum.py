@@ -23,6 +23,7 @@ turns out not to count is subtracted again, which is exact too.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Iterable
@@ -51,6 +52,19 @@ _LOST = 1e-4
 
 _TILE_LOCKS = 16
 """Locks of the sum's tiles, so that several threads can add to different ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The sum of some updates, as another process has added them."""
+
+    elements: bytes | bytearray | memoryview
+    """int64 in fixed point, `SUM_BYTES` for each element."""
+    weight: int
+    """Weight of its updates together."""
+    updates: int
+    has_small: bool
+    """Whether an update of a small weight is not zero."""
 
 
 class WeightedSum:
@@ -166,6 +180,51 @@ class WeightedSum:
 
     def _is_small(self, weight: int) -> bool:
         return weight << _SMALL_SHARE < self.max_weight
+
+    def part(self) -> Part:
+        """What was added so far, to be merged into the sum of another process.
+
+        Raises:
+            OSError: an update that had to be withdrawn could not be read any more.
+        """
+        if self._pending_withdrawals:
+            raise OSError("a rejected update could not be subtracted from the sum")
+        for number, initialized in enumerate(self._initialized):
+            if not initialized:
+                self._sum[number * TILE : (number + 1) * TILE] = 0
+        return Part(self._memory.view, self.weight, self._updates, self._has_small)
+
+    def merge(self, part: Part) -> None:
+        """Add a part of the same size, `declared_weight` and `clip`.
+
+        Raises:
+            UpdateError: it is no such part: nothing was added.
+        """
+        values = torch.frombuffer(part.elements, dtype=torch.int64)
+        # What a sum of this weight can be: values beyond it would wrap.
+        bound = math.ceil(part.weight * self.magnitude * 2.0**self.fraction_bits)
+        tiles = [values[start : start + TILE] for start in range(0, len(values), TILE)]
+        for tile in tiles:
+            least, most = (int(value) for value in torch.aminmax(tile))
+            if not -bound <= least <= most <= bound:
+                raise UpdateError("a part of the sum is larger than its updates can be")
+        with self._lock:
+            if part.weight < 1 or self.weight + part.weight > self.max_weight:
+                raise UpdateError(
+                    f"a part of the sum has weight={part.weight}, and all weights together are at "
+                    f"most {self.max_weight}, twice the examples declared at the start"
+                )
+            self.weight += part.weight
+            self._updates += part.updates
+            self._has_small = self._has_small or part.has_small
+        for number, tile in enumerate(tiles):
+            place = self._sum[number * TILE : number * TILE + len(tile)]
+            with self._tile_locks[number % _TILE_LOCKS]:
+                if self._initialized[number]:
+                    place.add_(tile)
+                else:
+                    place.copy_(tile)
+                    self._initialized[number] = True
 
     def mean(self) -> torch.Tensor:
         """Return the weighted mean, float32 (N), in the memory of the sum, which it overwrites.

@@ -109,14 +109,14 @@ class MetricsListener:
             self._server.take(connection, network)
 
     @property
-    def _is_open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether callers need no certificate."""
         return tls.is_loopback(self._host) and not self._shared
 
     @property
     def url(self) -> str:
         """Where the metrics are."""
-        scheme = "http" if self._is_open else "https"
+        scheme = "http" if self.is_open else "https"
         return f"{scheme}://{self._host}:{self.port}/metrics"
 
     def check_free(self) -> None:
@@ -154,8 +154,8 @@ class MetricsListener:
         Raises:
             UserError: the address is in use.
         """
-        check = None if self._is_open else caller_check
-        assert check is not None or self._is_open
+        check = None if self.is_open else caller_check
+        assert check is not None or self.is_open
         address = (self._host.strip("[]"), self.port)
         server: _Server
         if self._shared:

@@ -159,6 +159,21 @@ class Observers:
             lines = None
         return cls(console, lines=lines, metrics=listener, trackers=trackers)
 
+    @contextlib.contextmanager
+    def answering(self, problem: str) -> Iterator[None]:
+        """Answer during the block that this process is alive, and why it is not ready.
+
+        Not where callers need a certificate, which only the server can check.
+
+        Raises:
+            UserError: the address of the metrics cannot be used.
+        """
+        if self.metrics is None or not self.metrics.is_open:
+            yield
+            return
+        with self.metrics.serving(lambda: [problem]):
+            yield
+
     @asynccontextmanager
     async def serving(self, served: Served | None = None) -> AsyncIterator[None]:
         """Serve metrics and health during the block, if the options ask for it.

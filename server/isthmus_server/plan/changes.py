@@ -70,12 +70,25 @@ def changed_plans(
         on_gpus: whether the ranks are GPUs.
     """
     question = RanksQuestion(on_gpus=on_gpus)
+
+    def planned(
+        name: str, changes: Mapping[str, Any], task: Task, number: int, known: PlannedRanks | None
+    ) -> ChangedPlan:
+        """One of them; `known` is the datacenter's part if only devices are changed."""
+        try:
+            changed = with_changes(job, changes)
+            if changed.datacenter != job.datacenter:
+                known = None
+            found = Sides.of(changed, task, base, number, question, known=known)
+        except UserError as error:
+            return ChangedPlan(name=name, changes=changes, refused=str(error))
+        return ChangedPlan.of(name, changes, found)
+
     for name, changes, number in _changes(job, ranks):
         known = sides.datacenter if number == ranks else None
-        yield _planned(name, changes, job, task, base, number, question, known)
+        yield planned(name, changes, task, number, known)
     adapted = adapted_task(task, ADAPTER_RANK)
-    name = f"adapters of rank {ADAPTER_RANK}, frozen base"
-    yield _planned(name, {}, job, adapted, base, ranks, question, None)
+    yield planned(f"adapters of rank {ADAPTER_RANK}, frozen base", {}, adapted, ranks, None)
 
 
 def _changes(job: Job, ranks: int) -> Iterator[tuple[str, dict[str, Any], int]]:
@@ -112,24 +125,3 @@ def _with_bits(job: Job, ranks: int, bits: int) -> Iterator[tuple[str, dict[str,
     if federated.codec in (None, "rounded") and federated.codec_settings != settings:
         changes = {"federated.codec": "rounded", "federated.codec_settings": settings}
         yield f"updates of {bits} bits", changes, ranks
-
-
-def _planned(
-    name: str,
-    changes: Mapping[str, Any],
-    job: Job,
-    task: Task,
-    base: Path,
-    ranks: int,
-    question: RanksQuestion,
-    known: PlannedRanks | None,
-) -> ChangedPlan:
-    """One changed plan; `known` is the datacenter's part if only devices are changed."""
-    try:
-        changed = with_changes(job, changes)
-        if changed.datacenter != job.datacenter:
-            known = None
-        sides = Sides.of(changed, task, base, ranks, question, known=known)
-    except UserError as error:
-        return ChangedPlan(name=name, changes=changes, refused=str(error))
-    return ChangedPlan.of(name, changes, sides)

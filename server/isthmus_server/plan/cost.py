@@ -13,6 +13,8 @@ from isthmus_server.strategy.policy import KINDS, Kind, Plan, Policy
 from isthmus_server.strategy.round_spec import evaluates
 
 UNIT_OF_PRICE = "of the job's unit of price"
+_OF_A_BUFFER = "at least, of updates that count; devices that are broken off cost too"
+"""How the price of rounds of a buffer is obtained."""
 
 
 def possible_regimes(job: Job, policy: Policy, *, datacenter: bool) -> tuple[Kind, ...]:
@@ -35,15 +37,21 @@ def costs(job: Job, regimes: Sequence[Kind], model_bytes: int) -> list[Figure]:
     Failed attempts and comparisons that a policy asks for cost more.
     """
     prices = [(kind, _price(job, kind, model_bytes)) for kind in regimes]
-    found = [Figure(f"all rounds {kind}", price, UNIT_OF_PRICE, EXACT) for kind, price in prices]
+    is_buffered = job.federated.mode == "buffered" and any(kind != "datacenter" for kind in regimes)
+    how = _OF_A_BUFFER if is_buffered else EXACT
+    found = [
+        Figure(f"all rounds {kind}", price, UNIT_OF_PRICE, EXACT if kind == "datacenter" else how)
+        for kind, price in prices
+    ]
     if len(prices) > 1:
         least = min(price for _, price in prices)
         most = max(price for _, price in prices)
-        found.append(Figure("any mixture", least, UNIT_OF_PRICE, EXACT, most=most))
+        found.append(Figure("any mixture", least, UNIT_OF_PRICE, how, most=most))
     return found
 
 
 def _price(job: Job, kind: Kind, model_bytes: int) -> float:
+    """The price of the run if every round is of one regime."""
     datacenters = () if kind == "federated" else ("datacenter-0",)
     observed = observe(
         job,
@@ -59,8 +67,10 @@ def _price(job: Job, kind: Kind, model_bytes: int) -> float:
     )
     plan = Plan(kind, reason="it is planned")
     evaluated = sum(evaluates(job, number) for number in range(1, job.rounds + 1))
-    with_evaluation = dataclasses.replace(observed, evaluation_devices=job.evaluation.devices)
-    without = dataclasses.replace(observed, evaluation_devices=0)
-    return evaluated * planned_price(plan, with_evaluation) + (
-        job.rounds - evaluated
-    ) * planned_price(plan, without)
+
+    def of_round(evaluation_devices: int) -> float:
+        seen = dataclasses.replace(observed, evaluation_devices=evaluation_devices)
+        return planned_price(plan, seen)
+
+    others = job.rounds - evaluated
+    return evaluated * of_round(job.evaluation.devices) + others * of_round(0)

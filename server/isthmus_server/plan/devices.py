@@ -34,7 +34,13 @@ class PlannedDevices:
 
     @classmethod
     def of(
-        cls, job: Job, parts: ModelParts, mbit: float | None = None, *, hybrid: bool = False
+        cls,
+        job: Job,
+        parts: ModelParts,
+        mbit: float | None = None,
+        *,
+        hybrid: bool = False,
+        always: bool = True,
     ) -> Self:
         """Compute it.
 
@@ -43,6 +49,7 @@ class PlannedDevices:
             parts: of its model.
             mbit: rate of a device's link in both directions, in megabits per second.
             hybrid: whether rounds may be hybrid.
+            always: whether each round asks devices.
 
         Raises:
             UserError: the updates cannot be encoded, with the reason.
@@ -66,7 +73,10 @@ class PlannedDevices:
         if job.model.start:
             notes.append("each device gets the files of model.start once, on top")
         if federated.mode == "buffered":
-            notes.append("in buffered mode a round is of cohort updates, whenever they arrive")
+            notes.append(
+                "in buffered mode a round is of cohort updates, whenever they arrive; devices that "
+                "are broken off, or too late, are on top in bytes and in cost"
+            )
         return cls(
             cohort=[
                 Figure("cohort", federated.cohort, "updates", GIVEN),
@@ -75,7 +85,7 @@ class PlannedDevices:
             ],
             received=received,
             sent=sent,
-            run=_of_run(job, received, sent),
+            run=_of_run(job, received, sent, always=always),
             memory=[
                 Figure("parameters and buffers", parts.parameters, "bytes", EXACT),
                 Figure("gradients", parts.gradients, "bytes", EXACT),
@@ -108,7 +118,7 @@ class PlannedDevices:
         return found + [("note", each) for each in self.notes]
 
 
-def _of_run(job: Job, received: list[Figure], sent: list[Figure]) -> list[Figure]:
+def _of_run(job: Job, received: list[Figure], sent: list[Figure], *, always: bool) -> list[Figure]:
     """Bytes of all invited devices in all rounds, if each is federated."""
     devices = job.federated.invited
     later = job.rounds - 1
@@ -122,7 +132,14 @@ def _of_run(job: Job, received: list[Figure], sent: list[Figure]) -> list[Figure
     up = devices * (sent[0].value + later * others.value)
     most_up = devices * (sent[0].highest + later * others.highest)
     how = sent[0].how
+    if devices > job.federated.cohort:
+        # Once there are enough updates, the others are not waited for.
+        up = up * job.federated.cohort / devices
+        how = f"from the updates wanted to those of all invited; {how}"
     bound = whole.how if is_sure else "the first round, to whole models in all"
+    if not always:
+        how = f"if each round asks devices; {how}"
+        bound = f"if each round asks devices; {bound}"
     return [
         Figure("to devices", least_down, "bytes", bound, most=most_down),
         Figure("from devices", up, "bytes", how, most=most_up),

@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from isthmus.errors import JobError, UserError
 from isthmus.job import Job
 from isthmus.job.planned import PLANS, Figure, PlannedRanks, RanksQuestion
 from isthmus.provided import load_provided, provided
 from isthmus.task import Task
-from isthmus_server.checks import check_exchanged, check_settings
+from isthmus_server.checks import check_exchanged, check_measured, check_settings
+from isthmus_server.model.optimizers import make_optimizer
 from isthmus_server.plan.cost import costs, possible_regimes
 from isthmus_server.plan.devices import PlannedDevices
 from isthmus_server.plan.model_parts import ModelParts
@@ -64,7 +67,10 @@ class Sides:
         policy = check_settings(job)
         parts = ModelParts.of(job, task)
         layout = parts.division.exchanged
+        any_parameter = [torch.nn.Parameter(torch.zeros(1))]
+        make_optimizer(job.strategy.server_optimizer, any_parameter)
         check_exchanged(job, layout)
+        check_measured(job, task, policy)
         regimes = possible_regimes(job, policy, datacenter=bool(ranks))
         trained_there = ranks and any(kind != "federated" for kind in regimes)
         on_devices = any(kind != "datacenter" for kind in regimes)
@@ -73,7 +79,13 @@ class Sides:
             datacenter = _plan_ranks()(job, task, base, ranks, question)
         devices = None
         if on_devices:
-            devices = PlannedDevices.of(job, parts, mbit, hybrid="hybrid" in regimes)
+            devices = PlannedDevices.of(
+                job,
+                parts,
+                mbit,
+                hybrid="hybrid" in regimes,
+                always="datacenter" not in regimes,
+            )
         return cls(
             datacenter=datacenter,
             devices=devices,

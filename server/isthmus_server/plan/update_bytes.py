@@ -21,9 +21,10 @@ from isthmus_server.regimes.secure_sums.round_configs import range_config, train
 
 BY_CODEC = "at most, by the codec"
 """How a bound on bytes was obtained that only the values decide."""
+BY_RANGES = "exact for each width of the ring, which follows from the updates"
+"""How the bytes of a sum were obtained whose range devices find."""
 _NOTHING = bytes(32)
 """In place of the digests of a model and of a purpose, on which no size depends."""
-BY_RANGES = "exact for each width of the ring, which follows from the updates"
 
 
 @dataclasses.dataclass(frozen=True)

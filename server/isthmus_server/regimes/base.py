@@ -206,6 +206,17 @@ class Aggregator(Protocol):
         """
         ...
 
+    def end(self) -> None:
+        """The attempt is given up: free what is kept elsewhere for it."""
+        ...
+
+    async def settle(self) -> Mapping[str, str]:
+        """Get what is summed elsewhere, once no more updates are added.
+
+        Returns the devices whose accepted updates are lost all the same, each with why.
+        """
+        ...
+
     async def result(self) -> tuple[torch.Tensor, Any]:
         """The pseudo-gradient, float32 (N), and the extension's state after it.
 

@@ -33,9 +33,11 @@ from isthmus_server.regimes.plaintext import (
     counted_weights,
     mean_loss,
 )
+from isthmus_server.regimes.round_times import TrainingTime
 from isthmus_server.regimes.secure_sums.attempt import (
     TRAINING_SHARE,
     SecureAggregationAttempt,
+    SecureSum,
 )
 from isthmus_server.regimes.secure_sums.ranged import RangedAttempt, RangedSum
 from isthmus_server.regimes.secure_sums.round_configs import range_config, training_config
@@ -129,9 +131,13 @@ class BufferedDevices:
     async def _wait(self, training: LocalTraining) -> None:
         loop = asyncio.get_running_loop()
         asked = loop.time()
+        spent = TrainingTime(self.context.link, training.name, self.context.job.time.least_rate)
         try:
             training.reply = await self.context.link.ask(training.name, training.request)
             training.seconds = loop.time() - asked
+            share = TRAINING_SHARE if training.request.train_local.keep else 1.0
+            self.context.round_times.took(training.name, spent.seconds / share)
+            self.context.round_times.used(training.name)  # in this buffer, or in a later one
         except ParticipantLost as lost:
             training.lost = lost
         finally:
@@ -190,7 +196,13 @@ class BufferAttempt:
             AttemptFailed: fewer updates than the quorum within the round's time.
         """
         settings = self._spec.settings
-        seconds = self._context.job.time.round_seconds
+        # Not less than usual: a device may have to train several times until a buffer is full.
+        seconds = max(
+            self._context.job.time.first_round_seconds,
+            self._context.round_times.seconds(
+                {*self._spec.cohort, *self._devices.training}, settings.needed
+            ),
+        )
         deadline = asyncio.get_running_loop().time() + seconds
         # A secure sum begins after the training, and has the rest of the round.
         share = TRAINING_SHARE if settings.secure_aggregation else 1.0
@@ -211,6 +223,9 @@ class BufferAttempt:
         except TimeoutError:
             if not limit.expired():
                 raise  # of another origin, such as a network file system
+            for name, training in self._devices.training.items():
+                if training.round == self._spec.round:
+                    self._context.round_times.late(name, seconds)
         if self._filled < settings.needed:
             receipts = self._all_receipts(())
             causes = sorted({f"{r.participant}: {r.reason}" for r in receipts if r.reason})
@@ -295,7 +310,8 @@ class BufferAttempt:
             )
         else:
             config = training_config(context, spec, buffer, purpose)
-            self._secure = secure_attempt(context, config, self._summed, send)
+            wanted = SecureSum(config=config, cohort=self._summed, first_request=send)
+            self._secure = secure_attempt(context, wanted)
         try:
             result = await self._secure.run(deadline)
         except AttemptFailed as error:

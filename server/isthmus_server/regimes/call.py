@@ -25,6 +25,7 @@ from isthmus.errors import (
     PeerMisbehaved,
     StorageError,
     TaskError,
+    TransferStalled,
     UpdateError,
 )
 from isthmus.printable import in_a_line
@@ -272,6 +273,9 @@ async def call(
         reached = lost.reached or reply is not None
         failure = CallFailed("dropped", str(lost), reached=reached)
         failure.__cause__ = lost
+    except TransferStalled as error:
+        failure = CallFailed("dropped", str(error), reached=True, timed_out=True)
+        failure.__cause__ = error
     except (UpdateError, PeerMisbehaved, AdmissionRefused) as error:
         failure = CallFailed("rejected", str(error), reached=True, code=error.code)
         failure.__cause__ = error

@@ -18,6 +18,7 @@ from isthmus_server.budgets.budget import PrivacyBudget
 from isthmus_server.model.fixed_point_sum import SUM_BYTES, WeightedSum
 from isthmus_server.model.mmap_buffer import MmapBuffer
 from isthmus_server.regimes.committed_sums import CommittedSums
+from isthmus_server.regimes.round_times import RoundTimes
 from isthmus_server.storage.range_log import RangeLog
 from isthmus_server.storage.signed_sums import SignedSum, SignedSums
 from isthmus_server.storage.unmasking_log import UnmaskingLog
@@ -39,6 +40,7 @@ class FederatedContext:
         sums: CommittedSums | None = None,
         ranges: RangeLog | None = None,
         signed_sums: SignedSums | None = None,
+        round_times: RoundTimes | None = None,
     ) -> None:
         """Collect what attempts need.
 
@@ -54,6 +56,7 @@ class FederatedContext:
             sums: the committed sums of the run so far; None for none.
             ranges: where the ranges of updates are stored; None for memory only.
             signed_sums: where it is kept what devices sign; None for nowhere.
+            round_times: what devices took before; None if nothing is known.
 
         Raises:
             UserError: the job's codec cannot be used.
@@ -70,6 +73,7 @@ class FederatedContext:
         self.sums = sums or CommittedSums()
         self.ranges = ranges or RangeLog()
         self.signed_sums = signed_sums or SignedSums()
+        self.round_times = round_times or RoundTimes(job.time)
         self.messages = UpdateMessages.of(job, layout)
         """Encoded updates of plaintext rounds; None if they are sent as they are."""
         self._sum: MmapBuffer | None = None

@@ -135,7 +135,7 @@ class DatacenterRegime:
             request,
             outcome,
             receipts,
-            seconds=time.round_seconds,
+            seconds=time.first_round_seconds,
             least_rate=time.least_rate,
         )
 

@@ -26,7 +26,7 @@ from isthmus_server.regimes.buffered import BufferedDevices
 from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.plaintext import PlaintextAttempt, WeightedMeanAggregator
 from isthmus_server.regimes.run_aggregation import aggregation_of
-from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
+from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt, SecureSum
 from isthmus_server.regimes.secure_sums.groups import GroupedAttempt, UnmaskingGate
 from isthmus_server.regimes.secure_sums.ranged import RangedAttempt, RangedSum
 from isthmus_server.regimes.secure_sums.robust_rule import RobustRule
@@ -270,14 +270,14 @@ class FederatedRegime:
             TrainingPurpose(context.purpose, gradient, spec.gradient_scale, group, spec.position)
         )
         if not context.job.finds_ranges:
-            return secure_attempt(
-                context,
-                training_config(context, spec, spec.name, purpose),
-                spec.cohort,
-                lambda config: training(secure=config),
+            wanted = SecureSum(
+                config=training_config(context, spec, spec.name, purpose),
+                cohort=spec.cohort,
+                first_request=lambda config: training(secure=config),
                 exact=spec.exact,
                 group=drawn,
             )
+            return secure_attempt(context, wanted)
         sums = RangedSum(
             name=spec.name,
             cohort=spec.cohort,

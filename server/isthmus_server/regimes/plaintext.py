@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,22 +18,23 @@ from isthmus.transport.requests import position_message
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_privacy.slots import OTHER_WEIGHT
-from isthmus_server.model.fixed_point_sum import TILE
+from isthmus_server.model.fixed_point_sum import SUM_BYTES, TILE, Part
 from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
 from isthmus_server.regimes.base import Aggregator, AttemptFailed, AttemptSpec, FederatedResult
 from isthmus_server.regimes.call import ANSWER_SECONDS, CallFailed, ReceiptBook, call
+from isthmus_server.regimes.partial_sums import PartialSums
 from isthmus_server.regimes.reasons import UNREACHABLE, summarize_failures
 from isthmus_server.regimes.received_update import decoded_update
+from isthmus_server.regimes.round_times import TrainingTime
 from isthmus_server.regimes.transfer_allowance import TransferAllowance
+from isthmus_server.regimes.upload_places import NO_PLACE, UploadPlaces
 from isthmus_server.storage.records import Receipt
 from isthmus_server.transport.sanitize import check_figures
 
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
     from isthmus_server.transport.link import Link
-
-UPLOADS_AT_ONCE = 8
-"""Updates received at the same time; each takes a file, not memory."""
+    from isthmus_server.transport.peer import Place
 
 ENOUGH = "enough updates were in"
 """Reason for refusing an update beyond the requested cohort."""
@@ -51,7 +52,10 @@ class PlaintextAttempt:
         self._receipts = ReceiptBook(spec.cohort, "federated")
         self._losses: dict[str, tuple[float, int]] = {}
         self._other_weights = 0
-        self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
+        self._weighed: dict[str, bool] = {}
+        """Whether each accepted device has another weight than its examples."""
+        self._seconds = context.round_times.seconds(spec.cohort, spec.settings.needed)
+        self._places = UploadPlaces(context.link, least_rate=context.job.time.least_rate)
 
     async def run(self) -> FederatedResult:
         """Invite the cohort and aggregate what arrives in time.
@@ -60,7 +64,14 @@ class PlaintextAttempt:
             AttemptFailed: fewer updates than the quorum.
         """
         needed = self._spec.settings.needed
-        receipts = self.cancelled(await self._collect())
+        try:
+            over = await self._collect()
+            for name, why in (await self._aggregator.settle()).items():
+                self._lose(name, why)
+        except BaseException:
+            self._aggregator.end()
+            raise
+        receipts = self.cancelled(over)
         if self._receipts.accepted < needed:
             raise AttemptFailed(
                 f"{self._receipts.accepted} of {len(receipts)} updates were accepted and the "
@@ -85,10 +96,11 @@ class PlaintextAttempt:
         """Wait for the updates; returns why the wait ended."""
         settings = self._spec.settings
         limits = self._context.job.time
-        seconds = limits.round_seconds
+        seconds = self._seconds
         allowance = TransferAllowance(self._context.link, self._spec.cohort, limits.least_rate)
         tasks = [asyncio.create_task(self._train(name)) for name in self._spec.cohort]
         unreachable = False
+        no_place: set[str] = set()
         try:
             async with asyncio.timeout(seconds) as limit:
                 with allowance.extending(limit, self._outstanding):
@@ -110,6 +122,7 @@ class PlaintextAttempt:
         except TimeoutError:
             if not limit.expired():
                 raise  # of another origin, such as a network file system
+            no_place |= self._places.waiting
         finally:
             # Waited for as well: a device that is cancelled subtracts what was added of its update.
             for pending in tasks:
@@ -118,8 +131,13 @@ class PlaintextAttempt:
         if unreachable:
             return UNREACHABLE
         for name in self._spec.cohort:
-            if name not in self._receipts:
+            if name in self._receipts:
+                continue
+            if name in no_place:
+                self._receipts.record(name, "dropped", NO_PLACE, late=False)
+            else:
                 self._receipts.blame(name)
+                self._context.round_times.late(name, seconds)
         return f"the round's {seconds:g} s were over"
 
     def _outstanding(self) -> list[str]:
@@ -143,21 +161,29 @@ class PlaintextAttempt:
             position=position_message(spec.position),
             changes=spec.changes,
             first_model=spec.first_model,
+            seconds=self._seconds,
         )
         request = link_pb2.Request(train_local=work)
         self._context.sums.tell(name, request)
         link = self._context.link
-        with contextlib.suppress(CallFailed):
+        spent = TrainingTime(link, name, self._context.job.time.least_rate)
+        times = self._context.round_times
+        try:
             async with call(link, name, request, "trained", self._receipts) as reply:
                 trained = reply.trained
+                times.took(name, spent.seconds)
                 messages = self._context.messages
                 if messages is None:
                     check_update(trained, spec.result_layout(self._context.layout).nbytes)
                 else:
                     check_encoded_update(trained, messages.max_bytes)
                 # Each takes a file, and a cohort can finish at once.
-                async with self._uploads:
+                async with self._places.place(name):
                     await self._aggregator.add(name, trained, lambda: self._accept(name, trained))
+            times.used(name)
+        except CallFailed as failed:
+            if failed.reason != ENOUGH:  # no round waits for more than it wants
+                times.failed(name, spent.seconds - self._places.waited.get(name, 0.0))
 
     # Called when the whole update is in the sum. If it is refused here, it is subtracted again,
     # which leaves no trace in fixed point.
@@ -172,6 +198,13 @@ class PlaintextAttempt:
         if "loss" in trained.training:
             self._losses[name] = (trained.training["loss"], trained.examples)
         self._other_weights += trained.other_weight
+        self._weighed[name] = trained.other_weight
+
+    def _lose(self, name: str, why: str) -> None:
+        """An update that was accepted is in no sum after all."""
+        self._receipts.record(name, "dropped", why, sent=True, late=False)
+        self._losses.pop(name, None)
+        self._other_weights -= self._weighed.pop(name, False)
 
     def _mean_loss(self) -> dict[str, float]:
         """Mean loss, summed in the cohort's order so that the same losses give the same mean."""
@@ -195,6 +228,21 @@ class WeightedMeanAggregator:
         # The precision of the sum follows from the weights, not from the numbers of examples.
         weights = len(spec.cohort) if self._counts_devices else sum(spec.cohort.values())
         self._total = context.weighted_sum(weights, self._layout.size)
+        self._weights: dict[str, int] = {}
+        """Weights of the updates that are at aggregators."""
+        self._parts = PartialSums(
+            context.link,
+            link_pb2.OpenSum(
+                updates=link_pb2.UpdateSum(
+                    layout=self._layout.header,
+                    declared_weight=weights,
+                    clip=0.0 if context.privacy is None else context.privacy.clip,
+                    fraction_bits=self._total.fraction_bits,
+                ),
+            ),
+            SUM_BYTES * self._layout.size,
+            least_rate=context.job.time.least_rate,
+        )
 
     async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
         """Add an update while it arrives; see `Aggregator.add`."""
@@ -207,10 +255,57 @@ class WeightedMeanAggregator:
                 await self._context.link.fetch(name, trained.result, spool.write, spool.take)
                 await to_the_end(self._add_decoded(spool, weight, accept))
             return
+        if (place := self._parts.place(name)) is not None:
+            await self._add_there(place, name, trained.result, weight, accept)
+            return
         with UpdateSpool(self._context.spool, expected_bytes=layout.nbytes) as spool:
             update = StreamingUpdate(spool, self._total, layout, weight)
             async with added(self._context.link, name, trained.result, update):
                 accept()
+
+    async def _add_there(
+        self,
+        place: Place,
+        name: str,
+        vector: link_pb2.Blob,
+        weight: int,
+        accept: Callable[[], None],
+    ) -> None:
+        """Have the aggregator of a device add its update."""
+        added = await self._parts.add(place, vector, name, weight)
+        try:
+            accept()
+        except UpdateError as error:
+            self._parts.refuse(added, str(error))
+            raise
+        self._weights[name] = weight
+        self._parts.keep(added)
+
+    def end(self) -> None:
+        """Have aggregators forget their sums; see `Aggregator.end`."""
+        self._parts.end()
+
+    async def settle(self) -> Mapping[str, str]:
+        """Merge the sums of aggregators; see `Aggregator.settle`."""
+        lost: dict[str, str] = {}
+        async for part in self._parts.collected():
+            weight = sum(self._weights[name] for name in part.devices)
+            why = part.lost
+            if not why and part.weight != weight:
+                why = (
+                    f"the sum of the aggregator {part.aggregator} has weight={part.weight} and not "
+                    f"{weight}"
+                )
+            if not why:
+                sums = Part(part.elements, weight, len(part.devices), part.has_small)
+                try:
+                    await to_the_end(asyncio.to_thread(self._total.merge, sums))
+                except UpdateError as error:
+                    why = f"the sum of the aggregator {part.aggregator} was refused: {error}"
+            if why:
+                lost.update(dict.fromkeys(part.devices, why))
+        self._parts.end()
+        return lost
 
     async def _add_decoded(
         self, spool: UpdateSpool, weight: int, accept: Callable[[], None]

@@ -110,8 +110,10 @@ class ParticipantRoster(ParticipantListener):
         self._start = start
         self._fetching: dict[str, Fetched] = {}
         """Devices that get the files which the model starts from, and what they say of it."""
+        self._furthest: dict[str, int] = {}
+        """The highest percentage that each of them has said, of all its processes."""
         self._has_moved = False
-        """Whether one of them got on since the last look."""
+        """Whether one of them got further than ever since the last look."""
         self._declined: dict[str, tuple[link_pb2.Role, str]] = {}
         self._will_not_return: dict[str, tuple[link_pb2.Role, str]] = {}
         self._opening: set[asyncio.Task[None]] = set()
@@ -252,6 +254,7 @@ class ParticipantRoster(ParticipantListener):
             datacenters=len(expected),
             missing=expected,
             seconds=self._waits.longest,
+            awaits_downloads=False,
         )
 
     async def require(self, regime: RegimeName) -> None:
@@ -340,7 +343,11 @@ class ParticipantRoster(ParticipantListener):
         devices that this machine starts are awaited at the start of the run.
         """
         if self.waits_for_connected:
-            await self.until(lambda: not self._connected() - self.clients.keys(), clients=wanted)
+            await self.until(
+                lambda: not self._connected() - self.clients.keys(),
+                clients=wanted,
+                awaits_downloads=False,
+            )
             return
         if self.started_clients:
             return
@@ -396,7 +403,13 @@ class ParticipantRoster(ParticipantListener):
                 # One after the other, so that nobody has the time of another.
                 left = min(self._awaited.values()) - elapsed
                 missing = list(self._awaited)
-                await self.until(done_or_changed, clients=wanted, missing=missing, seconds=left)
+                await self.until(
+                    done_or_changed,
+                    clients=wanted,
+                    missing=missing,
+                    seconds=left,
+                    awaits_downloads=False,
+                )
         self._awaited = {}
         seconds = self._now() - started
         self._publish(CohortAwaited(round=round_, seconds=seconds, given_up=sorted(given_up)))
@@ -420,6 +433,9 @@ class ParticipantRoster(ParticipantListener):
 
     def _expected(self) -> set[str]:
         """Devices that are not ready, and may be soon."""
+        population = self._link.enrolments.population()
+        if self._link.check_ins.schedule(population) is not None:
+            return self._absent(set())  # the others come by schedule, and not for this round
         return self._absent(self._link.enrolments.clients())
 
     def _absent(self, names: set[str]) -> set[str]:
@@ -432,7 +448,9 @@ class ParticipantRoster(ParticipantListener):
     def _connected(self) -> set[str]:
         """Connected devices that have not declined, nor get files, which may take hours."""
         peers = self._link.peers.values()
-        names = {peer.name for peer in peers if peer.role == link_pb2.CLIENT}
+        clients = [peer for peer in peers if peer.role == link_pb2.CLIENT]
+        # Without those that have just come and are told to go: no round waits for them.
+        names = {each.name for each in clients if not (each.is_new and each.checks_in_at)}
         return names - self._declined.keys() - self._fetching.keys()
 
     async def wait_for(
@@ -464,6 +482,7 @@ class ParticipantRoster(ParticipantListener):
         missing: Collection[str] = (),
         reason: str = "",
         seconds: float | None = None,
+        awaits_downloads: bool = True,
     ) -> bool:
         """Wait for a condition on the participants; what is missing is published meanwhile.
 
@@ -474,18 +493,22 @@ class ParticipantRoster(ParticipantListener):
             missing: names of those that are needed.
             reason: why those that are ready are not enough.
             seconds: limit; None for `time.join_seconds`.
+            awaits_downloads: the limit begins again when a device has got further with the files
+                of a start than ever before, which is a hundred times for each at most. False for
+                waits that are for other participants.
 
         Returns whether the condition is met.
         """
         if done():
             return True
         published = None
+        self._has_moved = False
         limit = self._job.time.join_seconds if seconds is None else seconds
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit) as waiting_until:
                 while not done():
                     # Rounds of others are not this run's delay, nor is a download that gets on.
-                    if self._link.waits_for or self._has_moved:
+                    if self._link.waits_for or (awaits_downloads and self._has_moved):
                         self._has_moved = False
                         waiting_until.reschedule(asyncio.get_running_loop().time() + limit)
                     present = self.clients.keys() | self.datacenters.keys() | self._declined.keys()
@@ -543,10 +566,12 @@ class ParticipantRoster(ParticipantListener):
     def progressed(self, name: str, progress: link_pb2.Progress) -> None:
         """Publish the progress that a participant reports."""
         if progress.HasField("fetched"):
-            known = self._fetching.get(name)
-            if known is not None:
-                self._fetching[name] = Fetched.of(progress.fetched)
-                self._has_moved |= self._fetching[name].percent > known.percent
+            if name in self._fetching:
+                fetched = self._fetching[name] = Fetched.of(progress.fetched)
+                # One that alternates between two would otherwise hold each wait open for ever.
+                if fetched.percent > self._furthest.get(name, 0):
+                    self._furthest[name] = fetched.percent
+                    self._has_moved = True
             return
         self._publish(ParticipantProgress.from_message(name, progress))
 

@@ -18,6 +18,8 @@ from isthmus_server.regimes.context import FederatedContext
 from isthmus_server.regimes.datacenter import DatacenterRegime
 from isthmus_server.regimes.federated import FederatedRegime
 from isthmus_server.regimes.opening import opening_of
+from isthmus_server.regimes.round_times import RoundTimes
+from isthmus_server.regimes.secure_sums.attempt import TRAINING_SHARE
 from isthmus_server.rounds.attempt_log import AttemptLog
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.clock import Clock
@@ -144,6 +146,11 @@ class RunParts:
             journal = RunJournal(store, events)
             opening = opening_of(store.run_id, job, store.base, model)
             sums = CommittedSums.of(job, store.attempts)
+            round_times = RoundTimes(job.time, publish=journal.publish)
+            share = TRAINING_SHARE if job.federated.secure_aggregation else 1.0
+            for attempt in store.attempts():
+                round_times.restore(attempt.receipts, share)
+            round_times.restore_unready(store.events("unready"))
             context = FederatedContext(
                 link=link,
                 job=job,
@@ -155,6 +162,7 @@ class RunParts:
                 sums=sums,
                 ranges=store.ranges,
                 signed_sums=store.signed_sums,
+                round_times=round_times,
             )
             federated = FederatedRegime(context)
             datacenter = DatacenterRegime(

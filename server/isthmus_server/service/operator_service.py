@@ -314,13 +314,14 @@ async def serve_queue(
     console: tuple[str, int] | None = None,
     *,
     one_port: bool = False,
+    fair_link: bool = False,
     balancer: BalancerListener | None = None,
 ) -> None:
     """Listen, and run the jobs that operators submit, until cancelled or until `runner.leave`.
 
     `console` is where the web console listens; None for nowhere. With `one_port` joining is at the
-    port of the link, and so are the metrics of a listener that is for it; `balancer` as in
-    `ControlPlaneServer.listening`.
+    port of the link, and so are the metrics of a listener that is for it; `fair_link` and
+    `balancer` as in `ControlPlaneServer.listening`.
 
     Raises:
         UserError: it cannot listen at the address.
@@ -328,7 +329,9 @@ async def serve_queue(
     services = {SERVICE: OperatorService(server.members, runner).methods()}
     # Closed after the server, because operators may follow a log until it stops.
     with contextlib.closing(runner.queue):
-        async with server.listening(host, port, services, one_port=one_port, balancer=balancer):
+        async with server.listening(
+            host, port, services, one_port=one_port, fair_link=fair_link, balancer=balancer
+        ):
             if server.one_port is not None and (metrics := runner.observers.metrics) is not None:
                 server.one_port.metrics = metrics.taking(server.link_port)
             where = f"link at {host}:{server.link_port}, joining at "

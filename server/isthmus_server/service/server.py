@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import resource
@@ -18,13 +19,19 @@ from isthmus_server.fleet.authority import CertificateAuthority, is_separate
 from isthmus_server.fleet.joining import JoinService
 from isthmus_server.fleet.members import Members
 from isthmus_server.fleet.remote_authority import RemoteMembers
+from isthmus_server.mirror.mirrored_blobs import MirroredBlobs
 from isthmus_server.transport.balancer_port import MORE_FILES, BalancerPort, Network
+from isthmus_server.transport.check_ins import CheckIns
 from isthmus_server.transport.limits import Services
-from isthmus_server.transport.link import Link
+from isthmus_server.transport.link import CONNECTIONS, Link
 from isthmus_server.transport.one_port import OnePort
 
 LEASE_SECONDS = 10.0
 """Time without a message after which a participant is removed."""
+
+MOST_CONNECTED = CONNECTIONS * 9 // 10
+"""Devices that are connected while a job waits for more; the rest of the connections is for those
+that come and are sent away."""
 
 _REVOCATION_SECONDS = 0.2
 """Interval of checks for revocations that another process wrote."""
@@ -64,12 +71,24 @@ class ControlPlaneServer:
         *,
         lease_seconds: float = LEASE_SECONDS,
         authority: CertificateAuthority | None = None,
+        locked: bool = False,
+        connected: int | None = None,
+        mirror: MirroredBlobs | None = None,
     ) -> None:
         """Use the state directory that `authority.initialise` created.
+
+        Args:
+            directory: the state directory.
+            lease_seconds: time without a message after which a participant is removed.
+            authority: in place of that in the directory.
+            locked: this process has the lock of the directory already.
+            connected: devices that stay connected; None for all.
+            mirror: where devices may fetch blobs besides the link; None for nowhere.
 
         Raises:
             UserError: it contains no server.
         """
+        self._locked = locked
         self.joining: JoinService | None = None
         self.members: Members
         if authority is None and is_separate(directory):
@@ -78,8 +97,13 @@ class ControlPlaneServer:
             self.members = Members(directory, authority or CertificateAuthority(directory))
             self.joining = JoinService(self.members)
         self.link = Link(lease_seconds, self.members)
+        if connected is not None:
+            self.link.check_ins = CheckIns(connected, MOST_CONNECTED)
+        self.link.mirror = mirror
         self.one_port: OnePort | None = None
         """What accepts the connections of all, if there is one port for everything."""
+        self._fair_link: OnePort | None = None
+        """What accepts the connections of the link, if it has a port of its own that is fair."""
         self.balancer: BalancerPort | None = None
         """What accepts the connections of balancers, if there are any."""
         self._balancer_at = ("", 0)
@@ -97,6 +121,7 @@ class ControlPlaneServer:
         services: Services | None = None,
         *,
         one_port: bool = False,
+        fair_link: bool = False,
         balancer: BalancerListener | None = None,
     ) -> AsyncIterator[None]:
         """Listen: the link at `port`, joining at the next one (0: any free ports).
@@ -106,6 +131,8 @@ class ControlPlaneServer:
             port: of the link.
             services: further gRPC services on the port of the link.
             one_port: joining is at the port of the link, too.
+            fair_link: connections of the link are shared out among addresses, and passed on, at two
+                ports as well.
             balancer: where balancers that end TLS forward to; only with one port.
 
         Raises:
@@ -113,13 +140,28 @@ class ControlPlaneServer:
         """
         _allow_many_files()
         directory = self.members.directory
-        with file_lock(directory / "lock", f"another server runs from {directory}"):
+        lock: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if not self._locked:
+            lock = file_lock(directory / "lock", f"another server runs from {directory}")
+        with lock:
             self.one_port = OnePort() if one_port else None
+            self._fair_link = OnePort() if fair_link and not one_port else None
             if self.one_port is not None and balancer is not None:
                 self.balancer = BalancerPort(self.one_port, balancer.trusted)
                 self._balancer_at = (balancer.host, balancer.port)
-            async with self._open(host, port, services or {}):
+            async with self._mirroring(), self._open(host, port, services or {}):
                 yield
+
+    @asynccontextmanager
+    async def _mirroring(self) -> AsyncIterator[None]:
+        """Have the mirror during the block, if there is one."""
+        if self.link.mirror is None:
+            yield
+            return
+        # Of the authority, as what is restored from a backup, or a standby, is the same server.
+        owner = tls.fingerprint(self.members.authority_certificate).hex()
+        async with self.link.mirror.running(owner):
+            yield
 
     @asynccontextmanager
     async def _open(self, host: str, port: int, services: Services) -> AsyncIterator[None]:
@@ -138,8 +180,9 @@ class ControlPlaneServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self.one_port is not None:
-                await self.one_port.stop()
+            for front in (self.one_port, self._fair_link):
+                if front is not None:
+                    await front.stop()
             if self.joining is not None:
                 await self.joining.stop()
             await self.link.stop()
@@ -148,7 +191,12 @@ class ControlPlaneServer:
             self.members.close()
 
     async def _start_two(self, host: str, port: int, services: Services) -> None:
-        self.link_port = await self.link.start(host, port, self._credentials(known=True), services)
+        known = self._credentials(known=True)
+        if self._fair_link is None:
+            self.link_port = await self.link.start(host, port, known, services)
+        else:
+            self._fair_link.link = await self.link.start_behind(known, services)
+            self.link_port = await self._fair_link.start(host, port)
         if self.joining is not None:
             self.join_port = await self.joining.start(
                 host,

@@ -20,9 +20,10 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isthmus.errors import DamagedError, UserError
+from isthmus.errors import DamagedError, TakenOver, UserError
 from isthmus.system.private_files import state_file_opener, sync_directory
 from isthmus.tensors.exchange_set import TensorLayout
+from isthmus_server.storage.fence import Fence, held
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +46,13 @@ class Saved:
 class Checkpoints:
     """Reads and writes the checkpoint files of one run."""
 
-    def __init__(self, directory: Path) -> None:
-        """`directory` has no other files: `keep_only` deletes what is not named."""
+    def __init__(self, directory: Path, fence: Fence | None = None) -> None:
+        """Use a directory that has no other files: `keep_only` deletes what is not named.
+
+        `fence` is that of the server that writes them.
+        """
         self.directory = directory
+        self._fence = fence
 
     def write_model(
         self, round_: int, payload: bytes | bytearray | memoryview, kind: str = "model"
@@ -56,7 +61,7 @@ class Checkpoints:
         name = f"{kind}-{round_:06d}.safetensors"
         with ThreadPoolExecutor(1) as pool:  # hashing takes as long as writing
             digest = pool.submit(hashlib.sha256, payload)
-            with replacing(self.directory / name) as file:
+            with replacing(self.directory / name, self._fence) as file:
                 file.write(payload)
             return Saved(name, digest.result().hexdigest())
 
@@ -103,7 +108,7 @@ class Checkpoints:
             {name: tuple(value.shape) for name, value in tensors.items()}
         )
         name = f"optimizer-{round_:06d}.safetensors"
-        with replacing(self.directory / name) as writer:
+        with replacing(self.directory / name, self._fence) as writer:
             file = _HashedFile(writer)
             file.write(layout.header)
             for entry in layout.entries:
@@ -178,10 +183,15 @@ class Checkpoints:
         raise UserError(f"{path} is not a model of this task any more; was the task changed?")
 
     def keep_only(self, files: Collection[str]) -> None:
-        """Delete every file that is not listed."""
-        for path in self.directory.iterdir():
-            if path.name not in files:
-                path.unlink(missing_ok=True)
+        """Delete every file that is not listed.
+
+        Raises:
+            TakenOver: another server writes them now.
+        """
+        with held(self._fence):
+            for path in self.directory.iterdir():
+                if path.name not in files:
+                    path.unlink(missing_ok=True)
 
 
 class _HashedFile:
@@ -249,12 +259,17 @@ class DirectWriter:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[DirectWriter]:
-    """Replace a file atomically: after a crash it has the old contents or the new ones."""
+def replacing(path: Path, fence: Fence | None = None) -> Iterator[DirectWriter]:
+    """Replace a file atomically: after a crash it has the old contents or the new ones.
+
+    Raises:
+        TakenOver: another server has taken over from that of the `fence`; the file is as it was.
+    """
     # In the same directory: a rename across file systems would copy. Its name is fixed, so that
-    # what a crash has left is removed. It is made anew: in a folder that others can write, it could
-    # be a link to another file.
-    temporary = path.with_name(path.name + ".tmp")
+    # what a crash has left is removed, and is not that of another server. It is made anew: in a
+    # folder that others can write, it could be a link to another file.
+    mark = "" if fence is None else f".{fence.epoch}"
+    temporary = path.with_name(f"{path.name}{mark}.tmp")
     temporary.unlink(missing_ok=True)
     with open(temporary, "xb", buffering=0, opener=state_file_opener) as file:
         writer = DirectWriter(file)
@@ -262,8 +277,16 @@ def replacing(path: Path) -> Iterator[DirectWriter]:
         # In this order: contents, then the name, then the directory that has the name. Any other
         # one can leave a name without contents after a loss of power.
         writer.sync()
-    temporary.replace(path)
-    sync_directory(path.parent)
+    try:
+        with held(fence):
+            temporary.replace(path)
+            if fence is not None:  # what earlier servers left: they put nothing in place any more
+                for left in path.parent.glob(f"{path.name}.*.tmp"):
+                    left.unlink(missing_ok=True)
+            sync_directory(path.parent)
+    except TakenOver:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _check_digest(path: Path, payload: bytearray | memoryview, saved: Saved) -> None:

@@ -120,6 +120,20 @@ class CohortAwaited(ReportedEvent):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ParticipantUnready(ReportedEvent):
+    """What rounds do from now on about a device that did not deliver, or has delivered again."""
+
+    kind: Literal["unready"] = "unready"
+    participant: str
+    limit: float = 0.0
+    """Seconds of the next round that is longer for it; 0 for one that has delivered again."""
+    in_vain: int = 0
+    """Rounds that were longer for it, or that it held up, since it delivered last."""
+    rests: int = 0
+    """Next rounds that are not longer for it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ParticipantDeclined(ReportedEvent):
     """A participant cannot take part in the run."""
 
@@ -313,6 +327,7 @@ LoggedEvent = Annotated[
     ParticipantJoined
     | ParticipantReady
     | ParticipantLate
+    | ParticipantUnready
     | CohortAwaited
     | ParticipantDeclined
     | ParticipantLeft

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from isthmus.errors import DamagedError, JobError, UserError
+from isthmus.errors import DamagedError, JobError, TakenOver, UserError
 from isthmus.job import Job, read_job
 from isthmus.system.file_lock import file_lock, is_locked
 from isthmus.system.private_files import make_state_directory
 from isthmus_server.storage.checkpoints import replacing
+from isthmus_server.storage.fence import Fence, held
 from isthmus_server.storage.run_place import FILE as PLACE
 from isthmus_server.storage.run_place import record_place
 from isthmus_server.storage.schema import FORMAT, SCHEMA, log_format, read_log
@@ -120,16 +121,18 @@ def new_run_id(job: Job) -> str:
     return f"{job.name}-{uuid.uuid4().hex[:8]}"
 
 
-def begin_log(directory: Path, description: RunDescription) -> None:
+def begin_log(directory: Path, description: RunDescription, fence: Fence | None = None) -> None:
     """Create directory, log and `job.json`, without which, after a crash, there is no run.
 
     Raises:
         UserError: there is a run, or another process creates it.
         DamagedError: there is one whose `job.json` is lost.
+        TakenOver: another server has taken over from that of the `fence`.
         OSError, sqlite3.Error: the directory cannot be used.
     """
     make_state_directory(directory)
-    with alone_in(directory):  # two processes started together must not create one run
+    # Two processes that are started together must not create one run.
+    with alone_in(directory, fence), held(fence):
         if (directory / FILE).exists():
             again = resume_command(directory)
             raise UserError(
@@ -227,9 +230,18 @@ def logged_description(log: SealedDatabase) -> RunDescription:
         raise DamagedError(f"{log.file} describes no run; restore it from a backup") from error
 
 
-def alone_in(directory: Path) -> contextlib.AbstractContextManager[None]:
-    """Hold the lock of the process that runs a run directory, inside the block."""
-    return file_lock(directory / "lock", f"another process runs {directory} already")
+def alone_in(
+    directory: Path, fence: Fence | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Hold the lock of the process that runs a run directory, inside the block.
+
+    A server takes it from those that its `fence` keeps out.
+    """
+    path = directory / "lock"
+    taken = f"another process runs {directory} already"
+    if fence is None:
+        return file_lock(path, taken)
+    return file_lock(path, taken, signature=fence.signature, follows=fence.follows)
 
 
 def is_worked_on(directory: Path) -> bool:
@@ -246,6 +258,8 @@ def errors_named(directory: Path) -> Iterator[None]:
         raise DamagedError(f"the run in {directory} cannot be used: {error}") from error
     except sqlite3.Error as error:
         named = database_error(directory / "run.sqlite", error)
+        if isinstance(named, TakenOver):
+            raise named from error
         raise type(named)(f"the run in {directory} cannot be used: {named}") from error
     except OSError as error:
         raise UserError(f"the run directory {directory} cannot be used: {error}") from error
@@ -255,7 +269,10 @@ def unusable(directory: Path, error: Exception) -> UserError:
     """The user message for an error while a run directory was read or written."""
     what = f"{error}; repair it"
     if isinstance(error, sqlite3.Error):
-        what = str(database_error(directory / "run.sqlite", error))
+        named = database_error(directory / "run.sqlite", error)
+        if isinstance(named, TakenOver):
+            return named
+        what = str(named)
     return UserError(
         f"the run directory {directory} could not be used: {what}; then `isthmus run --resume` "
         "continues from the last committed round"

@@ -6,7 +6,7 @@ import contextlib
 import sqlite3
 from collections.abc import Iterator
 
-from isthmus.errors import IsthmusError
+from isthmus.errors import IsthmusError, TakenOver
 from isthmus_server.storage.events import (
     Event,
     EventStream,
@@ -47,7 +47,8 @@ class RunJournal:
     def failure_noted(self) -> Iterator[None]:
         """Store and publish a failure of the block as the end of the run.
 
-        A cancellation is no failure: the run was stopped, and another process continues it.
+        A cancellation is no failure: the run was stopped, and another process continues it. Nor is
+        it one that another server has taken over, and does so already.
 
         Raises:
             UserError: the block failed; a disk or a database that cannot be used becomes one.
@@ -56,6 +57,8 @@ class RunJournal:
             yield
         except (IsthmusError, OSError, sqlite3.Error) as error:
             failure = error if isinstance(error, IsthmusError) else self._store.unusable(error)
+            if isinstance(failure, TakenOver):
+                raise failure from error
             with contextlib.suppress(OSError, sqlite3.Error):  # a full disk cannot store it
                 self._store.finish("failed", str(failure), None)
             self.publish(RunFailed(reason=str(failure)))

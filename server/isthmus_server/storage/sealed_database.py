@@ -17,15 +17,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import os
 import sqlite3
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from isthmus.errors import DamagedError, UserError
+from isthmus.errors import DamagedError, TakenOver, UserError
 from isthmus.system.private_files import create_state_file
 from isthmus.system.sealed_files import read_sealed, write_sealed
+from isthmus.system.volumes import is_shared
+from isthmus_server.storage.fence import Fence, epoch_of, held
 
 _SEAL = """
 CREATE TABLE IF NOT EXISTS seal (
@@ -34,6 +37,9 @@ CREATE TABLE IF NOT EXISTS seal (
 INSERT OR IGNORE INTO seal VALUES (1, 0, zeroblob(32));
 """
 _MODULUS = 1 << 256
+
+_FENCED = "another server has taken over"
+"""What SQLite says when a connection of an earlier server changes a row."""
 
 Mode = Literal["write", "read", "immutable"]
 
@@ -67,6 +73,10 @@ def database_error(file: Path, error: Exception) -> UserError:
             f"{file} cannot be used ({error.strerror or error}); check its directory, disk and "
             "permissions"
         )
+    if _FENCED in str(error):
+        return TakenOver(
+            f"another server has taken over {file}: this one has changed nothing there since"
+        )
     # An extended code contains the primary one in its lowest byte.
     remedy = _REMEDIES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
     # SQLite quotes the whole text of a column that it cannot decode.
@@ -90,57 +100,76 @@ class SealedDatabase:
     """One connection to a sealed database.
 
     Guarantees:
-      * a change of a row, and its effect on the seal, are in one transaction;
+      * a change of a row, its effect on the seal, and the comparison of its epoch with that of the
+        connection (see `isthmus_server.storage.fence`) are in one transaction;
       * `check` passes only if all rows are those that were written, and none that were committed
         before the last `write_head` is missing.
     """
 
-    def __init__(self, file: Path, schema: str, mode: Mode = "write") -> None:
+    def __init__(
+        self, file: Path, schema: str, mode: Mode = "write", fence: Fence | None = None
+    ) -> None:
         """Open the database; to write it, create it if neither it nor its head exists.
 
         Nothing is checked yet. A connection that reads changes no byte of the database; for
         `immutable` the file must not change either, and its write-ahead log is ignored.
 
+        Args:
+            file: the database.
+            schema: the statements that make its tables.
+            mode: what the connection is for.
+            fence: of the server that writes, which fences off earlier ones. Without it the
+                connection writes until a server begins to.
+
         Raises:
             DamagedError: it is missing, although its head exists.
+            TakenOver: another server has taken over.
             sqlite3.Error: it cannot be opened.
         """
         self.file = file
         self.head = file.with_suffix(".head")
         self._schema = schema
+        self._fence = fence
         # A new database in place of a lost one would begin the run, or the queue, again.
         if not file.exists() and (self.head.exists() or mode != "write"):
             raise DamagedError(f"{file} is missing; restore it and its -wal file from a backup")
         if mode != "write":
-            immutable = "&immutable=1" if mode == "immutable" else ""
-            uri = f"{file.absolute().as_uri()}?mode=ro{immutable}"
+            how = "ro&immutable=1" if mode == "immutable" else "ro"
+            # Without a write-ahead log, a transaction that a crash cut short has to be undone in
+            # the file before anybody can read it.
+            undoing = mode == "read" and is_shared(file.parent) and os.access(file, os.W_OK)
+            uri = f"{file.absolute().as_uri()}?mode={'rw' if undoing else how}"
             # Without Python's implicit transactions: each statement commits, or is in an explicit
             # transaction.
             self.connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+            if undoing:
+                self.connection.execute("PRAGMA query_only=ON")
             return
         with contextlib.suppress(OSError):  # SQLite says what is wrong
             create_state_file(file)  # if it is new; its write-ahead log gets the same mode
         self.connection = sqlite3.connect(file, timeout=10.0, isolation_level=None)
+        self._synchronous = "FULL"
         try:
-            self._prepare(schema)
+            self._prepare(schema, fence)
         except BaseException:
             self.connection.close()
             raise
 
     @classmethod
-    def checked(cls, file: Path, schema: str) -> SealedDatabase:
+    def checked(cls, file: Path, schema: str, fence: Fence | None = None) -> SealedDatabase:
         """Check a database, then open it for writing; creates it if it is new.
 
         The check comes first, because a connection that can write removes what SQLite ignores.
 
         Raises:
             DamagedError: it is damaged, or has lost commits.
+            TakenOver: another server has taken over.
             sqlite3.Error: it cannot be opened.
         """
         if file.exists() and (file.stat().st_size or file.with_suffix(".head").exists()):
             with contextlib.closing(cls(file, schema, "read")) as database:
                 database.check()
-        database = cls(file, schema)
+        database = cls(file, schema, fence=fence)
         if not database.head.exists():
             database.write_head()
         else:
@@ -152,14 +181,27 @@ class SealedDatabase:
         with contextlib.suppress(OSError):
             self.write_head()
 
-    def _prepare(self, schema: str) -> None:
+    def _prepare(self, schema: str, fence: Fence | None) -> None:
         db = self.connection
-        db.execute("PRAGMA journal_mode=WAL")
+        # The index of a write-ahead log is memory that processes share, which those of two machines
+        # do not.
+        if is_shared(self.file.parent):
+            db.execute("PRAGMA journal_mode=DELETE")
+            self._synchronous = "EXTRA"  # that the journal is gone is on disk, too
+        else:
+            db.execute("PRAGMA journal_mode=WAL")
         # With NORMAL, in WAL mode, a commit that participants have been told of could be lost with
         # the power.
-        db.execute("PRAGMA synchronous=FULL")
+        db.execute(f"PRAGMA synchronous={self._synchronous}")
         db.execute("PRAGMA recursive_triggers=ON")  # a replaced row is deleted first
         db.executescript(schema + _SEAL)
+        if fence is not None:
+            fence.claim(self.file)
+        epoch = epoch_of(db) if fence is None else fence.epoch
+        fenced = (
+            f"SELECT RAISE(ABORT, '{_FENCED}') FROM pragma_application_id "
+            f"WHERE application_id <> {epoch};"
+        )
         db.create_function("row_hash", -1, row_hash, deterministic=True)
         db.create_function("total_with", 2, _total_with, deterministic=True)
         db.create_function("total_without", 2, _total_without, deterministic=True)
@@ -181,7 +223,7 @@ class SealedDatabase:
                 # Temporary: only a connection that has the functions can use them.
                 db.execute(
                     f"CREATE TEMP TRIGGER {event}_{table} AFTER {event} ON main.{table} BEGIN "
-                    f"UPDATE seal SET changes = changes + 1, total = {total}; END"
+                    f"{fenced} UPDATE seal SET changes = changes + 1, total = {total}; END"
                 )
 
     @contextlib.contextmanager
@@ -190,11 +232,13 @@ class SealedDatabase:
 
         A process that is killed loses none, and a later commit outside the block keeps them all.
         """
-        self.connection.execute("PRAGMA synchronous=NORMAL")
+        # Without a write-ahead log the database itself could be damaged.
+        if self._synchronous == "FULL":
+            self.connection.execute("PRAGMA synchronous=NORMAL")
         try:
             yield
         finally:
-            self.connection.execute("PRAGMA synchronous=FULL")
+            self.connection.execute(f"PRAGMA synchronous={self._synchronous}")
 
     def close(self) -> None:
         """Close the connection."""
@@ -211,6 +255,10 @@ class SealedDatabase:
         Raises:
             OSError: the file cannot be written.
         """
+        with contextlib.suppress(TakenOver), held(self._fence):  # a later server writes its own
+            self._write_head()
+
+    def _write_head(self) -> None:
         seal = self.seal()
         newest = None
         with contextlib.suppress(DamagedError):

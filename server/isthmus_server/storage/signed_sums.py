@@ -23,6 +23,7 @@ from isthmus.errors import DamagedError
 from isthmus.system.chained_log import append_line
 from isthmus_privacy.purpose import BufferedPurpose, TrainingPurpose
 from isthmus_server.storage.checkpoints import replacing
+from isthmus_server.storage.fence import Fence, held
 
 if TYPE_CHECKING:
     from isthmus_privacy.secagg.config import RoundConfig
@@ -56,8 +57,12 @@ class SignedSum:
 class SignedSums:
     """Appends to the file of one run; without a directory nothing is kept."""
 
-    def __init__(self, directory: Path | None = None) -> None:
-        """`directory`: of the run; the file is created with the first sum."""
+    def __init__(self, directory: Path | None = None, fence: Fence | None = None) -> None:
+        """Write to the file of the run in a directory, which is created with the first sum.
+
+        `fence` is that of the server that writes it.
+        """
+        self._fence = fence
         self._path = None if directory is None else directory / FILE
         self._purposes: dict[bytes, bytes] = {}
         self._writing = threading.Lock()
@@ -82,12 +87,13 @@ class SignedSums:
 
         Raises:
             OSError: it cannot be stored.
+            TakenOver: another server has taken over, and asks devices for a sum of its own.
         """
         if self._path is None:
             return
         signed = dataclasses.replace(signed, purpose=self._purposes.get(purpose, b""))
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        with self._writing:
+        with self._writing, held(self._fence):
             file = os.open(self._path, flags, 0o600)
             try:
                 _remove_torn_line(file)

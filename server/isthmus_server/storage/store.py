@@ -45,6 +45,7 @@ from isthmus_server.storage.events import (
     RunBranched,
     logged_event_from_json,
 )
+from isthmus_server.storage.fence import Fence
 from isthmus_server.storage.range_log import RangeLog
 from isthmus_server.storage.records import (
     CommittedState,
@@ -89,39 +90,56 @@ class Store:
 
     Guarantees:
       * after a crash at any instant the last committed round is complete, with its files;
-      * an attempt that was planned and not committed has no effect but its entry in the log.
+      * an attempt that was planned and not committed has no effect but its entry in the log;
+      * of servers that took over from each other, only the last one commits.
     """
 
-    def __init__(self, directory: Path, description: RunDescription, log: SealedDatabase) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        description: RunDescription,
+        log: SealedDatabase,
+        fence: Fence | None = None,
+    ) -> None:
         """Use `create`, `open`, `open_to_write` or `open_to_continue`."""
+        self.fence = fence
+        """Keeps earlier servers out; None for commands that are no server."""
         self.directory = directory
         self.description = description
         self.job = description.job
         self.base = description.base
         self.run_id = description.run_id
-        self.checkpoints = Checkpoints(directory / "checkpoints")
+        self.checkpoints = Checkpoints(directory / "checkpoints", fence)
         self.log = log
         self._db = log.connection
         self.unmaskings = UnmaskingLog(self.log)
         self.ranges = RangeLog(self.log)
-        self.signed_sums = SignedSums(directory)
+        self.signed_sums = SignedSums(directory, fence)
         self._unstored_events: deque[str] = deque(maxlen=_MAX_UNSTORED)
 
     @classmethod
-    def create(cls, directory: Path, job: Job, base: Path, run_id: str | None = None) -> Store:
+    def create(
+        cls,
+        directory: Path,
+        job: Job,
+        base: Path,
+        run_id: str | None = None,
+        fence: Fence | None = None,
+    ) -> Store:
         """Create a run in a directory that does not have one yet; by default with a new id.
 
         Raises:
             UserError: the directory has a run already, or cannot be written.
+            TakenOver: another server has taken over from that of the `fence`.
         """
         directory = directory.absolute()
         for path in (directory, base):
             refuse_unprintable(path)
         description = RunDescription(run_id or new_run_id(job), base, job)
         with errors_named(directory):
-            begin_log(directory, description)
-            log = SealedDatabase(directory / "run.sqlite", SCHEMA)
-        return cls(directory, description, log)
+            begin_log(directory, description, fence)
+            log = SealedDatabase(directory / "run.sqlite", SCHEMA, fence=fence)
+        return cls(directory, description, log, fence)
 
     @classmethod
     def open(cls, directory: Path, *, check: bool = False) -> Store:
@@ -198,19 +216,30 @@ class Store:
         return any(section is not None for section in sections)
 
     @classmethod
-    def open_to_write(cls, directory: Path) -> Store:
+    def open_to_write(cls, directory: Path, fence: Fence | None = None) -> Store:
         """Check an existing run, and open it for writing, to end it or to mark it.
+
+        With the `fence` of a server, earlier ones write to it no more from now on.
 
         Raises:
             UserError: there is no run, it is damaged, or its log cannot be used.
+            TakenOver: another server has taken over.
         """
         # Reading first: a connection that writes removes what SQLite ignores in a damaged log.
         with contextlib.closing(cls.open(directory, check=True)) as checked:
             description = checked.description
+            seal = checked.log.seal()
         with errors_named(directory):
-            log = SealedDatabase(directory / "run.sqlite", SCHEMA)
-            log.catch_up_head()
-            return cls(directory, description, log)
+            log = SealedDatabase(directory / "run.sqlite", SCHEMA, fence=fence)
+            store = cls(directory, description, log, fence)
+            try:
+                if fence is not None and log.seal() != seal:
+                    store.check()  # an earlier server has written to it until now
+                log.catch_up_head()
+            except BaseException:
+                store.close()
+                raise
+            return store
 
     def check(self) -> None:
         """Check what the run continues from, except the checkpoints, which are checked when read.
@@ -237,8 +266,9 @@ class Store:
 
         Raises:
             UserError: another process holds the lock, or the log could not be used in the block.
+            TakenOver: another server has taken over.
         """
-        with alone_in(self.directory):
+        with alone_in(self.directory, self.fence):
             try:
                 yield
             except sqlite3.Error as error:
@@ -546,7 +576,7 @@ class Store:
     def write_final(self, payload: bytes | bytearray | memoryview) -> Path:
         """Write the final model into the run directory; returns its path."""
         path = self.directory / FINAL_MODEL
-        with replacing(path) as file:
+        with replacing(path, self.fence) as file:
             file.write(payload)
         return path
 

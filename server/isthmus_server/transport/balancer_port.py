@@ -13,6 +13,7 @@ import ipaddress
 import logging
 import re
 import socket
+import weakref
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import cast
@@ -89,7 +90,8 @@ class BalancerPort:
         self._trusted = trusted
         self._places = places
         self._arriving: set[_Forwarded] = set()
-        self._tunnels: set[Tunnel] = set()
+        self._tunnels: weakref.WeakSet[Tunnel] = weakref.WeakSet()
+        """Tunnels whose connections may be open."""
         self._servers: list[asyncio.Server] = []
         self._starting: set[asyncio.Task[None]] = set()
 
@@ -174,16 +176,13 @@ class BalancerPort:
         except OSError:  # there are too many open files
             outer.abort()
             return
-        tunnel: Tunnel
-
-        def ended(_: str) -> None:
-            self._tunnels.discard(tunnel)
-
-        tunnel = Tunnel(protocol, outer, ended, early=early, allowance=allowance)
+        tunnel = Tunnel(protocol, outer, early=early, allowance=allowance)
         self._tunnels.add(tunnel)
         task = asyncio.get_running_loop().create_task(tunnel.start(near))
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
+        # One that is cancelled before it begins would leave its socket open.
+        task.add_done_callback(lambda done: near.close() if done.cancelled() else None)
         far.setblocking(False)
         self._one.sort(far, protocols, network)
 

@@ -12,6 +12,7 @@ from isthmus.transport.blobs import Broadcast, Buffer, InFile
 from isthmus.transport.shared_memory import answer
 from isthmus.transport.stream import Stream
 from isthmus.wire import link_pb2
+from isthmus_server.mirror.mirrored_blobs import MirroredBlobs
 from isthmus_server.transport.limits import MAX_TRANSFERS_PER_PARTICIPANT
 from isthmus_server.transport.peer import Peer
 
@@ -37,6 +38,8 @@ class BlobStore:
             {} if shared is None else shared._broadcasts  # an empty store is false
         )
         self._own: dict[bytes, Broadcast] = {}
+        self.mirror: MirroredBlobs | None = None if shared is None else shared.mirror
+        """Where devices may fetch blobs besides, if anywhere."""
 
     def __len__(self) -> int:
         return len(self._broadcasts)
@@ -62,6 +65,8 @@ class BlobStore:
         offered.remove(broadcast)
         if not offered:
             del self._broadcasts[blob.sha256]
+        if self.mirror is not None:
+            self.mirror.withdraw(broadcast, is_last=not offered)
 
     def send(self, peer: Peer, stream: Stream, pull: link_pb2.Pull) -> None:
         """Start to send a blob; a transfer of the same blob is restarted at the new offset.

@@ -58,6 +58,11 @@ class Enrolments:
         """The authority's Ed25519 public key."""
         return self._authority.public
 
+    @property
+    def authority_pem(self) -> bytes | None:
+        """The certificate (PEM) that signs those of participants; None if they have none."""
+        return None
+
     def clients(self) -> set[str]:
         """Names of the devices that have joined; none where every participant is admitted."""
         return set()

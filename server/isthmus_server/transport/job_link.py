@@ -41,6 +41,9 @@ class LinkView(Link):
         """Begin to pass on what happens on `link`; `admits` says of a name who may be used."""
         super().__init__(link.lease_seconds, link.enrolments)
         self.peers = link.peers
+        self.aggregating = link.aggregating
+        self.aggregators = link.aggregators
+        self.check_ins = link.check_ins
         self._blobs = BlobStore(link._blobs)
         self._ids = link._ids
         self._instance = link._instance

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import hashlib
 import resource
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 import grpc
 import grpc.aio
@@ -25,6 +25,8 @@ MAX_MESSAGE_BYTES = 4 << 20
 """gRPC refuses a larger message before it is read: a chunk, or one protocol message."""
 MAX_STREAMS_PER_CERTIFICATE = 4
 """Open streams of one certificate: one in use, one that replaces it, and two by mistake."""
+SHA256_BYTES = 32
+"""Bytes of the name of a blob."""
 MAX_TRANSFERS_PER_PARTICIPANT = 4
 """Blobs that are sent to one participant at the same time."""
 HANDSHAKE_SECONDS = 10
@@ -63,11 +65,32 @@ REPLY_KINDS = {
     "agree": {"trained"},
     "export": {"exported"},
     "close": {"closed"},
+    "open_sum": {"added"},
+    "add_vector": {"added"},
+    "hand_over": {"summed"},
 }
 """Permitted replies to each kind of request, in addition to a failure."""
 
 PARTICIPANT_MESSAGES = {"ping", "pull", "chunk", "reply", "progress", "renew", "leave"}
 """Messages that a participant may send after its hello."""
+MESSAGES_OF = {
+    link_pb2.CLIENT: PARTICIPANT_MESSAGES,
+    link_pb2.DATACENTER: PARTICIPANT_MESSAGES,
+    link_pb2.AGGREGATOR: PARTICIPANT_MESSAGES | {"caller", "through", "hang_up", "passed"},
+}
+"""Messages that each role may send after its hello."""
+
+
+class StreamContext(Protocol):
+    """What a stream of a participant says of its caller: gRPC's context, or one like it."""
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        """The caller's certificate, under `x509_pem_cert`."""
+        ...
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
+        """End the stream with a status; always raises."""
+        ...
 
 
 def server_options(
@@ -136,12 +159,12 @@ def cannot_listen(address: str) -> UserError:
     )
 
 
-def certificate_of(context: grpc.aio.ServicerContext) -> bytes | None:
+def certificate_of(context: StreamContext) -> bytes | None:
     """Return the certificate (PEM) of a caller, if TLS requested one."""
     return next(iter(context.auth_context().get("x509_pem_cert", ())), None)
 
 
-def certificate_digest(context: grpc.aio.ServicerContext) -> bytes:
+def certificate_digest(context: StreamContext) -> bytes:
     """Return the SHA-256 of a caller's certificate; empty without TLS."""
     certificate = certificate_of(context)
     return b"" if certificate is None else hashlib.sha256(certificate).digest()
@@ -164,7 +187,7 @@ class Refusal(NamedTuple):
         return cls(str(error), grpc.StatusCode.ABORTED if again else DENIED)
 
 
-async def abort_stream(context: grpc.aio.ServicerContext, refusal: Refusal | None) -> None:
+async def abort_stream(context: StreamContext, refusal: Refusal | None) -> None:
     """End a stream with a reason, which may not be read; None: a newer stream replaces it."""
     reason, code = refusal or Refusal(
         "this process has opened another stream", grpc.StatusCode.ABORTED
@@ -186,7 +209,7 @@ def negotiate(first: link_pb2.Envelope | Piece | None) -> tuple[int, str]:
     texts = (hello.name, hello.instance)
     if not all(0 < len(text) <= 128 and text.isprintable() for text in texts):
         return 0, "a hello needs a name and an instance of 1 to 128 printable characters each"
-    if hello.role not in (link_pb2.CLIENT, link_pb2.DATACENTER):
+    if hello.role not in MESSAGES_OF:
         return 0, f"role={hello.role} is not one this server knows"
     version = min(hello.version_max, VERSION)
     if version < max(hello.version_min, OLDEST_VERSION):

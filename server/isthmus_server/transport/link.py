@@ -11,14 +11,17 @@ import contextlib
 import itertools
 import logging
 import socket
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import grpc
 import grpc.aio
 
 from isthmus.errors import AdmissionRefused, ParticipantLost, UpdateError, UserError
+from isthmus.identity import tls
 from isthmus.identity.tls import Subject, is_loopback, is_socket
 from isthmus.system.clocks import CLOCK_METADATA
 from isthmus.system.private_socket import private_socket
@@ -26,8 +29,12 @@ from isthmus.transport.blobs import Buffer, InFile, Piece, Write
 from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.shared_memory import Take, machine
 from isthmus.transport.stream import Stream
+from isthmus.transport.transfer_time import TransferTime
 from isthmus.wire import link_pb2
+from isthmus_server.mirror.mirrored_blobs import MirroredBlobs
+from isthmus_server.transport.aggregators import Aggregators, ConnectedAggregator, DeviceChannel
 from isthmus_server.transport.blob_store import BlobStore
+from isthmus_server.transport.check_ins import CheckIns, in_words
 from isthmus_server.transport.enrolment import Enrolments
 from isthmus_server.transport.limits import (
     DENIED,
@@ -36,9 +43,10 @@ from isthmus_server.transport.limits import (
     MAX_MESSAGE_BYTES,
     MAX_REQUEST_ID,
     MAX_STREAMS_PER_CERTIFICATE,
-    PARTICIPANT_MESSAGES,
+    MESSAGES_OF,
     REPLY_KINDS,
     RESERVED_FILES,
+    SHA256_BYTES,
     Refusal,
     Services,
     abort_stream,
@@ -48,7 +56,7 @@ from isthmus_server.transport.limits import (
     negotiate,
     server_options,
 )
-from isthmus_server.transport.peer import Fetched, ListenerGroup, Peer
+from isthmus_server.transport.peer import Fetched, ListenerGroup, Peer, Place
 from isthmus_server.transport.relay import Relay
 from isthmus_server.transport.turns import AllTurns
 
@@ -92,8 +100,15 @@ class Link(AllTurns):
         self.lease_seconds = lease_seconds
         self.enrolments = enrolments or Enrolments()
         self.peers: dict[str, Peer] = {}
+        """Participants, by name."""
+        self.aggregating: dict[str, Peer] = {}
+        """Aggregators, by name: they take part in nothing, so that no job knows of them."""
+        self.aggregators = Aggregators()
+        """Which of them are connected."""
         self.listeners = ListenerGroup()
         """Notified of participants that join, leave or report progress."""
+        self.check_ins = CheckIns()
+        """Who stays connected; by default everybody."""
         self._machine = machine() if shares else ""
         self.shares_memory = bool(self._machine)
         self._blobs = BlobStore(machine=self._machine)
@@ -104,6 +119,8 @@ class Link(AllTurns):
         self._private = contextlib.ExitStack()
         self._streams: Counter[bytes] = Counter()
         self._heartbeats = Heartbeats(lease_seconds, PING_GROUPS)
+        self._issued: WeakKeyDictionary[Peer, bytes] = WeakKeyDictionary()
+        """The certificate (PEM) that was last issued on the stream of a device at an aggregator."""
 
     async def start(
         self,
@@ -147,27 +164,32 @@ class Link(AllTurns):
             UserError: there can be no socket in the temporary folder.
         """
         address = self._private.enter_context(private_socket())
-        await self._listen(address, credentials, services)
+        # Twice as many: gRPC sees later than the relay that a connection is closed.
+        await self._listen(address, credentials, services, 2 * CONNECTIONS)
         path = address.removeprefix("unix:")
         self._passing = Relay(path, CONNECTIONS, RESERVED_FILES, more_files)
         return self._passing.take
 
     async def _listen(
-        self, address: str, credentials: grpc.ServerCredentials | None, services: Services
+        self,
+        address: str,
+        credentials: grpc.ServerCredentials | None,
+        services: Services,
+        connections: int = CONNECTIONS,
     ) -> int:
         handler = grpc.stream_stream_rpc_method_handler(self._connect)
         self._server, port = await listen(
             {"isthmus.link.v1.Link": {"Connect": handler}, **services},
             address,
             credentials,
-            server_options(CONNECTIONS, MAX_MESSAGE_BYTES, IDLE_SECONDS),
+            server_options(connections, MAX_MESSAGE_BYTES, IDLE_SECONDS),
             calls=CONNECTIONS,
         )
         return port
 
     async def stop(self) -> None:
         """Close every stream and stop listening."""
-        for peer in self.peers.values():
+        for peer in (*self.peers.values(), *self.aggregating.values()):
             if peer.lease is not None:
                 peer.lease.cancel()
             peer.fail_pending("the server is stopping")
@@ -191,6 +213,8 @@ class Link(AllTurns):
         Raises:
             ParticipantLost: it is not connected, or was lost before it replied.
         """
+        if self.mirror is not None and self._peer(name).role == link_pb2.CLIENT:
+            await self.mirror.add_addresses(request, self._blobs.get)
         peer = self._peer(name)
         reply: asyncio.Future[link_pb2.Reply] = asyncio.get_running_loop().create_future()
         peer.pending[request.id] = (request, reply)
@@ -206,6 +230,14 @@ class Link(AllTurns):
         finally:
             peer.pending.pop(request.id, None)
 
+    async def ask_aggregator(self, name: str, request: link_pb2.Request) -> link_pb2.Reply:
+        """Send a request to an aggregator, as `ask` does; jobs take no turns with these.
+
+        Raises:
+            ParticipantLost: it is not connected, or was lost before it replied.
+        """
+        return await Link.ask(self, name, request)
+
     async def fetch(
         self, name: str, blob: link_pb2.Blob, write: Write, take: Take | None = None
     ) -> None:
@@ -215,17 +247,30 @@ class Link(AllTurns):
 
         Raises:
             ParticipantLost: it was lost before the blob was complete.
+            TransferStalled: nothing of it came for `LONGEST_PAUSE` and a lease.
             UpdateError: it does not hold the blob, or the bytes do not match the SHA-256.
         """
         if blob.size:
-            await self._peer(name).fetch(blob, write, take, self._machine)
+            # It may be without a stream for a lease, and then has as long as others.
+            pause = TransferTime.LONGEST_PAUSE + self.lease_seconds
+            await self._peer(name).fetch(blob, write, take, self._machine, pause=pause)
 
     def acknowledge(self, name: str, request_id: str, accepted: bool, reason: str = "") -> None:
         """Notify a participant whether its reply was accepted, so that it can free the result."""
-        if (peer := self.peers.get(name)) is not None:
+        if (peer := self.peers.get(name) or self.aggregating.get(name)) is not None:
             peer.unacknowledged.discard(request_id)
             receipt = link_pb2.Receipt(id=request_id, accepted=accepted, reason=reason)
             peer.send_and_keep(link_pb2.Envelope(receipt=receipt))
+
+    @property
+    def mirror(self) -> MirroredBlobs | None:
+        """Where devices may fetch blobs besides the link, if anywhere."""
+        return self._blobs.mirror
+
+    @mirror.setter
+    def mirror(self, mirror: MirroredBlobs | None) -> None:
+        """Set before anything is published, and before jobs have views of this link."""
+        self._blobs.mirror = mirror
 
     @property
     def published_blobs(self) -> int:
@@ -246,13 +291,20 @@ class Link(AllTurns):
         self._blobs.retract(blob)
 
     def _peer(self, name: str) -> Peer:
-        if (peer := self.peers.get(name)) is None:
+        peer = self.peers.get(name) or self.aggregating.get(name)
+        if peer is None:
             raise ParticipantLost(f"{name} is not connected", reached=False)
         return peer
 
+    def _among(self, role: link_pb2.Role) -> dict[str, Peer]:
+        """The callers of a role, by name."""
+        return self.aggregating if role == link_pb2.AGGREGATOR else self.peers
+
     # -- the life of a stream ----------------------------------------------------------------------
 
-    async def _connect(self, _requests: object, context: grpc.aio.ServicerContext) -> None:
+    async def _connect(
+        self, _requests: object, context: grpc.aio.ServicerContext | DeviceChannel
+    ) -> None:
         caller = certificate_digest(context)
         if caller and self._streams[caller] >= MAX_STREAMS_PER_CERTIFICATE:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many open streams")
@@ -266,7 +318,9 @@ class Link(AllTurns):
             if not self._streams[caller]:
                 del self._streams[caller]
 
-    async def _serve(self, stream: Stream, context: grpc.aio.ServicerContext) -> None:
+    async def _serve(
+        self, stream: Stream, context: grpc.aio.ServicerContext | DeviceChannel
+    ) -> None:
         peer: Peer | None = None
         try:
             hello = await stream.receive(timeout=HELLO_SECONDS)
@@ -274,16 +328,22 @@ class Link(AllTurns):
             if refusal:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
             assert isinstance(hello, link_pb2.Envelope)
+            if hello.hello.role == link_pb2.AGGREGATOR:
+                self._check_aggregator(context)
             subject = await self.enrolments.admit(hello.hello, certificate_of(context))
+            if self._passing is not None:
+                self._passing.admitted(context.peer())
             peer = await self._take_stream(hello.hello, subject, stream, context)
             welcome = self._welcome(version, hello.hello, peer)
             async with asyncio.timeout(HELLO_SECONDS):
                 await stream.send(link_pb2.Envelope(welcome=welcome))
             del hello
-            async with self._heartbeats.of(stream):
+            async with self._supervised(stream, context):
+                if peer.role == link_pb2.AGGREGATOR:
+                    await self._serve_aggregator(peer, stream)
+                    return
                 if peer.is_new:
-                    peer.is_new = False
-                    self.listeners.joined(peer)
+                    self._take_in(peer)
                 else:
                     await peer.resume(stream)
                 while (message := await stream.receive()) is not None:
@@ -308,8 +368,88 @@ class Link(AllTurns):
                 if peer.refusal is None:
                     self._start_lease(peer)
 
+    def _supervised(
+        self, stream: Stream, context: grpc.aio.ServicerContext | DeviceChannel
+    ) -> contextlib.AbstractAsyncContextManager[None]:
+        """Keep a stream alive; those of devices at an aggregator are kept alive there."""
+        if isinstance(context, DeviceChannel):
+            return contextlib.nullcontext()
+        return self._heartbeats.of(stream)
+
+    def _check_aggregator(self, context: grpc.aio.ServicerContext | DeviceChannel) -> None:
+        """Refuse aggregators where nobody can be told apart, or behind another one.
+
+        Raises:
+            AdmissionRefused: it is one of these.
+        """
+        if not self.enrolments.certified or isinstance(context, DeviceChannel):
+            raise AdmissionRefused(
+                "an aggregator connects to a server on a network (isthmus server start), and "
+                "through no other aggregator"
+            )
+
+    async def _serve_aggregator(self, peer: Peer, stream: Stream) -> None:
+        """Serve an aggregator, and the devices that have a stream there."""
+        async with self.aggregators.serving(peer, stream) as aggregator:
+            peer.is_new = False
+            await peer.resume(stream)
+            while (message := await stream.receive()) is not None:
+                kind = None if isinstance(message, Piece) else message.WhichOneof("body")
+                if kind == "caller":
+                    assert isinstance(message, link_pb2.Envelope)
+                    await self._open_channel(aggregator, message.caller)
+                elif kind in ("through", "hang_up", "passed"):
+                    assert isinstance(message, link_pb2.Envelope)
+                    await aggregator.take(message)
+                else:
+                    await self._handle(peer, stream, message)
+
+    async def _open_channel(self, aggregator: ConnectedAggregator, caller: link_pb2.Caller) -> None:
+        """Serve a device at an aggregator, or refuse it and no other.
+
+        Raises:
+            UpdateError: the channel is open already.
+        """
+        if aggregator.is_full:
+            full = "this aggregator has too many devices"
+            await aggregator.refuse(caller.channel, grpc.StatusCode.RESOURCE_EXHAUSTED, full)
+            return
+        try:
+            channel = aggregator.open(caller, self.enrolments.authority_pem)
+        except AdmissionRefused as error:
+            await aggregator.refuse(caller.channel, DENIED, str(error))
+            return
+        aggregator.serve(channel, self._connect(None, channel))
+
+    def _take_in(self, peer: Peer) -> None:
+        """Give a new participant a place, or have it come back later."""
+        is_kept = True
+        for who, seconds in self.check_ins.called_back(peer, self.enrolments.population()):
+            self._call_back(who, seconds)
+            is_kept = is_kept and who is not peer
+        if is_kept:
+            self._announce(peer)
+            return
+        # Not announced, so that nobody asks it for anything. One that does not go is needed no less
+        # than others.
+        asyncio.get_running_loop().call_later(self.lease_seconds, self._announce, peer)
+
+    def _call_back(self, peer: Peer, seconds: float) -> None:
+        if peer.stream is None:
+            return
+        peer.checks_in_at = time.time() + seconds
+        check_in = link_pb2.Envelope(check_in=link_pb2.CheckIn(seconds=seconds))
+        peer.stream.spawn(peer.stream.send_quietly(check_in))
+
+    def _announce(self, peer: Peer) -> None:
+        if peer.is_new and self.peers.get(peer.name) is peer:
+            peer.is_new = False
+            self.check_ins.joined(peer)
+            self.listeners.joined(peer)
+
     def _welcome(self, version: int, hello: link_pb2.Hello, peer: Peer) -> link_pb2.Welcome:
         not_after = None if peer.subject is None else peer.subject.not_after
+        schedule = self.check_ins.schedule(self.enrolments.population())
         return link_pb2.Welcome(
             version=version,
             lease_seconds=self.lease_seconds,
@@ -318,6 +458,7 @@ class Link(AllTurns):
             instance=self._instance,
             is_new=peer.is_new,
             clock=self.enrolments.now(),
+            spread_seconds=0.0 if schedule is None else schedule.spread,
         )
 
     async def _take_stream(
@@ -325,10 +466,11 @@ class Link(AllTurns):
         hello: link_pb2.Hello,
         subject: Subject | None,
         stream: Stream,
-        context: grpc.aio.ServicerContext,
+        context: grpc.aio.ServicerContext | DeviceChannel,
     ) -> Peer:
         """Make a stream the participant's current one, in place of an older stream or process."""
-        peer = self.peers.get(hello.name)
+        among = self._among(hello.role)
+        peer = among.get(hello.name)
         if peer is not None and peer.instance != hello.instance:
             if peer.stream is not None:
                 # The old process may have died without closing its stream: retry after a lease.
@@ -344,9 +486,16 @@ class Link(AllTurns):
             if peer.lease is not None:
                 peer.lease.cancel()
         else:
-            peer = self.peers[hello.name] = Peer(hello, subject)
+            peer = among[hello.name] = Peer(hello, subject)
         peer.subject = subject
         peer.stream = stream
+        peer.place = None
+        peer.present_certificate = None
+        self._issued.pop(peer, None)
+        if isinstance(context, DeviceChannel):
+            peer.present_certificate = certificate_of(context)
+            peer.place = Place(context.aggregator.peer, context.number)
+            context.participant = peer
         peer.transfers = {}
         peer.serving = asyncio.current_task()
         return peer
@@ -362,7 +511,7 @@ class Link(AllTurns):
 
     def disconnect(self, name: str, reason: str, status: grpc.StatusCode = DENIED) -> None:
         """Remove a participant and end its stream with a status; the reason is sent to it."""
-        if (peer := self.peers.get(name)) is None:
+        if (peer := self.peers.get(name) or self.aggregating.get(name)) is None:
             return
         peer.refusal = Refusal(reason, status)
         self._remove(peer, reason)
@@ -373,9 +522,13 @@ class Link(AllTurns):
         """Remove a participant, fail its requests, and notify the listeners."""
         if peer.lease is not None:
             peer.lease.cancel()
-        if self.peers.get(peer.name) is peer:
-            del self.peers[peer.name]
+        among = self._among(peer.role)
+        if among.get(peer.name) is peer:
+            del among[peer.name]
         peer.fail_pending(reason)
+        if peer.role == link_pb2.AGGREGATOR:
+            return
+        self.check_ins.left(peer, reason)
         self.listeners.left(peer, reason)
 
     # -- messages ----------------------------------------------------------------------------------
@@ -386,13 +539,15 @@ class Link(AllTurns):
             await peer.add_chunk(message, size)
             return
         kind = message.WhichOneof("body")
-        if kind is not None and kind not in PARTICIPANT_MESSAGES:
+        if kind is not None and kind not in MESSAGES_OF[peer.role]:
             raise AdmissionRefused(
                 f"a {link_pb2.Role.Name(peer.role).lower()} may not send {kind!r}"
             )
         if kind == "chunk":
             await peer.add_chunk(message.chunk, size)
         elif kind == "pull":
+            if len(message.pull.sha256) != SHA256_BYTES:
+                raise UpdateError("it asked for a blob by something else than a SHA-256")
             peer.messages_received.add(message.pull.sha256, size)
             self._blobs.send(peer, stream, message.pull)
         elif kind == "reply":
@@ -407,11 +562,37 @@ class Link(AllTurns):
                     peer.fetched = (message.progress.id, Fetched.of(message.progress.fetched))
                 self.listeners.progressed(peer.name, message.progress)
         elif kind == "renew":
-            request = message.renew.signing_request
-            renewed, peer.subject = await self.enrolments.renewed(peer.subject, request)
-            await stream.send(link_pb2.Envelope(renewed=renewed))
+            await stream.send(link_pb2.Envelope(renewed=await self._renewed(peer, message.renew)))
         elif kind == "leave":
-            self.disconnect(peer.name, "lost: it has left", grpc.StatusCode.CANCELLED)
+            self.disconnect(peer.name, _gone(peer), grpc.StatusCode.CANCELLED)
+
+    async def _renewed(self, peer: Peer, asked: link_pb2.Renew) -> link_pb2.Renewed:
+        """Answer a request for a certificate; an aggregator cannot make one for a device."""
+        request = asked.signing_request
+        present = peer.present_certificate
+        if present is not None:
+            try:
+                self._check_proof(peer, present, request, asked.proof)
+            except AdmissionRefused as error:
+                return link_pb2.Renewed(reason=str(error))
+        renewed, peer.subject = await self.enrolments.renewed(peer.subject, request)
+        if present is not None and renewed.certificate:
+            self._issued[peer] = renewed.certificate
+        return renewed
+
+    def _check_proof(self, peer: Peer, present: bytes, request: bytes, proof: bytes) -> None:
+        """Check that a device's key signed a request: that of its stream, or the newest one.
+
+        A device keeps its key if it cannot store the certificate that was issued for the next one.
+
+        Raises:
+            AdmissionRefused: neither did.
+        """
+        if (newest := self._issued.get(peer)) is not None:
+            with contextlib.suppress(AdmissionRefused):
+                tls.check_proof(newest, request, proof)
+                return
+        tls.check_proof(present, request, proof)
 
     async def _handle_reply(self, peer: Peer, stream: Stream, reply: link_pb2.Reply) -> None:
         if reply.id in peer.unacknowledged:
@@ -440,3 +621,10 @@ class Link(AllTurns):
         receipt = link_pb2.Receipt(id=request_id, reason=_REQUEST_ENDED)
         peer.outbox.append(link_pb2.Envelope(receipt=receipt).SerializeToString())
         await stream.send_quietly(peer.outbox[-1])
+
+
+def _gone(peer: Peer) -> str:
+    """Why a participant has left."""
+    if peer.checks_in_at is None or peer.checks_in_at <= time.time():  # it has stayed
+        return "lost: it has left"
+    return f"not needed: {in_words(peer.checks_in_at)}"

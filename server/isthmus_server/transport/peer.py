@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
-from isthmus.errors import ParticipantLost, UpdateError
+from isthmus.errors import ParticipantLost, TransferStalled, UpdateError
 from isthmus.identity.tls import Subject
 from isthmus.printable import in_a_line
 from isthmus.transport.blobs import Assembly, Piece, Write
@@ -27,6 +28,8 @@ MAX_PAUSE = 200
 """Characters of why a participant does not download."""
 MAX_ABANDONED = 16
 """Blobs of one participant of which chunks may still be on their way after their transfer ended."""
+LOOKS = 6
+"""How often it is looked within a pause whether a transfer moves."""
 
 
 @dataclasses.dataclass
@@ -36,7 +39,7 @@ class Fetch:
     assembly: Assembly
     done: asyncio.Future[None]
     take: Take | None = None
-    """Takes the whole blob as a file instead; None if it is not to be offered as one."""
+    """Takes the whole blob as a file instead; None if the last pull did not ask for one."""
     writing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     """Locked while a chunk is being written."""
 
@@ -63,15 +66,21 @@ class Fetch:
         """Take the blob from a file of the participant; False if it cannot be opened.
 
         Raises:
-            UpdateError: no file was wanted.
+            UpdateError: no file was asked for, so that the transfer has failed.
         """
-        if self.take is None:
-            raise UpdateError("it offered a file that was not asked for")
+        take = self.take
+        if take is None:
+            # It names a process and a descriptor here: one that shares no memory with the server
+            # would have it read any file that is open on this machine.
+            error = UpdateError("it offered a file that was not asked for")
+            self.done.set_exception(error)
+            raise error
+        self.take = None
         try:
             blob = opened(file, self.assembly.blob.size)
         except OSError:
             return False
-        await to_the_end(self._take(self.take, blob))
+        await to_the_end(self._take(take, blob))
         return True
 
     async def _take(self, take: Take, blob: BinaryIO) -> None:
@@ -144,6 +153,15 @@ class MovedBytes:
         return sum(self._of.pop(key, 0) for key in keys)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """Where a device has its stream, if that is not at the server itself."""
+
+    aggregator: Peer
+    channel: int
+    """Number of the stream there."""
+
+
 class Peer:
     """One process of a participant, across its streams."""
 
@@ -157,10 +175,17 @@ class Peer:
         self.stream: Stream | None = None
         self.serving: asyncio.Task[None] | None = None
         """The task that serves the stream."""
+        self.place: Place | None = None
+        """Where its stream is, if that is at an aggregator."""
+        self.present_certificate: bytes | None = None
+        """Certificate (PEM) whose key signs requests for another one; None at the server itself,
+        where TLS has shown that it holds the key."""
         self.lease: asyncio.TimerHandle | None = None
         """Expires the participant, while it has no stream."""
         self.is_new = True
         """Whether listeners have not been notified of it yet."""
+        self.checks_in_at: float | None = None
+        """When it was asked to come back, in Unix seconds; None if it was not asked to go."""
         self.refusal: Refusal | None = None
         """Why its stream is being ended; None while it is admitted."""
         self.pending: dict[str, tuple[link_pb2.Request, asyncio.Future[link_pb2.Reply]]] = {}
@@ -214,6 +239,7 @@ class Peer:
             await stream.send(self._counted(request.id.encode(), request=request))
         for sha256, fetch in list(self.fetches.items()):
             await fetch.idle()
+            fetch.take = None
             pull = link_pb2.Pull(sha256=sha256, offset=fetch.assembly.offset)
             await stream.send(self._counted(sha256, pull=pull))
 
@@ -230,23 +256,83 @@ class Peer:
             await self.stream.send_quietly(self._counted(request.id.encode(), request=request))
 
     async def fetch(
-        self, blob: link_pb2.Blob, write: Write, take: Take | None, machine: str
+        self,
+        blob: link_pb2.Blob,
+        write: Write,
+        take: Take | None,
+        machine: str,
+        *,
+        pause: float = TransferTime.LONGEST_PAUSE,
     ) -> None:
-        """Pull a blob, see `Link.fetch`; `machine` is the server's, if it shares memory."""
+        """Pull a blob, see `Link.fetch`.
+
+        Args:
+            blob: what is pulled.
+            write: receives its pieces.
+            take: receives it as a whole instead, if the pull names a machine.
+            machine: the server's; empty if it shares no memory. Only a pull that names it may be
+                answered with a file.
+            pause: seconds after which a blob of which nothing comes is given up.
+        """
+        if not machine:
+            take = None
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.abandoned.pop(blob.sha256, None)
         self.transfer_time.begin(time.monotonic())
         fetch = self.fetches[blob.sha256] = Fetch(Assembly(blob, write), done, take)
         try:
             if self.stream is not None:
-                pull = link_pb2.Pull(sha256=blob.sha256, machine=machine if take else "")
-                await self.stream.send_quietly(self._counted(blob.sha256, pull=pull))
-            await done
+                pull = link_pb2.Pull(sha256=blob.sha256, machine=machine if fetch.take else "")
+                # Not awaited: one that does not read would keep it for ever.
+                message = self._counted(blob.sha256, pull=pull)
+                self.stream.spawn(self.stream.send_quietly(message))
+            with self._given_up_if_still(fetch, pause):
+                await done
         finally:
             self.fetches.pop(blob.sha256, None)
             if not fetch.assembly.complete:
                 self._abandon(fetch.assembly)
             await to_the_end(fetch.idle())
+
+    @contextlib.contextmanager
+    def _given_up_if_still(self, fetch: Fetch, pause: float) -> Iterator[None]:
+        """Fail a transfer in the block when nothing has come of this participant for a pause.
+
+        Looks are counted and not seconds, so that one of them passes while this process is stopped.
+        """
+        loop = asyncio.get_running_loop()
+        still = 0
+        before = self._arrived
+
+        def look() -> None:
+            nonlocal still, before, handle
+            if fetch.done.done():
+                return
+            now = self._arrived
+            # What is being written has come. Without a stream it goes on: otherwise one that comes
+            # and goes would never end.
+            is_written = any(each.writing.locked() for each in self.fetches.values())
+            still = 0 if is_written or now != before else still + 1
+            before = now
+            if still >= LOOKS:
+                why = f"nothing of its result came for {pause:g} s"
+                fetch.done.set_exception(TransferStalled(why))
+                return
+            handle = loop.call_later(pause / LOOKS, look)
+
+        handle = loop.call_later(pause / LOOKS, look)
+        try:
+            yield
+        finally:
+            handle.cancel()
+
+    @property
+    def _arrived(self) -> int:
+        """A number that changes with each new byte of any blob that is being received from it.
+
+        Of any: a slow link has them one after the other.
+        """
+        return sum(each.assembly.offset for each in self.fetches.values())
 
     def _abandon(self, assembly: Assembly) -> None:
         """Expect the rest of a blob that is not wanted any more, until its sender knows that."""

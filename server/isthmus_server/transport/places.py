@@ -2,14 +2,16 @@
 
 Where the number is all that is bounded, one address can take every place and keep everybody else
 out. Here a connection from an address with few of them always finds one, at the expense of an
-address with many.
+address with many. Who rents one IPv6 address often has 65,536 networks of 64 bits, so that those of
+48 bits are compared first.
 """
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Protocol, TypeVar
 
 
@@ -42,15 +44,37 @@ def least_needed(newcomer: str, placed: Collection[P]) -> P | None:
         newcomer: the address, see `network_of`.
         placed: the connections that have all places.
     """
-    counts = Counter(each.network for each in placed)
-    own = counts.pop(newcomer, 0) + 1
-    most = max(counts.values(), default=0)
+    site = _site(newcomer)
+    places = Counter(_site(each.network) for each in placed)
+    own = places.pop(site, 0) + 1
+    most = max(places.values(), default=0)
     if most >= own:
-        leaving = [each for each in placed if counts[each.network] == most]
-    else:
-        # Many devices behind one address must not close each other's connections in use.
-        leaving = [each for each in placed if each.network == newcomer and each.is_idle]
-    return max(leaving, key=lambda each: each.dispensable, default=None)
+        largest = [each for each in placed if places[_site(each.network)] == most]
+        return _of_most(largest, Counter(each.network for each in largest))
+    here = [each for each in placed if _site(each.network) == site]
+    others = Counter(each.network for each in here)
+    own = others.pop(newcomer, 0) + 1
+    if max(others.values(), default=0) >= own:
+        return _of_most(here, others)
+    # Many devices behind one address must not close each other's connections in use.
+    idle = [each for each in here if each.network == newcomer and each.is_idle]
+    return max(idle, key=lambda each: each.dispensable, default=None)
+
+
+def _of_most(placed: Collection[P], places: Mapping[str, int]) -> P:
+    """The least needed connection of the addresses with most `places`."""
+    most = max(places.values())
+    leaving = [each for each in placed if places.get(each.network) == most]
+    return max(leaving, key=lambda each: each.dispensable)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _site(network: str) -> str:
+    """What one renter mostly has: a network of 48 bits for one of 64 bits, else the address."""
+    if not network.endswith("/64"):
+        return network
+    kind, _, address = network.rpartition(" ")
+    return f"{kind} {ipaddress.IPv6Network(address).supernet(new_prefix=48)}"
 
 
 def network_of(host: str) -> str:

@@ -11,6 +11,8 @@ import contextlib
 import resource
 import socket
 
+from isthmus_server.transport.places import least_needed
+
 _PART = 256 << 10
 """Most bytes that are read at a time."""
 _PARTS = 4
@@ -19,6 +21,10 @@ _STALLED_SECONDS = 60.0
 """A connection whose receiver has taken nothing for this time is closed."""
 _LAST_SECONDS = 0.2
 """Time for the last messages of a gRPC server that has ended."""
+_IDLE_SECONDS = 1.0
+"""A connection of an unknown caller whose turn it was for this time is idle."""
+_SILENT_SECONDS = 4.0
+"""One of an unknown caller on which nobody has sent anything for this time is idle in any case."""
 _FILES = 3
 """Open files of a connection: its caller's end, and both ends of the one to gRPC."""
 
@@ -29,6 +35,10 @@ class Relay:
     Guarantees:
       * at most `places` connections are open, and fewer if the process may not open three files for
         each, besides `reserved` others;
+      * those of callers that are not known yet are shared out among their addresses
+        (`isthmus_server.transport.places`): a new one is refused only if its own address has most
+        of them and none that is idle, or if all places have participants;
+      * no connection of a participant is closed for a caller;
       * of each direction of a connection at most one part waits in this process, and nothing is
         read for a receiver that does not take what it has been sent;
       * one whose receiver has stalled for a minute is closed.
@@ -41,6 +51,8 @@ class Relay:
         self._target = target
         self._loop = asyncio.get_running_loop()
         self._connections: set[_Connection] = set()
+        self._unknown: dict[str, _Connection] = {}
+        """Connections of callers that are not known, by the names that gRPC has for them."""
         self._emptied: asyncio.Event | None = None
         """Set when no connection is open any more, while this ends."""
         self._buffer = memoryview(bytearray(_PART))
@@ -51,10 +63,16 @@ class Relay:
         return len(self._connections)
 
     def take(self, caller: socket.socket, network: str) -> None:
-        """Pass on a connection that a port has accepted; it is closed if there is no place."""
+        """Pass on a connection that a port has accepted; it is closed if there is no place.
+
+        `network` is its caller's address, see `isthmus_server.transport.places.network_of`.
+        """
         if len(self._connections) >= self.places:
-            caller.close()
-            return
+            leaving = least_needed(network, self._unknown.values())
+            if leaving is None:
+                caller.close()
+                return
+            leaving.close()
         try:
             inner = socket.socket(socket.AF_UNIX)
         except OSError:  # there are too many open files
@@ -62,6 +80,8 @@ class Relay:
             return
         try:
             inner.setblocking(False)
+            inner.bind("")  # the kernel chooses a name, by which gRPC knows its caller
+            peer = f"unix-abstract:{inner.getsockname()[1:].decode()}"
             inner.connect(self._target)
             if caller.family != socket.AF_UNIX:  # of a balancer's connection, within this process
                 caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -69,13 +89,19 @@ class Relay:
             inner.close()
             caller.close()
             return
-        connection = _Connection(self, self._loop, self._buffer, caller, inner)
+        connection = _Connection(self, self._loop, self._buffer, caller, inner, network, peer)
         self._connections.add(connection)
+        self._unknown[peer] = connection
         connection.start()
+
+    def admitted(self, peer: str) -> None:
+        """The caller that gRPC knows by this name is a participant."""
+        self._unknown.pop(peer, None)
 
     def forget(self, connection: _Connection) -> None:
         """A connection is closed."""
         self._connections.discard(connection)
+        self._unknown.pop(connection.peer, None)
         if self._emptied is not None and not self._connections:
             self._emptied.set()
 
@@ -93,7 +119,19 @@ class Relay:
 class _Connection:
     """Both directions of a connection."""
 
-    __slots__ = ("_buffer", "_caller", "_inner", "_is_open", "_loop", "_relay", "_waiting")
+    __slots__ = (
+        "_buffer",
+        "_caller",
+        "_has_turn",
+        "_inner",
+        "_is_open",
+        "_loop",
+        "_moved",
+        "_relay",
+        "_waiting",
+        "network",
+        "peer",
+    )
 
     def __init__(
         self,
@@ -102,7 +140,14 @@ class _Connection:
         buffer: memoryview,
         caller: socket.socket,
         inner: socket.socket,
+        network: str,
+        peer: str,
     ) -> None:
+        """`network` is the caller's address, `peer` gRPC's name for it."""
+        self.network = network
+        self.peer = peer
+        self._moved = loop.time()
+        self._has_turn = True
         self._relay = relay
         self._loop = loop
         self._buffer = buffer
@@ -111,6 +156,17 @@ class _Connection:
         self._is_open = True
         self._waiting: dict[socket.socket, tuple[bytes, asyncio.TimerHandle]] = {}
         """What a receiver has not taken yet, and what closes the connection if it takes none."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing happens on the connection."""
+        silent = self._loop.time() - self._moved
+        return silent > (_IDLE_SECONDS if self._has_turn else _SILENT_SECONDS)
+
+    @property
+    def dispensable(self) -> tuple[bool, float]:
+        """How little the connection is needed: the less, the larger the value."""
+        return self._has_turn, self._loop.time() - self._moved
 
     def start(self) -> None:
         """Pass on what comes, in both directions."""
@@ -133,6 +189,8 @@ class _Connection:
         self._relay.forget(self)
 
     def _move(self, source: socket.socket, target: socket.socket) -> None:
+        self._moved = self._loop.time()
+        self._has_turn = source is self._inner
         for _ in range(_PARTS):
             try:
                 count = source.recv_into(self._buffer)

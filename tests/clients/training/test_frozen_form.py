@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tests.clients.training.conftest import train
 from torch import nn
@@ -235,6 +235,29 @@ def test_other_models_of_transformers_are_right_or_refused(opening, tmp_path, ki
     expected = movement(run, start, models[1], in_order(run))
     assert expected.abs().max() > 1e-3
     assert distance(update, expected) < 1e-6
+
+
+DORA = {**LORA, "target_modules": ["q_proj", "down_proj"], "use_dora": True}
+
+
+@pytest.mark.parametrize("choice", ["bfloat16", "int8"])
+def test_adapters_with_lengths_read_the_values_of_the_weights_under_them(opening, tmp_path, choice):
+    """PEFT computes them, of DoRA, from the weight itself, and not by calling its layer."""
+    opening()
+    torch.manual_seed(7)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    get_peft_model(base, LoraConfig(**DORA)).save_pretrained(tmp_path / "adapter")
+    folders = ("model.start='adapter'", "model.base='base'", "model.fresh=[]")
+    task = TASK.replace(f"{LORA!r}", f"{DORA!r}")
+    work, start = opening(*folders, f"federated.frozen_dtype='{choice}'", task=task)
+    run = opened(work)
+    update, _, _ = train(run, start=start.clone())
+    dtype = torch.float32 if choice == "int8" else torch.bfloat16
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype)
+    reference = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+    expected = movement(run, start, reference, in_order(run))
+    assert expected.abs().max() > 1e-3
+    assert distance(update, expected) < (0.05 if choice == "int8" else 1e-6)
 
 
 def test_the_loss_in_float32_is_that_of_the_whole_model(opening, tmp_path, caplog):

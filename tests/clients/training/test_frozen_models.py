@@ -89,7 +89,7 @@ class Model(nn.Module):
 def served(tmp_path):
     """What a server sends to open a run of a model, which has other values than those of a seed."""
 
-    def served(classes, *overrides, dtype=torch.float32):
+    def served(classes, *overrides, dtype=torch.float32, spoiling=None):
         (tmp_path / "task.py").write_text(TASK.format(classes=classes))
         (tmp_path / "job.toml").write_text(JOB)
         plain = load_task("task.py:Learn", {}, base=tmp_path).model()
@@ -101,6 +101,8 @@ def served(tmp_path):
                 state[name] = drawn.mul(0.3).to(dtype)
             elif name in plain.state_dict():
                 state[name] = each
+        if spoiling is not None:
+            state["base.up.weight"][2, 3] = spoiling
         save_file(state, tmp_path / "base.safetensors")
         job = load_job(tmp_path / "job.toml", overrides)
         task = load_task(job.task.source, job.task.settings, base=tmp_path)
@@ -434,7 +436,7 @@ def test_steps_over_int8_are_those_of_plain_operations(served, kind):
     assert expected.abs().max() > 1e-3
     assert (update - expected).norm() <= 1e-5 * expected.norm()
     for path in layers:
-        assert run.model.get_submodule(path).weight.dtype == torch.int8, path
+        assert run.model.get_submodule(path).held.dtype == torch.int8, path
 
 
 def test_the_gradient_through_int8_keeps_no_floats_of_the_weight():
@@ -454,7 +456,7 @@ def test_the_gradient_through_int8_is_right(dtype):
     hold_in_int8(layer, *quantised(torch.cat([layer.weight.detach()[:2], torch.zeros(1, 5)])))
     layer = layer.to(dtype)
     rows = torch.randn(4, 5, dtype=dtype, requires_grad=True)
-    full = (layer.weight.to(dtype) * layer.weight_scale[:, None], layer.bias)
+    full = (layer.held.to(dtype) * layer.weight_scale[:, None], layer.bias)
     torch.testing.assert_close(layer(rows), torch.nn.functional.linear(rows, *full))
     if dtype == torch.float64:
         assert torch.autograd.gradcheck(layer, rows)
@@ -464,6 +466,75 @@ def test_the_gradient_through_int8_is_right(dtype):
     torch.testing.assert_close(batched, expected)
     with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 as it is
         assert layer(rows).dtype == (torch.bfloat16 if dtype == torch.float32 else dtype)
+
+
+BY_DATA = BODY.replace(
+    "self.up(hidden)",
+    "nn.functional.linear(hidden, self.up.weight.data, self.up.bias)",
+)
+CASTING = BODY.replace("self.up(hidden)", "self.up(hidden.to(self.up.weight.dtype))")
+
+
+@pytest.mark.parametrize("code", [BY_FUNCTION, BY_DATA, CASTING, ATTENTION])
+def test_code_that_reads_a_weight_in_int8_gets_the_values_that_it_stands_for(served, code):
+    """And not the whole numbers, which PyTorch would multiply without an error."""
+    work, model = served(code, "federated.frozen_dtype='int8'")
+    run = opened(work)
+    start = run.layout.gather(model)
+    run.evaluate(1, run.layout.encode(start.clone()))  # in which attention has a path of its own
+    update, _, _ = train(run, start=start.clone())
+    assert run.difference.full == pytest.approx(full_loss(run, model), rel=1e-6)
+    assert 0 < run.difference.share < 0.01
+    expected = plain_steps(run, model, in_order(run))
+    assert (update - expected).norm() < 0.05 * expected.norm()
+
+
+def test_products_in_float16_stay_in_its_range():
+    """Sums of numbers up to 127 would be infinite, where those of the values are not."""
+    layer = torch.nn.Linear(4096, 2, bias=False).requires_grad_(False)
+    layer.weight.fill_(0.01)
+    hold_in_int8(layer, *quantised(layer.weight.detach()))
+    assert float(layer(torch.ones(1, 4096).half())[0, 0]) == pytest.approx(40.96, rel=1e-2)
+    rows = torch.ones(1, 4096, requires_grad=True)
+    with torch.autocast("cpu", torch.float16):
+        found = layer(rows)
+    assert float(found.detach()[0, 0]) == pytest.approx(40.96, rel=1e-2)
+    found.float().sum().backward()
+    assert float(rows.grad[0, 0]) == pytest.approx(0.02, rel=1e-2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_have_no_number(served, value):
+    work, _ = served(BODY, "federated.frozen_dtype='int8'", spoiling=value)
+    with pytest.raises(
+        JobError, match=r"'base\.up\.weight' cannot be in int8, as a value is not f"
+    ):
+        opened(work)
+
+
+@pytest.mark.parametrize("choice", ["bfloat16", "int8"])
+def test_values_that_are_not_finite_are_not_the_types_fault(served, choice):
+    work, model = served(BODY, f"federated.frozen_dtype='{choice}'")
+    model.head.bias.data.fill_(float("nan"))
+    run = opened(work)
+    said = "is nan with the frozen parameters as they are in the files of model.start; check these"
+    with pytest.raises(TaskError, match=said):
+        train(run, start=run.layout.gather(model))
+
+
+def test_values_above_the_range_of_bfloat16_are_refused(served):
+    work, _ = served(BODY, spoiling=3.4e38)
+    with pytest.raises(JobError, match=r"values that are too large for .* remove frozen_dtype"):
+        opened(work)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-44])
+def test_rows_of_almost_nothing_are_right_in_int8(value):
+    rows = torch.randn(3, 8)
+    rows[1] = value
+    whole, scale = quantised(rows)
+    assert (whole * scale[:, None] - rows).abs().amax() <= 0.51 * scale.amax()
+    assert (whole[1] * scale[1] - value).abs().amax() < 1e-43
 
 
 def test_the_memory_of_a_model_is_that_of_the_types_that_it_can_have(served):

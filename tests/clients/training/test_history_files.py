@@ -1,5 +1,6 @@
 """The history of a device is never begun anew without its owner."""
 
+import json
 import re
 import shutil
 
@@ -10,6 +11,7 @@ from isthmus.errors import UserError
 from isthmus.identity import tls
 from isthmus.identity.membership import Membership, prepare
 from isthmus_clients.commands import client
+from isthmus_clients.doctor import doctor_device
 from isthmus_clients.training.history_files import begin_history
 from isthmus_clients.training.history_log import HistoryLog
 from isthmus_privacy.secagg.history import Begun
@@ -106,3 +108,24 @@ def test_an_intact_history_is_not_replaced(written):
     assert isinstance(error, UserError)
     assert "is intact, with 1 entries; nothing was changed" in str(error)
     assert (written / "history.log").read_bytes() == before
+
+
+def examined(state):
+    """What the doctor of a device says about its history."""
+    printed = CliRunner().invoke(doctor_device, [str(state), "--json"]).output
+    return {each["what"]: each for each in json.loads(printed)}["history"]
+
+
+def test_the_doctor_of_a_device_that_was_in_no_sum_yet_misses_no_history(state):
+    assert examined(state)["level"] == "OK"
+    begin_history(Membership(state))  # as each start does
+    assert not (state / "history.log").exists()
+    assert examined(state)["level"] == "OK"
+
+
+@pytest.mark.parametrize("lost", ["history.log", "history.head"])
+def test_the_doctor_of_a_device_names_the_file_of_its_history_that_is_lost(written, lost):
+    assert examined(written)["level"] == "OK"
+    (written / lost).unlink()
+    found = examined(written)
+    assert (found["level"], found["found"].split()[0]) == ("FAIL", str(written / lost))

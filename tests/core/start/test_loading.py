@@ -278,6 +278,11 @@ def test_a_model_of_peft_is_filled_from_an_adapter(llama, tmp_path):
     other = get_peft_model(AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)), config)
     with pytest.raises(JobError, match=r"has lora_alpha=7, and the model is built with 8; b"):
         ModelStart(adapter, base=folder).fill(other)
+    # It acts on tokens from an invocation on, with tensors of the same names and shapes.
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"alora_invocation_tokens": [3]}))
+    with pytest.raises(JobError, match=r"alora_invocation_tokens=\[3\], and the model is built "):
+        ModelStart(adapter, base=folder).fill(wrapped)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -331,11 +336,110 @@ def test_other_adapters_are_refused(llama, tmp_path):
         path.write_text(json.dumps(config | {"lora_alpha": alpha}))
         with pytest.raises(JobError, match="has lora_alpha, which has to be a number, and only"):
             ModelStart(adapter, base=folder).fill(model)
+    # Tokens before the invocation are those of the model without its adapter; and what is unknown.
+    for changed in ("alora_invocation_tokens", "kasa_config", "setting_of_tomorrow"):
+        path.write_text(json.dumps(config | {changed: [1]}))
+        with pytest.raises(JobError, match=f"has {changed}, and only plain LoRA is merged; have"):
+            ModelStart(adapter, base=folder).fill(model)
     path.write_text(json.dumps(config | {"peft_type": "IA3"}))
     with pytest.raises(UserError, match=r"is an adapter of PEFT; name its folder, where ad"):
         StartFiles.find(adapter / "adapter_model.safetensors")
     with pytest.raises(JobError, match="has peft_type=IA3, and only plain LoRA is merged"):
         ModelStart(adapter, base=folder).fill(model)
+
+
+@pytest.mark.parametrize("way", ["pissa", "olora"])
+def test_adapters_that_are_computed_from_the_weights_under_them_are_refused(llama, way):
+    """`model()` computes them from the seed's values, and PEFT over a loaded model from others."""
+    folder, model = llama()
+    config = LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=way)
+    wrapped = get_peft_model(model, config)
+    said = f"init_lora_weights='{way}' computes an adapter from the weights under it"
+    with pytest.raises(JobError, match=said):
+        ModelStart(folder, exceptions=Exceptions(fresh=["*lora_*"])).fill(wrapped)
+
+
+def test_an_adapter_that_has_changed_the_weights_under_it_is_refused(llama, tmp_path):
+    folder, model = llama()
+    adapter = adapted(folder, tmp_path, target_modules=["q_proj"])
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"init_lora_weights": "pissa"}))
+    wrapped = get_peft_model(model, LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj"]))
+    with pytest.raises(JobError, match="init_lora_weights='pissa' computes an adapter"):
+        ModelStart(adapter, base=folder).fill(wrapped)
+
+
+def test_the_lengths_of_dora_come_from_an_adapter_or_are_refused(llama, tmp_path):
+    folder, model = llama()
+    targets = ["q_proj", "down_proj"]
+    adapter = adapted(folder, tmp_path, target_modules=targets, use_dora=True)
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=targets, use_dora=True)
+    wrapped = get_peft_model(model, config)
+    with pytest.raises(JobError, match=r"lora_magnitude_vector.*begins with values of the weights"):
+        ModelStart(folder, exceptions=Exceptions(fresh=["*lora_*"])).fill(wrapped)
+    ModelStart(adapter, base=folder).fill(wrapped)
+    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
+    assert wrapped(NUMBERS).logits.equal(expected(NUMBERS).logits)
+
+
+@pytest.mark.parametrize("start", ["base", "adapter"])
+def test_whole_layers_of_an_adapter_begin_as_with_peft(llama, tmp_path, start):
+    """PEFT trains a copy of them, which begins with the layer's values or has the adapter's."""
+    folder, model = llama()
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["norm", "lm_head"]}
+    config = LoraConfig(r=3, lora_alpha=7, **options)
+    wrapped = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, each in wrapped.named_parameters():
+            if "norm" in name:  # as after a training: all are ones before
+                each.fill_(9.0)
+    if start == "base":
+        ModelStart(folder, exceptions=Exceptions(fresh=["*lora_*"])).fill(wrapped)
+        expected = AutoModelForCausalLM.from_pretrained(folder)
+    else:
+        torch.manual_seed(3)
+        trained = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+        with torch.no_grad():
+            for each in trained.parameters():
+                if each.requires_grad:
+                    each.add_(torch.randn(each.shape) / 4)
+        trained.save_pretrained(tmp_path / "adapter")
+        ModelStart(tmp_path / "adapter", base=folder).fill(wrapped)
+        expected = trained
+    assert wrapped(NUMBERS).logits.equal(expected(NUMBERS).logits)
+    untouched = AutoModelForCausalLM.from_pretrained(folder).lm_head.weight
+    assert wrapped.base_model.model.lm_head.original_module.weight.equal(untouched)
+
+
+def test_a_file_with_all_tensors_of_a_model_with_adapters_is_loaded(llama, tmp_path):
+    """Such as that of a run, whose names are those of the model and not of an adapter's file."""
+    _, model = llama()
+    config = LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["norm"], use_dora=True)
+    saved = get_peft_model(model, config)
+    save_file(saved.state_dict(), tmp_path / "model.safetensors")
+    torch.manual_seed(4)
+    other = get_peft_model(AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)), config)
+    assert not equal_states(saved, other)
+    ModelStart(tmp_path / "model.safetensors").fill(other)
+    assert equal_states(saved, other)
+
+
+def test_the_files_of_one_adapter_are_not_loaded_into_two(llama, tmp_path):
+    """They do not say which of a model's adapters they are of."""
+    folder, plain = llama()
+    adapter = adapted(folder, tmp_path, target_modules=["q_proj"])
+    lora = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj"]}
+    model = get_peft_model(plain, LoraConfig(**lora))
+    model.add_adapter("second", LoraConfig(**lora))
+    with pytest.raises(JobError, match=r"in it fits '.*lora_A.default.weight' and '.*second"):
+        ModelStart(adapter, base=folder).fill(model)
+    fresh = Exceptions(fresh=["*.second.weight"])
+    before = {name: each.clone() for name, each in model.state_dict().items() if "second" in name}
+    ModelStart(adapter, base=folder, exceptions=fresh).fill(model)
+    found = model.state_dict()
+    assert all(found[name].equal(each) for name, each in before.items())
+    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
+    assert model(NUMBERS).logits.equal(expected(NUMBERS).logits)
 
 
 def test_an_adapter_of_no_rank_is_refused(llama, tmp_path):

@@ -36,3 +36,36 @@ def test_a_lock_is_seen_and_ends_with_its_process(tmp_path):
     assert not is_locked(path)
     with file_lock(path, "taken"):
         assert is_locked(path)
+
+
+def earlier(signature):
+    return signature == "one"
+
+
+def test_a_lock_is_taken_from_a_holder_that_may_be_followed(tmp_path):
+    """A holder may still run: what it has locked is in no folder any more."""
+    path = tmp_path / "lock"
+    with file_lock(path, "taken", signature="one"):
+        with pytest.raises(UserError, match=r"^taken$"), file_lock(path, "taken"):
+            pass
+        with file_lock(path, "taken", signature="two", follows=earlier):
+            with (
+                pytest.raises(UserError, match=r"^taken$"),
+                file_lock(path, "taken", signature="three", follows=earlier),
+            ):
+                pass
+            assert is_locked(path)
+        assert not is_locked(path)
+
+
+def test_who_has_not_signed_is_not_followed(tmp_path):
+    """A command that uses the file after a server has not its signature."""
+    path = tmp_path / "lock"
+    with file_lock(path, "taken", signature="one"):
+        pass
+    with (
+        file_lock(path, "taken"),
+        pytest.raises(UserError, match=r"^taken$"),
+        file_lock(path, "taken", signature="two", follows=earlier),
+    ):
+        pass

@@ -141,6 +141,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "pp2-1f1b": (*UNEVEN, layout(pp=2)),
     "pp2-interleaved": ("Gpt", {**ADAMW, "plan": "right"}, layout(pp=2, schedule="interleaved")),
     "pp2-zero-bubble": ("Gpt", FOUR, layout(pp=2, schedule="zero_bubble")),
+    "pp2-zero-bubble-views": (
+        "Gpt",
+        {**FOUR, "views": True},
+        layout(pp=2, schedule="zero_bubble"),
+    ),
     "pp2-plan-recompute": (
         "Gpt",
         PLAN,

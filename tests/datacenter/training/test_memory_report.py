@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 
 from isthmus.errors import TaskError, UserError
 from isthmus.job.commands import job as job_command
 from isthmus.task import Participant
 from isthmus.task.scoring import build_model
-from isthmus_datacenter.training import memory_report
+from isthmus_datacenter.training import memory_report, one_rank
 from isthmus_datacenter.training.memory_report import (
     RankMemory,
     _optimizer_bytes,
@@ -56,35 +60,86 @@ def test_it_is_that_of_real_ranks(
     most = [max(column) for column in zip(*states, strict=True)]
     assert [found.parameters, found.gradients, found.optimizer] == most
     rows = examples_at_once(setup.job, 2)
-    real = on_ranks(2, "memory_of_real_tensors", opening, rows)[0]
-    assert dataclasses.asdict(found) == pytest.approx(real, rel=0.05)
+    assert_like_real_ranks(found, partial(on_ranks, 2, "memory_of_real_tensors", opening, rows))
     assert found.peak > found.parameters + found.optimizer + found.activations
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"tensor_parallel": 2},
-        {"tensor_parallel": 2, "sequence_parallel": True},
-        {"context_parallel": 2},
-        {"tensor_parallel": 2, "precision": "bf16", "zero_stage": 2},
-    ],
-)
+PARTITIONED = [
+    (2, "Padded", {"tensor_parallel": 2}),
+    (2, "Padded", {"tensor_parallel": 2, "sequence_parallel": True}),
+    (2, "Padded", {"context_parallel": 2}),
+    (2, "Padded", {"tensor_parallel": 2, "precision": "bf16", "zero_stage": 2}),
+    (2, "Padded", {"pipeline_parallel": 2}),
+    (2, "Padded", {"pipeline_parallel": 2, "schedule": "gpipe", "microbatches": 4}),
+    (2, "Padded", {"pipeline_parallel": 2, "accumulate": 2, "microbatches": 2}),
+    (2, "MostlyFrozen", {}),
+    (2, "MostlyFrozen", {"zero_stage": 3}),
+    (2, "MostlyFrozen", {"tensor_parallel": 2}),
+    (2, "MostlyFrozen", {"pipeline_parallel": 2}),
+    (2, "PaddedMixture", {}),
+    (2, "PaddedMixture", {"expert_parallel": 2}),
+    (2, "PaddedMixture", {"expert_parallel": 2, "zero_stage": 3}),
+    (4, "Padded", {"pipeline_parallel": 2, "zero_stage": 2}),
+    (4, "Padded", {"pipeline_parallel": 2, "tensor_parallel": 2}),
+    (4, "Padded", {"pipeline_parallel": 2, "zero_stage": 3, "precision": "bf16"}),
+    (4, "PaddedMixture", {"pipeline_parallel": 2, "expert_parallel": 2}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "name", "layout"), PARTITIONED)
 def test_partitioned_models_are_those_of_real_ranks(
-    layout: dict[str, Any], make_setup: Any, on_ranks: Any, tmp_path: Path
+    ranks: int,
+    name: str,
+    layout: dict[str, Any],
+    make_setup: Any,
+    on_ranks: Any,
+    tmp_path: Path,
 ) -> None:
-    setup = make_setup("Padded", {}, batch_size=4, **{"zero_stage": 0, **layout})
-    found = report(setup, 2)
+    setup = make_setup(name, {}, ranks=ranks, batch_size=4, **{"zero_stage": 0, **layout})
+    found = report(setup, ranks)
     opening = setup.open_command()
-    states = on_ranks(2, "memory_of_state", opening, str(tmp_path))
+    states = on_ranks(ranks, "memory_of_state", opening, str(tmp_path))
     most = [max(column) for column in zip(*states, strict=True)]
     assert [found.parameters, found.gradients, found.optimizer] == most
-    # A message between processors may be in memory for a moment after it has ended.
-    real = min(
-        (on_ranks(2, "memory_of_real_tensors", opening, 4)[0] for _ in range(3)),
-        key=lambda each: each["peak"],
+    rows = examples_at_once(setup.job, ranks)
+    # Tokens of the real ranks are not spread evenly over the experts.
+    tolerances = {"activations": 0.15} if "expert_parallel" in layout else {}
+    assert_like_real_ranks(
+        found, partial(on_ranks, ranks, "memory_of_real_tensors", opening, rows), tolerances
     )
-    assert dataclasses.asdict(found) == pytest.approx(real, rel=0.05)
+
+
+def assert_like_real_ranks(
+    found: RankMemory,
+    measure: Callable[[], Sequence[dict[str, int]]],
+    tolerances: Mapping[str, float] = MappingProxyType({}),
+) -> None:
+    """Compare a report with the ranks that need most of each, as often as they may have had more.
+
+    A message between processors may be in memory for a moment after it has ended, which adds to
+    what is measured; so the least of some measurements counts.
+    """
+    expected = {
+        key: pytest.approx(count, rel=tolerances.get(key, 0.05))
+        for key, count in dataclasses.asdict(found).items()
+    }
+    real: dict[str, int] = {}
+    for _ in range(5):
+        ranks = measure()
+        for key in expected:
+            most = max(each[key] for each in ranks)
+            real[key] = min(most, real.get(key, most))
+        if real == expected:
+            break
+    assert real == expected
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(7, 3), (6, 3), (2, 5), (1, 1), (8, 1024), (0, 2)])
+def test_the_part_of_a_rank_is_that_of_all_parts(rows: int, parts: int) -> None:
+    tensor = torch.arange(3.0 * rows).view(rows, 3)
+    found = one_rank.Chunks(tensor, parts, dim=0)
+    for index, expected in enumerate(_chunk_with_empty(tensor, parts, dim=0)):
+        assert torch.equal(found[index], expected)
 
 
 @pytest.mark.parametrize("accelerators", [False, True])
@@ -152,6 +207,28 @@ def test_activations_are_what_autograd_keeps(make_setup: Any) -> None:
     assert total.requires_grad
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_that_are_not_trained_have_no_gradients(ranks: int, make_setup: Any) -> None:
+    setup = make_setup("Table", {}, ranks=1, batch_size=16, zero_stage=0)
+    task = setup.task
+    data: Any = task.local_data(Participant(name="test", regime="datacenter"))
+    rows = [data[index] for index in range(examples_at_once(setup.job, ranks))]
+    whole = memory_of(task, setup.job, rows, ranks, accelerators=False)
+    make_model = task.model
+
+    def frozen() -> nn.Module:
+        model: nn.Module = make_model()
+        next(model.parameters()).requires_grad_(False)
+        return model
+
+    vars(task)["model"] = frozen
+    trained = [each for each in frozen().parameters() if each.requires_grad]
+    found = memory_of(task, setup.job, rows, ranks, accelerators=False)
+    assert found.parameters == whole.parameters
+    assert found.gradients == sum(each.numel() * each.element_size() for each in trained)
+    assert found.peak < whole.peak
+
+
 def test_more_ranks_have_less_each(make_setup: Any) -> None:
     """Of a model whose matrices they share; a thousand of them need no machine."""
     setup = make_setup("Masked", {}, batch_size=2, zero_stage=3)
@@ -195,11 +272,8 @@ def test_the_state_of_an_optimizer_is_counted_without_it(
 
 
 def test_what_is_not_known_is_refused(make_setup: Any) -> None:
-    for key in ("expert_parallel", "pipeline_parallel"):
-        with pytest.raises(UserError, match=f"known for {key}=1 only, and the job has 2: "):
-            report(make_setup("Table", {}, **{key: 2}), 2)
     for section in ({"compile": True}, {"offload": "parameters"}):
-        with pytest.raises(UserError, match=rf"with datacenter\.{min(section)} is not known"):
+        with pytest.raises(UserError, match=rf"is not known with datacenter\.{min(section)}"):
             report(make_setup("Table", {}, **section), 2)
     with pytest.raises(TaskError, match=r"reads some, or selects by them \(loss\(\) failed at"):
         report(make_setup("Gpt", {}), 2)
@@ -260,7 +334,9 @@ def test_the_command_prints_it_for_any_number_of_ranks(tmp_path: Path) -> None:
     ]
     assert rows[3].endswith("of 8 examples at a time")
     run = CliRunner().invoke(job_command, ["check", path, "--ranks", "64"])
-    assert "--ranks and --device are about --memory; add it" in str(run.exception)
+    assert "--ranks and --device are about --memory and --collectives; add one" in str(
+        run.exception
+    )
     run = CliRunner().invoke(
         job_command, ["check", path, "--memory", "--set", "datacenter.ranks=0"]
     )

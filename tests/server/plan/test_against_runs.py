@@ -5,7 +5,8 @@ import contextlib
 import pytest
 
 from isthmus.task import load_task
-from isthmus_server.plan.plan import JobPlan, PlanOptions
+from isthmus_server.plan.options import PlanOptions
+from isthmus_server.plan.plan import JobPlan
 from isthmus_server.read.report.privacy.spending import read_spending
 from isthmus_server.read.report.report import read_report
 from isthmus_server.storage.store import Store

@@ -19,7 +19,9 @@ from isthmus_datacenter.checks import rows_at_once
 from isthmus_datacenter.training.memory_report import memory_of
 from isthmus_datacenter.training.profile import count_flops
 from isthmus_server.cli.plan import plan as plan_command
-from isthmus_server.plan.plan import JobPlan, PlanOptions, plan_of
+from isthmus_server.plan.adapters import adapted_task
+from isthmus_server.plan.options import PlanOptions
+from isthmus_server.plan.plan import JobPlan, plan_of
 
 SEQUENTIAL = """
     def model(self):
@@ -58,8 +60,9 @@ def test_memory_is_that_of_the_report(job_file):
     assert [each.peak for each in known] == sorted(each.peak for each in known)
     assert {each.keys["tensor_parallel"] for each in known} == {1, 2, 4}
     refused = [each for each in ranks.others if each.refused]
-    assert {each.keys["pipeline_parallel"] for each in refused} >= {2, 4}
-    assert all("known for pipeline_parallel=1 only" in each.refused for each in refused)
+    assert {each.keys["pipeline_parallel"] for each in known} == {1, 2}
+    assert {each.keys["pipeline_parallel"] for each in refused} == {4}
+    assert all("cannot be split into 4 pipeline stages" in each.refused for each in refused)
     assert ranks.largest == ("0.weight", 4 * 64)
     fits = {plan.fits(each) for each in known}
     assert fits <= {True, False}
@@ -124,6 +127,16 @@ def test_adapters_are_all_that_is_exchanged(job_file):
     assert down - 4 * 8 * (4 + 16 + 16 + 3) == pytest.approx(header, abs=300)
 
 
+def test_adapters_leave_gradients_of_their_own_only(job_file):
+    base = plan_of(job_file, (*RANKS, "datacenter.zero_stage=0"), PlanOptions())
+    task = adapted_task(load_task(base.job.task.source, {}, base=job_file.parent), 8)
+    found = memory_of(task, base.job, rows_at_once(base.job, task, 2), 2, accelerators=True)
+    adapters = 4 * 8 * (4 + 16 + 16 + 3)
+    assert found.gradients == adapters
+    assert found.parameters == adapters + 4 * (4 * 16 + 16 + 16 * 3 + 3)
+    assert figures(base.changes[-1].figures)["peak of a rank"].value == found.peak
+
+
 REFUSED = [
     ("strategy.policy=adaptative",),
     ("federated.clients=2", "federated.cohort=4"),
@@ -131,6 +144,8 @@ REFUSED = [
     ("exchange.exclude=['nothing.*']",),
     ("federated.secure_aggregation=false", "federated.aggregation=nothing"),
     ("privacy={mechanism='distributed', epsilon=1e-9, delta=1e-9}",),
+    ("evaluation.devices=3",),
+    ("strategy.server_optimizer={name='Nothing'}",),
 ]
 
 
@@ -138,7 +153,9 @@ REFUSED = [
 def test_refusals_are_those_of_the_check(overrides, job_file):
     overrides = (*FEDERATED, *overrides)
     with pytest.raises(UserError) as checked:
-        check.callback(job_file, overrides, memory=False, ranks=None, device=None)
+        check.callback(
+            job_file, overrides, memory=False, collectives=False, ranks=None, device=None
+        )
     with pytest.raises(UserError) as planned:
         plan_of(job_file, overrides, PlanOptions())
     assert str(planned.value) == str(checked.value)
@@ -170,3 +187,39 @@ def test_python_and_the_command_say_the_same(job_file):
     assert table["rounds"] == 3
     text = CliRunner().invoke(plan_command, arguments[:1], catch_exceptions=False).output
     assert text.startswith("table: 10 rounds; nothing was trained or booked\n")
+
+
+def test_adapters_have_the_memory_of_a_rank(job_file):
+    plan = plan_of(job_file, (*RANKS, "strategy.policy=datacenter"), PlanOptions())
+    assert not plan.changes[-1].refused
+    assert figures(plan.changes[-1].figures)["peak of a rank"].value > 0
+
+
+def test_figures_of_the_run_say_which_rounds_they_are_of(job_file):
+    limits = ("budget=7", "device_bytes=5000000000")
+    plan = plan_of(job_file, (*RANKS, "strategy.policy=alternate", *limits), PlanOptions())
+    assert all(each.how.startswith("if each round asks") for each in plan.sides.devices.run)
+    text = "\n".join(plan.lines())
+    assert "it ends before a round that exceeds budget=7\n" in text
+    assert "it ends before a round that exceeds device_bytes=5000000000\n" in text
+    alone = plan_of(job_file, FEDERATED, PlanOptions())
+    assert not any("if each round" in each.how for each in alone.sides.devices.run)
+
+
+def test_invited_devices_need_not_all_send_their_updates(job_file):
+    overrides = (*FEDERATED, "federated.secure_aggregation=false", "federated.cohort=2")
+    devices = plan_of(job_file, overrides, PlanOptions()).sides.devices
+    more = (*overrides, "federated.over_selection=2")
+    invited = plan_of(job_file, more, PlanOptions()).sides.devices
+    assert invited.run[0].value == 2 * devices.run[0].value
+    assert invited.run[1].value == devices.run[1].value
+    assert invited.run[1].most == 2 * devices.run[1].value
+    assert "from the updates wanted to those of all invited" in invited.run[1].how
+
+
+def test_updates_of_a_buffer_cost_at_least_what_counts(job_file):
+    buffered = ("federated.mode=buffered", "federated.secure_aggregation=false")
+    plan = plan_of(job_file, (*FEDERATED, *buffered), PlanOptions())
+    (cost,) = plan.sides.cost
+    assert cost.how.startswith("at least")
+    assert any("are on top in bytes and in cost" in each for each in plan.sides.devices.notes)

@@ -177,6 +177,22 @@ async def test_a_run_with_groups(deployment, tmp_path):
     await trained(deployment.create_run("run", policy, "rounds=2", *six), deployment.link)
 
 
+@pytest.mark.parametrize("rule", ["median", "trimmed-mean", "norm-bound"])
+async def test_a_run_with_robust_sums(deployment, rule):
+    settings = {"trimmed-mean": "{share=0.34}", "norm-bound": "{norm=0.05}"}
+    await deployment.start(names=tuple("abcdefghi"))
+    robust = (
+        f"federated.robust={rule}",
+        f"federated.robust_settings={settings.get(rule, '{}')}",
+        "federated.robust_groups=3",
+        "federated.robust_minimum=3",
+        "federated.cohort=9",
+        "federated.quorum=9",
+    )
+    verdict = await trained(deployment.create_run("run", "rounds=2", *robust), deployment.link)
+    assert "In 2 of 2 rounds with secure sums" in " ".join(verdict.holds)
+
+
 @pytest.mark.parametrize("secure", ["true", "false"])
 async def test_a_run_with_comparisons(deployment, tmp_path, secure):
     await deployment.start()

@@ -90,6 +90,7 @@ class SecureRun:
         ranges=None,
         gradient_scale=0.0,
         names=NAMES,
+        round_times=None,
     ):
         """One attempt from a fixed model, another one in each round."""
         self.model = LAYOUT.encode(torch.linspace(-1, 1 + (round_ - 1) / 100, LAYOUT.size))
@@ -104,6 +105,7 @@ class SecureRun:
             self.directory,
             sums=sums,
             ranges=ranges,
+            round_times=round_times,
         )
         regime = self.regime = FederatedRegime(context)
         spec = AttemptSpec(

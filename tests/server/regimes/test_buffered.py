@@ -256,7 +256,7 @@ async def test_a_secure_sum_has_the_deadline_of_the_round_whose_buffer_it_sums(s
     with pytest.raises(AttemptFailed, match="no device agreed"):
         await run.train(1)
     now = asyncio.get_running_loop().time()
-    assert began <= deadlines[0] - run.regime.context.job.time.round_seconds <= now
+    assert began <= deadlines[0] - run.regime.context.job.time.first_round_seconds <= now
 
 
 async def test_devices_that_train_when_the_run_ends_are_cancelled(start, network):

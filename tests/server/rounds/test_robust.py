@@ -6,13 +6,14 @@ import json
 
 import pytest
 import torch
+from rich.console import Console
 from tests.server.deployment import Killed
 from tests.server.read.transcript_fields import closed, opened
 
 from isthmus.errors import JobError
 from isthmus_clients.device.secure_sessions import SecureSessions
 from isthmus_server.read.export.model_card import model_card
-from isthmus_server.read.report.report import read_report
+from isthmus_server.read.report.report import read_report, show
 from isthmus_server.read.transcript import Transcript
 from isthmus_server.regimes.aggregation.coordinate_wise import Median
 from isthmus_server.regimes.aggregation.norm_bound import BoundedSum
@@ -175,6 +176,21 @@ async def test_a_long_group_is_left_out_and_its_receipts_name_the_group(deployme
         named = f"the sum of its group {bad} was left out" in receipt.reason
         assert named == (receipt.group == bad)
         assert named or not receipt.reason
+
+
+async def test_more_liars_than_the_rule_withstands_are_said_in_the_report(deployment):
+    """Two of five groups were long; the trimmed mean is made for one."""
+    await deployment.start(HUGE, names=tuple(FIFTEEN))
+    for name, rule, bad in (("few", "median", None), ("many", "trimmed-mean", 1)):
+        store = deployment.create_run(name, "rounds=1", *FIVE, f"federated.robust={rule}")
+        await Coordinator(RunParts.of(store, deployment.link)).run()
+        console = Console(record=True, width=500, file=io.StringIO())
+        show(read_report(store), console)
+        text = console.export_text()
+        said = f"robust='trimmed-mean' withstands any lies in {bad}; so it was in 1 of 1 rounds"
+        assert (f"round 1: 2 of 5 random groups were left out, and federated.{said}" in text) == (
+            bad is not None
+        )
 
 
 async def test_short_groups_of_two_liars_leave_no_others_out(deployment, trained):

@@ -20,11 +20,12 @@ from isthmus_clients.device.owner_limits import LimitsGuard, parse
 from isthmus_clients.device.weights.keeper import WeightKeeper
 from isthmus_clients.device.weights.store import WeightStore, hash_of
 from isthmus_server.read.report.progress import waiting_for
+from isthmus_server.rounds import roster
 from isthmus_server.rounds.availability import DeviceAvailability
 from isthmus_server.rounds.clock import Clock
 from isthmus_server.rounds.roster import ParticipantRoster
 from isthmus_server.rounds.start_offer import StartOffer
-from isthmus_server.storage.events import WaitingForParticipants
+from isthmus_server.storage.events import CohortAwaited, WaitingForParticipants
 from isthmus_server.transport.peer import Fetched
 
 JOB = """
@@ -175,4 +176,82 @@ async def test_what_the_server_waits_for_says_how_far_a_download_is(tmp_path):
     assert not await waiting
     [event] = [each for each in offered.events if isinstance(each, WaitingForParticipants)][:1]
     assert waiting_for(event) == f"waiting for 2 devices; ready: 0 of 2 devices; {said}"
+    await offered.stop()
+
+
+async def says(send, request, percent):
+    """A device says how much of the files it has."""
+    fetched = link_pb2.Fetched(bytes=percent, of=100)
+    await send(progress=link_pb2.Progress(id=request.id, fetched=fetched))
+
+
+def waits_told(offered):
+    """How often it was published that the run waits."""
+    return sum(isinstance(event, WaitingForParticipants) for event in offered.events)
+
+
+async def test_a_download_that_says_the_same_again_and_again_ends_no_wait_later(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(roster, "_REPEAT_SECONDS", 0.05)
+    offered = Offered(tmp_path, MB)
+    await offered.start()
+    async with offered.network.raw_stream(name="liar") as (_, send, receive):
+        request = await receive("request")
+
+        async def alternate():
+            while True:
+                before = waits_told(offered)
+                for percent in (0, 1):
+                    await says(send, request, percent)
+                await wait_until(lambda before=before: waits_told(offered) > before)
+
+        alternating = asyncio.create_task(alternate())
+        async with asyncio.timeout(30):
+            assert not await offered.roster.until(lambda: False, clients=2, seconds=1.0)
+        alternating.cancel()
+        await asyncio.gather(alternating, return_exceptions=True)
+    await offered.stop()
+
+
+@pytest.mark.parametrize("ends_later", [True, False])
+async def test_the_wait_for_another_device_is_not_longer_because_a_download_gets_on(
+    tmp_path, monkeypatch, ends_later
+):
+    """And one that is for the device itself, because the run cannot go on without, is."""
+    monkeypatch.setattr(roster, "_REPEAT_SECONDS", 0.05)
+    offered = Offered(tmp_path, MB)
+    time = offered.job.time.model_copy(update={"cohort_seconds": 1.0})
+    offered.job = offered.job.model_copy(update={"time": time})
+    await offered.start()
+    network = offered.network
+    async with (
+        network.raw_stream(name="mute") as (_, mute_sends, mute_receives),
+        network.raw_stream(name="slow") as (_, send, receive),
+    ):
+        prepare = await mute_receives("request")
+        await mute_sends(reply=link_pb2.Reply(id=prepare.id, prepared=link_pb2.Prepared()))
+        assert (await mute_receives("request")).HasField("open")  # and never opens
+        request = await receive("request")
+        told = 0
+
+        async def get_on():
+            nonlocal told
+            for percent in range(1, 101):
+                before = waits_told(offered)
+                told = percent
+                await says(send, request, percent)
+                await wait_until(lambda before=before: waits_told(offered) > before)
+
+        getting_on = asyncio.create_task(get_on())
+        if ends_later:
+            assert not await offered.roster.until(lambda: False, clients=2, seconds=3.0)
+            assert told == 100
+        else:
+            await offered.roster.gather_cohort(1, 2)
+            assert told < 100
+            (awaited,) = (each for each in offered.events if isinstance(each, CohortAwaited))
+            assert awaited.given_up == ["mute"]
+        getting_on.cancel()
+        await asyncio.gather(getting_on, return_exceptions=True)
     await offered.stop()

@@ -37,6 +37,8 @@ class Fleet:
 
     one_port = False
     """Whether it has one port for everything."""
+    fair_link = False
+    """Whether connections of the link are shared out among addresses at two ports, too."""
     balancer = None
     """Where balancers forward to, if there are any."""
 
@@ -62,7 +64,14 @@ class Fleet:
             services[SERVICE] = self.control.methods()
             self.connections.append(asyncio.create_task(self.runner.run()))
         await self.stack.enter_async_context(
-            self.server.listening(host, 0, services, one_port=self.one_port, balancer=self.balancer)
+            self.server.listening(
+                host,
+                0,
+                services,
+                one_port=self.one_port,
+                fair_link=self.fair_link,
+                balancer=self.balancer,
+            )
         )
         assert self.one_port is (self.server.join_port == self.server.link_port)
         self.link = self.server.link

@@ -2,11 +2,10 @@
 
 import asyncio
 import contextlib
-from pathlib import Path
 
 import grpc.aio
 import pytest
-from tests.server.real_nginx import CONFIGURATIONS, free_port, nginx, program, replaced
+from tests.server.real_nginx import free_port, nginx, passing_configuration, program
 from tests.server.scripted_participant import payload_of, training_request
 from tests.server.service.test_joining import ask, request_of
 
@@ -18,8 +17,6 @@ from isthmus.wire import link_pb2
 from isthmus.wire import operator_pb2 as pb
 from isthmus_server.cli.operators import OperatorClient
 
-MODULE = Path("/usr/lib/nginx/modules/ngx_stream_module.so")
-
 pytestmark = pytest.mark.usefixtures("ports")
 
 
@@ -28,24 +25,12 @@ def ports():
     return 1
 
 
-def check_streams():
-    program()
-    if not MODULE.exists():
-        pytest.skip("nginx has no streams here; install libnginx-mod-stream")
-
-
 @contextlib.asynccontextmanager
 async def passing_to(port, folder):
     """The nginx of `deploy` that passes TLS on, with other addresses; returns its port."""
-    check_streams()
+    program()
     own = free_port()
-    changes = {
-        "listen 443;": f"listen 127.0.0.1:{own};",
-        "listen [::]:443;": "",
-        "127.0.0.1:9402": f"127.0.0.1:{port}",
-    }
-    text = replaced((CONFIGURATIONS / "pass-through.conf").read_text(), changes)
-    async with nginx(f"load_module {MODULE};\n{text}", folder, own):
+    async with nginx(passing_configuration(f"127.0.0.1:{own}", port), folder, own):
         yield own
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import websockets.asyncio.server
+from cryptography import x509
 from tests.connect_proxy import ConnectProxy
 from tests.server.loopback import BreakableProxy
 from tests.server.real_nginx import ending_tls
@@ -20,9 +21,9 @@ from tests.server.service.conftest import Fleet
 from tests.server.waiting import wait_until
 
 from isthmus.errors import AdmissionRefused, IsthmusError
-from isthmus.identity import joining
+from isthmus.identity import joining, tls
 from isthmus.identity.membership import Membership
-from isthmus.identity.obstacles import obstacle
+from isthmus.identity.obstacles import obstacle, presented
 from isthmus.identity.proxies import ProxyChoice, road_to
 from isthmus.transport.blobs import describe, into
 from isthmus.wire import link_pb2
@@ -277,3 +278,33 @@ async def test_each_fault_of_the_road_has_its_sentence(tmp_path, caplog):
         elsewhere = fleet.url.replace("localhost", "127.0.0.1")
         wrong = str(await obstacle(road_to(elsewhere, fleet.choice), member.authority))
         assert "IP address mismatch" in wrong
+
+
+async def test_certificates_are_renewed_through_the_balancer(behind, monkeypatch):
+    """A device's own over its connection, and the server's for the connections after it."""
+    monkeypatch.setattr("isthmus.identity.membership.RENEW_AT", 0.4)  # half of it is over
+    monkeypatch.setattr("isthmus_server.service.server._RENEWAL_SECONDS", 0.01)
+    member = await behind.member("phone-0")
+    before = member.certificate
+    key = member.key
+    behind.dial(member, ScriptedParticipant(replying(examples=5)), proxy=behind.choice)
+    await wait_until(lambda: member.certificate is not before)
+    assert member.key is not key
+    peer = behind.link.peers["phone-0"]
+    await wait_until(lambda: peer.subject == tls.subject_of(member.certificate))
+    stream = peer.stream
+    served = behind.server.pair
+    authority = behind.server.members.certificate_authority
+    names = tls.read_certificate(served[1]).extensions.get_extension_for_class(
+        x509.SubjectAlternativeName
+    )
+    authority.renew_server(names.value)
+    await wait_until(lambda: behind.server.pair != served)
+    assert (await behind.link.ask("phone-0", training_request(behind.link))).trained.examples == 5
+    assert peer.stream is stream
+    # Those that dial from now on are shown the new one, and accept it.
+    shown = await presented(road_to(behind.url, behind.choice))
+    assert shown == tls.read_certificate(behind.server.pair[1]) != tls.read_certificate(served[1])
+    other = await behind.member("phone-1")
+    behind.dial(other, ScriptedParticipant(replying(examples=7)), proxy=behind.choice)
+    await wait_until(lambda: "phone-1" in behind.link.peers)

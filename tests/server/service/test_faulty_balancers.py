@@ -32,10 +32,6 @@ def opening(head):
     )
 
 
-# On a loaded machine a socket of what ends here is closed by its collection only.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
-
-
 class FaultyBalancer:
     """Ends TLS on loopback, and answers each request with some bytes."""
 
@@ -61,6 +57,10 @@ class FaultyBalancer:
         return self
 
     async def __aexit__(self, *_):
+        # asyncio leaves a connection open that it has accepted just before its server is closed.
+        for listener in self._server.sockets:
+            asyncio.get_running_loop().remove_reader(listener)
+        await asyncio.sleep(0)
         self._server.close()
         for task in self._tasks:
             task.cancel()
@@ -156,7 +156,7 @@ async def test_each_answer_has_its_sentence(faulty):
 
 
 async def test_what_ends_an_opened_websocket_is_found(faulty):
-    """A doctor does not say that the server accepts connections."""
+    """A doctor does not say that the server accepts connections, and leaves none open."""
     faulty.opens = True
     road = road_to(faulty.url, faulty.choice)
     for kind, (answer, why) in OPENED.items():
@@ -164,8 +164,9 @@ async def test_what_ends_an_opened_websocket_is_found(faulty):
         faulty.stays = kind in ("text", "pings")
         blocked = await obstacle(road, faulty.member.authority)
         assert str(blocked) == f"the balancer {faulty.place} {why}"
-    found = await asyncio.to_thread(server_reached, faulty.member, road)
-    assert (found.level, found.found) == ("FAIL", str(blocked))
+        found = await asyncio.to_thread(server_reached, faulty.member, road)
+        assert (found.level, found.found) == ("FAIL", str(blocked))
+        gc.collect()
 
 
 @pytest.mark.parametrize(("days", "why"), [(-9, "has expired"), (9, "is not yet valid")])
@@ -188,6 +189,9 @@ async def test_who_is_silent_is_named(faulty, timeouts):
         await asking
 
 
+# On a loaded machine a connection that was given up while it was opened left its socket open.
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_device_goes_on_when_its_file_of_authorities_is_gone(faulty, caplog):
     """It says so, and uses the file as soon as that is there again."""
     caplog.set_level(logging.INFO)

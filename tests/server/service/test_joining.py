@@ -152,6 +152,17 @@ async def test_a_server_of_another_authority_does_not_receive_the_token(
     assert heard == []
 
 
+async def test_a_server_that_does_not_answer_is_no_refusal(fleet, monkeypatch):
+    async def silent(*_):
+        await asyncio.sleep(100)
+
+    monkeypatch.setattr(joining, "_TIMEOUT", 2.0)
+    monkeypatch.setattr(fleet_joining.JoinService, "_show_authority", silent)
+    await fleet.listen()
+    with pytest.raises(AdmissionRefused, match=r"took the connection and did not answer within 2 "):
+        await joining.join(fleet.url, fleet.token("a"), fleet.folder / "a", "client")
+
+
 async def test_an_impostor_with_a_copied_authority_does_not_receive_the_token(
     fleet, tmp_path, monkeypatch
 ):

@@ -6,13 +6,12 @@ import errno
 import io
 import os
 import socket
-import ssl
 
 import grpc
 import grpc.aio
 import pytest
 from rich.console import Console
-from tests.server.idle_callers import anyones_tls
+from tests.server.idle_callers import first_message, idle_callers
 from tests.server.scripted_participant import payload_of, replying, training_request
 from tests.server.service.test_leaving import join, started
 from tests.server.service.test_metrics_access import read
@@ -32,6 +31,7 @@ from isthmus_server.observability.listener import MetricsListener
 from isthmus_server.observability.metrics import RunMetrics
 from isthmus_server.observability.observers import Observers
 from isthmus_server.service.operator_service import SERVICE, ObservedServer
+from isthmus_server.transport import link as links
 from isthmus_server.transport import one_port
 
 pytestmark = pytest.mark.usefixtures("ports")
@@ -40,13 +40,6 @@ pytestmark = pytest.mark.usefixtures("ports")
 @pytest.fixture
 def ports():
     return 1
-
-
-def first_message(protocols=("h2",)):
-    sent = ssl.MemoryBIO()
-    with contextlib.suppress(ssl.SSLWantReadError):
-        anyones_tls(protocols).wrap_bio(ssl.MemoryBIO(), sent).do_handshake()
-    return sent.read()
 
 
 async def test_participants_operators_and_metrics_share_the_port(fleet):
@@ -214,6 +207,22 @@ async def test_a_caller_of_the_link_that_leaves_has_no_place(fleet):
     await wait_until(lambda: len(fleet.link._passing) == 1)
     writer.close()
     await wait_until(lambda: len(fleet.link._passing) == 0)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["one port", "fair link"])
+async def test_who_stops_in_the_handshake_keeps_no_participant_out(fleet, monkeypatch, own):
+    """One address holds as many connections of the link as there are, and opens them again."""
+    monkeypatch.setattr(links, "CONNECTIONS", 64)
+    fleet.one_port = not own
+    fleet.fair_link = own
+    await fleet.listen()
+    assert fleet.link._passing.places == 64
+    async with idle_callers(fleet.server.link_port, "a first message", count=90):
+        await wait_until(lambda: len(fleet.link._passing) == 64)
+        for name in ("phone-0", "phone-1"):
+            await fleet.join(name, replying(examples=3))
+        known = fleet.link._passing._connections - set(fleet.link._passing._unknown.values())
+        assert len(known) == 2
 
 
 async def test_the_command_has_everything_at_one_address(tmp_path):

@@ -17,6 +17,7 @@ from tests.server.scripted_participant import (
 from tests.server.service.conftest import Fleet
 from tests.server.waiting import wait_until
 
+from isthmus.doctor import checks
 from isthmus.errors import AdmissionRefused, UserError
 from isthmus.identity import joining
 from isthmus.identity.membership import Membership
@@ -392,3 +393,32 @@ async def test_a_unit_has_the_proxy_of_the_variable_and_never_its_password(hub, 
     assert isinstance(refused.exception, UserError)
     assert str(refused.exception).startswith("a systemd unit has no place for the proxy's password")
     assert "s3cret" not in f"{refused.output}{refused.exception}"
+
+
+async def test_who_says_nothing_after_the_connection_is_no_matter_of_the_clock(hub):
+    """As in a network that loses large packets: a participant's certificate is the first."""
+    member = await joined(hub)
+    road = member.road()
+    hub.proxy.largest = 600
+    reached = await asyncio.to_thread(checks.server_reached, member, road)
+    assert reached.level == "OK"
+    silent = await asyncio.to_thread(checks.clock, member, road, 1.0)
+    assert (silent.level, silent.what) == ("FAIL", "answer")
+    way = f"through the proxy {hub.proxy.url} (HTTPS_PROXY)"
+    assert silent.found.startswith(f"{hub.address} {way} takes connections, and nobody answered")
+    assert "smaller MTU" in silent.remedy
+
+
+@pytest.mark.parametrize(("silent_after", "what"), [(0.0, "answer"), (600.0, "clock")])
+async def test_a_server_that_gives_up_a_silent_connection_is_told_from_one_that_refuses(
+    hub, monkeypatch, silent_after, what
+):
+    """It closes a connection after some seconds without this machine, and a refused one at once."""
+    monkeypatch.setattr(checks, "_SILENT_SECONDS", silent_after)
+    member = await joined(hub)
+    hub.proxy.largest = 600
+    asking = asyncio.create_task(asyncio.to_thread(checks.clock, member, member.road(), 60.0))
+    await wait_until(lambda: hub.proxy.lost)
+    hub.proxy.break_tunnels()
+    found = await asking
+    assert (found.level, found.what) == ("FAIL", what)

@@ -1,8 +1,11 @@
 """Misuse of a stream by an admitted participant. Every test uses real TLS."""
 
 import asyncio
+import os
 
+import grpc
 import pytest
+from tests.server.loopback import refusal
 from tests.server.scripted_participant import payload_of, training_request
 
 from isthmus.errors import ParticipantLost, UpdateError
@@ -46,6 +49,36 @@ async def test_replaying_a_recorded_stream_has_no_effect(fleet):
         late = await receive("receipt")
         assert (late.accepted, late.reason) == (False, "too late: the request has ended")
         assert received.total == counted
+
+
+async def test_a_device_on_the_network_cannot_have_the_server_read_its_own_files(fleet, tmp_path):
+    """It names one that the server has open, of the right size, where an update is expected."""
+    await fleet.listen()
+    member = await fleet.member("phone-0")
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(200))
+    taken = []
+
+    def take(file):
+        with file:
+            taken.append(file.read())
+
+    with secret.open("rb") as file:
+        async with fleet.raw(member) as (call, send, receive):
+            await receive("welcome")
+            blob = describe(bytes(200))
+            fetching = asyncio.create_task(
+                fleet.link.fetch("phone-0", blob, into(bytearray(200)), take)
+            )
+            pull = await receive("pull")
+            assert pull.machine == ""
+            offered = link_pb2.OpenFile(process=os.getpid(), descriptor=file.fileno())
+            await send(chunk=link_pb2.Chunk(sha256=pull.sha256, file=offered))
+            sentence = "it offered a file that was not asked for"
+            assert await refusal(call) == (grpc.StatusCode.INVALID_ARGUMENT, sentence)
+            with pytest.raises(UpdateError, match=sentence):
+                await fetching
+    assert taken == []
 
 
 @pytest.mark.parametrize(

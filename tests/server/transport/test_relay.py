@@ -1,6 +1,7 @@
 """What is passed on between a caller and gRPC, and how much of it waits here."""
 
 import asyncio
+import collections
 import contextlib
 import os
 import random
@@ -30,15 +31,20 @@ class Passed:
         self.writers = []
         return self
 
-    async def open(self):
-        """Both ends of a new connection: the caller's, and that behind the relay."""
-        address = self.listener.getsockname()
-        caller = await asyncio.open_connection(*address)
+    async def dial(self, network="127.0.0.1"):
+        """The caller's end of a new connection from an address."""
+        caller = await asyncio.open_connection(*self.listener.getsockname())
+        self.writers.append(caller[1])
         accepted, _ = self.listener.accept()
         accepted.setblocking(False)
-        self.relay.take(accepted, "127.0.0.1")
+        self.relay.take(accepted, network)
+        return caller
+
+    async def open(self, network="127.0.0.1"):
+        """Both ends of a new connection: the caller's, and that behind the relay."""
+        caller = await self.dial(network)
         near = await asyncio.wait_for(self.near.get(), 20)
-        self.writers += [caller[1], near[1]]
+        self.writers.append(near[1])
         return caller, near
 
     async def __aexit__(self, *_):
@@ -112,15 +118,43 @@ async def test_little_waits_for_a_caller_that_takes_nothing(passed, timeouts):
         await asyncio.wait_for(reader.read(), 20)
 
 
-async def test_a_caller_without_a_place_is_closed(passed):
+async def test_an_address_that_has_most_places_gets_no_more(passed, monkeypatch):
+    monkeypatch.setattr(relays, "_IDLE_SECONDS", 1000.0)
+    monkeypatch.setattr(relays, "_SILENT_SECONDS", 1000.0)
     for _ in range(passed.relay.places):
         await passed.open()
-    caller, writer = await asyncio.open_connection(*passed.listener.getsockname())
-    passed.writers.append(writer)
-    accepted, _ = passed.listener.accept()
-    passed.relay.take(accepted, "127.0.0.1")
+    caller, _ = await passed.dial()
     assert await asyncio.wait_for(caller.read(), 20) == b""
     assert len(passed.relay) == passed.relay.places == 64
+
+
+async def test_one_address_cannot_take_all_places(passed):
+    """Others get up to half of them; an idle connection of one's own makes room as well."""
+    theirs = [await passed.open("192.0.2.7") for _ in range(passed.relay.places)]
+    (first, _), _ = theirs[0]
+    mine = [await passed.open("198.51.100.9") for _ in range(32)]
+    assert await asyncio.wait_for(first.read(), 20) == b""
+    for (_, writer), (reader, _) in mine:
+        writer.write(b"here")
+        assert await reader.readexactly(4) == b"here"
+    networks = collections.Counter(each.network for each in passed.relay._connections)
+    assert networks == {"192.0.2.7": 32, "198.51.100.9": 32}
+
+
+async def test_no_connection_of_a_participant_is_closed_for_a_caller(passed, monkeypatch):
+    opened = [await passed.open("192.0.2.7") for _ in range(passed.relay.places)]
+    for peer in list(passed.relay._unknown)[1:]:
+        passed.relay.admitted(peer)
+    monkeypatch.setattr(relays, "_IDLE_SECONDS", 1000.0)
+    monkeypatch.setattr(relays, "_SILENT_SECONDS", 1000.0)
+    (unknown, _), _ = opened[0]
+    (_, writer), (reader, _) = await passed.open("198.51.100.9")
+    assert await asyncio.wait_for(unknown.read(), 20) == b""
+    further, _ = await passed.dial("198.51.100.9")
+    assert await asyncio.wait_for(further.read(), 20) == b""
+    for (_, sender), (receiver, _) in [*opened[1:], ((None, writer), (reader, None))]:
+        sender.write(b"here")
+        assert await receiver.readexactly(4) == b"here"
 
 
 async def test_without_a_server_behind_it_callers_are_closed(tmp_path):

@@ -135,3 +135,36 @@ async def test_a_file_that_nobody_asked_for_ends_the_stream(network):
         "INVALID_ARGUMENT",
         "it offered a file that was not asked for",
     )
+
+
+@pytest.mark.parametrize("way", ["again", "on the next stream"])
+async def test_a_pull_for_the_bytes_is_not_answered_with_a_file(network, way, tmp_path):
+    """Once a file could not be opened, or the stream broke, the server asks for the bytes."""
+    link = await network.listen(shares=True)
+    blob = describe(b"update")
+    good = tmp_path / "file"
+    good.write_bytes(b"secret")
+    whole = []
+    none = link_pb2.OpenFile(process=os.getpid(), descriptor=1 << 20)
+    with good.open("rb") as file:
+        async with network.raw_stream() as (call, send, receive):
+            await receive("welcome")
+            await wait_until(lambda: "raw" in link.peers)
+            fetching = asyncio.create_task(
+                link.fetch("raw", blob, into(bytearray(6)), taken(whole))
+            )
+            assert (await receive("pull")).machine == HERE
+            here = link_pb2.OpenFile(process=os.getpid(), descriptor=file.fileno())
+            if way == "again":
+                await send(chunk=link_pb2.Chunk(sha256=blob.sha256, file=none))
+                assert (await receive("pull")).machine == ""
+                await send(chunk=link_pb2.Chunk(sha256=blob.sha256, file=here))
+                assert (await refusal(call))[0].name == "INVALID_ARGUMENT"
+        if way == "on the next stream":
+            async with network.raw_stream() as (call, send, receive):
+                assert (await receive("pull")).machine == ""
+                await send(chunk=link_pb2.Chunk(sha256=blob.sha256, file=here))
+                assert (await refusal(call))[0].name == "INVALID_ARGUMENT"
+    with pytest.raises(UpdateError, match="a file that was not asked for"):
+        await fetching
+    assert whole == []

@@ -9,12 +9,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-import fnmatch
 import io
 import os
-import re
 import stat
-import urllib.parse
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -22,6 +19,7 @@ from typing import IO
 from isthmus.errors import UpdateError, UserError
 from isthmus.job import Job
 from isthmus.start.manifest import StartManifest
+from isthmus.transport.allowed_addresses import ANY, HTTPS, is_allowed
 from isthmus.transport.blob_sources import BlobSource, NamedSource
 from isthmus.transport.https_source import HttpsSource
 from isthmus_clients.device.owner_limits import WeightLimits
@@ -31,14 +29,6 @@ PULL_BYTES = 1 << 20
 _ANSWER_SECONDS = 300.0
 _OF_THE_OWNER = "its owner's sources"
 """What the server reads of all of them together: neither what they are, nor how many."""
-_HTTPS = "https://"
-ANY = "*"
-"""The pattern of all sources."""
-_ADDRESS = re.compile(
-    r"https://(?P<host>(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?)(?P<path>(?:[/?][^#]*)?)"
-)
-"""An address with nothing in its host that two readers may take for something else."""
-
 Pull = Callable[[bytes, int, int], Awaitable[bytearray]]
 """A piece of a blob on the link, see `isthmus.transport.uplink.Uplink.piece`."""
 
@@ -99,38 +89,11 @@ def sources_of(
             is_network = not blob.named.startswith("file:")
             yield WeightSource(blob, f"--blobs {blob.named}", is_network=is_network)
     for address in job.model.sources:
-        if is_allowed(address, limits):
+        if is_allowed(address, limits.job_sources):
             web = HttpsSource(address.removeprefix("https:"), names, skipped)
             yield WeightSource(web, web.named, web.named)
     if link is not None and limits.link:
         yield WeightSource(link, "the server", "this server", is_link=True)
-
-
-def is_allowed(address: str, limits: WeightLimits) -> bool:
-    """Whether the owner lets jobs name a source.
-
-    Host and port are compared with those of a pattern, and what follows with what follows there,
-    so that no path looks like a host. Without a path, a pattern is for all of a host.
-
-    >>> limits = WeightLimits(job_sources=("https://*.example.com/*",))
-    >>> is_allowed("https://hub.example.com/models/", limits)
-    True
-    >>> is_allowed("https://other.test/?.example.com/", limits)
-    False
-    """
-    found = _ADDRESS.fullmatch(address)
-    if found is None or ".." in re.split(r"[/\\?]", urllib.parse.unquote(found["path"])):
-        return False
-    for pattern in limits.job_sources:
-        if pattern == ANY:
-            return True
-        host, slash, rest = pattern.removeprefix(_HTTPS).partition("/")
-        path = slash + rest if slash else ANY
-        if fnmatch.fnmatchcase(found["host"].lower(), host.lower()) and fnmatch.fnmatchcase(
-            found["path"], path
-        ):
-            return True
-    return False
 
 
 class NamedFiles:
@@ -235,7 +198,7 @@ def check_sources(limits: WeightLimits) -> None:
                 "nor file:/FOLDER"
             )
     for pattern in limits.job_sources:
-        if pattern != ANY and not pattern.startswith(_HTTPS):
+        if pattern != ANY and not pattern.startswith(HTTPS):
             raise UserError(
                 f"job_sources, in [weights] of policy.toml: {pattern!r} has to begin with "
                 "https://, as in https://HOST/*, or be *"

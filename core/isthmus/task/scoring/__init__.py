@@ -6,6 +6,7 @@ of a batch, and averages), `steps` (losses of a batch as a whole), `evaluation`,
 
 from isthmus.task.scoring.building import (
     build_model,
+    build_rank_model,
     build_same_model,
     build_small_model,
     build_start_model,
@@ -33,6 +34,7 @@ __all__ = [
     "UnitValues",
     "batches",
     "build_model",
+    "build_rank_model",
     "build_same_model",
     "build_small_model",
     "build_start_model",

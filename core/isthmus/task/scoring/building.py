@@ -28,6 +28,7 @@ from isthmus.task.scoring.frozen_form import (
     check_types,
     smaller_types,
 )
+from isthmus.task.scoring.host_generators import HostGenerators
 from isthmus.tensors.division import Division, divide
 from isthmus.tensors.exchange_set import TensorLayout
 from isthmus.tensors.fingerprint import (
@@ -89,19 +90,14 @@ def _keeps_computed(model: nn.Module) -> bool:
 
 def _generator_states() -> tuple[object, ...]:
     """The states of the generators that a task may draw from."""
-    arrays = sys.modules.get("numpy")  # only if it was imported
-    numbers: tuple[object, ...] = ()
-    if arrays is not None:
-        kind, keys, *rest = arrays.random.get_state(legacy=True)
-        numbers = (kind, keys.tobytes(), *rest)
-    return (tuple(torch.get_rng_state().tolist()), random.getstate(), *numbers)
+    return tuple(torch.get_rng_state().tolist()), HostGenerators.now()
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seed all random generators that a task may use, and restore their states afterwards."""
     arrays = sys.modules.get("numpy")  # only if it was imported
-    states = random.getstate(), None if arrays is None else arrays.random.get_state()
+    before = HostGenerators.now()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         random.seed(seed)
@@ -110,9 +106,7 @@ def _seeded(seed: int) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(states[0])
-            if arrays is not None:
-                arrays.random.set_state(states[1])
+            before.restore()
 
 
 def build_start_model(task: Task, job: Job, base: Path) -> nn.Module:
@@ -279,6 +273,27 @@ def build_same_model(
     return model, division
 
 
+def build_rank_model(
+    task: Task,
+    job: Job,
+    header: bytes,
+    frozen: Mapping[str, Sequence[float]],
+    owner: str,
+    *,
+    base: Path,
+) -> tuple[nn.Module, Division]:
+    """The model of `build_same_model` on a rank, as the job's `datacenter.frozen_dtype` says.
+
+    Raises:
+        TaskError: see `build_same_model` and `build_small_model`.
+        JobError: likewise.
+    """
+    if job.datacenter.frozen_dtype == "float32":
+        return build_same_model(task, job, header, frozen, owner, base=base)
+    small = build_small_model(task, job, header, frozen, owner, base=base, on_device=False)
+    return small[:2]
+
+
 def build_small_model(
     task: Task,
     job: Job,
@@ -288,36 +303,44 @@ def build_small_model(
     *,
     base: Path,
     place: StartPlace | None = None,
+    on_device: bool = True,
 ) -> tuple[nn.Module, Division, FrozenForm]:
-    """The model of `build_same_model` on a device, as the job's `federated.frozen_dtype` says.
+    """The model of `build_same_model`, with frozen parameters as the job's `frozen_dtype` says.
 
-    The frozen parameters are read in that type. The model is built without memory if that is the
-    same one, and else freed of theirs before anything is read. What is trained has its values by
-    each round's model, and no others.
+    They are read in that type. On a device the model is built without memory if that is the same
+    one, and else freed of theirs before anything is read; what is trained has its values there by
+    each round's model, and no others. On a rank it has those of the initial model.
 
     Raises:
         TaskError: see `build_same_model`; or nothing is frozen that could have the type, or the
             model has the memory of a frozen parameter elsewhere, too.
         JobError: see `build_same_model`; or a frozen parameter is not in the files as it is.
     """
-    choice = job.federated.frozen_dtype
-    # What is personal begins with the values of the seed.
-    model = None if job.exchange.personal else build_without_memory(task, job.seed)
+    choice = job.federated.frozen_dtype if on_device else job.datacenter.frozen_dtype
+    # What is personal begins with the values of the seed, and what is trained on a rank.
+    unmade = on_device and not job.exchange.personal
+    model = build_without_memory(task, job.seed) if unmade else None
     if model is None or not can_be_moved(model):
         model = build_model(task, job.seed)
-    division = divide(model, job.exchange, on_device=True, unfilled=True)
+    division = divide(model, job.exchange, on_device=on_device, unfilled=True)
     difference = division.exchanged.explain_difference(TensorLayout.from_header(header))
     if difference is not None:
         raise TaskError(f"{owner}'s model is not the server's: {difference}")
-    types = smaller_types(model, choice)
-    check_types(types, choice)
+    # On a rank nobody trains what is personal, and it keeps the values of the seed.
+    personal = division.personal.names
+    types = smaller_types(model, choice, personal)
+    check_types(types, choice, "federated" if on_device else "datacenter")
     change_types(model, types)
     there = _placed(job, place)
     try:
         compared = compare_with_start(model, task, there, base, converts=False)
     except UserError as error:
         raise JobError(f"model.start: {error}") from None
-    unchanging = [name for name, each in model.named_parameters() if not each.requires_grad]
+    unchanging = [
+        name
+        for name, each in model.named_parameters()
+        if not each.requires_grad and name not in personal
+    ]
     form = FrozenForm(base / str(there.model.start), compared, types, unchanging)
     fill_from_start(model, task, job, base, place, rounded=types)
     in_int8 = form.of_type(torch.int8)

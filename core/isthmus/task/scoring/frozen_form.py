@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from isthmus.tensors.given_memory import MemoryUse, can_move, give_memory
 
 _WIDER = (torch.float32, torch.float64)
 """The types of parameters that are held in smaller ones."""
-_BLOCK = 1 << 20
+_BLOCK = 1 << 18
 """Most values of a matrix that are in float32 while it is rounded to int8, but at least a row."""
 
 
@@ -76,15 +77,17 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return found
 
 
-def check_types(types: Mapping[str, torch.dtype], choice: str) -> None:
+def check_types(types: Mapping[str, torch.dtype], choice: str, table: str = "federated") -> None:
     """Refuse a choice that would change nothing, or not what it is for.
+
+    `table` is the job's, with the key.
 
     Raises:
         TaskError: so it would.
     """
     if not types:
         raise TaskError(
-            "federated.frozen_dtype is for parameters that are not trained, and the model has none "
+            f"{table}.frozen_dtype is for parameters that are not trained, and the model has none "
             "in float32; remove it, or freeze some in model() or by exchange.exclude"
         )
     if choice == "int8" and torch.int8 not in types.values():
@@ -213,7 +216,7 @@ class FrozenForm:
             reason = f"{absent[0]!r} is frozen and not in the files; remove it from model.fresh"
         if reason is not None:
             raise JobError(
-                f"federated.frozen_dtype reads frozen parameters as they are in the files of "
+                f"frozen_dtype reads frozen parameters as they are in the files of "
                 f"model.start: {path}: {reason}"
             )
 
@@ -226,7 +229,7 @@ class FrozenForm:
         """Read what is in int8, a block of rows at a time.
 
         Raises:
-            JobError: the files cannot be read, or have changed.
+            JobError: the files cannot be read, have changed, or have values that are not finite.
         """
         layers = _linear_layers(model)
         for name in self.of_type(torch.int8):
@@ -237,7 +240,14 @@ class FrozenForm:
             count = max(1, _BLOCK // max(inputs, 1))
             for start in range(0, outputs, count):
                 end = min(start + count, outputs)
-                whole[start:end], scale[start:end] = quantised(self.read(name, start, end - start))
+                values = self.read(name, start, end - start)
+                try:
+                    whole[start:end], scale[start:end] = quantised(values)
+                except ValueError as error:
+                    raise JobError(
+                        f"model.start: {name!r} cannot be in int8, as {error} in the files; "
+                        "correct them, or use federated.frozen_dtype = 'bfloat16'"
+                    ) from None
             hold_in_int8(layer, whole, scale)
         self.check_unchanged()
 
@@ -332,6 +342,11 @@ class LossDifference:
         Raises:
             TaskError: it is.
         """
+        if not math.isfinite(self.full):
+            raise TaskError(
+                f"the loss of the first batch is {self.full:.6g} with the frozen parameters as "
+                "they are in the files of model.start; check these, the data and the task's loss"
+            )
         if not self.share <= tolerance:  # nan is not
             raise TaskError(
                 f"the loss of the first batch is {self.small:.6g} with the frozen parameters in "

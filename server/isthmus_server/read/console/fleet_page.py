@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sqlite3
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,11 +17,13 @@ from isthmus_server.storage.events import (
     ParticipantDeclined,
     ParticipantLate,
     ParticipantLeft,
+    ParticipantUnready,
     RunAdopted,
     RunBranched,
     RunServed,
     RunStopped,
 )
+from isthmus_server.transport.check_ins import in_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,8 @@ def _of_server(source: ConsoleSource) -> list[DeviceRow]:
     for name, seen in (fleet.participants if fleet is not None else {}).items():
         online = current and seen.online
         state = "busy" if online and seen.busy else "online" if online else "offline"
+        if not online and seen.checks_in_at > time.time():
+            state = in_words(seen.checks_in_at)
         if name in rows and rows[name].state == "revoked":
             state = "revoked"
         declined = seen.declined
@@ -90,7 +95,7 @@ def _of_run(source: ConsoleSource) -> list[DeviceRow]:
     for event in run.store.events():
         # Events of the run, and of no device; or of a device whose state another event says.
         others = RunStopped | RunAdopted | RunBranched | RunServed | LayoutChanged | CohortAwaited
-        if isinstance(event, others | ParticipantLate):
+        if isinstance(event, others | ParticipantLate | ParticipantUnready):
             continue
         reason = event.reason if isinstance(event, ParticipantDeclined | ParticipantLeft) else ""
         rows[event.participant] = DeviceRow(

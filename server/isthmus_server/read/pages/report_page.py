@@ -58,6 +58,8 @@ def html_page(report: Report, now: float | None = None) -> str:
         timeline=timeline(list(_spans(report.rounds)), max(planned, len(report.rounds))),
         quality=_quality(report.rounds),
         privacy=_privacy(report, attempts),
+        measured=[each.text.partition(": ")[::2] for each in report.measured],
+        forecast_errors=[(each.regime, each.text) for each in report.forecast_errors],
         **_participation(report, attempts),
         **_datacenter(report.rounds),
     )

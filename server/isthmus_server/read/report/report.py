@@ -20,6 +20,13 @@ from isthmus.task.measurements.metrics import DEVICES, SPREAD
 from isthmus_server.budgets.budget import ADJACENCY, UNIT
 from isthmus_server.model.summed_evaluation import SummedEvaluation
 from isthmus_server.read.report.late_devices import LateDevices
+from isthmus_server.read.report.left_out_groups import more_than_withstood
+from isthmus_server.read.report.measurements import (
+    ForecastError,
+    MeasuredFigure,
+    forecast_errors,
+    measured,
+)
 from isthmus_server.read.report.privacy.device_examples import PromisedToExamples
 from isthmus_server.read.report.privacy.examples_spending import SpentOnExamples
 from isthmus_server.read.report.suspected_devices import suspicions
@@ -107,6 +114,10 @@ class Report(Record):
     asks nothing of devices."""
     owners_need: Sequence[str] = ()
     """What owners must have in their `policy.toml` for their devices to take part in all of it."""
+    measured: Sequence[MeasuredFigure] = ()
+    """Times, bytes and dropouts so far."""
+    forecast_errors: Sequence[ForecastError] = ()
+    """What was measured, compared with the forecasts that were stored with the plans."""
 
 
 def read_report(store: Store) -> Report:
@@ -129,6 +140,8 @@ def read_report(store: Store) -> Report:
         device_examples_privacy=PromisedToExamples.of(store.job),
         level=level_of_run(store),
         owners_need=needs_of(store.job),
+        measured=measured(attempts),
+        forecast_errors=forecast_errors(store.logged_attempts()),
     )
 
 
@@ -166,6 +179,7 @@ def page(report: Report) -> RenderableType:
     if incidents:
         parts.append(Text("\n".join(["what else happened:", *(f"  {line}" for line in incidents)])))
     parts += [Text(line) for line in _moved(attempts)]
+    parts += [Text(line) for line in _planned_and_measured(report)]
     if report.reason:
         parts.append(Text(f"it ended because: {in_a_line(report.reason)}"))
     model = report.job.get("model", {})
@@ -259,6 +273,7 @@ def _incidents(report: Report, attempts: Sequence[EndedAttempt]) -> list[str]:
         for sentence in record.incidents
     ]
     lines += unused_updates(report.rounds)
+    lines += more_than_withstood(report.job, report.rounds)
     lines += suspicions(report.rounds)
     with_devices = sum(record.regime != "datacenter" for record in report.rounds)
     lines += LateDevices(report.events).sentences(with_devices)
@@ -313,6 +328,17 @@ def _moved(attempts: Sequence[EndedAttempt]) -> list[str]:
         if regime == "federated" and counted > total:
             line += f"; with evaluations and comparisons {_megabytes(counted)} in all"
         lines.append(line)
+    return lines
+
+
+def _planned_and_measured(report: Report) -> list[str]:
+    """A line of what was measured, and one of the errors of forecasts for each regime."""
+    lines = []
+    if report.measured:
+        lines.append(f"measured: {'; '.join(each.text for each in report.measured)}")
+    for regime in dict.fromkeys(each.regime for each in report.forecast_errors):
+        texts = [each.text for each in report.forecast_errors if each.regime == regime]
+        lines.append(f"{regime} rounds took {', '.join(texts)}")
     return lines
 
 

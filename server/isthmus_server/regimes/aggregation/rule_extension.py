@@ -163,6 +163,13 @@ class RuleAggregator:
                 # The device did nothing wrong: its receipt stays, and the attempt fails at its end.
                 self._failure = self._failure or error
 
+    def end(self) -> None:
+        """Nothing is kept elsewhere; see `Aggregator.end`."""
+
+    async def settle(self) -> Mapping[str, str]:
+        """Nothing is summed elsewhere; see `Aggregator.settle`."""
+        return {}
+
     async def result(self) -> tuple[torch.Tensor, Any]:
         """The rule's pseudo-gradient, float32 (N), and its state after it.
 

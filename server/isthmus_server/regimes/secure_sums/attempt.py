@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING
 
-from isthmus.errors import AggregationAborted, UpdateError
+from isthmus.errors import AggregationAborted, PeerMisbehaved, UpdateError
 from isthmus.transport.stream import to_the_end
 from isthmus.wire import link_pb2
 from isthmus_privacy.random_groups import RandomGroup
@@ -40,18 +41,21 @@ from isthmus_server.regimes.call import (
     ReceiptBook,
     call,
 )
-from isthmus_server.regimes.plaintext import UPLOADS_AT_ONCE
+from isthmus_server.regimes.partial_sums import PartialSums
 from isthmus_server.regimes.reasons import UNREACHABLE, anonymous, group_reasons, summarize_failures
+from isthmus_server.regimes.round_times import TrainingTime
 from isthmus_server.regimes.secure_sums.departures import Departures
 from isthmus_server.regimes.secure_sums.local_logs import LocalLogs
 from isthmus_server.regimes.secure_sums.round_configs import AttemptUnmaskings, BeforeUnmasking
 from isthmus_server.regimes.secure_sums.stated_draw import StatedDraw
 from isthmus_server.regimes.secure_sums.step_limits import StepLimits
 from isthmus_server.regimes.transfer_allowance import TransferAllowance
+from isthmus_server.regimes.upload_places import NO_PLACE, UploadPlaces
 from isthmus_server.storage.records import Receipt, Status
 
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
+    from isthmus_server.transport.peer import Place
 
 TRAINING_SHARE = 0.75
 """Share of the round's time for training; then the protocol starts with those who have trained. The
@@ -62,10 +66,36 @@ ENOUGH = "enough devices had finished training"
 """Reason for refusing a vector beyond the requested cohort."""
 _ATTEMPT_OVER = "the attempt ended before its update was in"
 _LOGS_SAY_WHY = "the devices' own logs say why"
+_TRAINING = "training"
+"""The first step, also where devices compute something else in it."""
 
 
 FirstRequest = Callable[[bytes], link_pb2.Request]
 """Builds the first request of an attempt (training or scoring) from the encoded configuration."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SecureSum:
+    """What an attempt sums, and of whom."""
+
+    config: RoundConfig
+    """The round's configuration."""
+    cohort: Collection[str]
+    """Names of the invited devices."""
+    first_request: FirstRequest
+    """Makes the request in which a device computes its vector."""
+    exact: bool = False
+    """Whether the sum must be that of the whole cohort, because its devices may have unmasked an
+    earlier one of the same model; without one of them the attempt fails before any of them signs.
+    """
+    alone: FirstRequest | None = None
+    """Makes the request with which a device would join without a sum of ranges before; None for
+    `first_request`. The log of unmaskings has it."""
+    ranges: Ranges | None = None
+    """Ranges of the updates of the cohort, which say how much they can weigh; None if they are not
+    known."""
+    group: RandomGroup | None = None
+    """The random group that is summed, if a lottery has drawn it."""
 
 
 class SecureAggregationAttempt:
@@ -79,54 +109,48 @@ class SecureAggregationAttempt:
         did, and the attempt fails if the quorum of usable ones is not reached.
     """
 
-    def __init__(
-        self,
-        context: FederatedContext,
-        config: RoundConfig,
-        cohort: Collection[str],
-        first_request: FirstRequest,
-        *,
-        exact: bool = False,
-        alone: FirstRequest | None = None,
-        ranges: Ranges | None = None,
-        group: RandomGroup | None = None,
-    ) -> None:
-        """Prepare.
-
-        Args:
-            context: of the run.
-            config: the round's configuration.
-            cohort: names of the invited devices.
-            first_request: makes the request in which a device computes its vector.
-            exact: the sum must be that of the whole cohort, because its devices may have unmasked
-                an earlier one of the same model; without one of them the attempt fails before
-                any of them signs.
-            alone: makes the request with which a device would join without a sum of ranges before;
-                None for `first_request`. The log of unmaskings has it.
-            ranges: of the updates of the cohort, which say how much they can weigh; None if they
-                are not known.
-            group: the random group that is summed, if a lottery has drawn it.
-        """
+    def __init__(self, context: FederatedContext, wanted: SecureSum) -> None:
+        """Prepare the sum that is wanted in the run of `context`."""
+        config = wanted.config
+        cohort = wanted.cohort
         self._context = context
         self._config = config
-        self._first_request = first_request
-        self._session = ServerSession(config, context.directory, invited=cohort, group=group)
+        self._first_request = wanted.first_request
+        self._session = ServerSession(config, context.directory, invited=cohort, group=wanted.group)
         self._receipts = ReceiptBook(sorted(cohort), "federated")
         self._encoded = config.to_bytes()
         """The configuration as devices get it: encoding it takes a while for each of many."""
-        joining = (alone or first_request)(self._encoded)
+        joining = (wanted.alone or wanted.first_request)(self._encoded)
         self._unmaskings = AttemptUnmaskings(context.unmaskings, config, joining)
         self._draw = StatedDraw(config.draw, context.link.enrolments)
-        self._ranges = ranges
-        self._exact = exact
-        self._needed = len(cohort) if exact else config.clients_min
+        self._ranges = wanted.ranges
+        self._exact = wanted.exact
+        self._needed = len(cohort) if wanted.exact else config.clients_min
+        self._trains = False
+        """Whether devices train in the first step."""
+        self._training_seconds = 0.0
+        """Time for the first step, in which devices train."""
+        self._trained: dict[str, float] = {}
+        """Seconds of a round that the training of each device was just in time for."""
         self._limits: StepLimits
         """Known as soon as the roster is."""
         self._logs = LocalLogs(context.spool / "logs", self._receipts.names)
         self.has_sum = False
         """Whether the server has the sum, and devices had usable vectors."""
-        self._uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
+        self._places = UploadPlaces(context.link, least_rate=context.job.time.least_rate)
         self._adding = asyncio.Lock()
+        form = link_pb2.MaskedSum(
+            length=config.length,
+            bits=config.bits,
+            figures=0 if config.codec is None else config.figures.length,
+        )
+        opening = link_pb2.OpenSum(masked=form)
+        self._parts = PartialSums(
+            context.link,
+            opening,
+            config.payload_bytes,
+            least_rate=context.job.time.least_rate,
+        )
 
     @property
     def config(self) -> RoundConfig:
@@ -150,9 +174,15 @@ class SecureAggregationAttempt:
         """
         summed: Collection[str] = ()
         start = asyncio.get_running_loop().time()
+        work = self._first_request(self._encoded).WhichOneof("work")
+        self._trains = work == "train_local"
         if deadline is None:
-            deadline = start + self._context.job.time.round_seconds
-        trained_by = start + TRAINING_SHARE * (deadline - start)
+            seconds = self._context.round_times.seconds(self._receipts.names, self._needed)
+            if not self._trains:  # nothing is known of how long that takes
+                seconds = max(seconds, self._context.job.time.first_round_seconds)
+            deadline = start + seconds
+        self._training_seconds = TRAINING_SHARE * (deadline - start)
+        trained_by = start + self._training_seconds
         try:
             total = await self._sum(trained_by, deadline, before_unmasking)
             summed = total.clients
@@ -180,9 +210,12 @@ class SecureAggregationAttempt:
                 excused=excused,
             ) from error
         finally:
+            self._parts.end()
             self._session.close()
             self._draw.leave_out_few(len(self._receipts.names))
         self._check_usable(aggregate, summed)
+        for name in set(summed) & set(self._trained):
+            self._context.round_times.used(name)
         return FederatedResult(
             pseudo_gradient=aggregate.vector,
             training={
@@ -205,7 +238,7 @@ class SecureAggregationAttempt:
         """
         session = self._session
         await self._step(
-            "training",
+            _TRAINING,
             self._receipts.names,
             self._train,
             trained_by,
@@ -228,6 +261,7 @@ class SecureAggregationAttempt:
             asyncio.get_running_loop().time(), round_end=deadline
         )
         await self._step("sending", session.missing, self._upload, sent_by)
+        await self._take_parts()
         self._check_complete()
         survivors = session.finish_masked_input().to_bytes()
         names = session.missing  # all survivors: none has signed yet
@@ -310,6 +344,8 @@ class SecureAggregationAttempt:
             except CallFailed as failed:
                 if failed.code in PRIVACY_REFUSALS:
                     self._unmaskings.note_refusal(name, failed.code)
+                elif failed.reason != ENOUGH:  # no round waits for more than it wants
+                    self._note_failed(name)
                 self._draw.note_failure(name, failed)
 
         # Sorted, so that two runs ask in the same order.
@@ -352,10 +388,21 @@ class SecureAggregationAttempt:
                         left = deadline - asyncio.get_running_loop().time()
                 if left <= 0:
                     for task in pending:
-                        self._receipts.blame(names_by_task[task])
+                        name = names_by_task[task]
+                        if name in self._places.waiting:
+                            self._receipts.record(name, "dropped", NO_PLACE, late=False)
+                            continue
+                        self._receipts.blame(name)
+                        if what == _TRAINING and self._trains:
+                            self._context.round_times.late(
+                                name, self._training_seconds / TRAINING_SHARE
+                            )
+                        else:
+                            self._note_failed(name)
                     break
             for task in pending:
-                self._receipts.record(names_by_task[task], "dropped", reason)
+                if (name := names_by_task[task]) not in self._receipts:
+                    self._receipts.record(name, "dropped", reason)
             for name in gone:
                 self._receipts.record(name, "dropped", f"lost: it left after {what}", late=False)
         finally:
@@ -367,6 +414,11 @@ class SecureAggregationAttempt:
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
                 raise result
+
+    def _note_failed(self, name: str) -> None:
+        """A device has failed by itself, for whose training the round has waited."""
+        if name in self._trained:
+            self._context.round_times.failed(name, self._trained[name])
 
     @property
     def _is_refused(self) -> bool:
@@ -431,17 +483,25 @@ class SecureAggregationAttempt:
         """The first step: a device computes its vector and advertises its keys."""
         request = self._first_request(self._encoded)
         self._context.sums.tell(name, request)
-        loop = asyncio.get_running_loop()
-        asked = loop.time()
-        async with call(self._context.link, name, request, "trained", self._receipts) as reply:
-            seconds = loop.time() - asked  # a device does not tell: its time depends on its data
-            keys = AdvertiseKeys.from_bytes(reply.trained.secure)
-            _check_sender(name, keys.name)
-            if self._session.received >= self._config.clients_max:
-                raise UpdateError(ENOUGH)
-            self._draw.note_accepted(name)
-            self._session.receive_keys(keys)
-            self._receipts.remember(name, seconds=seconds)
+        if self._trains:
+            request.train_local.seconds = self._training_seconds
+        spent = TrainingTime(self._context.link, name, self._context.job.time.least_rate)
+        try:
+            async with call(self._context.link, name, request, "trained", self._receipts) as reply:
+                # A device does not tell: its time depends on its data.
+                seconds = spent.seconds
+                if self._trains:
+                    self._context.round_times.took(name, seconds / TRAINING_SHARE)
+                keys = AdvertiseKeys.from_bytes(reply.trained.secure)
+                _check_sender(name, keys.name)
+                if self._session.received >= self._config.clients_max:
+                    raise UpdateError(ENOUGH)
+                self._draw.note_accepted(name)
+                self._session.receive_keys(keys)
+                self._receipts.remember(name, seconds=seconds)
+        finally:
+            if self._trains:
+                self._trained[name] = spent.seconds / TRAINING_SHARE
 
     async def _upload(self, name: str) -> None:
         """The only step with a large reply: the masked vector, spooled, checked and added."""
@@ -455,8 +515,11 @@ class SecureAggregationAttempt:
                     f"its masked vector has {stepped.masked.size} bytes where this configuration "
                     f"takes {self._config.payload_bytes}"
                 )
+            if (place := self._parts.place(name)) is not None:
+                await self._add_there(place, masked, stepped.masked)
+                return
             # Each takes a file, and a cohort sends at once.
-            async with self._uploads:
+            async with self._places.place(name):
                 with UpdateSpool(self._context.spool, expected_bytes=stepped.masked.size) as spool:
                     await self._context.link.fetch(name, stepped.masked, spool.write)
                     # One at a time, as all are added to one vector; and to the end, so that nothing
@@ -467,6 +530,33 @@ class SecureAggregationAttempt:
                                 self._session.receive_masked_input, masked, payload
                             )
                             await to_the_end(adding)
+
+    async def _add_there(self, place: Place, masked: MaskedInput, blob: link_pb2.Blob) -> None:
+        """Have the aggregator of a device add its masked vector, which tells it nothing."""
+        if blob.sha256 != masked.sha256:  # that it has signed, and the aggregator checks
+            raise UpdateError("its masked vector is not the one that it has signed")
+        added = await self._parts.add(place, blob, masked.name, 0)
+        try:
+            self._session.note_masked_input(masked)
+        except PeerMisbehaved as error:
+            self._parts.refuse(added, str(error))
+            raise
+        self._parts.keep(added)
+
+    async def _take_parts(self) -> None:
+        """Add the sums of aggregators; the devices of one that is lost have dropped out.
+
+        Before anybody signs who is in the sum: nothing is unmasked that is not here.
+        """
+        async for part in self._parts.collected():
+            if not part.lost:
+                await to_the_end(
+                    asyncio.to_thread(self._session.receive_masked_sum, part.devices, part.elements)
+                )
+                continue
+            self._session.lose_masked_sum(part.devices)
+            for name in part.devices:
+                self._receipts.record(name, "dropped", part.lost, sent=True, late=False)
 
     def _take_shares(self, name: str, message: bytes) -> None:
         shares = ShareKeys.from_bytes(message)

@@ -25,7 +25,11 @@ from isthmus_privacy.secagg.ranges import USUAL_CLIP, Encoding, Ranges, lost_in_
 from isthmus_server.regimes.base import AttemptFailed, FederatedResult
 from isthmus_server.regimes.call import ReceiptBook
 from isthmus_server.regimes.committed_sums import LARGEST_WEIGHT
-from isthmus_server.regimes.secure_sums.attempt import FirstRequest, SecureAggregationAttempt
+from isthmus_server.regimes.secure_sums.attempt import (
+    FirstRequest,
+    SecureAggregationAttempt,
+    SecureSum,
+)
 from isthmus_server.regimes.secure_sums.round_configs import BeforeUnmasking
 from isthmus_server.regimes.secure_sums.step_limits import StepLimits
 from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
@@ -120,7 +124,7 @@ class RangedAttempt:
         config = sums.ranges
         name = sums.name
         if deadline is None:
-            seconds = self._context.job.time.round_seconds
+            seconds = self._context.round_times.seconds(sums.cohort, config.clients_min)
             deadline = asyncio.get_running_loop().time() + seconds
         known = self._context.ranges.of(config.round, name, sums.group)
         cohort = sums.cohort
@@ -138,16 +142,16 @@ class RangedAttempt:
         comparable = known.ranges.is_known and not (wider or sums.exact)
         try:
             config = sums.config(known.ranges, wider)
-            self._current = secure_attempt(
-                self._context,
-                config,
-                cohort,
-                request,
+            wanted = SecureSum(
+                config=config,
+                cohort=cohort,
+                first_request=request,
                 exact=sums.exact,
                 alone=sums.at_once,
                 ranges=known.ranges if comparable else None,
                 group=sums.drawn,
             )
+            self._current = secure_attempt(self._context, wanted)
             config = self._current.config
             self._check_differences(known.ranges, config)
             self._sends = True
@@ -337,14 +341,14 @@ class RangedAttempt:
             OSError, sqlite3.Error: they cannot be stored.
         """
         sums = self._sums
-        self._current = secure_attempt(
-            self._context,
-            sums.ranges,
-            sums.cohort,
-            sums.find,
+        wanted = SecureSum(
+            config=sums.ranges,
+            cohort=sums.cohort,
+            first_request=sums.find,
             exact=sums.exact,
             group=sums.drawn,
         )
+        self._current = secure_attempt(self._context, wanted)
 
         async def note(entry: Unmasking) -> None:
             self._context.unmaskings.add(dataclasses.replace(entry, group=sums.group))

@@ -81,13 +81,16 @@ class RobustRule:
         """What holds and what does not, with all of the job's groups."""
         federated = self._federated
         groups = federated.robust_groups
-        bad = tolerated(self._rule, groups)
+        bad = self.withstands(groups)
         most = groups - shortest(groups, bad)
         each = federated.cohort // groups
         start = f"federated.robust={self._name!r} over {groups} random groups of {each} devices"
+        liars = federated.cohort // 10
+        odds = chance_of_more(most, groups, each, liars)
         long = (
             f"up to {most} groups are left out whose mean is more than {LONGEST:g} times as long "
-            f"as those of the {groups - most} shortest"
+            f"as those of the {groups - most} shortest; if a tenth of the devices lies, more "
+            f"groups than {most} have a liar in {odds:.1%} of the rounds"
         )
         if not bad:
             return f"{start} bounds what each group adds, and withstands no lying device; {long}"
@@ -97,6 +100,10 @@ class RobustRule:
             f"are ({share:.1%} of the cohort), if no honest group is more than {LONGEST:g} times "
             f"as long as another; and more of them only if their sums are long: {long}"
         )
+
+    def withstands(self, groups: int) -> int:
+        """In how many of so many groups any lies are withstood."""
+        return tolerated(self._rule, groups)
 
     def combine(
         self, round_: int, means: Mapping[str, tuple[torch.Tensor, int]], doubted: int = 0
@@ -137,7 +144,7 @@ class RobustRule:
         Apart from each other: running statistics may be far larger, and a long update of parameters
         would not be noticed in the length of both.
         """
-        reference = shortest(len(means), tolerated(self._rule, len(means)))
+        reference = shortest(len(means), self.withstands(len(means)))
         parameters = {name: mean[: self._trained] for name, mean in means.items()}
         left_out = long_groups(parameters, reference)
         if self._trained is not None:
@@ -204,6 +211,25 @@ def tolerated(rule: AggregationRule, groups: int) -> int:
     if isinstance(rule, TrimmedMean):
         return math.floor(rule.share * groups + 1e-9)
     return 0
+
+
+def chance_of_more(most: int, groups: int, each: int, liars: int) -> float:
+    """With what probability more than `most` random groups of `each` devices have a liar.
+
+    Exact: one liar after the other gets one of the places that are left.
+
+    >>> chance_of_more(0, 3, 4, 1), round(chance_of_more(8, 10, 12, 12), 3)
+    (1.0, 0.115)
+    """
+    chances = {0: 1.0}
+    for placed in range(min(liars, groups * each)):
+        after: dict[int, float] = {}
+        for taken, chance in chances.items():
+            among = (taken * each - placed) / (groups * each - placed)
+            after[taken] = after.get(taken, 0.0) + chance * among
+            after[taken + 1] = after.get(taken + 1, 0.0) + chance * (1 - among)
+        chances = after
+    return sum(chance for taken, chance in chances.items() if taken > most)
 
 
 def _times(norm: float, reference: float) -> str:

@@ -8,22 +8,20 @@ answers with the keys of its masks, whatever it is asked.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection
+import dataclasses
 from typing import TYPE_CHECKING
 
 from isthmus.errors import AggregationAborted, UpdateError
 from isthmus.transport.blobs import into
 from isthmus.wire import link_pb2
-from isthmus_privacy.random_groups import RandomGroup
-from isthmus_privacy.secagg.config import RoundConfig
-from isthmus_privacy.secagg.ranges import Ranges
 from isthmus_privacy.secagg.server import RingSum, too_few
 from isthmus_server.regimes.call import call
+from isthmus_server.regimes.round_times import TrainingTime
 from isthmus_server.regimes.secure_sums.attempt import (
     ENOUGH,
-    FirstRequest,
+    TRAINING_SHARE,
     SecureAggregationAttempt,
+    SecureSum,
 )
 from isthmus_server.regimes.secure_sums.round_configs import BeforeUnmasking, as_before
 
@@ -37,31 +35,11 @@ class UnmaskedAttempt(SecureAggregationAttempt):
     A lost device leaves the sum before its vector is added; there is no later step.
     """
 
-    def __init__(
-        self,
-        context: FederatedContext,
-        config: RoundConfig,
-        cohort: Collection[str],
-        first_request: FirstRequest,
-        *,
-        exact: bool = False,
-        alone: FirstRequest | None = None,
-        ranges: Ranges | None = None,
-        group: RandomGroup | None = None,
-    ) -> None:
+    def __init__(self, context: FederatedContext, wanted: SecureSum) -> None:
         """Prepare; see `SecureAggregationAttempt`."""
-        super().__init__(
-            context,
-            config,
-            cohort,
-            first_request,
-            exact=exact,
-            alone=alone,
-            ranges=ranges,
-            group=group,
-        )
-        self._total = config.new_vector()
-        self._vector = bytearray(config.payload_bytes)
+        super().__init__(context, wanted)
+        self._total = wanted.config.new_vector()
+        self._vector = bytearray(wanted.config.payload_bytes)
         """Memory of the vector that is being added."""
         self._summed: list[str] = []
 
@@ -88,16 +66,19 @@ class UnmaskedAttempt(SecureAggregationAttempt):
         self._context.sums.tell(name, request)
         if request.HasField("agree"):
             # No training keeps the devices apart, and the vector of each takes memory.
-            async with self._uploads:
+            async with self._places.place(name):
                 await self._ask(name, request)
         else:
             await self._ask(name, request)
 
     async def _ask(self, name: str, request: link_pb2.Request) -> None:
-        loop = asyncio.get_running_loop()
-        asked = loop.time()
         link = self._context.link
+        spent = TrainingTime(link, name, self._context.job.time.least_rate)
         async with call(link, name, request, "trained", self._receipts) as reply:
+            seconds = spent.seconds
+            if self._trains:
+                self._trained[name] = seconds / TRAINING_SHARE
+                self._context.round_times.took(name, self._trained[name])
             result = reply.trained.result
             if result.size != self._config.payload_bytes:
                 raise UpdateError(
@@ -109,37 +90,17 @@ class UnmaskedAttempt(SecureAggregationAttempt):
             await link.fetch(name, result, into(self._vector))
             self._total.add(self._vector)
             self._summed.append(name)
-            self._receipts.remember(name, seconds=loop.time() - asked)
+            self._receipts.remember(name, seconds=seconds)
 
 
-def secure_attempt(
-    context: FederatedContext,
-    config: RoundConfig,
-    cohort: Collection[str],
-    first_request: FirstRequest,
-    *,
-    exact: bool = False,
-    alone: FirstRequest | None = None,
-    ranges: Ranges | None = None,
-    group: RandomGroup | None = None,
-) -> SecureAggregationAttempt:
-    """The attempt for the participants of a link; for the arguments see its class.
+def secure_attempt(context: FederatedContext, wanted: SecureSum) -> SecureAggregationAttempt:
+    """The attempt for the participants of a run's link.
 
     One that is repeated exactly has the encoding of before. Simulated devices remember nothing.
     """
     if context.link.enrolments.simulated:
-        kind: type[SecureAggregationAttempt] = UnmaskedAttempt
-    else:
-        kind = SecureAggregationAttempt
-        if exact:
-            config = as_before(context.unmaskings, config, cohort)
-    return kind(
-        context,
-        config,
-        cohort,
-        first_request,
-        exact=exact,
-        alone=alone,
-        ranges=ranges,
-        group=group,
-    )
+        return UnmaskedAttempt(context, wanted)
+    if wanted.exact:
+        config = as_before(context.unmaskings, wanted.config, wanted.cohort)
+        wanted = dataclasses.replace(wanted, config=config)
+    return SecureAggregationAttempt(context, wanted)

@@ -59,7 +59,7 @@ class PlaintextAnswers(Generic[Answer]):
         """
         receipts = ReceiptBook(cohort, "federated")
         limits = self._context.job.time
-        seconds = limits.round_seconds
+        seconds = limits.first_round_seconds
         allowance = TransferAllowance(self._context.link, receipts.names, limits.least_rate)
         tasks = [asyncio.create_task(self._ask(name, receipts)) for name in receipts.names]
         pending = set(tasks)

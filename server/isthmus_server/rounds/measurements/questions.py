@@ -23,7 +23,7 @@ from isthmus_server.budgets.budget import Measurement
 from isthmus_server.budgets.server_noise import is_too_long
 from isthmus_server.regimes.base import AttemptFailed
 from isthmus_server.regimes.context import FederatedContext
-from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt
+from isthmus_server.regimes.secure_sums.attempt import SecureAggregationAttempt, SecureSum
 from isthmus_server.regimes.secure_sums.groups import GroupedAttempt, UnmaskingGate
 from isthmus_server.regimes.secure_sums.round_configs import margins
 from isthmus_server.regimes.secure_sums.unmasked import secure_attempt
@@ -212,7 +212,10 @@ class DeviceQuestions:
         def first_request(encoded: bytes) -> link_pb2.Request:
             return question.request(encoded, group)
 
-        return secure_attempt(self._context, config, names, first_request, exact=cohort.exact)
+        wanted = SecureSum(
+            config=config, cohort=names, first_request=first_request, exact=cohort.exact
+        )
+        return secure_attempt(self._context, wanted)
 
     async def _plaintext(
         self, question: Question, cohort: SelectedCohort, noisy: NoisySum | None

@@ -65,7 +65,7 @@ class StatisticsRun:
                 with self.drain.held():
                     sums = await parts.evaluator.statistics(vector)
                 path = self.store.directory / STATISTICS
-                with replacing(path) as file:
+                with replacing(path, self.store.fence) as file:
                     file.write(json.dumps(self._described(vector, sums), indent=1).encode() + b"\n")
                 parts.journal.finish(f"statistics of {sums.devices} devices are in {path}")
         finally:

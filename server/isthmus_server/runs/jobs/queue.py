@@ -18,6 +18,7 @@ from typing import Literal
 
 from isthmus.errors import AdmissionRefused, DamagedError, JobError, UserError
 from isthmus.job import Job, read_job
+from isthmus_server.storage.fence import QUEUE, Fence
 from isthmus_server.storage.run_description import new_run_id
 from isthmus_server.storage.sealed_database import SealedDatabase, check_database, database_error
 
@@ -31,8 +32,6 @@ MAX_WAITING = 100
 SHORTEST_PAUSE = 5.0
 """Seconds of the first pause of a job; each further one without a new round is twice as long."""
 LONGEST_PAUSE = 600.0
-
-_NAME = "jobs.sqlite"
 
 log = logging.getLogger(__name__)
 
@@ -106,16 +105,17 @@ class JobQueue:
       * a submission that is repeated because its answer was lost is queued once.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, fence: Fence | None = None) -> None:
         """Check and open the file in a state directory; creates it if there was no job yet.
 
         Raises:
             UserError: it is damaged, missing although jobs have run, or cannot be used.
+            TakenOver: another server has taken over from that of the `fence`.
         """
-        path = directory / _NAME
+        path = directory / QUEUE
         _refuse_lost(path)
         try:
-            self._log = SealedDatabase.checked(path, SCHEMA)
+            self._log = SealedDatabase.checked(path, SCHEMA, fence)
             self._db = self._log.connection
         except (OSError, sqlite3.Error) as error:
             raise database_error(path, error) from None
@@ -284,7 +284,7 @@ def check(directory: Path) -> None:
         DamagedError: it is damaged or missing.
         UserError: it cannot be read for another reason.
     """
-    path = directory / _NAME
+    path = directory / QUEUE
     _refuse_lost(path)
     if path.exists() or path.with_suffix(".head").exists():
         check_database(path, SCHEMA)

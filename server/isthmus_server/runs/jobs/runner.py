@@ -16,6 +16,7 @@ from isthmus.errors import (
     CannotContinue,
     IsthmusError,
     ParticipantsMissing,
+    TakenOver,
     UserError,
 )
 from isthmus.job import Job
@@ -37,6 +38,7 @@ from isthmus_server.storage.events import (
     WaitingForParticipants,
     attempt_event,
 )
+from isthmus_server.storage.fence import Fence
 from isthmus_server.storage.sealed_database import database_error
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.job_link import JobLink, LinkView, SharedLink
@@ -69,7 +71,14 @@ class JobRunner:
         submit code.
     """
 
-    def __init__(self, link: Link, state: Path, observers: Observers, at_once: int = 1) -> None:
+    def __init__(
+        self,
+        link: Link,
+        state: Path,
+        observers: Observers,
+        at_once: int = 1,
+        fence: Fence | None = None,
+    ) -> None:
         """Open the queue.
 
         Args:
@@ -77,12 +86,17 @@ class JobRunner:
             state: the server's state directory.
             observers: watch the runs.
             at_once: most jobs that run at a time.
+            fence: of this server, if others may take over from it.
+
+        Raises:
+            UserError: the queue is damaged or cannot be used.
         """
         self.link = link
-        self.queue = JobQueue(state)
+        self._fence = fence
+        self.queue = JobQueue(state, fence)
         self.tasks = state / "tasks"
         self.runs = state / "runs"
-        self.populations = of_server(state)
+        self.populations = of_server(state, None if fence is None else fence.held)
         self.projects = Projects.load(state)
         self.observers = observers
         self.console = observers.console
@@ -91,6 +105,7 @@ class JobRunner:
         self._running: dict[int, RunningJob] = {}
         """By number of the job."""
         self._leaving = False
+        self._taken_over = False
         self._woken = asyncio.Event()
         self._returns = EarlyReturns(self._woken.set)
 
@@ -101,8 +116,12 @@ class JobRunner:
 
         Raises:
             UserError: the queue's file cannot be used any more.
+            TakenOver: another server has taken over.
         """
+        self._claim_runs()
         self.link.listeners.attach(self._returns)
+        self.link.check_ins.trains = lambda: bool(self._running)
+        self.link.check_ins.waits = self._waits_for_participants
         enrolments = self.link.enrolments
         if enrolments.requires_tickets:
             restore_draws(enrolments.draws, self.runs, enrolments.now())
@@ -110,6 +129,18 @@ class JobRunner:
             await self._run_jobs()
         finally:
             self.link.listeners.detach(self._returns)
+
+    def _claim_runs(self) -> None:
+        """Keep an earlier server, which may still run, from committing a round of any job."""
+        if self._fence is None or not self._fence.forced:
+            return
+        for entry in self.queue.entries(0):
+            log_file = self.runs / entry.id / "run.sqlite"
+            try:
+                if log_file.exists():
+                    self._fence.claim(log_file)
+            except (sqlite3.Error, OSError) as error:  # it is claimed again before it is read
+                log.warning("%s", database_error(log_file, error))
 
     async def _run_jobs(self) -> None:
         try:
@@ -122,6 +153,9 @@ class JobRunner:
                         self._begin(entry)
                     await self._wait(self.queue.seconds_until_due())
                 except (sqlite3.Error, OSError) as error:  # the database, or its head file
+                    if isinstance(self.queue.error(error), TakenOver):
+                        self.give_up()
+                        break
                     if not is_transient(error):
                         raise UserError(
                             f"the queue of jobs cannot be used: {self.queue.error(error)}; then "
@@ -164,7 +198,7 @@ class JobRunner:
             )
         elif self.projects:
             link = LinkView(link, admits)
-        job = self._running[entry.number] = RunningJob(entry, link)
+        job = self._running[entry.number] = RunningJob(entry, link, self._fence)
         job.task = asyncio.create_task(self._run_job(job))
 
     def leave(self) -> None:
@@ -173,6 +207,18 @@ class JobRunner:
         self._woken.set()
         for job in self._running.values():
             job.leave()
+
+    def give_up(self) -> None:
+        """End `run` at once: another server has taken over, and continues the jobs."""
+        self._taken_over = True
+        self.leave()
+        for job in self._running.values():
+            if job.task is not None and job.task is not asyncio.current_task():
+                job.task.cancel()
+
+    def _waits_for_participants(self) -> bool:
+        jobs = self._running.values()
+        return any(isinstance(job.waits, WaitingForParticipants) for job in jobs)
 
     async def _wait(self, seconds: float | None) -> None:
         """Wait for an operator, for a participant that a job is missing, or for that long."""
@@ -198,7 +244,9 @@ class JobRunner:
             else:
                 self._mark(job, "finished", reason)
         except asyncio.CancelledError:
-            if job.cancelled:
+            if self._taken_over:
+                pass
+            elif job.cancelled:
                 self._print(f"{entry.id} is cancelled")
             elif job.paused_by:
                 self._print(f"{entry.id} is paused by {job.paused_by}")
@@ -206,7 +254,10 @@ class JobRunner:
                 self._print(f"{entry.id} continues when the server is started again")
         except (sqlite3.Error, OSError) as error:
             now = self.queue.error(error)
-            self._print(f"{entry.id}: the queue of jobs cannot be used now: {now}")
+            if isinstance(now, TakenOver):
+                self.give_up()
+            else:
+                self._print(f"{entry.id}: the queue of jobs cannot be used now: {now}")
         finally:
             if isinstance(job.link, LinkView):
                 job.link.end()
@@ -219,6 +270,9 @@ class JobRunner:
         `rounds` had been committed when it began.
         """
         entry = job.entry
+        if isinstance(error, TakenOver):
+            self.give_up()
+            return
         transient = isinstance(error, CannotContinue) or is_transient(error)
         reason = in_lines(str(error))  # the queue and the console take only what is UTF-8
         if isinstance(error, UserError) and not transient:
@@ -282,7 +336,7 @@ class JobRunner:
             raise AdmissionRefused(f"{id_} has ended just now")
         self._returns.forget(entry.number, ended=True)
         if running is None:
-            cancel_resting(self.runs / id_)
+            cancel_resting(self.runs / id_, self._fence)
         self.queue.mark(
             entry, "cancelled", CANCELLED
         )  # recorded now, because the server may die before the run has ended

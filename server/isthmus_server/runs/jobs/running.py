@@ -26,6 +26,7 @@ from isthmus_server.storage.events import (
     RoundPlanned,
     WaitingForParticipants,
 )
+from isthmus_server.storage.fence import Fence
 from isthmus_server.storage.store import Store
 from isthmus_server.transport.job_link import JobLink
 from isthmus_server.transport.link import Link
@@ -43,9 +44,16 @@ states of the optimizer and the averages."""
 class RunningJob:
     """A job with its run, from when it is begun to when it ends, pauses or is cancelled."""
 
-    def __init__(self, entry: QueuedJob, link: Link) -> None:
-        """`link` is the server's, or a view of it as one of several jobs."""
+    def __init__(self, entry: QueuedJob, link: Link, fence: Fence | None = None) -> None:
+        """Nothing runs yet.
+
+        Args:
+            entry: the job.
+            link: the server's, or a view of it as one of several jobs.
+            fence: the server's, if others may take over from it.
+        """
         self.entry = entry
+        self._fence = fence
         self.link = link
         self.cancelled = False
         self.paused_by = ""
@@ -103,10 +111,11 @@ class RunningJob:
         Raises:
             UserError: it cannot be run.
             CannotContinue: it cannot go on now.
+            TakenOver: another server has taken over.
         """
-        store = open_run(self.entry, runs / self.entry.id, tasks)
+        store = open_run(self.entry, runs / self.entry.id, tasks, self._fence)
         try:
-            await asyncio.to_thread(_import_training)  # the link is served meanwhile
+            await asyncio.to_thread(import_training)  # the link is served meanwhile
             import torch
 
             from isthmus_server.rounds.run_loop import run_loop
@@ -146,7 +155,7 @@ class RunningJob:
             self._waiting = None
 
 
-def _import_training() -> None:
+def import_training() -> None:
     """Import PyTorch and what trains with it: for a server's first job, and for seconds."""
     if "isthmus_server.rounds.run_loop" in sys.modules:
         return
@@ -192,15 +201,16 @@ def _available_memory() -> int | None:
     return None
 
 
-def open_run(entry: QueuedJob, directory: Path, tasks: Path) -> Store:
+def open_run(entry: QueuedJob, directory: Path, tasks: Path, fence: Fence | None = None) -> Store:
     """Create the run of a job, or continue it.
 
     Raises:
         UserError: it is damaged or was cancelled, or the directory has the run of another job.
+        TakenOver: another server has taken over from that of the `fence`.
     """
     if not (directory / "job.json").exists():
-        return Store.create(directory, entry.job, tasks, entry.run_id)
-    store = Store.open_to_write(directory)
+        return Store.create(directory, entry.job, tasks, entry.run_id, fence)
+    store = Store.open_to_write(directory, fence)
     refused = ""
     if store.run_id != entry.run_id:
         refused = (
@@ -222,7 +232,7 @@ def open_run(entry: QueuedJob, directory: Path, tasks: Path) -> Store:
     return store
 
 
-def cancel_resting(directory: Path) -> None:
+def cancel_resting(directory: Path, fence: Fence | None = None) -> None:
     """Record in the run of a job that does not run that it ended, so that it need not be kept.
 
     A run that is damaged stays as it is: its job is cancelled all the same.
@@ -231,7 +241,7 @@ def cancel_resting(directory: Path) -> None:
         return
     with (
         contextlib.suppress(IsthmusError, OSError, sqlite3.Error),
-        contextlib.closing(Store.open_to_write(directory)) as store,
+        contextlib.closing(Store.open_to_write(directory, fence)) as store,
         store.locked(),
     ):
         store.finish("cancelled", CANCELLED, None)

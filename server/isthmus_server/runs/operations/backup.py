@@ -23,6 +23,7 @@ from isthmus_server.runs.operations.manifest import (
     write_manifest,
 )
 from isthmus_server.runs.operations.run_copies import copy_ledger, copy_run, copy_tree
+from isthmus_server.storage.fence import STANDBY
 
 JOBS = "jobs.sqlite"
 AUDIT = ("audit.log", "audit.head")
@@ -75,7 +76,8 @@ def _copy(state: Path, draft: Path) -> None:
                 copy_private(state / name, draft / name)
     if (state / JOBS).exists():
         copy_database(state / JOBS, draft / JOBS, queue.SCHEMA)
-    apart = {registry_file.NAME, JOBS, *AUDIT, *_COPIES, "lock", "runs", PRIVACY, presence.FILE}
+    apart = {registry_file.NAME, JOBS, *AUDIT, *_COPIES, "lock", "runs", PRIVACY}
+    apart |= {presence.FILE, STANDBY}  # about the processes of now
     for path in state.iterdir():
         if path.name in apart or path.name.startswith(".") or ".sqlite-" in path.name:
             continue

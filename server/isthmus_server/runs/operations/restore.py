@@ -32,6 +32,7 @@ from isthmus_server.runs.operations.manifest import (
 )
 from isthmus_server.runs.operations.run_copies import close_run
 from isthmus_server.storage import audit
+from isthmus_server.storage.fence import move_on
 from isthmus_server.storage.run_place import record_place
 from isthmus_server.storage.store import Store
 
@@ -84,6 +85,7 @@ def restore(
         else:
             restoring.take_over()
             restoring.close()
+        move_on(draft)
         details = {"backup": utc(manifest.made_at)}
         if nothing_ran_since:
             details["stated"] = "nothing ran since"

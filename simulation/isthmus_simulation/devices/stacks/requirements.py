@@ -73,6 +73,11 @@ def check_settings(settings: FederatedSection) -> None:
             "stacked models train together in float32, without federated.frozen_dtype; remove it, "
             "or train one by one"
         )
+    if settings.checkpoint_activations:
+        raise JobError(
+            "stacked models keep the activations of their step, and "
+            "federated.checkpoint_activations computes them again; remove it, or train one by one"
+        )
     if settings.precision != "fp32" or settings.compile:
         raise JobError(
             "stacked models train together in float32, without federated.precision and "

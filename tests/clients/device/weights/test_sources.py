@@ -3,8 +3,9 @@
 import pytest
 
 from isthmus.errors import UserError
+from isthmus.transport.allowed_addresses import is_allowed
 from isthmus_clients.device.owner_limits import WeightLimits
-from isthmus_clients.device.weights.sources import check_sources, is_allowed
+from isthmus_clients.device.weights.sources import check_sources
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ from isthmus_clients.device.weights.sources import check_sources, is_allowed
     ],
 )
 def test_an_address_is_not_of_a_host_that_only_its_path_names(pattern, address):
-    assert not is_allowed(address, WeightLimits(job_sources=(pattern,)))
+    assert not is_allowed(address, (pattern,))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_an_address_is_not_of_a_host_that_only_its_path_names(pattern, address):
     ],
 )
 def test_an_address_of_a_host_that_the_owner_allows_is_asked(pattern, address):
-    assert is_allowed(address, WeightLimits(job_sources=(pattern,)))
+    assert is_allowed(address, (pattern,))
 
 
 def test_a_pattern_without_a_host_is_refused_when_the_device_starts():

@@ -146,12 +146,19 @@ def test_a_folder_comes_out_as_it_went_in_but_for_what_was_trained(tmp_path, job
     assert len(original) - 8 <= len(kept) < len(original)
 
 
+ADAPTED = {
+    "llama": ["q_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_fc"],  # of Conv1D, whose weights are transposed
+    "phi3": ["qkv_proj", "gate_up_proj"],
+    "qwen2": ["q_proj", "down_proj"],  # the first has a bias
+}
+"""Layers with adapters by architecture."""
+
+
 def adapted(config, **more):
     torch.manual_seed(3)
-    model = get_peft_model(
-        AutoModelForCausalLM.from_config(config),
-        LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "down_proj"], **more),
-    )
+    lora = {"r": 3, "lora_alpha": 7, "target_modules": ADAPTED[config.model_type], **more}
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(**lora))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -159,16 +166,20 @@ def adapted(config, **more):
     return model
 
 
-def test_an_adapter_is_written_for_peft_and_merged_for_transformers(tmp_path, job):
-    config = saved(tmp_path / "start", *text_model("llama"), dtype=torch.float32)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_is_written_for_peft_and_merged_for_transformers(tmp_path, job, name):
+    config = saved(tmp_path / "start", *text_model(name), dtype=torch.float32)
     model = adapted(config)
     lora = Exceptions(fresh=["*lora_*"])
     ModelStart(tmp_path / "start", exceptions=lora).fill(model)
     made = job("model.fresh=['*lora_*']")
-    for name in ("adapter", "merged"):
-        (tmp_path / name).mkdir()
+    for folder in ("adapter", "merged"):
+        (tmp_path / folder).mkdir()
     export_folder(made, tmp_path, Wrapped(model), tmp_path / "adapter", merged=False)
     expected = outputs(TEXT, model)
+    untrained = outputs(TEXT, TEXT.from_pretrained(tmp_path / "start"))
+    assert (expected - untrained).abs().max() > 1e-2
     names = sorted(path.name for path in (tmp_path / "adapter").iterdir())
     assert names == ["adapter_config.json", "adapter_model.safetensors"]
     written = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
@@ -184,6 +195,23 @@ def test_an_adapter_is_written_for_peft_and_merged_for_transformers(tmp_path, jo
     plain = TEXT.from_config(config)
     ModelStart(tmp_path / "adapter", base=tmp_path / "start").fill(plain)
     torch.testing.assert_close(outputs(TEXT, plain), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_that_are_active_together_are_merged_together(tmp_path, job):
+    config = saved(tmp_path / "start", *text_model("llama"), dtype=torch.float32)
+    model = adapted(config)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
+    model.base_model.set_adapter(["default", "second"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B.second" in name:
+                parameter.normal_()
+    expected = outputs(TEXT, model)
+    (tmp_path / "merged").mkdir()
+    made = job("model.fresh=['*lora_*']")
+    export_folder(made, tmp_path, model, tmp_path / "merged", merged=True)
+    found = outputs(TEXT, TEXT.from_pretrained(tmp_path / "merged"))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def text_model(name):
@@ -216,6 +244,9 @@ def test_what_a_folder_would_not_have_is_refused(tmp_path, job):
         model,
         job(start=f"start/{file}"),
     )
+    several = adapted(config)
+    several.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    refuse("the model has 2 adapters, and a folder has one; use one", several)
     model.base_model.model.model.norm.weight.requires_grad_(True)
     refuse(r"'base_model.model.model.norm.weight' is not a part of the adapter, and has", model)
     tied = get_peft_model(TEXT.from_config(config), LoraConfig(target_modules=["embed_tokens"]))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import shutil
+import sqlite3
 import stat
 
 import pytest
@@ -12,7 +13,7 @@ from tests.server.storage.conftest import new_run  # noqa: F401 - a fixture
 from tests.server.storage.rounds import commit_round
 from tests.server.waiting import wait_until
 
-from isthmus.errors import DamagedError, UserError
+from isthmus.errors import DamagedError, TakenOver, UserError
 from isthmus.identity import tls
 from isthmus.system.sealed_files import read_sealed
 from isthmus_privacy.dp.accounting import ZeroConcentrated
@@ -25,6 +26,7 @@ from isthmus_server.runs.jobs.queue import JobQueue
 from isthmus_server.runs.operations.backup import back_up
 from isthmus_server.runs.operations.manifest import FILE
 from isthmus_server.runs.operations.restore import restore
+from isthmus_server.service.tenure import begin
 from isthmus_server.storage import audit
 from isthmus_server.storage.recovery import verify
 from isthmus_server.storage.run_place import FILE as PLACE
@@ -247,6 +249,30 @@ def test_an_audit_log_without_its_head_is_not_taken_over(state, tmp_path):
     restore(tmp_path / "backup", tmp_path / "again", lost=state)
     actions = [entry.action for entry in audit.read(tmp_path / "again")]
     assert actions == ["token", "join", "token", "join", "restore"]
+
+
+def test_a_standby_whose_registry_has_other_tables_is_refused_when_it_starts(state):
+    with begin(state, standby=True, tell=print):
+        with contextlib.closing(sqlite3.connect(state / "fleet.sqlite")) as registry:
+            registry.execute("CREATE TABLE of_another_version (number INTEGER)")
+        with pytest.raises(DamagedError, match=r"fleet.sqlite was written by another version"):
+            command("start", state, "--address", "127.0.0.1:0", "--standby")
+
+
+@pytest.mark.parametrize("nothing_ran_since", [False, True])
+def test_a_server_that_still_runs_from_the_lost_directory_is_fenced_off(
+    state, tmp_path, nothing_ran_since
+):
+    """It was started once after the backup, is stopped, and finds the copy at its place."""
+    with begin(state, standby=False, tell=print):
+        back_up(state, tmp_path / "backup")
+    with begin(state, standby=False, tell=print) as stopped:
+        state.rename(tmp_path / "away")
+        restore(tmp_path / "backup", state, nothing_ran_since=nothing_ran_since)
+        with begin(state, standby=False, tell=print) as mine:
+            mine.fence.check()
+            with pytest.raises(TakenOver):
+                stopped.fence.check()
 
 
 def test_a_server_that_moves_to_another_machine_goes_on(state, new_run, tmp_path):  # noqa: F811

@@ -1,8 +1,9 @@
-"""What time and budget still allow, for the adaptive policy: rounds with devices, their price."""
+"""What the limits still allow, for the adaptive policy: rounds with devices, their price."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Collection
 
@@ -10,7 +11,7 @@ from isthmus_server.strategy.policy import Forecast, Observation
 
 
 def rounds_with_devices(observation: Observation) -> tuple[float, float]:
-    """Estimate how many rounds with devices the time allows, and how many the budget allows too."""
+    """Estimate how many rounds with devices the time allows, and how many all limits allow."""
     share = observation.forecast.get("federated", Forecast()).share
     rounds_left = observation.rounds - observation.round + 1
     by_time = rounds_left * share
@@ -19,10 +20,32 @@ def rounds_with_devices(observation: Observation) -> tuple[float, float]:
     if observation.seconds_left is not None and durations:
         fitting = observation.seconds_left * share / max(statistics.median(durations), 1e-9)
         by_time = min(rounds_left, fitting)
-    if observation.budget_left is None:
-        return by_time, by_time
-    affordable = observation.budget_left // max(observation.price("federated"), 1e-9)
+    affordable = rounds_by_epsilon(observation)
+    if observation.budget_left is not None:
+        price = max(observation.price("federated"), 1e-9)
+        affordable = min(affordable, observation.budget_left // price)
+    if observation.bytes_left is not None:
+        moved = observation.invited() * observation.client_bytes
+        affordable = min(affordable, max(0.0, observation.bytes_left) // max(moved, 1e-9))
     return by_time, min(by_time, affordable)
+
+
+def rounds_by_epsilon(observation: Observation) -> float:
+    """Estimate how many more rounds the privacy budget of the devices allows.
+
+    Infinity without one, and before any of it is spent. Each round is taken to cost a device as
+    much as those before it, on average; in truth later ones cost less. At least 1: a device that
+    has too little left for a round may not be invited.
+    """
+    left = observation.epsilon_left
+    devices = observation.clients_ready + observation.clients_ineligible
+    if left is None or not observation.epsilon_spent or not devices:
+        return math.inf
+    rounds = sum(past.regime != "datacenter" for past in observation.history)
+    # Devices are asked in turn: one of many is in few rounds, and the budget is that of one.
+    asked = max(1.0, rounds * observation.invited() / devices)
+    again = left / (observation.epsilon_spent / asked)
+    return max(1, math.floor(again * max(devices / observation.invited(), 1.0)))
 
 
 def _round_durations(observation: Observation) -> list[float]:

@@ -30,8 +30,8 @@ open::
     edge, devices closed  the round waits for their window
 
 With `objective = "time"` or `"cost"` and pi = 1 there is no warm start and no probation:
-`target_planner` changes from the datacenter to the devices, by the rates at which both approach the
-target metric.
+`target_planner` chooses the side, by forecasts of the target metric to the end of the run, and
+where these are unsure by the rates at which both sides approach it.
 
 The parts: `warm_start`, `datacenter_role` (weight of the gradient), `race` (veto), `probation`,
 `step_size`, `edge_rounds` (the plan), over `budget_plan` and `evidence`. Phases only move
@@ -72,8 +72,8 @@ class Adaptive:
         self._race = Race(settings, roles, comparisons)
         self._probation = Probation(settings, comparisons)
         self._edge = EdgePlanner(settings, roles, steps, strategy)
-        objective = strategy.objective
-        self._target = TargetPlanner(settings, objective) if objective != "quality" else None
+        quality = strategy.objective == "quality"
+        self._target = None if quality else TargetPlanner(settings, strategy)
         self.regimes = self._certain_regimes()
 
     def _certain_regimes(self) -> tuple[Kind, ...]:

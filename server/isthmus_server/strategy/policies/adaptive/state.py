@@ -83,6 +83,9 @@ class AdaptiveSettings(Section):
     trial_share: Annotated[float, Field(gt=0)] = 0.2
     """Maximum time or price of a trial, as a part of what the side on which training goes on took
     since it began."""
+    sure: Annotated[float, Field(gt=0.5, le=1)] = 0.8
+    """With `objective = "time"` or `"cost"`, the part of the forecasts in which a plan for the rest
+    of the run has to be the better one before it is preferred to trials; 1: never."""
     parallel_share: Annotated[float, Field(gt=0)] = 0.33
     """Maximum price of the datacenter's training in such a round, as a part of what the devices
     cost; with expensive steps it makes fewer."""
@@ -109,9 +112,26 @@ class TargetState:
     """Whether the datacenter trains only until the devices, which proved faster, are back."""
     untried: bool = False
     """Whether the devices train because no datacenter was there, so that they proved nothing."""
+    planned: str = ""
+    """The plan for the rest of the run that is followed, and its forecast; empty if none is."""
+    until: int = 0
+    """The last round before that plan is made again; 0 without one."""
+    checked: int = 0
+    """The last round for which the rest of the run was planned; 0 before any."""
+    seen: int = 0
+    """The last round that the planner planned."""
+    before_others: int = 0
+    """The last round before others that began with earlier models: those of a race. 0: none."""
+    last_other: int = 0
+    """The last of these."""
 
     def in_words(self) -> str:
         """Which side trains, and why."""
+        if self.planned:
+            return f"{self._side_in_words()}; the plan for the rest of the run: {self.planned}"
+        return self._side_in_words()
+
+    def _side_in_words(self) -> str:
         since = f"the {self.side} train" + ("s" if self.side == "datacenter" else "")
         since += f" since round {self.since + 1}"
         if self.trial:

@@ -1,8 +1,12 @@
 """Reach a target metric in the shortest time or at the lowest price.
 
-The run begins in the datacenter and goes on with devices; the question is when. Each side has a
-rate: the part of what is missing to the target that a round closes, per second or per price. Rates
-change during training, so only rates that were measured directly after each other are compared:
+The run begins in the datacenter and goes on with devices; the question is when. Once both sides
+have trained, the rest of the run is planned to its end, by forecasts (`rest_of_run`). Where these
+do not say surely which side is to train next, trials do, which look one round ahead.
+
+In trials each side has a rate: the part of what is missing to the target that a round closes, per
+second or per price. Rates change during training, so only rates that were measured directly after
+each other are compared:
 
     begin    in the datacenter, for a few evaluated rounds (`trial_rounds`). With devices if there
              is no datacenter yet, or if it has left. Once it has come training goes on there, on
@@ -13,17 +17,19 @@ change during training, so only rates that were measured directly after each oth
     compare  after the trial: if the devices' rate is higher, they train until the end; otherwise
              the datacenter goes on
 
-So the datacenter never trains after the devices have proved faster: what a served average of rounds
-with devices still gains would be taken for its progress.
+So by trials the datacenter never trains after the devices have proved faster: what a served average
+of rounds with devices still gains would be taken for its progress. A plan may go back to it, since
+forecasts know of that average.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
+from isthmus.job import StrategySection
 from isthmus_server.strategy.forecast import (
     LATEST,
     progress_by_round,
@@ -31,6 +37,8 @@ from isthmus_server.strategy.forecast import (
     rounds_to_target,
 )
 from isthmus_server.strategy.policies.adaptive import budget_plan
+from isthmus_server.strategy.policies.adaptive.courses import OTHER, REGIMES, holds_round
+from isthmus_server.strategy.policies.adaptive.rest_of_run import RestOfRun
 from isthmus_server.strategy.policies.adaptive.state import (
     AdaptiveSettings,
     AdaptiveState,
@@ -39,23 +47,83 @@ from isthmus_server.strategy.policies.adaptive.state import (
 )
 from isthmus_server.strategy.policy import Kind, Observation
 
-REGIMES: Mapping[TrainingSide, tuple[Kind, ...]] = {
-    "datacenter": ("datacenter",),
-    "devices": ("federated", "hybrid"),
-}
-OTHER: Mapping[TrainingSide, TrainingSide] = {"datacenter": "devices", "devices": "datacenter"}
+PLANNED_AGAIN = 10
+"""A plan is made again when one in so many of the rounds so far has passed: it takes a second."""
 
 
 class TargetPlanner:
-    """Chooses the side that trains next, by the rates at which both approach the target."""
+    """Chooses the side that trains next, by a plan to the end of the run or by measured rates."""
 
-    def __init__(self, settings: AdaptiveSettings, objective: Literal["time", "cost"]) -> None:
+    def __init__(self, settings: AdaptiveSettings, strategy: StrategySection) -> None:
         self._settings = settings
-        self._objective = objective
+        self._objective = strategy.objective
+        self._rest = RestOfRun(strategy)
 
     def choose(self, observation: Observation, state: AdaptiveState) -> tuple[TargetState, str]:
         """Return the side of the next round with the planner's new state, and why."""
         now = state.target
+        last = observation.round - 1
+        if now is None:
+            decided, why = self._by_trials(observation, None)
+            return dataclasses.replace(decided, seen=observation.round), why
+        if now.seen < last:  # a race came between
+            first = now.before_others or now.seen
+            now = dataclasses.replace(now, before_others=first, last_other=last)
+        if observation.round <= now.until and _can_train(now.side, observation):
+            return dataclasses.replace(now, seen=observation.round), f"as planned: {now.planned}"
+        decided, why = self._by_trials(observation, now)
+        decided, why = self._by_plan(observation, now, decided, why)
+        kept = dataclasses.replace(
+            decided,
+            seen=observation.round,
+            before_others=now.before_others,
+            last_other=now.last_other,
+        )
+        return kept, why
+
+    def _by_plan(
+        self, observation: Observation, now: TargetState, proposed: TargetState, why: str
+    ) -> tuple[TargetState, str]:
+        """Return what the plan for the rest of the run says, or what was proposed if it is unsure.
+
+        Args:
+            observation: of the round to plan.
+            now: the state before it.
+            proposed: what trials say.
+            why: the reason for that.
+        """
+        settings = self._settings
+        round_ = observation.round
+        unplanned = dataclasses.replace(proposed, planned="", until=0, checked=now.checked)
+        is_due = round_ - now.checked >= _rounds_held(round_) or proposed.side != now.side
+        if settings.sure == 1 or not is_due or not _can_both_train(observation):
+            return unplanned, why
+        broken = (now.before_others, now.last_other) if now.last_other else None
+        preference = self._rest.preference(observation, broken)
+        if preference is None:
+            return unplanned, why
+        unplanned = dataclasses.replace(unplanned, checked=round_)
+        side = proposed.side
+        if preference.surely(OTHER[side], settings.sure):
+            side = OTHER[side]
+        elif not preference.surely(side, settings.sure):
+            return unplanned, why
+        text = preference.text(side)
+        if side == now.side:
+            # What is planned is no trial, and does not only stand in for the other side.
+            decided = TargetState(side, now.since, trials=now.trials)
+        else:
+            decided = TargetState(side, round_ - 1, trials=proposed.trials)
+        held = _rounds_held(round_)
+        change = preference.best[side].course.wish.rounds
+        until = round_ - 1 + (held if change is None else min(held, change))
+        planned = dataclasses.replace(decided, planned=text, until=until, checked=round_)
+        return planned, f"planned to the end of the run: {text}"
+
+    def _by_trials(
+        self, observation: Observation, now: TargetState | None
+    ) -> tuple[TargetState, str]:
+        """Return the side of the next round by the rates of both, and why."""
         last = observation.round - 1
         if now is None:
             if _can_train("datacenter", observation):
@@ -74,7 +142,7 @@ class TargetPlanner:
             moved = TargetState(other, last, trials=now.trials, instead=instead, untried=untried)
             return moved, f"the {now.side} cannot train now"
         if now.side == "devices" and not now.trial and not now.untried:
-            return now, "a trial found that they approach the target no slower than the datacenter"
+            return now, "they were found to approach the target no slower than the datacenter"
         measured = progress_by_round(observation, REGIMES[now.side], now.since)[-LATEST:]
         if len(measured) < self._settings.trial_rounds and now.untried:
             # As at the start: devices, which cost the most, would be measured for a comparison that
@@ -164,8 +232,19 @@ class TargetPlanner:
         return left
 
 
+def _rounds_held(round_: int) -> int:
+    """How many rounds a plan that is made for this round is followed before it is made again."""
+    return 1 + (round_ - 1) // PLANNED_AGAIN
+
+
 def _can_train(side: TrainingSide, observation: Observation) -> bool:
-    """Return whether a side is connected and within its window now."""
+    """Return whether a side is connected, within its window, and within the limits now."""
     if side == "datacenter":
-        return budget_plan.datacenter_available(observation)
-    return observation.open("federated") and observation.clients_ready >= observation.quorum
+        is_there = budget_plan.datacenter_available(observation)
+    else:
+        is_there = observation.open("federated") and observation.clients_ready >= observation.quorum
+    return is_there and holds_round(side, observation)
+
+
+def _can_both_train(observation: Observation) -> bool:
+    return all(_can_train(side, observation) for side in OTHER)

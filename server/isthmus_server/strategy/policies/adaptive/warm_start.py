@@ -116,7 +116,7 @@ class WarmStart:
         budget -= self._comparisons.price(observation)
         payable = budget / max(observation.price("datacenter"), 1e-9)
         reason = (
-            f"the budget fills {affordable:.0f} of the {possible:.0f} rounds in which devices can "
+            f"the limits allow {affordable:.0f} of the {possible:.0f} rounds in which devices can "
             "work, which leaves no room for a warm start worth its test"
         )
         # As long as it would have been at the start, and not longer than what follows it.

@@ -36,7 +36,7 @@ def test_a_warm_start_uses_rounds_that_the_budget_leaves_to_no_device():
 def test_there_is_no_warm_start_if_the_budget_fills_every_round():
     (first, *_) = adapt(rounds=50, judge=lambda models: "there was nothing to ask")
     assert first.regime == "federated"
-    assert "fills 50 of the 50 rounds" in first.reason
+    assert "the limits allow 50 of the 50 rounds" in first.reason
 
 
 def test_a_warm_start_that_does_not_help_is_abandoned():
@@ -282,7 +282,7 @@ def test_a_datacenter_that_leaves_before_its_warm_start_is_awaited_again():
 def test_a_datacenter_that_comes_too_late_for_a_warm_start_is_told_why():
     plans = adapt(rounds=50, changes=datacenter_comes_in(20))
     assert "d" not in initials(plans)
-    assert "a datacenter has come, and the budget fills" in plans[19].reason
+    assert "a datacenter has come, and the limits allow" in plans[19].reason
     assert "has come" not in plans[20].reason
 
 

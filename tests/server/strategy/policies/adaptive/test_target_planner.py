@@ -1,4 +1,7 @@
-"""`objective = "time"` and `"cost"`: the side that reaches the target metric first."""
+"""`objective = "time"` and `"cost"`: the side that reaches the target metric first, by trials.
+
+Plans for the rest of the run, which come before trials, are those of `test_rest_of_run`.
+"""
 
 import dataclasses
 import itertools
@@ -19,10 +22,13 @@ STARTS = 0.1
 def run(objective, closes, seconds=(1.0, 1.0), rounds=400, changes=lambda round_: {}):
     """Train until the target or the end; return the regimes' initials, reasons and the result.
 
+    No rounds are planned ahead (`sure`).
+
     `closes(side, missing)` is the part of what is missing that a round closes; `seconds` are those
     of a datacenter round and of one with devices.
     """
-    strategy = strategy_of("adaptive", objective=objective, target_metric=TARGET)
+    settings = {"sure": 1.0}
+    strategy = strategy_of("adaptive", settings, objective=objective, target_metric=TARGET)
     history, state, reasons, missing, spent = [], {}, [], TARGET.at_least - STARTS, 0.0
     for round_ in range(1, rounds + 1):
         observation = observe(

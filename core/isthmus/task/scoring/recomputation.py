@@ -22,6 +22,10 @@ from torch.utils.checkpoint import (
 )
 
 from isthmus.errors import TaskError
+from isthmus.task.definition import Task
+from isthmus.task.loading import user_code
+from isthmus.task.scoring.blocks import default_units
+from isthmus.task.scoring.host_generators import HostGenerators
 
 _Kept = list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]
 """A module's table of buffers, the name of one, and its values before a call."""
@@ -57,7 +61,8 @@ def recompute(unit: nn.Module, *, keep_products: bool = False, to_end: bool = Fa
 
     Buffers that a call changes have the values of the first call's beginning in the second one, and
     keep what the first has made of them: otherwise running statistics would count each batch twice,
-    and what depends on a buffer, such as spectral norm, would be computed from another.
+    and what depends on a buffer, such as spectral norm, would be computed from another. It draws
+    the same random numbers, also those of Python and NumPy.
     """
     unit.forward = functools.partial(
         checkpoint,
@@ -68,11 +73,39 @@ def recompute(unit: nn.Module, *, keep_products: bool = False, to_end: bool = Fa
     )
 
 
+def recompute_blocks(task: Task, model: nn.Module, *, keep_products: bool) -> None:
+    """Have the blocks of a model keep no activations, see `recompute`.
+
+    They are those that the task names (`shard_units`), or the children of the model's containers.
+
+    Raises:
+        TaskError: it has none, or the task's code raised.
+    """
+    with user_code("shard_units()"):
+        given = task.shard_units(model)
+    if given is None:
+        units = [unit for group in default_units(model, smallest=1) for unit in group]
+    else:
+        units = list(given)
+        for unit in units:
+            if not isinstance(unit, nn.Module):
+                raise TaskError(f"shard_units() returned {type(unit).__name__}, not an nn.Module")
+        units = list(dict.fromkeys(units))
+    if not units:
+        raise TaskError(
+            "checkpoint_activations is for models of blocks, and this one has no nn.ModuleList or "
+            "nn.Sequential with parameters; set federated.checkpoint_activations = false"
+        )
+    for unit in units:
+        recompute(unit, keep_products=keep_products)
+
+
 def _contexts(unit: nn.Module, keep_products: bool) -> tuple[Any, Any]:
     """What the two calls run within."""
+    before = HostGenerators.now() if torch.is_grad_enabled() else None
     kept: _Kept = []
     first: Any = _noting(unit, kept)
-    second: Any = _Repeating(kept)
+    second: Any = _Repeating(kept, before)
     if not keep_products:
         return first, second
     keeping, using = create_selective_checkpoint_contexts(output_policy)  # type: ignore[no-untyped-call]  # PyTorch's own
@@ -155,16 +188,24 @@ class _Repeating:
     after the other (`zero_bubble`) calls the module for each.
     """
 
-    def __init__(self, kept: _Kept) -> None:
+    def __init__(self, kept: _Kept, before: HostGenerators | None) -> None:
+        """`before` are the generators before the first call; PyTorch sets its own back itself."""
         self._kept = kept
+        self._before = before
+        self._after: HostGenerators | None = None
         self._now: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
 
     def __enter__(self) -> None:
+        if self._before is not None:
+            self._after = HostGenerators.now()
+            self._before.restore()
         self._now = [(table, name, table[name]) for table, name, _ in self._kept]
         for table, name, values in self._kept:
             # A copy, as the values are needed again if the backward pass is.
             table[name] = values.clone()
 
     def __exit__(self, *_: object) -> None:
+        if self._after is not None:
+            self._after.restore()
         for table, name, buffer in self._now:
             table[name] = buffer

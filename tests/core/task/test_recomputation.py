@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from isthmus.errors import TaskError
-from isthmus_datacenter.parallel.recomputation import output_policy, recompute
+from isthmus.task.scoring.recomputation import output_policy, recompute
 
 
 class Counted(TorchDispatchMode):

@@ -1,0 +1,257 @@
+"""What `isthmus plan` says, compared with what ranks, devices and simulated fleets then take.
+
+    python benchmarks/plan.py --quick
+
+Figures: `error/memory/worst`, the largest relative error of the planned peak of a rank over models
+and layouts, by the tensors of real ranks; `error/memory/<model>`, that of one model;
+`error/seconds/cpu`, of the planned time of a step of one rank on this machine; `error/bytes/worst`,
+of the bytes to and from devices in a run with a fixed range of its secure sums;
+`error/epsilon/worst`, of the epsilon that a run's ledger has charged at its end;
+`error/duration/worst` and `error/duration/mean`, of the duration of simulated fleets, forecast from
+their first rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import command_line, figures
+from harness.figures import Target
+from harness.process_group import on_ranks
+from harness.processes import ISTHMUS
+
+from isthmus.errors import UserError
+from isthmus.job import Job, load_job
+from isthmus.task import Participant, Task, load_task
+from isthmus_datacenter.training.memory_report import (
+    examples_at_once,
+    memory_of,
+    memory_of_tensors,
+)
+from isthmus_server.plan.options import PlanOptions
+from isthmus_server.plan.plan import JobPlan, plan_of
+from isthmus_server.read.report.privacy.spending import read_spending
+from isthmus_server.read.report.report import Report, read_report
+from isthmus_server.storage.store import Store
+from isthmus_simulation.trial import train_trial
+
+HARNESS = Path(__file__).parent / "harness"
+MODELS = {
+    "llama": (
+        HARNESS / "llama_job.toml",
+        ("task.settings.size=small", "task.settings.length=32", "datacenter.batch_size=2"),
+    ),
+    "decoder": (HARNESS / "decoder_job.toml", ("datacenter.batch_size=2",)),
+}
+"""Job file, and keys that are changed in it."""
+LAYOUTS: list[Mapping[str, Any]] = [
+    *({"ranks": 2, "zero_stage": stage} for stage in range(4)),
+    {"ranks": 2, "zero_stage": 0, "tensor_parallel": 2},
+    {"ranks": 2, "zero_stage": 3, "checkpoint_activations": True},
+    *({"ranks": 4, "zero_stage": stage} for stage in range(4)),
+    {"ranks": 4, "zero_stage": 1, "tensor_parallel": 2},
+    {"ranks": 4, "zero_stage": 3, "tensor_parallel": 2},
+]
+SMALL = """
+name = "small"
+rounds = 3
+[task]
+source = "{source}:Small"
+[strategy]
+policy = "federated"
+[federated]
+clients = 4
+cohort = 4
+clip = 1.0
+max_examples = 20
+"""
+"""Four devices whose secure sums have a fixed range."""
+TRIAL = 5
+"""Rounds of a fleet that are simulated for its forecast."""
+FLEET_ROUNDS = 30
+TARGETS = {
+    "error/memory/worst": Target(at_most=0.05),
+    "error/seconds/cpu": Target(at_most=0.15),
+    "error/bytes/worst": Target(at_most=1e-9),
+    "error/epsilon/worst": Target(at_most=1e-9),
+    "error/duration/mean": Target(at_most=0.1, full_size=True),
+    "error/duration/worst": Target(at_most=0.1, full_size=True),
+}
+
+
+@command_line.script
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    options = command_line.options(__doc__ or "", argv)
+    command_line.needs("transformers", "transformers")
+    layouts = command_line.of_size(options, full=LAYOUTS, quick=LAYOUTS, smoke=LAYOUTS[3:4])
+    rounds = command_line.of_size(options, full=FLEET_ROUNDS, quick=FLEET_ROUNDS, smoke=6)
+    fleets = command_line.of_size(options, full=20, quick=4, smoke=1)
+    steps = command_line.of_size(options, full=200, quick=50, smoke=2)
+    results: dict[str, float] = {}
+    for model in MODELS:
+        results[f"error/memory/{model}"] = memory_error(model, layouts)
+    results["error/memory/worst"] = max(results.values())
+    results["error/seconds/cpu"] = seconds_error(steps)
+    results["error/bytes/worst"], results["error/epsilon/worst"] = exact_errors()
+    durations = [duration_error(number, rounds) for number in range(fleets)]
+    results["error/duration/mean"] = statistics.fmean(durations)
+    results["error/duration/worst"] = max(durations)
+    rows = [(key, f"{value:.2%}") for key, value in results.items()]
+    print(figures.table(("figure", "error"), rows))
+    figures.write(options.json, "plan", figures.machine(), results, TARGETS)
+    return 0
+
+
+# -- memory and time of ranks ----------------------------------------------------------------------
+
+
+def memory_error(model: str, layouts: Sequence[Mapping[str, Any]]) -> float:
+    """The largest error of the planned peaks of a model, over layouts."""
+    errors = []
+    for ranks in sorted({each["ranks"] for each in layouts}):
+        group = [dict(each) for each in layouts if each["ranks"] == ranks]
+        by_rank = on_ranks(ranks, _real_peaks, model, group)
+        for at, layout in enumerate(group):
+            job, task, rows = _prepared(model, layout)
+            planned = memory_of(task, job, rows, ranks, accelerators=False).peak
+            errors.append(abs(planned / max(peaks[at] for peaks in by_rank) - 1))
+    return max(errors)
+
+
+def _real_peaks(rank: int, model: str, layouts: list[dict[str, Any]]) -> list[int]:
+    peaks = []
+    for layout in layouts:
+        job, task, rows = _prepared(model, layout)
+        peaks.append(memory_of_tensors(task, job, rows, layout["ranks"]).peak)
+    return peaks
+
+
+def _prepared(model: str, layout: Mapping[str, Any]) -> tuple[Job, Task, list[Any]]:
+    """The job of a model in a layout, its task, and the rows of a step of a replica."""
+    path, overrides = MODELS[model]
+    layout_keys = [f"datacenter.{key}={str(value).lower()}" for key, value in layout.items()]
+    job = load_job(path, (*overrides, *layout_keys))
+    task = load_task(job.task.source, job.task.settings, base=path.parent)
+    data: Any = task.local_data(Participant(name="datacenter", regime="datacenter"))
+    return job, task, [data[index] for index in range(examples_at_once(job, layout["ranks"]))]
+
+
+def seconds_error(steps: int) -> float:
+    """The error of the time of a step, planned by measuring, for one rank of this machine."""
+    path = HARNESS / "decoder_job.toml"
+    overrides = (
+        "datacenter.ranks=1",
+        "datacenter.zero_stage=0",
+        "datacenter.batch_size=4",
+        "federated.clients=0",
+        "rounds=4",
+        f"datacenter.steps={steps}",
+    )
+    plan = plan_of(path, overrides, PlanOptions(measure=True))
+    ranks = plan.sides.datacenter
+    assert ranks is not None
+    (planned,) = (each for each in plan.step(ranks) if each.name == "time of a step")
+    _, report = _run(path, overrides)
+    receipts = [receipt for each in report.rounds[1:] for receipt in each.receipts]
+    real = statistics.median(each.seconds / each.steps for each in receipts)
+    return abs(planned.value / real - 1)
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+def exact_errors() -> tuple[float, float]:
+    """The errors of the bytes, and of epsilon, of runs with real devices."""
+    with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
+        path = _small_job(Path(scratch))
+        plan, report = _run(path, ())
+        receipts = [receipt for each in report.rounds for receipt in each.receipts]
+        moved = [
+            sum(each.bytes_out for each in receipts),
+            sum(each.bytes_in for each in receipts),
+        ]
+        assert plan.sides.devices is not None
+        planned = [each.highest for each in plan.sides.devices.run]
+        bytes_error = max(abs(said / real - 1) for said, real in zip(planned, moved, strict=True))
+        private = ("privacy.mechanism=distributed", "privacy.epsilon=20", "privacy.delta=1e-3")
+        run = Path(scratch) / "private"
+        plan, _ = _run(path, private, run)
+        spent = read_spending(run).epsilon
+        return bytes_error, abs(plan.sides.privacy[0].value / spent - 1)
+
+
+def _run(
+    path: Path, overrides: Sequence[str], directory: Path | None = None
+) -> tuple[JobPlan, Report]:
+    """The plan of a job, and the report of its run on this machine.
+
+    Raises:
+        UserError: the run failed; with the end of its output.
+    """
+    plan = plan_of(path, overrides, PlanOptions())
+    with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
+        run = directory or Path(scratch) / "run"
+        command = [ISTHMUS, "run", str(path), "--run-dir", str(run), "--quiet"]
+        command += [word for each in overrides for word in ("--set", each)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=dict(os.environ)
+        )
+        if done.returncode:
+            raise UserError(f"`{' '.join(command)}` failed: {done.stderr[-500:].strip()}")
+        with contextlib.closing(Store.open(run)) as store:
+            return plan, read_report(store)
+
+
+def _small_job(folder: Path) -> Path:
+    path = folder / "job.toml"
+    path.write_text(SMALL.format(source=HARNESS / "small_task.py"), encoding="utf-8")
+    return path
+
+
+# -- fleets ----------------------------------------------------------------------------------------
+
+
+def duration_error(number: int, rounds: int) -> float:
+    """The error of the forecast duration of a random fleet's run."""
+    draw = random.Random(f"isthmus/plan/{number}")
+    overrides = (
+        "federated.secure_aggregation=false",
+        "federated.clients=0",  # of the fleet, and not processes
+        "simulation.clients=60",
+        "federated.cohort=10",
+        f"federated.over_selection={draw.choice((1.0, 1.2, 1.5))}",
+        f"rounds={rounds}",
+        f"simulation.step_seconds={draw.uniform(0.1, 2.0):.3f}",
+        f"simulation.speed_spread={draw.uniform(0.1, 0.8):.3f}",
+        f"simulation.up_mbit={draw.uniform(0.001, 0.1):.4f}",
+        f"simulation.bandwidth_spread={draw.uniform(0.1, 0.8):.3f}",
+        f"simulation.dropout={draw.choice((0.0, 0.02, 0.05))}",
+        "simulation.training=one-by-one",
+    )
+    with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
+        path = _small_job(Path(scratch))
+        trial = min(TRIAL, rounds)
+        plan = plan_of(path, overrides, PlanOptions(trial=trial, policies=("federated",)))
+        assert plan.trials is not None
+        forecast = plan.trials.policies[0].forecast
+        assert forecast is not None
+        seed = plan.job.seed + 1000  # another draw of devices than those of the trial
+        job = load_job(path, (*overrides, f"seed={seed}"))
+        train_trial(job, path.parent, Path(scratch) / "run", rounds)
+        with contextlib.closing(Store.open(Path(scratch) / "run")) as store:
+            real = sum(each.seconds for each in read_report(store).rounds)
+        return abs(statistics.fmean(forecast.seconds) / real - 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

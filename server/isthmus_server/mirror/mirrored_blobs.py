@@ -1,0 +1,351 @@
+"""Which blobs are at the mirror: put there when a device is asked for work that needs them.
+
+A blob is there encrypted with a key of its own, which is in requests and in the memory of those who
+send and receive them, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import io
+import logging
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import IO, TypeVar, cast
+
+from isthmus.errors import UserError, cause_of
+from isthmus.printable import in_a_line
+from isthmus.transport.blobs import Broadcast, Buffer, InFile
+from isthmus.transport.mirrors import KEY_BYTES, keystream
+from isthmus.transport.requests import blobs_of
+from isthmus.wire import link_pb2
+from isthmus_server.mirror.place import MirrorPlace
+
+LEAST_BYTES = 64 << 10
+"""Smaller blobs are not put there: a connection to the mirror would cost more than they do."""
+REST_SECONDS = 600.0
+"""After the mirror could not be written to, nothing is put there for so long."""
+_KINDS = ("open", "train_local", "score", "evaluate")
+"""Requests whose blobs are for many devices. Those of apps are for one each."""
+_PUT_SECONDS = 30.0
+"""Longest time that requests wait for a blob to be there."""
+_KEPT_SECONDS = 60.0
+"""The model of a round is often evaluated, and sent again for the next one, a moment later."""
+_SIGNED_AGAIN_SECONDS = 3600.0
+"""An address is told for so long, which is much shorter than it is valid."""
+_CLOSE_SECONDS = 10.0
+"""Longest time for removing everything when the server ends."""
+_AT_ONCE = 2
+"""Blobs that are put there at the same time."""
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class MirroredBlobs:
+    """The blobs of a server's link at its mirror.
+
+    Guarantees:
+      * a request names an address only while the whole blob is there;
+      * what the link offers is read only until `withdraw` returns;
+      * a blob is removed a minute after the link has offered it last, and all are when the server
+        ends or, after a crash, begins again;
+      * a mirror that fails, or is slow, delays requests once by at most half a minute; it is then
+        left alone for ten minutes, and participants pull on the link.
+    """
+
+    def __init__(
+        self,
+        place: MirrorPlace,
+        *,
+        kept_seconds: float = _KEPT_SECONDS,
+        put_seconds: float = _PUT_SECONDS,
+    ) -> None:
+        """Prepare; `running` begins.
+
+        Args:
+            place: where blobs are put.
+            kept_seconds: from when the link does not offer a blob any more to its removal.
+            put_seconds: longest time that requests wait for a blob to be there.
+        """
+        self._place = place
+        self._kept_seconds = kept_seconds
+        self._put_seconds = put_seconds
+        self._copies: dict[bytes, _Copy] = {}
+        self._rests_until = 0.0
+        self._room = asyncio.Semaphore(_AT_ONCE)
+        self._removing: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def running(self, owner: str) -> AsyncIterator[None]:
+        """Have the mirror during the block; `owner` is the fingerprint of this server.
+
+        Raises:
+            UserError: the mirror is another server's, or cannot be used.
+        """
+        await _in_thread(lambda: self._place.claim(owner))
+        try:
+            left = list(await _in_thread(self._place.names))
+        except OSError as error:
+            raise UserError(f"the mirror cannot be read: {cause_of(error)}") from None
+        await self._remove_all(left)
+        try:
+            yield
+        finally:
+            await self._end()
+
+    async def add_addresses(
+        self, request: link_pb2.Request, offered: Callable[[bytes], Broadcast | None]
+    ) -> None:
+        """Put what a device needs for a request at the mirror, and name the addresses in it.
+
+        Args:
+            request: to a device.
+            offered: what the link offers, by SHA-256.
+        """
+        # Not the empty ones of messages that are unset, which a change would set.
+        blobs = [blob for blob in blobs_of(request) if blob.size]
+        for blob in blobs:  # of an earlier time that it was sent
+            blob.ClearField("address")
+            blob.ClearField("key")
+        if request.WhichOneof("work") not in _KINDS:
+            return
+        copies = [(blob, copy) for blob in blobs if (copy := self._copy_of(blob, offered))]
+        waiting = {copy.put for _, copy in copies if not copy.put.done()}
+        if waiting and time.monotonic() >= self._rests_until:
+            _, late = await asyncio.wait(waiting, timeout=self._put_seconds)
+            if late:
+                self._give_up(f"a blob was not there after {self._put_seconds:g} s")
+        for blob, copy in copies:
+            if copy.is_there and (address := await self._address_of(copy)):
+                blob.address = address
+                blob.key = copy.key
+
+    def withdraw(self, broadcast: Broadcast, *, is_last: bool) -> None:
+        """Read nothing more of what the link has offered; `is_last`: it has it no other way."""
+        for sha256, copy in list(self._copies.items()):
+            if copy.broadcast is broadcast:
+                copy.reading.end()
+                copy.broadcast = None
+            if is_last and sha256 == broadcast.sha256 and copy.removal is None:
+                loop = asyncio.get_running_loop()
+                copy.removal = loop.call_later(self._kept_seconds, self._forget, sha256)
+
+    def _copy_of(
+        self, blob: link_pb2.Blob, offered: Callable[[bytes], Broadcast | None]
+    ) -> _Copy | None:
+        """The copy of a blob that is at the mirror or on its way; None if there is to be none."""
+        broadcast = offered(blob.sha256)
+        if broadcast is None or len(broadcast.payload) < LEAST_BYTES:
+            return None
+        copy = self._copies.get(blob.sha256)
+        if copy is not None and copy.put.done() and not copy.is_there:
+            self._forget(blob.sha256)
+            copy = None
+        if copy is None:
+            if time.monotonic() < self._rests_until:
+                return None
+            copy = self._copies[blob.sha256] = _Copy.of(broadcast, self._put)
+        elif copy.removal is not None:
+            copy.removal.cancel()
+            copy.removal = None
+        return copy
+
+    async def _put(self, copy: _Copy) -> None:
+        """Put a blob there; a failure is said in the log, once for a while."""
+        async with self._room:
+            stream = cast(IO[bytes], _Encrypting(copy.reading, copy.key, copy.size))
+            try:
+                await _in_thread(lambda: self._place.put(copy.name, stream, copy.size))
+                copy.is_there = True
+            except _Withdrawn:
+                pass
+            except Exception as error:  # noqa: BLE001 - libraries of stores may raise anything
+                self._give_up(in_a_line(str(error) or type(error).__name__))
+
+    async def _address_of(self, copy: _Copy) -> str:
+        """Where a blob is; empty if a store signs nothing now."""
+        if not copy.address or time.monotonic() - copy.signed_at > _SIGNED_AGAIN_SECONDS:
+            try:  # in a thread, as a store's library may have to renew its credentials
+                copy.address = await _in_thread(lambda: self._place.address(copy.name))
+            except Exception as error:  # noqa: BLE001 - as in `_put`
+                copy.address = ""
+                self._give_up(in_a_line(str(error) or type(error).__name__))
+            copy.signed_at = time.monotonic()
+        return copy.address
+
+    def _give_up(self, why: str) -> None:
+        if time.monotonic() < self._rests_until:
+            return
+        self._rests_until = time.monotonic() + REST_SECONDS
+        log.warning(
+            "the mirror cannot be written to, and devices pull on the link for %g s: %s",
+            REST_SECONDS,
+            why,
+        )
+
+    def _forget(self, sha256: bytes) -> None:
+        """Remove a blob that is not offered any more, or that was not put there whole."""
+        copy = self._copies.pop(sha256)
+        copy.reading.end()
+        if copy.removal is not None:
+            copy.removal.cancel()
+        task = asyncio.create_task(self._remove(copy))
+        self._removing.add(task)
+        task.add_done_callback(self._removing.discard)
+
+    async def _remove(self, copy: _Copy) -> None:
+        await asyncio.wait((copy.put,))
+        await self._remove_all((copy.name,))
+
+    async def _remove_all(self, names: Iterable[str]) -> None:
+        def remove() -> None:
+            for name in names:
+                self._place.remove(name)
+
+        try:
+            await _in_thread(remove)
+        except Exception as error:  # noqa: BLE001 - as in `_put`
+            log.warning(
+                "a blob could not be removed from the mirror, which is tried again when the server "
+                "starts: %s",
+                in_a_line(str(error) or type(error).__name__),
+            )
+
+    async def _end(self) -> None:
+        for sha256 in list(self._copies):
+            self._forget(sha256)
+        if self._removing:
+            _, late = await asyncio.wait(self._removing, timeout=_CLOSE_SECONDS)
+            if late:
+                log.warning(
+                    "the mirror does not answer; what is left there is removed when the server "
+                    "starts again"
+                )
+            for task in late:
+                task.cancel()
+
+
+@dataclasses.dataclass(eq=False)
+class _Copy:
+    """A blob at the mirror, or on its way there."""
+
+    key: bytes
+    size: int
+    broadcast: Broadcast | None
+    """What it is made of, until that is withdrawn."""
+    reading: _Reading
+    put: asyncio.Task[None] = dataclasses.field(init=False)
+    is_there: bool = False
+    address: str = ""
+    signed_at: float = 0.0
+    """When the address was made (monotonic)."""
+    removal: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def of(cls, broadcast: Broadcast, put: Callable[[_Copy], Coroutine[None, None, None]]) -> _Copy:
+        """Begin to make one."""
+        payload = broadcast.payload
+        copy = cls(os.urandom(KEY_BYTES), len(payload), broadcast, _Reading(payload))
+        copy.put = asyncio.create_task(put(copy))
+        return copy
+
+    @property
+    def name(self) -> str:
+        """At the mirror: says nothing of the blob to those who do not have the key."""
+        return hashlib.sha256(self.key).hexdigest()
+
+
+class _Withdrawn(Exception):
+    """The link does not offer the blob any more: its memory may have another one."""
+
+
+class _Reading:
+    """Reads a blob in a thread until it is withdrawn."""
+
+    def __init__(self, payload: Buffer | InFile) -> None:
+        self._payload: Buffer | InFile | None = payload
+        self._lock = threading.Lock()
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Bytes of the blob.
+
+        Raises:
+            _Withdrawn: it may not be read any more.
+            OSError: its file cannot be read.
+        """
+        with self._lock:
+            if self._payload is None:
+                raise _Withdrawn
+            if isinstance(self._payload, InFile):
+                return self._payload.read(offset, size)
+            return bytes(self._payload[offset : offset + size])
+
+    def end(self) -> None:
+        """Read nothing more; returns when nothing is being read."""
+        with self._lock:
+            self._payload = None
+
+
+class _Encrypting(io.RawIOBase):
+    """A blob as it is at the mirror, read once from its beginning."""
+
+    _MOST_BYTES = 1 << 20
+    """Bytes that are read at a time, which `_Reading.end` may have to wait for."""
+
+    def __init__(self, reading: _Reading, key: bytes, size: int) -> None:
+        super().__init__()
+        self._reading = reading
+        self._keystream = keystream(key, 0)
+        self._size = size
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Whether there are bytes to read."""
+        return True
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """The next bytes: as many as are wanted, if there are so many."""
+        left = self._size - self._at
+        wanted = left if size is None or size < 0 else min(size, left)
+        pieces = []
+        while wanted:
+            data = self._reading.read(self._at, min(wanted, self._MOST_BYTES))
+            pieces.append(self._keystream.update(data))
+            self._at += len(data)
+            wanted -= len(data)
+        return b"".join(pieces)
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Run something in a thread of its own, which does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: Sequence[T], error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(result[0])
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result: list[T] = []
+        error: BaseException | None = None
+        try:
+            result.append(work())
+        except BaseException as raised:  # noqa: BLE001 - it is raised where it is awaited
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(finish, result, error)
+
+    threading.Thread(target=run, name="mirror", daemon=True).start()
+    return await done

@@ -1,0 +1,44 @@
+"""Where a server puts blobs for a web server to serve, and which addresses it tells devices.
+
+`--mirror file:FOLDER` is a folder of any static web server, or one that a content delivery network
+has as its origin; `--mirror s3:BUCKET/PREFIX` is in a store that speaks the protocol of S3.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import IO, Protocol
+
+NAME = re.compile(r"[0-9a-f]{64}")
+"""Names of blobs at a mirror."""
+MARKER = "isthmus-mirror"
+"""A file that says whose mirror this is: what is there besides is not deleted."""
+
+
+class MirrorPlace(Protocol):
+    """Has files. Calls come from several threads, and raise `OSError` for what may pass."""
+
+    def claim(self, owner: str) -> None:
+        """Make it the mirror of a server, whose fingerprint is `owner`.
+
+        Raises:
+            UserError: it is another server's, has files of others, or cannot be used.
+        """
+        ...
+
+    def names(self) -> Iterable[str]:
+        """Names of the blobs that are there, whole or not."""
+        ...
+
+    def put(self, name: str, stream: IO[bytes], size: int) -> None:
+        """Have a file there, which has all of its bytes or is not there."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Have no such file there."""
+        ...
+
+    def address(self, name: str) -> str:
+        """Where devices get a file, `https://` and all; valid for hours."""
+        ...

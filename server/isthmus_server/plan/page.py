@@ -1,0 +1,229 @@
+"""A plan as a page for a meeting: quality against cost by policy, a table, and the assumptions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from markupsafe import Markup
+
+from isthmus.job.planned import PlannedRanks
+from isthmus_server.plan.changes import ChangedPlan
+from isthmus_server.plan.lines import WHERE_QUALITY, WHERE_RATE, grouped_refusals, short
+from isthmus_server.plan.planned_job import PlannedJob
+from isthmus_server.plan.trials import PolicyTrial, Trials
+from isthmus_server.read.pages.charts import Line, Point, lines_chart
+from isthmus_server.read.pages.report_page import page
+from isthmus_server.read.pages.templates import digits
+from isthmus_server.read.report.durations import duration
+from isthmus_server.strategy.learning_curves import COVERED
+
+_COLOURS = 8
+"""Styles of lines that the pages have."""
+_APART = 0.015
+"""Part of the highest price by which the intervals of policies are drawn apart: those of one budget
+would lie on each other."""
+
+
+def plan_page(plan: PlannedJob, now: float | None = None) -> str:
+    """The whole page: one file that loads nothing.
+
+    Args:
+        plan: of a job.
+        now: when it is written, in Unix seconds; by default the clock's time.
+    """
+    trials = plan.trials
+    metric = "" if trials is None else trials.metric
+    return page(
+        "plan",
+        f"{plan.job.name}: plan",
+        now,
+        trained=plan.trained,
+        metric=metric,
+        chart=Markup() if trials is None else quality_chart(trials),
+        where_quality=f"quality is {WHERE_QUALITY}",
+        legend=[] if trials is None else list(_legend(trials)),
+        policies=[] if trials is None else [_row(plan, each) for each in trials.policies],
+        facts=list(_facts(plan)),
+        layouts=_layouts(plan),
+        changes=[(each.name, _figures(each)) for each in plan.changes],
+        assumptions=list(_assumptions(plan)),
+    )
+
+
+def quality_chart(trials: Trials) -> Markup:
+    """Each policy's trials, and the forecast of its end with its interval, against the price."""
+    lines = []
+    ends = [each.forecast.price[1] for each in trials.policies if each.forecast is not None]
+    apart = _APART * max(ends, default=0.0)
+    for number, each in enumerate(trials.policies):
+        kind = _kind(number)
+        for points in each.seeds:
+            marks = [
+                Point(
+                    point.price,
+                    point.value,
+                    kind,
+                    f"{each.policy}, round {point.round}: {trials.metric} {digits(point.value)} "
+                    f"at cost {digits(point.price)}, simulated",
+                )
+                for point in points
+            ]
+            lines.append(Line(marks, kind))
+        lines += _forecast_lines(each, kind, trials.metric, number * apart)
+    return lines_chart(lines, title=trials.metric, x_label="cost")
+
+
+def _forecast_lines(trial: PolicyTrial, kind: str, metric: str, shift: float) -> Iterator[Line]:
+    """A dashed line from the trials to the forecast, and an upright one for its interval.
+
+    They end at the price with `shift` added.
+    """
+    forecast = trial.forecast
+    if forecast is None or forecast.reached is None or not any(trial.seeds):
+        return
+    reached = forecast.reached
+    cost = statistics.fmean(forecast.price)
+    last = [points[-1] for points in trial.seeds if points]
+    begun = Point(
+        statistics.fmean(each.price for each in last),
+        statistics.fmean(each.value for each in last),
+        kind,
+        f"{trial.policy}: mean of the trials",
+    )
+    words = (
+        f"{trial.policy}, forecast of the end: {metric} {digits(reached.median)} "
+        f"({digits(reached.low)} to {digits(reached.high)}) at cost {digits(cost)}"
+    )
+    yield Line([begun, Point(cost + shift, reached.median, kind, words)], f"{kind} again")
+    ends = [Point(cost + shift, value, kind, words) for value in (reached.low, reached.high)]
+    yield Line(ends, kind)
+
+
+def _kind(number: int) -> str:
+    return f"series{number % _COLOURS}"
+
+
+def _legend(trials: Trials) -> Iterator[tuple[str, str]]:
+    for number, each in enumerate(trials.policies):
+        yield _kind(number), each.policy
+
+
+def _row(plan: PlannedJob, trial: PolicyTrial) -> Sequence[str]:
+    """Policy, rounds, cost, duration, quality in the trial, and at the end."""
+    forecast = trial.forecast
+    if forecast is None or forecast.reached is None:
+        return (trial.policy, "", "", "", "", trial.note)
+    last = [points[-1].value for points in trial.seeds if points]
+    tried = " and ".join(digits(each) for each in last)
+    took = " to ".join(dict.fromkeys(duration(each) for each in forecast.seconds))
+    reached = forecast.reached
+    end = f"{digits(reached.median)} ({digits(reached.low)} to {digits(reached.high)})"
+    return (
+        trial.policy,
+        _range(forecast.rounds),
+        _range(forecast.price),
+        took if any(forecast.seconds) else "not known",
+        tried,
+        end,
+    )
+
+
+def _range(ends: tuple[float, float]) -> str:
+    return " to ".join(dict.fromkeys(digits(each) for each in ends))
+
+
+def _facts(plan: PlannedJob) -> Iterator[tuple[str, str]]:
+    """Names and values of what the plan says besides quality."""
+    ranks = plan.sides.datacenter
+    if ranks is not None:
+        yield f"datacenter of {ranks.ranks} ranks", f"{ranks.examples} examples a step"
+        layout = ranks.layout
+        fits = {True: ", which fits", False: ", which does not fit", None: ""}[plan.fits(layout)]
+        peak = layout.refused or f"{layout.peak:,} bytes{fits}"
+        yield "peak of a rank", f"{peak} ({layout.text})"
+        yield from ((each.name, each.text) for each in plan.step(ranks))
+        if not any(each.unit == "s" for each in plan.step(ranks)):
+            yield "time of a step", ranks.unknown or ranks.traffic_unknown or WHERE_RATE
+        yield from ((each.name, each.text) for each in plan.goodput(ranks))
+        if ranks.collectives:
+            yield "collectives", ranks.collectives
+    devices = plan.sides.devices
+    if devices is not None:
+        yield from ((f"devices: {each.name}", each.text) for each in devices.cohort)
+        yield from ((f"a device receives, {each.name}", each.text) for each in devices.received)
+        yield from ((f"a device sends, {each.name}", each.text) for each in devices.sent)
+        yield from ((f"{each.name} in the run", each.text) for each in devices.run)
+    for each in plan.sides.privacy:
+        yield f"privacy of {each.name}", each.text
+    if not plan.sides.privacy:
+        yield "privacy", "none is promised: the job has no noise"
+    for each in plan.sides.cost:
+        yield f"cost, {each.name}", each.text
+    if plan.calibration is not None:
+        yield from ((each.name, each.text) for each in plan.measured)
+        yield from (("the plan's error", each.text) for each in plan.errors)
+
+
+def _layouts(plan: PlannedJob) -> list[Sequence[str]]:
+    """A row for each layout that is possible, and one for each reason why others are not."""
+    ranks = plan.sides.datacenter
+    if ranks is None:
+        return []
+    words = {True: "fits", False: "does not fit", None: ""}
+    found: list[Sequence[str]] = [
+        (each.text, f"{each.peak:,} bytes", words[plan.fits(each)])
+        for each in ranks.others
+        if not each.refused
+    ]
+    found += [(text, "", f"refused: {why}") for why, text in grouped_refusals(ranks.others).items()]
+    return found
+
+
+def _figures(changed: ChangedPlan) -> str:
+    """The figures of a changed plan, or why there are none, in words."""
+    parts = [f"{each.name} {short(each)}" for each in changed.figures]
+    parts += [f"refused: {changed.refused}"] if changed.refused else []
+    return "; ".join(parts)
+
+
+def _assumptions(plan: PlannedJob) -> Iterator[str]:
+    """What the figures rest on, sentences."""
+    ranks = plan.sides.datacenter
+    devices = plan.sides.devices
+    if plan.trials is not None:
+        yield (
+            f"Quality is forecast from {plan.trials.rounds} simulated rounds of each policy with "
+            f"{max(len(each.seeds) for each in plan.trials.policies)} seeds, and the ranges are "
+            f"{COVERED:.0%} intervals. A forecast knows a round by its regime and by the metric "
+            "before it."
+        )
+        yield (
+            "Simulated devices have the data that the task gives them on this machine, and the "
+            "speed, bandwidth and dropout of [simulation]; a simulated datacenter is one rank."
+        )
+        for each in plan.trials.policies:
+            if each.forecast is not None and each.note:
+                yield f"{each.policy}: {each.note}."
+    if ranks is not None:
+        yield from _about_ranks(plan, ranks)
+    if plan.calibration is not None:
+        note = plan.calibration.note(plan.job, plan.ranks)
+        if note:
+            yield f"{note[0].upper()}{note[1:]}."
+    if devices is not None:
+        yield from (f"{note[0].upper()}{note[1:]}." for note in devices.notes)
+    yield from (f"{each[0].upper()}{each[1:]}." for each in plan.limits)
+    yield "Cost has the prices of the job, if all invited devices take part and no attempt fails."
+
+
+def _about_ranks(plan: PlannedJob, ranks: PlannedRanks) -> Iterator[str]:
+    kind = "GPUs" if ranks.on_gpus else "processors"
+    yield f"Memory is counted of fake tensors, for ranks that are {kind}; nothing was booked."
+    for each in plan.assumptions:
+        yield f"Time of a step: {each}."
+    if any(each.unit == "FLOP/s" for each in plan.step(ranks)):
+        yield (
+            "Times of the datacenter are those of computing alone: messages between ranks, reading "
+            "and checkpoints come on top."
+        )

@@ -1,0 +1,312 @@
+"""What a job needs, costs and reaches: all parts of its plan, and what is said about time."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Self
+
+from isthmus.errors import UserError
+from isthmus.job import Job
+from isthmus.job.planned import (
+    FAKE,
+    GIVEN,
+    MEASURED,
+    Figure,
+    PlannedLayout,
+    PlannedRanks,
+    RanksQuestion,
+)
+from isthmus.task import Task
+from isthmus_server.plan.calibration import Calibration, PlanError
+from isthmus_server.plan.changes import ChangedPlan, changed_plans
+from isthmus_server.plan.cost import possible_regimes
+from isthmus_server.plan.options import PlanOptions
+from isthmus_server.plan.sides import Sides
+from isthmus_server.plan.step_time import GpuNodes, assumptions, peak_of, step_time
+from isthmus_server.plan.step_time import figures as figures_of_step
+from isthmus_server.plan.trials import Trials, policies_of
+from isthmus_server.strategy.loading import load_policy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedJob:
+    """What a job needs and costs, before it runs."""
+
+    job: Job
+    options: PlanOptions
+    sides: Sides
+    changes: list[ChangedPlan]
+    calibration: Calibration | None
+    """None without `calibrate`."""
+    trials: Trials | None
+    """None without `trial`."""
+
+    @classmethod
+    def of(cls, job: Job, task: Task, base: Path, options: PlanOptions) -> Self:
+        """Compute it; nothing is trained but what `measure` and `trial` ask for.
+
+        Args:
+            job: the job.
+            task: its task.
+            base: the job file's folder.
+            options: what is asked.
+
+        Raises:
+            UserError: the job cannot run, in the words of `isthmus job check`; or the options do
+                not fit.
+        """
+        options.check()
+        if options.nodes is not None:
+            peak_of(options.nodes.gpu, job)
+        ranks = job.datacenter.ranks if options.ranks is None else options.ranks
+        question = RanksQuestion(
+            on_gpus=options.on_gpus,
+            layouts=options.layouts,
+            measure=options.measure,
+            traffic=options.gpu is not None,
+            collectives=options.collectives,
+        )
+        calibration = None
+        if options.calibrate is not None:  # before what takes long
+            calibration = Calibration.of(options.calibrate, job, base)
+        sides = Sides.of(job, task, base, ranks, question, options.mbit)
+        if sides.datacenter is None:
+            _refuse_about_ranks(options)
+        changes = [ChangedPlan.of("as it is", {}, sides)]
+        changes += changed_plans(job, task, base, ranks, sides, on_gpus=options.on_gpus)
+        trials = None
+        if options.trial is not None:
+            names = options.policies
+            if not names:
+                regimes = possible_regimes(job, load_policy(job.strategy), datacenter=bool(ranks))
+                names = tuple(policies_of(job, regimes, datacenter=bool(ranks)))
+            trials = Trials.of(job, base, names, options.trial, ranks)
+        return cls(
+            job=job,
+            options=options,
+            sides=sides,
+            changes=changes,
+            calibration=calibration,
+            trials=trials,
+        )
+
+    @property
+    def trained(self) -> str:
+        """What was trained for the plan, a clause."""
+        parts = []
+        if self.options.measure:
+            parts.append("some steps were measured here")
+        if self.trials is not None:
+            parts.append("the first rounds were simulated here")
+        return " and ".join(parts) or "nothing was trained or booked"
+
+    @property
+    def limits(self) -> list[str]:
+        """What ends the run before its last round, sentences."""
+        limits = {
+            "budget": self.job.budget,
+            "seconds": self.job.seconds,
+            "device_bytes": self.job.device_bytes,
+        }
+        return [
+            f"figures of the run are of {self.job.rounds} rounds, and it ends before a round that "
+            f"exceeds {name}={limit:.15g}"
+            for name, limit in limits.items()
+            if limit is not None
+        ]
+
+    # -- the datacenter ----------------------------------------------------------------------------
+
+    def step(self, ranks: PlannedRanks) -> list[Figure]:
+        """Operations of a step, the rate, and the seconds of a step, a round and the run.
+
+        Without a rate or a measured step there are operations only.
+        """
+        found = []
+        if ranks.operations is not None:
+            found.append(Figure("operations of a step", ranks.operations, "FLOP", FAKE))
+        by_option = self.options.tflops is not None or self.options.gpu is not None
+        is_given = ranks.rate is not None or by_option
+        if self.calibration is not None and not is_given:
+            measured = self.calibration.step_seconds(self.job, ranks.ranks)
+            if measured is not None:
+                how = self.calibration.how
+                return found + self._times(measured.low, measured.high, how)
+        if self.options.nodes is not None:
+            return found + self._modelled(ranks, self.options.nodes)
+        rate = ranks.rate
+        obtained = MEASURED
+        how = f"rate {MEASURED}, of one rank on its processors; without messages between ranks"
+        if self.options.tflops is not None:
+            rate = self.options.tflops * 1e12
+            obtained = GIVEN
+            how = f"rate {GIVEN} by --tflops; without messages between ranks"
+        if rate is None or ranks.operations is None:
+            return found
+        seconds = ranks.operations / rate
+        found.append(Figure("rate", rate, "FLOP/s", obtained))
+        return found + self._times(seconds, seconds, how)
+
+    def _modelled(self, ranks: PlannedRanks, nodes: GpuNodes) -> list[Figure]:
+        """Parts of a step on named GPUs, and the seconds of a step, a round and the run."""
+        step = step_time(self.job, ranks, nodes, self.options.peak_share)
+        if step is None:
+            return []
+        how = f"model of --gpu {self.options.gpu}"
+        parts = figures_of_step(step, how)
+        return parts + self._times(step.seconds, step.seconds, how)
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What the time of a step on named GPUs assumes, sentences; none without `gpu`."""
+        nodes = self.options.nodes
+        if nodes is None:
+            return []
+        return assumptions(self.job, nodes, self.options.peak_share)
+
+    def goodput(self, ranks: PlannedRanks) -> list[Figure]:
+        """How much of the time trains, where ranks fail; nothing if nothing is said of failures."""
+        failures = self.options.failures(ranks.ranks)
+        if failures is None:
+            return []
+        times = {each.name: each for each in self.step(ranks)}
+        step = times.get("time of a step")
+        run = times.get("time of the run")
+        interval = None
+        if step is not None:
+            # Without steps between checkpoints, there is one at the end of each round.
+            steps = self.job.datacenter.checkpoint_steps or self.job.datacenter.steps
+            interval = min(steps, self.job.datacenter.steps) * step.highest
+        return failures.figures(interval, None if run is None else run.highest)
+
+    def _times(self, least: float, most: float, how: str) -> list[Figure]:
+        """Seconds of a step, a round and the run, by those of a step."""
+        steps = self.job.datacenter.steps
+        every = self.job.rounds * steps
+        of_run = f"if each round is the datacenter's; {how}"
+        return [
+            Figure("time of a step", least, "s", how, most=most),
+            Figure("time of a round", steps * least, "s", how, most=steps * most),
+            Figure("time of the run", every * least, "s", of_run, most=every * most),
+        ]
+
+    def fits(self, layout: PlannedLayout) -> bool | None:
+        """Whether a layout fits the memory that was given; None if that is not known."""
+        memory = self.options.memory_of_rank
+        if memory is None or not layout.peak:
+            return None
+        return layout.peak <= memory * 2**30
+
+    # -- the run that was measured -----------------------------------------------------------------
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the planned datacenter; 0 for none."""
+        given = self.options.ranks
+        return self.job.datacenter.ranks if given is None else given
+
+    @property
+    def measured(self) -> list[Figure]:
+        """What the calibrating run measured, and what follows from it for the job."""
+        return [] if self.calibration is None else self.calibration.figures(self.job, self.ranks)
+
+    @property
+    def errors(self) -> list[PlanError]:
+        """What the plan has of the figures that the calibrating run measured, and its error.
+
+        The run may have had other settings than the job: then the error says what they change.
+        """
+        if self.calibration is None or self.sides.devices is None:
+            return []
+        devices = self.sides.devices
+        received = _ranged(devices.received)
+        sent = _ranged(devices.sent)
+        planned = {"to a device in a round": received, "from a device in a round": sent}
+        measured = self.calibration.measured
+        return [
+            PlanError.of(figure, measured[name])
+            for name, figure in planned.items()
+            if name in measured
+        ]
+
+    # -- for programs ------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures, each with its unit and how it was obtained."""
+        ranks = self.sides.datacenter
+        devices = self.sides.devices
+        calibration = None
+        if self.calibration is not None:
+            calibration = {
+                "run_id": self.calibration.run_id,
+                "figures": [each.to_json() for each in self.measured],
+                "note": self.calibration.note(self.job, self.ranks),
+                "errors": [each.to_json() for each in self.errors],
+            }
+        return {
+            "job": self.job.name,
+            "rounds": self.job.rounds,
+            "datacenter": None if ranks is None else self._ranks_json(ranks),
+            "devices": None if devices is None else devices.to_json(),
+            "privacy": [each.to_json() for each in self.sides.privacy],
+            "cost": [each.to_json() for each in self.sides.cost],
+            "limits": self.limits,
+            "quality": None if self.trials is None else self.trials.to_json(),
+            "calibration": calibration,
+            "changes": [each.to_json() for each in self.changes],
+        }
+
+    def _ranks_json(self, ranks: PlannedRanks) -> dict[str, Any]:
+        return {
+            "ranks": ranks.ranks,
+            "device": "gpu" if ranks.on_gpus else "cpu",
+            "examples": ranks.examples,
+            "layout": self._layout_json(ranks.layout),
+            "layouts": [self._layout_json(each) for each in ranks.others],
+            "largest": {"name": ranks.largest[0], "bytes": ranks.largest[1], "how": FAKE},
+            "step": [each.to_json() for each in self.step(ranks)],
+            "unknown": ranks.unknown or ranks.traffic_unknown,
+            "assumptions": self.assumptions,
+            "goodput": [each.to_json() for each in self.goodput(ranks)],
+            "collectives": ranks.collectives or None,
+        }
+
+    def _layout_json(self, layout: PlannedLayout) -> dict[str, Any]:
+        return {
+            "keys": dict(layout.keys),
+            "memory": dict(layout.memory),
+            "how": FAKE,
+            "fits": self.fits(layout),
+            "refused": layout.refused,
+        }
+
+
+def _ranged(figures: list[Figure]) -> Figure:
+    """One figure from the least to the most of several."""
+    least = min(each.value for each in figures)
+    most = max(each.highest for each in figures)
+    return dataclasses.replace(figures[0], value=least, most=most)
+
+
+def _refuse_about_ranks(options: PlanOptions) -> None:
+    """Refuse options about ranks for a job without a datacenter.
+
+    Raises:
+        UserError: with the first one.
+    """
+    given = {
+        "--layouts": options.layouts,
+        "--memory-gib": options.memory_gib is not None,
+        "--tflops": options.tflops is not None,
+        "--measure": options.measure,
+        "--gpu": options.gpu is not None,
+        "--mtbf-hours": options.mtbf_hours is not None,
+        "--collectives": options.collectives,
+    }
+    for option, is_given in given.items():
+        if is_given:
+            raise UserError(
+                f"{option} is about the ranks of a datacenter, and the job has none; give --ranks "
+                "or leave it out"
+            )

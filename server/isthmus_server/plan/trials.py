@@ -1,0 +1,214 @@
+"""What policies reach in the first simulated rounds of a job, and a forecast of the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from isthmus.errors import UserError
+from isthmus.job import Job, with_changes
+from isthmus_server.plan.replayed_policy import RoundFacts, with_policy
+from isthmus_server.plan.round_log import RoundLog, shown_metric
+from isthmus_server.plan.simulated_log import (
+    UnknownTarget,
+    refuse_private,
+    simulated_log,
+    train_trial,
+)
+from isthmus_server.plan.what_if import Alternative, alternative, curves_of, facts_of
+from isthmus_server.strategy.learning_curves import LEAST_EVALUATED, LearningCurves
+from isthmus_server.strategy.policy import Kind
+
+SEEDS = 2
+"""Trials of each policy, of which each divides and draws in another way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrialPoint:
+    """One evaluated round of a trial."""
+
+    round: int
+    price: float
+    """Price of the trial so far."""
+    value: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyTrial:
+    """The trials of one policy."""
+
+    policy: str
+    seeds: Sequence[Sequence[TrialPoint]] = ()
+    """The evaluated rounds of each seed."""
+    forecast: Alternative | None = None
+    """What it would reach at the end of the job; None if the trials failed."""
+    note: str = ""
+    """What the forecast assumes besides, or why there is none."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trials:
+    """The trials of several policies."""
+
+    metric: str
+    rounds: int
+    """Most rounds of each trial."""
+    policies: Sequence[PolicyTrial]
+
+    @classmethod
+    def of(cls, job: Job, base: Path, names: Sequence[str], rounds: int, ranks: int) -> Self:
+        """Train them.
+
+        Args:
+            job: that is planned.
+            base: the job file's folder.
+            names: of the policies.
+            rounds: that each is trained for.
+            ranks: of the planned datacenter; 0 for none.
+
+        Raises:
+            UserError: nothing can be trained or evaluated, with the reason.
+        """
+        refuse_private(job, "--trial")
+        if ranks and not job.datacenter.ranks:
+            job = with_changes(job, {"datacenter.ranks": 1})  # simulated ranks are one anyway
+        train = train_trial("a trial")
+        logs: dict[str, list[RoundLog]] = {}
+        failed: dict[str, str] = {}
+        with tempfile.TemporaryDirectory(prefix="isthmus-trial-") as scratch:
+            for name in dict.fromkeys(names):
+                try:
+                    logs[name] = [
+                        simulated_log(train, _seeded(job, name, seed), base, Path(scratch), rounds)
+                        for seed in range(job.seed, job.seed + SEEDS)
+                    ]
+                except UnknownTarget:
+                    raise  # no other policy has it either
+                except UserError as error:
+                    failed[name] = str(error)
+        every = [log for each in logs.values() for log in each]
+        seen = list(dict.fromkeys(n for log in every for r in log.rounds for n in r.record.metrics))
+        shown = shown_metric(job, seen)
+        if shown is None or shown not in seen:
+            reason = next(iter(failed.values()), "the task has no held-out metrics: eval_data()")
+            raise UserError(f"the trial says nothing of quality: {reason}")
+        curves = curves_of(every, [shown, "loss"] if "loss" in seen else [shown])
+        facts = facts_of(every, shown)
+        tried = [_forecast(job, name, each, facts, curves, shown) for name, each in logs.items()]
+        tried += [PolicyTrial(policy=name, note=why) for name, why in failed.items()]
+        order = list(dict.fromkeys(names))
+        tried.sort(key=lambda each: order.index(each.policy))
+        return cls(metric=shown, rounds=rounds, policies=tried)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {
+            "metric": self.metric,
+            "rounds": self.rounds,
+            "policies": [each.to_json() for each in self.policies],
+        }
+
+
+def policies_of(job: Job, regimes: Sequence[Kind], *, datacenter: bool) -> list[str]:
+    """The policies that a trial compares if none are named: the job's, and those of one regime.
+
+    Args:
+        job: the job.
+        regimes: that the rounds of the job can have.
+        datacenter: whether there is one.
+    """
+    names: list[str] = [job.strategy.policy]
+    if any(kind != "datacenter" for kind in regimes):
+        names.append("federated")
+    if datacenter:
+        names.append("datacenter")
+    if datacenter and len(names) > 2:
+        names.append("hybrid")
+    return list(dict.fromkeys(names))
+
+
+def _seeded(job: Job, policy: str, seed: int) -> Job:
+    """The job under a policy, with a seed.
+
+    Raises:
+        UserError: it cannot have the policy.
+    """
+    return with_changes(with_policy(job, policy), {"seed": seed})
+
+
+def _forecast(
+    job: Job,
+    name: str,
+    logs: Sequence[RoundLog],
+    facts: RoundFacts,
+    curves: Mapping[str, LearningCurves],
+    shown: str,
+) -> PolicyTrial:
+    """The trials of a policy, and what it would reach if it went on."""
+    points = [_points(log, shown) for log in logs]
+    found = alternative(job, name, facts, curves, shown)
+    note = ""
+    is_learnt = set(logs[0].kinds) <= set(curves[shown].kinds)
+    if found.reached is None and logs[0].rounds and is_learnt:
+        last = logs[0].rounds[-1].kind
+        count = facts.evaluated.get(last, 0)
+        if count < LEAST_EVALUATED and len(logs[0].rounds) < job.rounds:
+            note = (
+                f"{found.unknown}; and its last rounds, {last} ones, cannot be continued by "
+                f"forecasts: {count} of the trials were evaluated, and {LEAST_EVALUATED} are needed"
+            )
+            return PolicyTrial(policy=name, seeds=points, forecast=found, note=note)
+        note = f"{found.unknown}; so its forecast goes on with rounds like its last ones"
+        found = _as_before(job, name, logs[0], curves[shown], facts)
+    return PolicyTrial(policy=name, seeds=points, forecast=found, note=note)
+
+
+def _points(log: RoundLog, shown: str) -> list[TrialPoint]:
+    points = []
+    price = 0.0
+    for each in log.rounds:
+        price += each.record.cost.price
+        value = each.record.metrics.get(shown, math.nan)
+        if math.isfinite(value):
+            points.append(TrialPoint(each.record.round, price, value))
+    return points
+
+
+def _as_before(
+    job: Job, name: str, log: RoundLog, curves: LearningCurves, facts: RoundFacts
+) -> Alternative:
+    """A trial that goes on with its last kind of round, to the end of the job."""
+    kinds = [each.kind for each in log.rounds]
+    price = log.spent
+    seconds = sum(each.record.seconds for each in log.rounds)
+    last = kinds[-1]
+    alike = [each for each in log.rounds if each.kind == last]
+    price_of_round = statistics.fmean(each.price for each in alike)
+    bytes_of_round = statistics.fmean(each.device_bytes for each in alike)
+    budget = math.inf if job.budget is None else job.budget
+    limit = math.inf if job.seconds is None else job.seconds
+    most_bytes = math.inf if job.device_bytes is None else job.device_bytes
+    moved = float(sum(each.record.cost.device_bytes for each in log.rounds))
+    while len(kinds) < job.rounds and seconds < limit:
+        if price + price_of_round > budget or moved + bytes_of_round > most_bytes:
+            break
+        kinds.append(last)
+        price += price_of_round
+        moved += bytes_of_round
+        seconds += facts.seconds[last]
+    return Alternative(
+        policy=name,
+        reached=curves.interval(curves.after(kinds)[:, -1]),
+        rounds=(len(kinds), len(kinds)),
+        price=(price, price),
+        seconds=(seconds, seconds),
+    )

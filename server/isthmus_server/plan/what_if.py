@@ -1,0 +1,356 @@
+"""What every other policy would have reached in a run, from the run's log alone.
+
+Policies decide anew, on metrics that learning curves of the run's own rounds forecast
+(`replayed_policy`). What the log cannot say is said to be unknown, with the reason and with what it
+does have of it: comparisons of models, and gradients of both sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from isthmus.errors import UserError
+from isthmus.job import Job
+from isthmus_server.plan.replayed_policy import (
+    CannotBeKnown,
+    RoundFacts,
+    replays,
+    with_policy,
+)
+from isthmus_server.plan.round_log import RoundLog, shown_metric, usual_rounds
+from isthmus_server.read.pages.templates import digits
+from isthmus_server.read.report.durations import duration
+from isthmus_server.storage.store import Store
+from isthmus_server.strategy.learning_curves import COVERED, Inertia, Interval, LearningCurves
+from isthmus_server.strategy.policies import BUILT_IN
+
+OPEN = 0.25
+"""Longest interval of a forecast, as a part of all that the metric moved in the run: what is less
+known has no forecast."""
+_LOSS = "loss"
+"""The metric that policies follow unless they are told another."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a policy has reached in simulation."""
+
+    value: float
+    """The last of the metric."""
+    rounds: int
+    price: float
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        """All of it in words."""
+        return (
+            f"{digits(self.value)}, {self.rounds} rounds, cost {digits(self.price)}, "
+            f"{duration(self.seconds)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """One policy, and what it would have reached."""
+
+    policy: str
+    reached: Interval | None = None
+    """Forecast of the metric at the end of the job; None if it cannot be known."""
+    rounds: tuple[int, int] = (0, 0)
+    """Fewest and most rounds."""
+    price: tuple[float, float] = (0.0, 0.0)
+    seconds: tuple[float, float] = (0.0, 0.0)
+    unknown: str = ""
+    """Why it cannot be known."""
+    open: Interval | None = None
+    """Where it lies, if that is known too little for a forecast; None otherwise."""
+    trained: Trained | None = None
+    """What it reaches in simulation, which takes the place of the forecast; None if it was not
+    trained."""
+    untrained: str = ""
+    """Why it could not be trained in simulation."""
+
+    @property
+    def error(self) -> float | None:
+        """The median of the forecast less what simulation reaches; None without either."""
+        if self.reached is None or self.trained is None:
+            return None
+        return self.reached.median - self.trained.value
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {**dataclasses.asdict(self), "error": self.error}
+
+    @property
+    def text(self) -> str:
+        """What it would have reached, or why that is not known."""
+        if self.untrained:
+            return f"cannot be trained: {self.untrained}"
+        if self.trained is not None:
+            return f"{self.trained.text}; {self._said_before}"
+        if self.reached is None:
+            return f"cannot be known: {self.unknown}"
+        return (
+            f"{_interval(self.reached)}, "
+            f"{_range(self.rounds)} rounds, cost {_range(self.price)}, "
+            f"{' to '.join(dict.fromkeys(duration(each) for each in self.seconds))}"
+        )
+
+    @property
+    def _said_before(self) -> str:
+        """What was forecast of what was trained since, a clause."""
+        if self.open is not None:
+            return f"the log had left {digits(self.open.low)} to {digits(self.open.high)} open"
+        if self.reached is None or self.error is None:
+            return "there was no estimate"
+        verdict = "right"
+        if self.error:
+            verdict = f"{digits(abs(self.error))} too {'high' if self.error > 0 else 'low'}"
+        return f"the estimate {_interval(self.reached)} was {verdict}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """All policies for the job of a run."""
+
+    run_id: str
+    policy: str
+    """Name of the run's policy."""
+    metric: str
+    value: float
+    """The last that the run reached."""
+    rounds: int
+    """Number of committed rounds."""
+    price: float
+    alternatives: Sequence[Alternative]
+    evidence: Sequence[str]
+    """What the log has besides, one sentence each."""
+    again: Trained | None = None
+    """What the run's own policy reaches in simulation, in as many rounds; None if nothing was
+    trained."""
+
+    @classmethod
+    def of(cls, store: Store) -> Self:
+        """Read the log of a run, ended or not.
+
+        Raises:
+            UserError: nothing can be said of the run, with the reason.
+        """
+        return cls.of_log(RoundLog.of(store))
+
+    @classmethod
+    def of_log(cls, log: RoundLog) -> Self:
+        """Forecasts from a log that was read.
+
+        Raises:
+            UserError: nothing can be said of the run, with the reason.
+        """
+        names = list(dict.fromkeys(name for each in log.rounds for name in each.record.metrics))
+        shown = shown_metric(log.job, names)
+        if shown is None or shown not in names:
+            raise UserError(
+                f"the run {log.run_id} has no round with held-out metrics, so nothing says what "
+                "another policy would have reached"
+            )
+        curves = curves_of([log], [shown, _LOSS] if _LOSS in names else [shown])
+        facts = facts_of([log], shown)
+        values = [each.record.metrics.get(shown, math.nan) for each in log.rounds]
+        return cls(
+            run_id=log.run_id,
+            policy=log.job.strategy.policy,
+            metric=shown,
+            value=[each for each in values if math.isfinite(each)][-1],
+            rounds=len(log.rounds),
+            price=log.spent,
+            alternatives=[
+                _known_well(alternative(log.job, name, facts, curves, shown), curves[shown])
+                for name in BUILT_IN
+                if name != log.job.strategy.policy
+            ],
+            evidence=list(_evidence(log)),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        alternatives = [each.to_json() for each in self.alternatives]
+        return {**dataclasses.asdict(self), "alternatives": alternatives}
+
+    def lines(self) -> list[str]:
+        """Lines for a terminal."""
+        found = [
+            f"{self.run_id}: policy {self.policy} reached {self.metric} {digits(self.value)} in "
+            f"{self.rounds} rounds for {digits(self.price)}",
+        ]
+        trained = [each for each in self.alternatives if each.trained or each.untrained]
+        if self.again is not None:
+            found += self._trained_lines(self.again, trained)
+        others = [each for each in self.alternatives if each not in trained]
+        if others:
+            found.append(
+                f"other policies, to the end of the job, with {COVERED:.0%} intervals of forecasts "
+                "from this run's log:"
+            )
+            found += _rows(sorted(others, key=lambda each: each.reached is None))
+        if self.evidence:
+            found += ["what the log has besides:", *(f"  {each}" for each in self.evidence)]
+        if others:
+            found.append(
+                "a forecast knows a round by its regime and by the metric before it; to be sure, "
+                "train the policies: isthmus what-if RUN --replay in simulation, or "
+                "isthmus compare JOB --policies A,B"
+            )
+        return found
+
+    def _trained_lines(self, again: Trained, trained: Sequence[Alternative]) -> list[str]:
+        """What simulation says, and how far the estimates were from it."""
+        apart = abs(again.value - self.value)
+        close = f"{digits(apart)} from the run" if apart else "as the run"
+        found = [
+            f"trained again in simulation, it reaches {again.text}: {close}, and so far may be off "
+            "what is said of others",
+            "other policies, trained in simulation to the end of the job:",
+        ]
+        sign = 1 if self.metric.endswith(_LOSS) else -1
+        known = [each for each in trained if each.trained is not None]
+        known.sort(key=lambda each: sign * each.trained.value if each.trained else math.inf)
+        found += _rows([*known, *(each for each in trained if each.trained is None)])
+        errors = [abs(each.error) for each in trained if each.error is not None]
+        held = sum(
+            each.reached.low <= each.trained.value <= each.reached.high
+            for each in trained
+            if each.reached is not None and each.trained is not None
+        )
+        if errors:
+            found.append(
+                f"the estimates were off by {digits(statistics.fmean(errors))} on average, and "
+                f"{held} of {len(errors)} intervals hold what was reached"
+            )
+        return found
+
+
+def curves_of(logs: Sequence[RoundLog], metrics: Sequence[str]) -> dict[str, LearningCurves]:
+    """The learning curves of metrics, by the rounds of runs of one task.
+
+    Raises:
+        UserError: no round has one of the metrics.
+    """
+    found = {}
+    for name in dict.fromkeys(metrics):
+        pieces = [piece for log in logs for piece in log.pieces(name)]
+        try:
+            found[name] = LearningCurves.of_metric(name, pieces, Inertia.of(logs[0].job.strategy))
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    return found
+
+
+def facts_of(logs: Sequence[RoundLog], metric: str) -> RoundFacts:
+    """What rounds of each kind take, by runs of one job."""
+    evaluated: dict[str, int] = {}
+    for log in logs:
+        for kind in log.kinds:
+            evaluated[kind] = evaluated.get(kind, 0) + log.evaluated(metric, kind)
+    successions: Counter[tuple[str, str]] = Counter()
+    for log in logs:
+        successions.update(log.successions)
+    every = [each for log in logs for each in log.rounds]
+    usual = {kind: usual_rounds(every, kind) for kind in evaluated}
+    observations = [each.planned.decision.observation for each in every]
+    past = [each.record.as_past_round() for each in every]
+    names = sorted({name for each in observations for name in each.datacenter_names})
+    return RoundFacts(
+        price={
+            kind: statistics.fmean(each.price for each in rounds) for kind, rounds in usual.items()
+        },
+        seconds={
+            kind: statistics.fmean(each.record.seconds for each in rounds)
+            for kind, rounds in usual.items()
+        },
+        device_bytes={
+            kind: statistics.fmean(each.device_bytes for each in rounds)
+            for kind, rounds in usual.items()
+        },
+        evaluated=evaluated,
+        successions=successions,
+        devices=max((each.clients_ready for each in observations), default=0),
+        datacenters=names,
+        model_bytes=int(max((each.model_bytes for each in observations), default=0)),
+        bytes_each=max((each.bytes_each for each in past), default=0),
+        began=min((each.now - each.elapsed for each in observations), default=0.0),
+    )
+
+
+def alternative(
+    job: Job, policy: str, facts: RoundFacts, curves: Mapping[str, LearningCurves], shown: str
+) -> Alternative:
+    """What a policy would reach."""
+    try:
+        done, ends, doubt = replays(with_policy(job, policy), facts, curves, shown)
+    except (CannotBeKnown, UserError) as error:
+        return Alternative(policy=policy, unknown=str(error))
+    rounds = [len(each.kinds) for each in done]
+    price = [each.price for each in done]
+    seconds = [each.seconds for each in done]
+    return Alternative(
+        policy=policy,
+        reached=curves[shown].interval(ends, doubt),
+        rounds=(min(rounds), max(rounds)),
+        price=(min(price), max(price)),
+        seconds=(min(seconds), max(seconds)),
+    )
+
+
+def _known_well(found: Alternative, curve: LearningCurves) -> Alternative:
+    """The alternative without a forecast that says little."""
+    reached = found.reached
+    if reached is None or reached.high - reached.low <= OPEN * curve.moved:
+        return found
+    why = f"the run's rounds leave {digits(reached.low)} to {digits(reached.high)} open"
+    return dataclasses.replace(found, reached=None, open=reached, unknown=why)
+
+
+def _evidence(log: RoundLog) -> Sequence[str]:
+    """Comparisons and gradients of the log, in sentences."""
+    found = []
+    for round_, result in log.comparisons():
+        first, *others = result.models
+        for name in others:
+            if result.beats(name):
+                verdict = "better"
+            elif result.loses(name):
+                verdict = "worse"
+            else:
+                verdict = "neither clearly better nor worse"
+            found.append(
+                f"round {round_}: {result.devices} devices found {name} {verdict} than {first}"
+            )
+    cosines = [
+        each.record.cosine if each.record.gradients is None else each.record.gradients.cosine
+        for each in log.rounds
+    ]
+    known = [each for each in cosines if each is not None]
+    if known:
+        found.append(
+            f"the steps of both sides had a cosine of {min(known):.2g} to {max(known):.2g} in "
+            f"{len(known)} rounds; that does not say what a mixture gains"
+        )
+    return found
+
+
+def _rows(alternatives: Sequence[Alternative]) -> list[str]:
+    return [f"  {each.policy:<13} {each.text}" for each in alternatives]
+
+
+def _interval(found: Interval) -> str:
+    return f"{digits(found.median)} ({digits(found.low)} to {digits(found.high)})"
+
+
+def _range(ends: tuple[float, float]) -> str:
+    low, high = ends
+    return digits(low) if low == high else f"{digits(low)} to {digits(high)}"

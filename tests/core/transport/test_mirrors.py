@@ -1,0 +1,147 @@
+"""A device at a server's mirror: only where its owner allows, bounded, verified and continued."""
+
+import pytest
+from tests.server.scripted_participant import payload_of
+from tests.static_https import static_https
+
+from isthmus.errors import UserError
+from isthmus.transport.blob_sources import Filling
+from isthmus.transport.blobs import Assembly, describe, into
+from isthmus.transport.mirrors import KEY_BYTES, MirrorSources, keystream
+
+SIZE = 3_000_017
+KEY = bytes(range(KEY_BYTES))
+NAME = "0f" * 32
+
+
+@pytest.fixture
+def payload():
+    return payload_of(SIZE)
+
+
+@pytest.fixture
+def mirror(tmp_path, monkeypatch, payload):
+    """A web server with an encrypted model."""
+    folder = tmp_path / "www"
+    folder.mkdir()
+    (folder / NAME).write_bytes(keystream(KEY, 0).update(payload))
+    with static_https(folder, tmp_path / "keys") as served:
+        monkeypatch.setenv("SSL_CERT_FILE", str(served.certificate))
+        yield served
+
+
+def blob_at(payload, address, key=KEY):
+    blob = describe(payload)
+    blob.address = address
+    blob.key = key
+    return blob
+
+
+def sources(*patterns):
+    return MirrorSources(patterns, "server_sources in policy.toml")
+
+
+async def filled(blob, source, held=b""):
+    memory = bytearray(blob.size)
+    assembly = Assembly(blob, into(memory))
+    if held:
+        memory[: len(held)] = held
+        assembly.offset = len(held)
+        assembly._hash.update(held)
+    return await Filling(assembly, [source]).run(), memory
+
+
+async def test_a_model_is_decrypted_and_continued_by_ranges(mirror, payload):
+    mirror.sends = 1_000_000
+    blob = blob_at(payload, mirror.address + NAME)
+    found, memory = await filled(blob, sources(f"{mirror.address}*").of(blob))
+    assert found.complete
+    assert memory == payload
+    begins = [(asked or "bytes=0-").partition("=")[2] for _, asked in mirror.asked]
+    assert begins == ["0-", *(f"{n}000000-{SIZE - 1}" for n in (1, 2, 3))]
+
+
+async def test_what_is_here_of_it_is_not_asked_for(mirror, payload):
+    blob = blob_at(payload, mirror.address + NAME)
+    found, memory = await filled(blob, sources(f"{mirror.address}*").of(blob), payload[:12_345])
+    assert found.complete
+    assert memory == payload
+    assert mirror.asked == [(f"/{NAME}", f"bytes=12345-{SIZE - 1}")]
+
+
+@pytest.mark.parametrize("fault", ["lies", "absent", "cut", "redirects", "key"])
+async def test_what_a_mirror_does_not_have_right_is_left_to_the_link(
+    mirror, payload, tmp_path, caplog, fault
+):
+    said = "it has something else under this name"
+    if fault == "lies":
+        mirror.lies = True
+    elif fault == "absent":
+        mirror.folder = tmp_path
+        said = "does not have it; it comes on the link"
+    elif fault == "cut":
+        mirror.sends = 0
+        said = "it cannot be read to its end"
+    elif fault == "redirects":  # such as into the network of the owner
+        mirror.redirect = f"https://localhost:{mirror.port}/admin"
+        said = "it redirects to an address that the owner does not allow"
+    key = bytes(KEY_BYTES) if fault == "key" else KEY
+    blob = blob_at(payload, mirror.address + NAME, key)
+    mirrors = sources(f"{mirror.address}*")
+    found, _ = await filled(blob, mirrors.of(blob))
+    assert (found.complete, found.offset) == (False, 0)
+    assert caplog.text.count("WARNING") == 1
+    assert said in caplog.text
+    asked = len(mirror.asked)
+    assert {path for path, _ in mirror.asked} == {f"/{NAME}"}
+    # One that lied or broke off would cost each round a model.
+    await filled(blob, mirrors.of(blob))
+    assert (len(mirror.asked) == asked) == (fault != "absent")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "address", "said"),
+    [
+        ("https://cdn.example.org/*", f"https://10.0.0.1/{NAME}", "is not allowed by server_sou"),
+        ("https://cdn.example.org/*", f"https://cdn.example.org:8443/{NAME}", "is not allowed by"),
+        ("https://cdn.example.org/*", f"https://cdn.example.org@10.0.0.1/{NAME}", "is not allowed"),
+        (
+            "https://cdn.example.org/*",
+            f"https://10.0.0.1#.cdn.example.org/{NAME}",
+            "is not allowed",
+        ),
+        ("https://cdn.example.org/a/*", f"https://cdn.example.org/a/../b/{NAME}", "is not allowed"),
+        ("https://cdn.example.org/*", f"http://cdn.example.org/{NAME}", "is not allowed by"),
+        ("https://cdn.example.org/*", f"file:///etc/{NAME}", "is not allowed by"),
+        ("https://cdn.example.org/*", "https://cdn.example.org/logout", "is of no blob"),
+        ("https://cdn.example.org/*", f"https://cdn.example.org/{NAME}/", "is of no blob"),
+        ("https://cdn.example.org/*", f"https://cdn.example.org/{'a' * 5000}", "is none that can"),
+    ],
+)
+def test_a_server_cannot_have_a_device_ask_other_addresses(pattern, address, said, caplog):
+    mirrors = sources(pattern)
+    blob = blob_at(b"model", address)
+    for _ in range(3):
+        assert mirrors.of(blob) is None
+    assert caplog.text.count("models come on the link") == 1
+    assert said in caplog.text
+
+
+def test_without_an_owners_word_no_mirror_is_asked():
+    assert sources().of(blob_at(b"model", f"https://cdn.example.org/{NAME}")) is None
+
+
+def test_a_signature_is_not_in_the_log(caplog):
+    blob = blob_at(b"model", f"https://cdn.example.org/{NAME}?signature=secret")
+    assert sources().of(blob) is None
+    source = sources("https://cdn.example.org/*").of(blob)
+    assert source is not None
+    assert "secret" not in caplog.text + source.named
+
+
+@pytest.mark.parametrize(
+    "pattern", ["*", "https://*", "https://*/*", "https://*:443/*", "https://?*.*/*", "cdn.org/*"]
+)
+def test_a_pattern_has_to_name_a_host(pattern):
+    with pytest.raises(UserError, match=r"server_sources in policy\.toml: .* has to name a host"):
+        sources(pattern)

@@ -1,0 +1,235 @@
+"""A standby takes over from a server that is killed, or that is stopped and comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+from tests.end_to_end.conftest import JOB, TASK
+from tests.end_to_end.loopback_fleet import LoopbackFleet
+
+from isthmus_server.storage import recovery
+from isthmus_server.storage.records import RoundRecord
+from isthmus_server.storage.store import Store
+
+ROUNDS = 4
+PLAIN = "secure_aggregation = false"
+CHANGES = (
+    *("federated.clients=0", "datacenter.ranks=0", "federated.cohort=3", "federated.quorum=3"),
+    *("strategy.policy=federated", "strategy.schedule=[]", f"rounds={ROUNDS}"),
+    *("time.lease_seconds=10", "federated.local_epochs=40"),
+)
+
+
+class FloatingAddress:
+    """One port, whose connections go to the first of several others that takes them.
+
+    As an address that moves between two machines, or a balancer in front of them.
+    """
+
+    def __init__(self, ports: Sequence[int]) -> None:
+        self.ports = list(ports)
+        passing = self
+
+        class Passed(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                passing._pass_on(self.request)
+
+        self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Passed)
+        self._server.daemon_threads = True
+        self._server.block_on_close = False
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._open: set[socket.socket] = set()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def __enter__(self) -> FloatingAddress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+        for each in list(self._open):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _pass_on(self, near: socket.socket) -> None:
+        for port in self.ports:
+            with contextlib.suppress(OSError):
+                far = socket.create_connection(("127.0.0.1", port), 5)
+                break
+        else:
+            return
+        far.settimeout(None)
+        self._open |= {near, far}
+        with far:
+            back = threading.Thread(target=self._pump, args=(far, near))
+            back.start()
+            self._pump(near, far)
+            back.join()
+        self._open -= {near, far}
+
+    @staticmethod
+    def _pump(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        for each in (source, sink):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+class Pair(NamedTuple):
+    """A server and its standby, with devices."""
+
+    fleet: LoopbackFleet
+    address: FloatingAddress
+    job: str
+    metrics: int
+    """Port of the standby's metrics and health."""
+
+
+def answer(port: int, page: str) -> int | None:
+    """The status of a page of the standby; None if nothing listens."""
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/{page}", timeout=20) as found:
+            return int(found.status)
+    except HTTPError as refused:
+        return refused.code
+    except OSError:
+        return None
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as opened:
+        probes = [opened.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def prepare(folder: Path) -> Path:
+    (folder / "tasks").mkdir(parents=True)
+    (folder / "tasks/task.py").write_text(TASK)
+    (folder / "job.toml").write_text(JOB)
+    return folder
+
+
+def result(fleet: LoopbackFleet, job: str) -> tuple[list[tuple[int, str | None]], str]:
+    """The rounds that were committed, with the digests of their models, and the final one."""
+    with contextlib.closing(Store.open(fleet.directory(job))) as store:
+        rows = [row for row in store.attempts() if isinstance(row, RoundRecord)]
+        final = store.status()[2]
+        assert final is not None
+        return [(row.round, row.model_sha256) for row in rows], final.model_sha256
+
+
+def committed_digest(fleet: LoopbackFleet, job: str) -> str | None:
+    """The digest of the model of the first round."""
+    with contextlib.closing(Store.open(fleet.directory(job))) as store:
+        (row,) = [row for row in store.attempts() if isinstance(row, RoundRecord)]
+        return row.model_sha256
+
+
+def finished(fleet: LoopbackFleet, job: str) -> bool:
+    with contextlib.closing(Store.open(fleet.directory(job))) as store:
+        return store.status()[0] == "finished"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The result of the job on a server that nothing happens to."""
+    folder = prepare(tmp_path_factory.mktemp("undisturbed"))
+    with LoopbackFleet(folder, devices=3, privacy=PLAIN) as fleet:
+        job = fleet.submit("job.toml", *CHANGES, "federated.secure_aggregation=false")
+        fleet.until(lambda: fleet.committed(job) == ROUNDS and finished(fleet, job))
+        return result(fleet, job)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """A fleet of two servers, of which the second one waits, in the second round of a job."""
+    secure = request.param == "secure"
+    first, second, metrics = free_ports(3)
+    options = [("--standby", "--one-port", "--address", f"127.0.0.1:{p}") for p in (first, second)]
+    options[1] += ("--metrics", f"127.0.0.1:{metrics}")
+    with (
+        FloatingAddress([second, first]) as address,
+        LoopbackFleet(
+            prepare(tmp_path / "fleet"),
+            devices=3,
+            serving=options[0],
+            address=f"localhost:{address.port}",
+            privacy="clients_min = 2" if secure else PLAIN,
+        ) as fleet,
+    ):
+        fleet.start_server("standby", *options[1])
+        fleet.until(lambda: re.search(r"waits as a standby: process \d+ on", fleet.log("standby")))
+        how = f"federated.secure_aggregation={str(secure).lower()}"
+        job = fleet.submit("job.toml", *CHANGES, how)
+        fleet.until(lambda: (2, "planned") in fleet.attempts(job))
+        yield Pair(fleet, address, job, metrics)
+
+
+@pytest.mark.parametrize("pair", ["secure"], indirect=True)
+def test_a_standby_goes_on_after_a_server_that_was_killed(
+    pair: Pair,
+) -> None:
+    """The digests are not those of another fleet: each device rounds with a secret of its own."""
+    fleet, _, job, metrics = pair
+    first = committed_digest(fleet, job)
+    assert answer(metrics, "healthz") == 200
+    assert answer(metrics, "readyz") == 503
+    began = time.monotonic()
+    fleet.kill("server")
+    fleet.until(lambda: "link and joining at" in fleet.log("standby"))
+    assert time.monotonic() - began < 30
+    assert re.search(r"takes over from process \d+ on", fleet.log("standby"))
+    fleet.until(lambda: answer(metrics, "readyz") == 200)
+    fleet.until(lambda: finished(fleet, job))
+    rounds, _ = result(fleet, job)
+    assert [number for number, _ in rounds] == [1, 2, 3, 4]
+    assert rounds[0] == (1, first)
+    assert {finding.damage for finding in recovery.verify(fleet.directory(job))} == {""}
+
+
+@pytest.mark.parametrize("pair", ["plain"], indirect=True)
+def test_a_server_that_was_stopped_commits_nothing_when_it_comes_back(
+    pair: Pair, undisturbed: Any
+) -> None:
+    fleet, address, job, _ = pair
+    began = time.monotonic()
+    fleet.send("server", signal.SIGSTOP)
+    address.ports.pop()  # where its kernel would take connections that nobody answers
+    fleet.until(lambda: "link and joining at" in fleet.log("standby"))
+    assert time.monotonic() - began < 30
+    fleet.until(lambda: (2, "committed") in fleet.attempts(job))
+    before = fleet.log("server")
+    fleet.send("server", signal.SIGCONT)
+    assert fleet.ended("server") == 75
+    said = fleet.log("server").removeprefix(before)
+    assert re.search(
+        r"^isthmus: process \d+ on \S+ has taken over state: this server has changed nothing there "
+        r"since, and ends$",
+        said,
+        re.MULTILINE,
+    )
+    assert "Traceback" not in said
+    assert said.count("\n") == 1, said
+    fleet.until(lambda: finished(fleet, job))
+    assert result(fleet, job) == undisturbed

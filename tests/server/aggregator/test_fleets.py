@@ -1,0 +1,470 @@
+"""Devices behind aggregators, over real TLS on loopback: models, losses and refusals."""
+
+import asyncio
+import contextlib
+import errno
+import uuid
+
+import grpc
+import grpc.aio
+import pytest
+from tests.conftest import TABLE
+from tests.server.service.conftest import Fleet
+from tests.server.waiting import wait_until
+
+from isthmus.errors import AdmissionRefused, UpdateError, UserError
+from isthmus.identity import tls
+from isthmus.task import Participant
+from isthmus.transport import uplink as links
+from isthmus.wire import link_pb2
+from isthmus_clients.device.agent import Agent
+from isthmus_server.aggregator import devices, sums
+from isthmus_server.aggregator.blobs import KeptBlobs
+from isthmus_server.aggregator.process import AggregatorProcess
+from isthmus_server.aggregator.sums import VectorSums
+from isthmus_server.regimes import partial_sums
+from isthmus_server.storage.records import RoundRecord
+from isthmus_server.storage.store import Store
+from isthmus_server.transport import aggregators
+from isthmus_server.transport.limits import MAX_MESSAGE_BYTES, Refusal
+
+DEVICES = ("a", "b", "c", "d")
+AGGREGATORS = ("127.0.0.1", "127.0.0.1_2")
+
+
+class Site(Fleet):
+    """A server with aggregators, which devices are connected to."""
+
+    async def begin(self):
+        (self.state / "tasks").mkdir()
+        (self.state / "tasks/task.py").write_text(TABLE + "    pass\n")
+        await self.listen(queue=True)
+        self.members = {name: await self.member(name) for name in DEVICES}
+        self.places = {}
+        self.processes = []
+        self.running = {}
+        self.agents = {}
+
+    async def aggregator(self, name, member=None):
+        """A running aggregator; returns its task."""
+        member = member or await self.member(name, kind="aggregator")
+        process = AggregatorProcess(member)
+        ready = asyncio.Event()
+        run = process.run("127.0.0.1", 0, server=self.address, ready=ready.set)
+        task = asyncio.create_task(run)
+        self.connections.append(task)
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if task.done():
+            task.result()
+        self.processes.append(process)
+        self.places[name] = f"127.0.0.1:{process.port}"
+        return task
+
+    async def devices(self, *places):
+        """Connect each device to one of the places in turn, instead of where it was."""
+        for task in self.running.values():
+            task.cancel()
+        await asyncio.gather(*self.running.values(), return_exceptions=True)
+        for peer in list(self.link.peers.values()):
+            self.link.disconnect(peer.name, "it has left")
+        await wait_until(lambda: not self.link.peers)
+        for number, name in enumerate(DEVICES):
+            agent = Agent(
+                Participant(name=name, regime="federated"),
+                None,
+                tasks=self.state / "tasks",
+                signing_key=self.members[name].identity,
+            )
+            own = number % len(places)
+            uplink = agent.uplink(
+                places[own], self.members[name], others=(*places[own + 1 :], *places[:own])
+            )
+            uplink.longest_pause = 0.05
+            self.running[name] = asyncio.create_task(uplink.run())
+            self.connections.append(self.running[name])
+        await wait_until(lambda: set(DEVICES) <= self.link.peers.keys())
+
+    async def run(self, job):
+        """Run a job to its end; returns its committed rounds."""
+        entry = self.runner.submit(job, "me", uuid.uuid4().hex, 1.0)
+        async for event in self.runner.events(entry.id, follow=True):
+            last = event
+        assert last.state == "finished", last
+        with contextlib.closing(Store.open(self.state / "runs" / entry.id)) as store:
+            ended = list(store.attempts())
+        self.failed = [each for each in ended if not isinstance(each, RoundRecord)]
+        return [each for each in ended if isinstance(each, RoundRecord)]
+
+
+@pytest.fixture
+async def site(tmp_path):
+    site = Site(tmp_path)
+    await site.begin()
+    yield site
+    await site.close()
+
+
+@pytest.fixture
+def job(make_job):
+    usual = ("federated.cohort=4", "federated.quorum=2", "rounds=2", "strategy.policy=federated")
+    return lambda *more: make_job(*usual, "time.join_seconds=300", *more)
+
+
+async def test_updates_are_added_at_aggregators_and_the_model_is_the_same(site, job, caplog):
+    caplog.set_level("INFO", logger="isthmus_server.aggregator")
+    await site.devices(site.address)
+    alone = await site.run(job())
+    for name in AGGREGATORS:
+        await site.aggregator(name)
+    await site.devices(*site.places.values())
+    assert {peer.place.aggregator.name for peer in site.link.peers.values()} == set(AGGREGATORS)
+    together = await site.run(job())
+    assert [row.model_sha256 for row in together] == [row.model_sha256 for row in alone]
+    handed = [text for text in caplog.messages if text.startswith("hands over the sum")]
+    assert handed == ["hands over the sum of 2 vectors"] * 4  # two rounds, two aggregators
+    for one, other in zip(together, alone, strict=True):
+        moved = [[(each.bytes_in, each.bytes_out) for each in row.receipts] for row in (one, other)]
+        assert moved[0] == moved[1]
+
+
+async def test_rounds_go_on_without_the_devices_of_a_lost_aggregator(site, job, monkeypatch):
+    lost, _ = [await site.aggregator(name) for name in AGGREGATORS]
+    await site.devices(*site.places.values(), site.address)
+    handed_over = VectorSums._hand_over
+
+    async def hand_over(self, asked):
+        if asked.added and not lost.done() and len(asked.added) == 2:
+            monkeypatch.undo()
+            lost.cancel()
+            await asyncio.sleep(3600)
+        return await handed_over(self, asked)
+
+    monkeypatch.setattr(VectorSums, "_hand_over", hand_over)
+    first, second = await site.run(job("federated.quorum=2"))
+    dropped = [each for each in first.receipts if each.status == "dropped"]
+    assert [each.status for each in first.receipts].count("accepted") == 2
+    for each in dropped:
+        assert each.reason.startswith("the sum of the aggregator 127.0.0.1 was lost: ")
+        assert each.sent
+        assert not each.late
+    assert [each.status for each in second.receipts] == ["accepted"] * 4
+
+
+async def test_a_sum_that_is_not_fetched_in_time_is_lost_and_freed(site, job, monkeypatch):
+    for name in AGGREGATORS:
+        await site.aggregator(name)
+    await site.devices(*site.places.values())
+    monkeypatch.setattr(partial_sums, "HAND_OVER_SECONDS", 0.5)
+    fetch = site.link.fetch
+    hung = []
+
+    async def hang_once(name, *more):
+        if not hung:
+            hung.append(name)
+            await asyncio.sleep(3600)
+        await fetch(name, *more)
+
+    monkeypatch.setattr(site.link, "fetch", hang_once)
+    (row,) = await site.run(job("rounds=1", "time.least_rate=1e9"))
+    reasons = [each.reason for each in row.receipts if each.status == "dropped"]
+    assert reasons == [f"the sum of the aggregator {hung[0]} was lost: it did not come in time"] * 2
+    held = [process.devices._to._sums for process in site.processes]
+    await wait_until(lambda: not any(sums._sums for sums in held))
+
+
+async def test_masked_vectors_are_added_at_aggregators(site, job, caplog):
+    for name in AGGREGATORS:
+        await site.aggregator(name)
+    await site.devices(*site.places.values(), site.address)
+    caplog.set_level("INFO", logger="isthmus_server.aggregator")
+    secure = ("federated.secure_aggregation=true", "rounds=1")
+    (together,) = await site.run(job(*secure, "federated.quorum=3"))
+    assert [each.status for each in together.receipts] == ["accepted"] * 4
+    handed = [text for text in caplog.messages if text.startswith("hands over the sum")]
+    # Of the ranges of the updates, and of the updates; the third aggregate is the server's own.
+    assert sorted(handed) == [f"hands over the sum of {count} vectors" for count in (1, 1, 2, 2)]
+    await site.devices(site.address)
+    (alone,) = await site.run(job(*secure, "federated.quorum=3"))
+    # Secure sums are rounded at random.
+    assert together.metrics["loss"] == pytest.approx(alone.metrics["loss"], abs=1e-5)
+    again = [text for text in caplog.messages if text.startswith("hands over the sum")]
+    assert again == handed  # the second job's devices are at the server
+
+
+async def test_masked_vectors_of_a_lost_aggregator_drop_out_before_anything_is_unmasked(
+    site, job, monkeypatch
+):
+    lost, _ = [await site.aggregator(name) for name in AGGREGATORS]
+    await site.devices(site.places[AGGREGATORS[0]], *[site.places[AGGREGATORS[1]]] * 3)
+    handed_over = VectorSums._hand_over
+
+    alone = []
+
+    async def hand_over(self, asked):
+        if len(asked.added) == 1:  # of the aggregator with one device
+            alone.append(asked.sum)
+        if len(alone) == 2:  # of the updates, after that of their ranges
+            monkeypatch.undo()
+            lost.cancel()
+            await asyncio.sleep(3600)
+        return await handed_over(self, asked)
+
+    monkeypatch.setattr(VectorSums, "_hand_over", hand_over)
+    (row,) = await site.run(
+        job("federated.secure_aggregation=true", "rounds=1", "federated.quorum=3")
+    )
+    (failed,) = site.failed
+    lost_part = "the sum of the aggregator 127.0.0.1 was lost: the aggregator 127.0.0.1 was lost: "
+    # The secure sum of so few devices needs all of them.
+    assert f"3 of 4 vectors came; 4 are needed (a: {lost_part}" in failed.error
+    assert [each.status for each in row.receipts] == ["accepted"] * 4
+
+
+async def test_who_is_no_aggregator_of_this_server_is_refused_in_one_sentence(site, monkeypatch):
+    (site.folder / "elsewhere").mkdir()
+    stranger = Fleet(site.folder / "elsewhere")
+    await stranger.listen()
+    foreign = await stranger.member("127.0.0.1", kind="aggregator")
+    with pytest.raises(UserError, match="is the membership of a client"):
+        AggregatorProcess(site.members["a"])
+    own = await site.member("127.0.0.1", kind="aggregator")
+    # Another server's aggregator does not even trust this server.
+    sentence = (
+        "the aggregator '127.0.0.1' cannot be used here: the server at localhost:[0-9]+ is of "
+        "another fleet: its certificate is not of the authority that this machine has joined; "
+        "check the address; at a new server join again"
+    )
+    with pytest.raises(AdmissionRefused, match=f"^{sentence}$"):
+        async with asyncio.timeout(30):
+            await site.aggregator("127.0.0.1", foreign)
+    await stranger.close()
+    monkeypatch.setattr(links, "VERSION", 3)
+    monkeypatch.setattr(links, "OLDEST_VERSION", 3)
+    sentence = "it supports link version 3 and this server supports version 2; upgrade the older"
+    with pytest.raises(AdmissionRefused, match=sentence):
+        await site.aggregator("127.0.0.1", own)
+    monkeypatch.undo()
+    site.registry().revoke("127.0.0.1")
+    with pytest.raises(AdmissionRefused, match="has been revoked"):
+        await site.aggregator("127.0.0.1", own)
+
+
+async def test_a_device_of_another_role_or_fleet_is_refused_at_an_aggregator(site):
+    await site.aggregator(AGGREGATORS[0])
+    for member in (site.members["a"], await site.member("me", kind="datacenter")):
+        site.registry().revoke(member.name)
+        role = link_pb2.Role.Value(member.kind.upper())
+        uplink = links.Uplink(
+            site.places[AGGREGATORS[0]], member.name, role, None, membership=member
+        )
+        with pytest.raises(AdmissionRefused, match="has been revoked"):
+            await uplink.run()
+
+
+@pytest.fixture
+async def behind(site, monkeypatch):
+    """A site whose `raw` opens streams at its aggregator."""
+    await site.aggregator(AGGREGATORS[0])
+    monkeypatch.setattr(site, "address", site.places[AGGREGATORS[0]])
+    site.connected = site.link.aggregators.connected[AGGREGATORS[0]]
+    yield site
+    assert site.link.aggregators.connected[AGGREGATORS[0]] is site.connected
+
+
+async def status(call):
+    """With what a stream ends."""
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    return await call.code()
+
+
+async def test_a_message_that_is_too_large_to_be_passed_ends_one_device_s_stream(behind):
+    async with behind.raw(behind.members["a"]) as (call, send, receive):
+        await receive("welcome")
+        note = "x" * (MAX_MESSAGE_BYTES - 40)
+        message = link_pb2.Envelope(progress=link_pb2.Progress(id="1", note=note))
+        assert MAX_MESSAGE_BYTES - 64 < message.ByteSize() <= MAX_MESSAGE_BYTES
+        await send(progress=message.progress)
+        assert await status(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_an_aggregator_cannot_have_a_certificate_issued_for_a_device(behind):
+    member = behind.members["a"]
+    async with behind.raw(member) as (_, send, receive):
+        await receive("welcome")
+        request = member.next_request()
+        for proof in (b"", tls.prove(tls.new_key(), request)):
+            await send(renew=link_pb2.Renew(signing_request=request, proof=proof))
+            reason = (await receive("renewed")).reason
+            assert reason == "the key of the present certificate did not sign this"
+        # The second with the first key, as of a device that could not store the first certificate;
+        # the third with the key of the newest.
+        for stored in (False, True, True):
+            request = member.next_request()
+            proof = member.proof_of(request)
+            await send(renew=link_pb2.Renew(signing_request=request, proof=proof))
+            renewed = await receive("renewed")
+            assert not renewed.reason
+            if stored:
+                member.key = member._next_key
+
+
+async def test_a_stream_that_the_aggregator_ends_is_ended_at_the_server(behind):
+    async with behind.raw(behind.members["a"]) as (call, _, receive):
+        await receive("welcome")
+        peer = behind.link.peers["a"]
+        (device,) = behind.processes[0].devices._devices.values()
+        device.end(Refusal("it does not read", grpc.StatusCode.UNAVAILABLE))
+        assert await status(call) is grpc.StatusCode.UNAVAILABLE
+        await wait_until(lambda: peer.stream is None and not behind.connected.devices)
+
+
+async def test_one_device_too_many_is_refused_and_the_others_stay(behind, monkeypatch):
+    monkeypatch.setattr(aggregators, "MAX_CHANNELS", 1)
+    async with behind.raw(behind.members["a"]) as (_, _, receive):
+        await receive("welcome")
+        async with behind.raw(behind.members["b"]) as (call, _, _):
+            assert await status(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert behind.connected.devices == 1
+
+
+async def test_a_pull_of_no_sha256_ends_the_stream_of_its_device(behind):
+    async with behind.raw(behind.members["a"]) as (call, send, receive):
+        await receive("welcome")
+        await send(pull=link_pb2.Pull(sha256=b"short"))
+        assert await status(call) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_nobody_waits_for_a_device_that_is_not_admitted(behind, monkeypatch):
+    waits = asyncio.Event()
+    admit = behind.link.enrolments.admit
+
+    async def slowly(hello, certificate):
+        if hello.name == "a":
+            await waits.wait()
+        return await admit(hello, certificate)
+
+    monkeypatch.setattr(behind.link.enrolments, "admit", slowly)
+    async with behind.raw(behind.members["a"]) as (call, send, _):
+        for _ in range(aggregators.WAITING_MESSAGES + 2):
+            await send(leave=link_pb2.Leave())
+        assert await status(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        async with behind.raw(behind.members["b"]) as (_, _, receive):
+            await receive("welcome")
+        waits.set()
+
+
+async def test_a_vector_of_which_nothing_comes_is_given_up(behind, monkeypatch):
+    monkeypatch.setattr(devices, "STALLED_SECONDS", 0.2)
+    here = behind.processes[0].devices
+    async with behind.raw(behind.members["a"]) as (_, _, receive):
+        await receive("welcome")
+        (number,) = here._devices
+        blob = link_pb2.Blob(sha256=bytes(32), size=1)
+        with pytest.raises(UpdateError, match=r"nothing of its vector came for 0\.2 s") as caught:
+            await here.fetch(number, blob, lambda *_: None)
+        assert caught.value.code == sums.LEFT
+
+
+async def test_a_device_goes_elsewhere_if_there_is_no_room_for_its_model(behind, monkeypatch):
+    async def full(self, sha256):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(KeptBlobs, "_download", full)
+    async with behind.raw(behind.members["a"]) as (call, send, receive):
+        await receive("welcome")
+        await send(pull=link_pb2.Pull(sha256=bytes(32)))
+        assert await status(call) is grpc.StatusCode.UNAVAILABLE
+        assert await call.details() == (
+            "this aggregator cannot keep a model: No space left on device"
+        )
+
+
+async def test_the_rest_of_a_vector_that_was_given_up_does_not_reach_the_server(
+    behind, monkeypatch
+):
+    monkeypatch.setattr(devices, "STALLED_SECONDS", 0.2)
+    came = []
+    usual = behind.link.__class__._handle
+
+    async def handle(self, peer, stream, message):
+        came.append(message.WhichOneof("body") if isinstance(message, link_pb2.Envelope) else "")
+        await usual(self, peer, stream, message)
+
+    monkeypatch.setattr(behind.link.__class__, "_handle", handle)
+    here = behind.processes[0].devices
+    async with behind.raw(behind.members["a"]) as (_, send, receive):
+        await receive("welcome")
+        (number,) = here._devices
+        blob = link_pb2.Blob(sha256=bytes(32), size=4)
+        with pytest.raises(UpdateError, match="nothing of its vector came"):
+            await here.fetch(number, blob, lambda *_: None)
+        await send(chunk=link_pb2.Chunk(sha256=blob.sha256, offset=0, data=b"late"))
+        await send(progress=link_pb2.Progress(id="1"))
+        await wait_until(lambda: came)
+        assert came == ["progress"]
+        # What the server asks for itself passes again.
+        fetching = asyncio.create_task(behind.link.fetch("a", blob, lambda *_: None))
+        await receive("pull")
+        await receive("pull")
+        await send(chunk=link_pb2.Chunk(sha256=blob.sha256, offset=0, data=b"late"))
+        with pytest.raises(UpdateError, match="does not match its SHA-256"):
+            await fetching
+
+
+async def test_a_place_is_free_when_the_aggregator_has_given_its_vector_up(behind, monkeypatch):
+    asked = []
+    cancel = VectorSums.cancel
+    monkeypatch.setattr(VectorSums, "cancel", lambda *more: asked.append(more))
+    opening = link_pb2.OpenSum(masked=link_pb2.MaskedSum(length=1, bits=16))
+    parts = partial_sums.PartialSums(behind.link, opening, 2, least_rate=1e3)
+    async with behind.raw(behind.members["a"]) as (_, _, receive):
+        await receive("welcome")
+        place = parts.place("a")
+        room = behind.link.aggregators.room(place.aggregator)
+        blob = link_pb2.Blob(sha256=bytes(32), size=2)
+        adding = asyncio.create_task(parts.add(place, blob, "a", 0))
+        await receive("pull")
+        adding.cancel()
+        await wait_until(lambda: asked)
+        assert adding.cancelled()
+        assert room._held.total() == 1
+        cancel(*asked[0])
+        await wait_until(lambda: not room._held)
+        assert not place.aggregator.pending
+        parts.end()
+        (held,) = (process.devices._to._sums for process in behind.processes)
+        await wait_until(lambda: not held._sums)
+
+
+@pytest.mark.parametrize("is_fetched", [False, True])
+async def test_a_device_of_which_the_server_takes_nothing_holds_up_no_other(
+    behind, monkeypatch, is_fetched
+):
+    """Also not for longer than a moment while the server fetches something from it."""
+    taken = asyncio.Event()
+
+    async def never(peer, asked):
+        await taken.wait()
+        return link_pb2.Renewed(reason="too late")
+
+    monkeypatch.setattr(behind.link, "_renewed", never)
+    monkeypatch.setattr(aggregators, "HELD_UP_SECONDS", 0.2 if is_fetched else 3600)
+    async with behind.raw(behind.members["a"]) as (call, send, receive):
+        await receive("welcome")
+        if is_fetched:
+            blob = link_pb2.Blob(sha256=bytes(32), size=1)
+            fetching = asyncio.create_task(behind.link.fetch("a", blob, lambda *_: None))
+            await receive("pull")
+        for _ in range(aggregators.WAITING_MESSAGES + 2):
+            await send(renew=link_pb2.Renew())
+        async with behind.raw(behind.members["b"]) as (_, _, receive_other):
+            await receive_other("welcome")
+        assert await status(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "it sends more than the server takes" in await call.details()
+        if is_fetched:
+            fetching.cancel()
+        taken.set()

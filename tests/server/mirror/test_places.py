@@ -1,0 +1,56 @@
+"""Options that name a mirror, and folders that are none of this server's."""
+
+import pytest
+
+from isthmus.errors import UserError
+from isthmus_server.mirror.folder import MirrorFolder
+from isthmus_server.mirror.options import place_named
+from isthmus_server.mirror.place import MARKER
+
+URL = "https://cdn.example.org/models"
+
+
+@pytest.mark.parametrize(
+    ("named", "url", "sentence"),
+    [
+        ("/srv/www", URL, "--mirror /srv/www does not name a place: write file:/FOLDER or s3:"),
+        ("ftp:host", URL, "--mirror ftp:host does not name a place"),
+        ("file:", URL, "--mirror file: does not name a place"),
+        ("file:www", URL, "--mirror file:www has to name a folder from / on"),
+        ("file:/srv/www", None, "needs the address at which a web server serves that folder"),
+        (
+            "file:/srv/www",
+            "http://cdn.example.org/",
+            "--mirror-url 'http://cdn.example.org/' is no",
+        ),
+        ("file:/srv/www", "https://", "--mirror-url 'https://' is no address of the form"),
+        ("file:/srv/www", "https://a:b@cdn.example.org/", "is no address of the form"),
+        ("file:/srv/www", "https://cdn.example.org/?key=1", "is no address of the form"),
+        ("file:/srv/www", "https://cdn.example.org:port/", "is no address of the form"),
+        ("file:/srv/www", "https://cdn.example.org/a b", "is no address of the form"),
+    ],
+)
+def test_options_that_cannot_be_used_are_said(named, url, sentence):
+    with pytest.raises(UserError) as raised:
+        place_named(named, url)
+    assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize("url", [URL, f"{URL}/"])
+def test_addresses_are_in_the_folder(url):
+    assert place_named("file:/srv/www", url).address("ab") == f"{URL}/ab"
+
+
+def test_a_folder_is_one_servers_and_has_nothing_else(tmp_path):
+    mine = MirrorFolder(str(tmp_path / "www"), URL)
+    for _ in range(2):
+        mine.claim("me")
+    with pytest.raises(UserError, match="is the mirror of another server; name another folder"):
+        mine.claim("you")
+    (tmp_path / "www" / MARKER).unlink()
+    (tmp_path / "www" / "index.html").write_text("of a web site")
+    with pytest.raises(UserError, match="has other files; name a folder that is empty"):
+        mine.claim("me")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be used: File exists"):
+        MirrorFolder(str(tmp_path / "file"), URL).claim("me")

@@ -1,0 +1,232 @@
+"""`isthmus plan --gpu`: the model of a step, by hand and by figures that others have published."""
+
+import pytest
+from click.testing import CliRunner
+
+from isthmus.errors import UserError
+from isthmus.job import Job
+from isthmus.job.planned import PlannedLayout, PlannedRanks, RankTraffic
+from isthmus_server.cli.plan import plan as plan_command
+from isthmus_server.plan.gpus import GPUS
+from isthmus_server.plan.options import PlanOptions
+from isthmus_server.plan.plan import plan_of
+from isthmus_server.plan.step_time import (
+    LINK_SHARE,
+    NETWORK_LATENCY,
+    NODE_LATENCY,
+    GpuNodes,
+    memory_bytes,
+    step_time,
+)
+
+H100 = GpuNodes(gpu=GPUS["h100"], gpus_per_node=8)
+SEQUENTIAL = """
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+"""
+
+
+@pytest.fixture
+def job_file(write_task, tmp_path):
+    write_task(SEQUENTIAL)
+    path = tmp_path / "job.toml"
+    path.write_text(
+        'name = "table"\n[task]\nsource = "task.py:Learn"\n[strategy]\npolicy = "datacenter"\n'
+        "[datacenter]\nranks = 4\nbatch_size = 4\nsteps = 10\n"
+    )
+    return path
+
+
+def traffic(operation, ranks, size, count=1):
+    return RankTraffic(operation=operation, ranks=tuple(ranks), count=count, size=size)
+
+
+def test_messages_take_what_a_ring_takes():
+    inside = 450e9 * LINK_SHARE
+    size = 10**9
+    two = [0, 1]
+    eight = range(8)
+    expected = {
+        traffic("all_reduce", eight, size): 14 * (size / 8 / inside + NODE_LATENCY),
+        traffic("all_gather", eight, size): 7 * (size / 8 / inside + NODE_LATENCY),
+        traffic("reduce_scatter", two, size, 3): size / 2 / inside + 3 * NODE_LATENCY,
+        traffic("broadcast", eight, size): size / inside + 7 * NODE_LATENCY,
+        traffic("send", two, size): size / inside + NODE_LATENCY,
+        # Between nodes, each GPU has its part of the network.
+        traffic("all_gather", range(16), size): 15
+        * (size / 16 / (8 * 50e9 * LINK_SHARE) + NETWORK_LATENCY),
+        # Half of what each rank sends goes to the other node.
+        traffic("all_to_all", range(16), size): 8 * size / 16 / (50e9 * LINK_SHARE)
+        + 15 * NETWORK_LATENCY,
+        traffic("all_to_all", eight, size): 7 * (size / 8 / inside + NODE_LATENCY),
+        traffic("all_gather", (0, 8), size): size / 2 / (50e9 * LINK_SHARE) + NETWORK_LATENCY,
+    }
+    for each, seconds in expected.items():
+        assert H100.seconds(each) == pytest.approx(seconds)
+
+
+class Llama:
+    """A decoder whose sizes are published, as ranks of a layout would be planned."""
+
+    def __init__(self, elements, embedding, layers, width):
+        self.elements = elements
+        self.embedding = embedding
+        self.layers = layers
+        self.width = width
+
+    def planned(self, *, ranks, tensor, sequences, length=8192):
+        tokens = sequences * length
+        per_token = 6 * (self.elements - self.embedding)
+        per_token += 12 * self.layers * self.width * length
+        shards = range(0, ranks, tensor)
+        part = self.elements / tensor
+        # Weights are gathered in both passes in two bytes, and gradients are summed in four.
+        found = [
+            traffic("all_gather", shards, int(2 * 2 * part), 2 * self.layers),
+            traffic("reduce_scatter", shards, int(4 * part), self.layers),
+        ]
+        if tensor > 1:
+            # Each block gathers and scatters its inputs twice in each pass.
+            sent = 8 * self.layers
+            group = range(tensor)
+            found.append(traffic("all_gather", group, sent * tokens * self.width * 2, sent))
+        return PlannedRanks(
+            ranks=ranks,
+            on_gpus=True,
+            layout=PlannedLayout(keys={}),
+            largest=("head", 0),
+            examples=sequences * ranks // tensor,
+            operations=per_token * tokens / tensor,
+            elements=self.elements,
+            traffic=found,
+        )
+
+
+SMALL = Llama(8.03e9, 0.525e9, 32, 4096)
+LARGE = Llama(70.6e9, 1.05e9, 80, 8192)
+FULL = {"checkpoint_activations": True}
+PUBLISHED = [
+    # Model, GPU, ranks, tensor parallelism, sequences, float8, more keys, tokens a second of a GPU
+    (SMALL, "h100", 8, 1, 2, False, {}, 6667),
+    (SMALL, "h100", 128, 1, 2, False, {}, 6514),
+    (SMALL, "h100", 64, 8, 12, False, {}, 4378),
+    (LARGE, "h100", 256, 8, 16, False, FULL, 597.3),
+    (SMALL, "h100", 8, 1, 2, True, {}, 8532),
+    (SMALL, "h100", 128, 1, 2, True, {}, 8380),
+    (SMALL, "h200", 32, 1, 2, True, {}, 10938),
+    (SMALL, "h200", 64, 1, 2, True, {}, 10753),
+]
+"""Of compiled blocks, sequences of 8,192 tokens: benchmarks/ of github.com/pytorch/torchtitan,
+llama3_h100_202412 (tables 1 and 3), asyncTP_llama3_h100_2025-06 (without async TP) and
+llama3-8b_h200_202506."""
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "ranks", "tensor", "sequences", "float8", "keys", "published"), PUBLISHED
+)
+def test_published_steps_are_met(model, gpu, ranks, tensor, sequences, float8, keys, published):
+    """Within 20 %; the shares of the peak rates were chosen for those without `tensor`."""
+    section = {"ranks": ranks, "precision": "bf16", "zero_stage": 3, "float8": float8}
+    section |= {"tensor_parallel": tensor, "compile": True, **keys}
+    job = Job.model_validate(
+        {"name": "llama", "task": {"source": "task.py:Learn"}, "datacenter": section}
+    )
+    planned = model.planned(ranks=ranks, tensor=tensor, sequences=sequences)
+    nodes = GpuNodes(gpu=GPUS[gpu], gpus_per_node=8)
+    step = step_time(job, planned, nodes, None)
+    rate = sequences * 8192 / tensor / step.seconds
+    assert rate == pytest.approx(published, rel=0.2)
+
+
+def test_a_rank_reads_its_own_experts_only():
+    def read(expert_parallel):
+        section = {"ranks": 8, "zero_stage": 3, "expert_parallel": expert_parallel}
+        job = Job.model_validate(
+            {"name": "mixture", "task": {"source": "task.py:Learn"}, "datacenter": section}
+        )
+        planned = PlannedRanks(
+            ranks=8,
+            on_gpus=True,
+            layout=PlannedLayout(keys={}, memory={"activations": 100, "optimizer": 7}),
+            largest=("head", 0),
+            examples=8,
+            operations=1.0,
+            elements=1000,
+            expert_elements=800,
+        )
+        return memory_bytes(job, planned)
+
+    # Four bytes an element in two passes, and activations and state written and read.
+    assert read(1) == 2 * (4 * 1000 + 100) + 2 * 7
+    assert read(4) == 2 * (4 * (200 + 800 / 4) + 100) + 2 * 7
+
+
+def test_the_parts_of_a_step_are_said_with_what_is_assumed(job_file):
+    plan = plan_of(job_file, (), PlanOptions(gpu="h100", gpus_per_node=2, peak_share=0.5))
+    ranks = plan.sides.datacenter
+    found = {each.name: each.value for each in plan.step(ranks)}
+    assert found["computing in a step"] == ranks.operations / (0.5 * 67e12)
+    assert found["memory traffic in a step"] > 0
+    expected = sum(
+        GpuNodes(gpu=GPUS["h100"], gpus_per_node=2).seconds(each) for each in ranks.traffic
+    )
+    assert found["messages in a step"] == expected > 0
+    longer = max(found["computing in a step"], found["memory traffic in a step"])
+    assert found["time of a step"] == longer + expected
+    assert found["time of a round"] == 10 * found["time of a step"]
+    lines = plan.lines()
+    assert any("assumed: H100: 67 TFLOPS in fp32" in each for each in lines)
+    assert any("2 GPUs in a node" in each for each in lines)
+    assert any("it fits 79 GiB" in each for each in lines)
+    stored = plan.to_json()["datacenter"]
+    assert stored["assumptions"] == plan.assumptions != []
+    page = plan.html()
+    assert "Time of a step: H100" in page
+
+
+def test_accumulated_parts_send_what_they_send(job_file):
+    def messages(*overrides):
+        plan = plan_of(job_file, ("datacenter.zero_stage=3", *overrides), PlanOptions(gpu="h100"))
+        return {each.operation: (each.count, each.size) for each in plan.sides.datacenter.traffic}
+
+    once = messages()
+    many = messages("datacenter.accumulate=2")
+    assert messages("datacenter.global_batch=32") == many
+    assert set(once) == {"all_gather", "reduce_scatter"}
+    assert {key: (2 * count, 2 * size) for key, (count, size) in once.items()} == many
+
+
+def test_a_step_is_faster_in_lower_precision(job_file):
+    def computing(*overrides):
+        plan = plan_of(job_file, overrides, PlanOptions(gpu="h100", peak_share=0.4))
+        (found,) = (
+            each.value
+            for each in plan.step(plan.sides.datacenter)
+            if each.name == "computing in a step"
+        )
+        return found
+
+    ratio = computing() / computing("datacenter.precision=bf16")
+    assert ratio == pytest.approx(989.5 / 67)
+
+
+REFUSED = {
+    "--gpu v100": "--gpu v100 is not in the table (a100, h100, h200, b200)",
+    "--gpu h100 --tflops 1": "leave one out",
+    "--gpu h100 --device cpu": "--gpu and --device cpu contradict each other",
+    "--gpus-per-node 4": "--gpus-per-node is about the GPU that --gpu names; add it",
+    "--peak-share 0.4": "--peak-share is about the GPU that --gpu names; add it",
+    "--gpu a100 --set datacenter.float8=true --set datacenter.precision=bf16 --set "
+    "datacenter.compile=true": "A100 has no rate for fp8",
+    "--mtbf-hours 100": "--mtbf-hours needs the seconds of a checkpoint",
+    "--checkpoint-seconds 3": "give their rate by --mtbf-hours",
+    "--mtbf-hours inf --checkpoint-seconds 3": "--mtbf-hours has to be a number of hours",
+    "--mtbf-hours nan --checkpoint-seconds 3": "--mtbf-hours has to be a number of hours",
+}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+def test_options_that_do_not_fit_are_refused(options, job_file):
+    run = CliRunner().invoke(plan_command, [str(job_file), *options.split()])
+    assert isinstance(run.exception, UserError)
+    assert REFUSED[options] in str(run.exception)

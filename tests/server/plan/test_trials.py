@@ -1,0 +1,187 @@
+"""`isthmus plan --trial` and `--html`: quality by policy, forecast from simulated rounds."""
+
+import json
+import re
+import subprocess
+
+import pytest
+from click.testing import CliRunner
+from tests.machine import CHROMIUM, CHROMIUM_OPTIONS, needs_chromium
+from tests.server.read.report.test_html_report import Page
+
+import isthmus
+from isthmus.errors import UserError
+from isthmus_server.cli.plan import plan as plan_command
+from isthmus_server.plan.options import PlanOptions
+from isthmus_server.plan.plan import plan_of
+from isthmus_simulation.trial import train_trial
+
+JOB = """
+name = "table"
+rounds = 12
+budget = 40
+[task]
+source = "task.py:Learn"
+[strategy]
+policy = "alternate"
+[federated]
+clients = 4
+cohort = 4
+[datacenter]
+ranks = 1
+steps = 5
+batch_size = 4
+[prices]
+client_update = 1.0
+datacenter_step = 0.4
+"""
+
+
+@pytest.fixture
+def job_file(write_task, tmp_path):
+    write_task()
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    return path
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """The page and the figures of one plan with trials."""
+    folder = tmp_path_factory.mktemp("planned")
+    from tests.conftest import TABLE
+
+    (folder / "task.py").write_text(TABLE + "    pass\n")
+    (folder / "job.toml").write_text(JOB)
+    options = PlanOptions(trial=5, ranks=2, layouts=True, memory_gib=1.0)
+    plan = plan_of(folder / "job.toml", (), options)
+    return plan, plan.html(now=0.0)
+
+
+def test_each_policy_has_a_forecast_of_the_end_with_its_cost(planned):
+    plan, _ = planned
+    tried = {each.policy: each for each in plan.trials.policies}
+    assert list(tried) == ["alternate", "federated", "datacenter", "hybrid"]
+    assert plan.trials.metric == "accuracy"
+    for each in tried.values():
+        assert [len(points) for points in each.seeds] == [5, 5]
+        reached = each.forecast.reached
+        assert 0 <= reached.low <= reached.median <= reached.high <= 1
+    # The budget of 40 pays for ten federated rounds of 4, or for 6 hybrid ones of 6.
+    assert tried["federated"].forecast.rounds == (10, 10)
+    assert tried["federated"].forecast.price == (40.0, 40.0)
+    assert tried["hybrid"].forecast.rounds == (6, 6)
+    assert tried["datacenter"].forecast.price == (24.0, 24.0)
+
+
+def test_the_page_has_one_chart_one_table_of_policies_and_the_assumptions(planned):
+    plan, page = planned
+    parsed = Page(page)
+    assert parsed.tags.count("svg") == 1
+    assert "accuracy against cost" in parsed.text
+    rows = re.findall(r"<tr><td>(\w+)</td>(.*?)</tr>", page)
+    by_policy = {name: cells for name, cells in rows if name in ("federated", "hybrid")}
+    reached = {each.policy: each.forecast for each in plan.trials.policies}
+    assert f"{reached['federated'].reached.median:.4g}" in by_policy["federated"]
+    assert "<td>40</td>" in by_policy["federated"]
+    assert "peak of a rank" in parsed.text
+    assert "Layouts of the ranks" in parsed.text
+    assert "What would change it" in parsed.text
+    assert "forecast from 5 simulated rounds of each policy with 2 seeds" in parsed.text
+    assert "90% intervals" in parsed.text
+    titles = re.findall(r"<circle[^>]*><title>([^<]*)</title>", page)
+    assert any("federated, forecast of the end: accuracy" in each for each in titles)
+    assert sum("simulated" in each for each in titles) == 4 * 2 * 5
+    assert not re.search(r"(src|href)=", page)
+
+
+def test_a_page_without_a_trial_says_what_its_chart_needs(job_file, tmp_path):
+    file = tmp_path / "plan.html"
+    found = CliRunner().invoke(
+        plan_command, [str(job_file), "--html", str(file)], catch_exceptions=False
+    )
+    assert found.output == f"the plan is in {file}\n"
+    parsed = Page(file.read_text())
+    assert "svg" not in parsed.tags
+    assert "simulate the first rounds by --trial" in parsed.text
+    assert "Nothing was trained or booked." in parsed.text
+
+
+def test_a_policy_that_cannot_be_used_is_named_and_the_others_are_tried(job_file):
+    options = PlanOptions(trial=3, policies=("federated", "nothing"))
+    plan = plan_of(job_file, ("rounds=4",), options)
+    by_policy = {each.policy: each for each in plan.trials.policies}
+    assert by_policy["nothing"].forecast is None
+    assert "strategy.policy='nothing' is unknown" in by_policy["nothing"].note
+    assert by_policy["federated"].forecast.reached is not None
+    assert "strategy.policy=&#39;nothing&#39; is unknown" in plan.html()
+
+
+def test_a_policy_that_asks_devices_goes_on_as_in_its_last_rounds(job_file):
+    options = PlanOptions(trial=3, policies=("adaptive",))
+    plan = plan_of(job_file, ("rounds=6",), options)
+    (tried,) = plan.trials.policies
+    assert "its forecast goes on with rounds like its last ones" in tried.note
+    assert tried.forecast.rounds == (6, 6)
+
+
+def test_a_target_that_the_task_does_not_have_is_refused_after_one_round(job_file, monkeypatch):
+    begun = []
+
+    def counted(job, base, directory, rounds):
+        begun.append(job.strategy.policy)
+        train_trial(job, base, directory, rounds)
+
+    monkeypatch.setattr("isthmus_server.plan.trials.train_trial", lambda what: counted)
+    target = "strategy.target_metric={name='acuracy', at_least=0.9}"
+    with pytest.raises(UserError, match=r"'acuracy' is not a held-out metric.*accuracy, loss"):
+        plan_of(job_file, (target,), PlanOptions(trial=3))
+    assert len(begun) == 1
+
+
+def test_a_trial_that_ends_early_is_not_continued(job_file):
+    options = PlanOptions(trial=3, policies=("adaptive",))
+    # The first rounds of adaptive pay for gradients and comparisons.
+    plan = plan_of(job_file, ("rounds=6", "budget=8"), options)
+    (tried,) = plan.trials.policies
+    assert len(tried.seeds[0]) < 3
+    assert tried.forecast.reached is None
+    assert "cannot be continued by forecasts" in tried.note
+
+
+def test_a_notebook_can_have_trials(job_file):
+    async def asks():
+        return isthmus.plan(job_file, trial=3, policies=("federated",), rounds=4)
+
+    import asyncio
+
+    plan = asyncio.run(asks())
+    assert json.loads(json.dumps(plan.to_json()))["quality"]["metric"] == "accuracy"
+
+
+PRIVATE = "privacy={mechanism='distributed', epsilon=20, delta=1e-3}"
+
+
+def test_data_that_may_be_used_only_so_often_are_not_tried(job_file):
+    with pytest.raises(UserError, match=r"\[privacy\] accounts for each training of them"):
+        plan_of(job_file, ("strategy.policy=federated", PRIVATE), PlanOptions(trial=3))
+
+
+def test_policies_without_a_trial_are_refused(job_file):
+    with pytest.raises(UserError, match="give its rounds by --trial"):
+        plan_of(job_file, (), PlanOptions(policies=("federated",)))
+
+
+@needs_chromium
+def test_chromium_shows_the_page(planned, tmp_path):
+    file = tmp_path / "plan.html"
+    file.write_text(planned[1])
+    found = subprocess.run(
+        [CHROMIUM, "--headless", *CHROMIUM_OPTIONS, "--dump-dom", file.as_uri()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=50,
+    )
+    assert "accuracy against cost" in found.stdout
+    assert found.stdout.count("<polyline") >= 12
