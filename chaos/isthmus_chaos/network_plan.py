@@ -76,7 +76,7 @@ class AggregatorFault:
     """A fault of one aggregator in a round of a kind."""
 
     kind: str
-    """Of the round: a key of `KINDS`."""
+    """Key of `KINDS`: what kind of round it is in."""
     what: str
     """`kill`, or `cut` or `half-open` between the aggregator and the server."""
     target: str

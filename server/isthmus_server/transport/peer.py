@@ -303,6 +303,7 @@ class Peer:
         loop = asyncio.get_running_loop()
         still = 0
         before = self._arrived
+        handle: asyncio.TimerHandle
 
         def look() -> None:
             nonlocal still, before, handle
