@@ -168,6 +168,15 @@ class SparingMixtureBlock(MixtureBlock):
         return torch.stack([index[:, 0], torch.full_like(index[:, 1], 6)], 1), weights
 
 
+class EvenMixtureBlock(MixtureBlock):
+    """Gives all experts equally many tokens, whatever its router would choose."""
+
+    def choose(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        index, weights = super().choose(tokens)
+        in_turn = torch.arange(index.numel(), device=index.device) % self.experts.num_experts
+        return in_turn.view(index.shape), weights
+
+
 class SequenceMixtureBlock(MixtureBlock):
     """Does not flatten examples and positions."""
 

@@ -19,6 +19,7 @@ from tests.datacenter.task_models import (
     Decoder,
     DecoderBlock,
     DroppingDecoder,
+    EvenMixtureBlock,
     FailingExperts,
     FusedDecoderBlock,
     LonelyExperts,
@@ -461,6 +462,16 @@ class Mixture(Gpt):
 
 class PaddedMixture(Padded, Mixture):
     """Words that are not scored are masked."""
+
+
+class EvenMixture(Padded):
+    """Its experts have equally many words, as the report of memory assumes.
+
+    What a router chooses depends on the processor: its random numbers are not the same on all.
+    """
+
+    def model(self) -> nn.Module:
+        return Decoder(self.settings.get("blocks", 2), tied=True, kind=EvenMixtureBlock)
 
 
 class MostlyFrozen(Padded):
