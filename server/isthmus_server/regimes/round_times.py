@@ -5,8 +5,8 @@ invited: one of which nothing is known has the usual time, and one that has deli
 what it mostly took. A device that was not ready in time gets twice as long the next two times, so
 that a slow one is found out without anybody's help. Then it rests: rounds are no longer for it,
 four at first and twice as many after each further one that was longer in vain. So one that never
-delivers delays fewer and fewer rounds, and one that is back, or whose work has grown, is not left
-out for ever.
+delivers makes the limit of fewer and fewer rounds longer, and one that is back, or whose work has
+grown, is not left out for ever.
 
 >>> from isthmus.job.tables import TimeSection
 >>> times = RoundTimes(TimeSection())
@@ -85,9 +85,9 @@ class RoundTimes:
     Guarantees:
       * a job's own limit is kept as it is;
       * no other limit is above an hour, or below two minutes or two leases;
-      * of n rounds with a device that never delivers, at most 3 + log2(1 + n / 4) are longer for
-        it, if a quorum of others does not rest;
-      * whatever a device did, a later round is longer for it again, up to an hour;
+      * of n rounds with a device that never delivers, at most 3 + log2(1 + n / 4) have a longer
+        limit for it, if a quorum of others does not rest; it may still use up that of the others;
+      * whatever a device did, a later limit is longer for it again, up to an hour;
       * a resumed run goes on with the rests of devices: each change of them is an event.
     """
 

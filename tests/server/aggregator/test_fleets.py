@@ -206,14 +206,12 @@ async def test_devices_for_whose_vectors_an_aggregator_has_no_place_are_not_late
 
     monkeypatch.setattr(devices.Devices, "fetch", never)
     secure = ("federated.secure_aggregation=true", "federated.clip=4.0", "federated.max_examples=9")
-    limits = ("time.secure_upload_seconds=3", "attempts=1")
+    limits = ("federated.quorum=3", "time.secure_upload_seconds=3", "attempts=1")
     entry = site.runner.submit(job(*secure, *limits), "me", uuid.uuid4().hex, 1.0)
     async for event in site.runner.events(entry.id, follow=True):
-        last = event
-    assert last.state == "failed"
-    with contextlib.closing(Store.open(site.state / "runs" / entry.id)) as store:
-        (failed,) = store.attempts()
-    reasons = [(each.reason, each.late) for each in failed.receipts]
+        if event.kind == "attempt_failed":
+            break
+    reasons = [(each.reason, each.late) for each in event.record.receipts]
     late = ("it did not finish sending in time", True)
     assert sorted(reasons) == sorted([late] + [(upload_places.NO_PLACE, False)] * 3)
 
@@ -512,7 +510,6 @@ async def test_a_vector_below_the_least_rate_keeps_no_place_at_an_aggregator(beh
         await send(chunk=link_pb2.Chunk(sha256=blob.sha256, offset=0, data=b"1"))
         other = asyncio.create_task(parts.add(parts.place("b"), blob, "b", 0, places))
         await wait_until(lambda: places.has_lacked("b"))
-        assert not places.has_lacked("a")
         monkeypatch.setattr(upload_places.TransferTime, "LONGEST_PAUSE", 0.0)
         with pytest.raises(TransferStalled, match="less than 1 bytes per second"):
             await slow
