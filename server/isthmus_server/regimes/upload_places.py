@@ -142,6 +142,7 @@ class UploadPlaces:
     def _looking(self, room: object) -> Iterator[None]:
         """Free what is not used in a room, now and then in the block."""
         loop = asyncio.get_running_loop()
+        handle: asyncio.TimerHandle
 
         def look() -> None:
             nonlocal handle
