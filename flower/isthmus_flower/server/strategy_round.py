@@ -32,6 +32,7 @@ from isthmus_server.regimes.plaintext import check_weight
 
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
+    from isthmus_server.regimes.upload_places import UploadPlaces
 
 
 class StrategyRound:
@@ -163,11 +164,19 @@ class StrategyAggregator:
         self._updates = UpdateCollector(strategy, context.layout, cohort)
         self._collecting = asyncio.Lock()
 
-    async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
+    async def add(
+        self,
+        name: str,
+        trained: link_pb2.Trained,
+        accept: Callable[[], None],
+        places: UploadPlaces,
+    ) -> None:
         """Fetch an update and keep the model it results in; see `Aggregator.add`."""
-        with UpdateSpool(self._context.spool, expected_bytes=self._context.layout.nbytes) as spool:
-            await self._context.link.fetch(name, trained.result, spool.write)
-            await to_the_end(self._collect(name, trained, spool, accept))
+        nbytes = self._context.layout.nbytes
+        async with places.place(name):
+            with UpdateSpool(self._context.spool, expected_bytes=nbytes) as spool:
+                await self._context.link.fetch(name, trained.result, spool.write)
+                await to_the_end(self._collect(name, trained, spool, accept))
 
     async def _collect(
         self, name: str, trained: link_pb2.Trained, spool: UpdateSpool, accept: Callable[[], None]

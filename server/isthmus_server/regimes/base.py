@@ -24,6 +24,7 @@ from isthmus_server.storage.records import Receipt, StepFigures
 if TYPE_CHECKING:
     from isthmus.tensors.exchange_set import TensorLayout
     from isthmus_server.regimes.context import FederatedContext
+    from isthmus_server.regimes.upload_places import UploadPlaces
 
 EXTENSIONS = "isthmus.federated_extensions"
 """Entry-point group; the name of an entry is the key of its table in `[federated]`."""
@@ -195,13 +196,20 @@ class FederatedAttempt(Protocol):
 class Aggregator(Protocol):
     """Turns the updates of one plaintext attempt into a pseudo-gradient."""
 
-    async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
-        """Fetch the update of a device, check it and add it.
+    async def add(
+        self,
+        name: str,
+        trained: link_pb2.Trained,
+        accept: Callable[[], None],
+        places: UploadPlaces,
+    ) -> None:
+        """Fetch the update of a device when there is a place for it, check it and add it.
 
         `accept` is called once the update is complete; if it raises, the update is withdrawn.
 
         Raises:
             ParticipantLost: the device was lost before the update was complete.
+            TransferStalled: others wait, and the update comes below the least rate.
             UpdateError: the update cannot be used.
         """
         ...

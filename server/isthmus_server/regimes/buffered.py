@@ -54,6 +54,9 @@ _BOUND = (
     "again only with the same devices"
 )
 
+_TAKE_SECONDS = 120.0
+"""Time in which one update is received and added, besides that of its transfer at the job's least
+rate: the next one waits for it."""
 _TIME_OVER = "the round's time was over before its update was here"
 _RUN_OVER = "the run is over"
 
@@ -224,7 +227,8 @@ class BufferAttempt:
             if not limit.expired():
                 raise  # of another origin, such as a network file system
             for name, training in self._devices.training.items():
-                if training.round == self._spec.round:
+                # One that has replied waits until the updates before are here.
+                if training.round == self._spec.round and training.reply is None:
                     self._context.round_times.late(name, seconds)
         if self._filled < settings.needed:
             receipts = self._all_receipts(())
@@ -417,6 +421,8 @@ class BufferAttempt:
                 training.request,
                 "trained",
                 self._receipts,
+                seconds=_TAKE_SECONDS,
+                least_rate=self._context.job.time.least_rate,
                 reply=training.reply,
                 late=_TIME_OVER,
             ) as reply:

@@ -1,8 +1,8 @@
 """Vectors of devices behind aggregators: added there, and their sums fetched once.
 
-    parts = PartialSums(context.link, opening)
+    parts = PartialSums(context.link, opening, nbytes, least_rate=job.time.least_rate)
     if (place := parts.place(name)) is not None:
-        added = await parts.add(place, blob, weight)
+        added = await parts.add(place, blob, name, weight, places)
         ...                          # the last checks here; then
         parts.keep(added)            # or parts.refuse(added)
     async for part in parts.collected():
@@ -23,6 +23,7 @@ from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.transport.blobs import into
 from isthmus.wire import link_pb2
 from isthmus_server.model.mmap_buffer import MmapBuffer
+from isthmus_server.regimes.upload_places import UploadPlaces
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import Peer, Place
 from isthmus_server.transport.sanitize import reason_of
@@ -109,20 +110,36 @@ class PartialSums:
         peer = self._link.peers.get(device)
         return None if peer is None else peer.place
 
-    async def add(self, place: Place, vector: link_pb2.Blob, device: str, weight: int) -> Addition:
-        """Have an aggregator get a device's vector and add it.
+    async def add(
+        self,
+        place: Place,
+        vector: link_pb2.Blob,
+        device: str,
+        weight: int,
+        places: UploadPlaces,
+    ) -> Addition:
+        """Have an aggregator get a device's vector and add it, when it has a place for it.
 
         Raises:
             ParticipantLost: the aggregator was lost, or the device has left it.
+            TransferStalled: others wait, and the vector comes below the least rate.
             UpdateError: the vector cannot be used.
         """
         assert not self._closed
         aggregator = self._of(place)
         assert aggregator.opened is not None
-        await asyncio.shield(aggregator.opened)
-        async with contextlib.AsyncExitStack() as stack:
-            room = self._link.aggregators.room(aggregator.peer)
-            await stack.enter_async_context(room.vector(self._link))
+        with places.waits(device):
+            await asyncio.shield(aggregator.opened)
+        room = self._link.aggregators.room(aggregator.peer)
+        async with (
+            contextlib.AsyncExitStack() as stack,
+            places.held(
+                device,
+                stack.enter_async_context(room.vector(self._link)),
+                room=room,
+                is_coming=lambda: self._is_coming(device, vector),
+            ),
+        ):
             name = self._link.new_id()
             asked = link_pb2.AddVector(
                 sum=aggregator.sum,
@@ -143,6 +160,11 @@ class PartialSums:
                 self._link.aggregators.spawn(given_up)
                 raise
             return Addition(aggregator, device, name, request.id)
+
+    def _is_coming(self, device: str, vector: link_pb2.Blob) -> bool:
+        """Whether some of a device's vector is not at its aggregator."""
+        peer = self._link.peers.get(device)
+        return peer is not None and not peer.came_to_aggregator(vector)
 
     async def _give_up(
         self,

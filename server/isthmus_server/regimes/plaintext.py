@@ -122,7 +122,7 @@ class PlaintextAttempt:
         except TimeoutError:
             if not limit.expired():
                 raise  # of another origin, such as a network file system
-            no_place |= self._places.waiting
+            no_place.update(filter(self._places.has_lacked, self._outstanding()))
         finally:
             # Waited for as well: a device that is cancelled subtracts what was added of its update.
             for pending in tasks:
@@ -177,9 +177,11 @@ class PlaintextAttempt:
                     check_update(trained, spec.result_layout(self._context.layout).nbytes)
                 else:
                     check_encoded_update(trained, messages.max_bytes)
-                # Each takes a file, and a cohort can finish at once.
-                async with self._places.place(name):
-                    await self._aggregator.add(name, trained, lambda: self._accept(name, trained))
+
+                def accept() -> None:
+                    self._accept(name, trained)
+
+                await self._aggregator.add(name, trained, accept, self._places)
             times.used(name)
         except CallFailed as failed:
             if failed.reason != ENOUGH:  # no round waits for more than it wants
@@ -244,24 +246,31 @@ class WeightedMeanAggregator:
             least_rate=context.job.time.least_rate,
         )
 
-    async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
+    async def add(
+        self,
+        name: str,
+        trained: link_pb2.Trained,
+        accept: Callable[[], None],
+        places: UploadPlaces,
+    ) -> None:
         """Add an update while it arrives; see `Aggregator.add`."""
         layout = self._layout
         check_weight(trained.examples, self._declared[name])
         weight = 1 if self._counts_devices else trained.examples
-        if self._context.messages is not None:
-            size = trained.result.size
+        encoded = self._context.messages is not None
+        if not encoded and (place := self._parts.place(name)) is not None:
+            await self._add_there(place, name, trained.result, weight, accept, places)
+            return
+        size = trained.result.size
+        async with places.place(name):
             with UpdateSpool(self._context.spool, expected_bytes=size) as spool:
-                await self._context.link.fetch(name, trained.result, spool.write, spool.take)
-                await to_the_end(self._add_decoded(spool, weight, accept))
-            return
-        if (place := self._parts.place(name)) is not None:
-            await self._add_there(place, name, trained.result, weight, accept)
-            return
-        with UpdateSpool(self._context.spool, expected_bytes=layout.nbytes) as spool:
-            update = StreamingUpdate(spool, self._total, layout, weight)
-            async with added(self._context.link, name, trained.result, update):
-                accept()
+                if encoded:
+                    await self._context.link.fetch(name, trained.result, spool.write, spool.take)
+                    await to_the_end(self._add_decoded(spool, weight, accept))
+                    return
+                update = StreamingUpdate(spool, self._total, layout, weight)
+                async with added(self._context.link, name, trained.result, update):
+                    accept()
 
     async def _add_there(
         self,
@@ -270,9 +279,10 @@ class WeightedMeanAggregator:
         vector: link_pb2.Blob,
         weight: int,
         accept: Callable[[], None],
+        places: UploadPlaces,
     ) -> None:
         """Have the aggregator of a device add its update."""
-        added = await self._parts.add(place, vector, name, weight)
+        added = await self._parts.add(place, vector, name, weight, places)
         try:
             accept()
         except UpdateError as error:

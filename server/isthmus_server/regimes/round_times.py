@@ -5,8 +5,8 @@ invited: one of which nothing is known has the usual time, and one that has deli
 what it mostly took. A device that was not ready in time gets twice as long the next two times, so
 that a slow one is found out without anybody's help. Then it rests: rounds are no longer for it,
 four at first and twice as many after each further one that was longer in vain. So one that never
-delivers delays fewer and fewer rounds, and one that is back, or whose work has grown, is not left
-out for ever.
+delivers makes the limit of fewer and fewer rounds longer, and one that is back, or whose work has
+grown, is not left out for ever.
 
 >>> from isthmus.job.tables import TimeSection
 >>> times = RoundTimes(TimeSection())
@@ -84,10 +84,10 @@ class RoundTimes:
 
     Guarantees:
       * a job's own limit is kept as it is;
-      * no other limit is above an hour, or below two minutes and a lease;
-      * of n rounds with a device that never delivers, at most 3 + log2(1 + n / 4) are longer for
-        it, if a quorum of others does not rest;
-      * whatever a device did, a later round is longer for it again, up to an hour;
+      * no other limit is above an hour, or below two minutes or two leases;
+      * of n rounds with a device that never delivers, at most 3 + log2(1 + n / 4) have a longer
+        limit for it, if a quorum of others does not rest; it may still use up that of the others;
+      * whatever a device did, a later limit is longer for it again, up to an hour;
       * a resumed run goes on with the rests of devices: each change of them is an event.
     """
 
@@ -97,9 +97,9 @@ class RoundTimes:
         """Nothing is known yet; `publish` receives an event when that of a device changes."""
         self._publish = publish
         self._given = limits.round_seconds
-        self._first = limits.first_round_seconds
+        # Also three quarters of it, for training, are more than a lease.
         self._shortest = max(SHORTEST_SECONDS, 2 * limits.lease_seconds)
-        self._longest = max(LONGEST_SECONDS, self._shortest)
+        self._first = max(self._shortest, limits.first_round_seconds)
         self._took: dict[str, collections.deque[float]] = {}
         """Seconds in which each device delivered the last times, oldest first."""
         self._unready: dict[str, _Unready] = {}
@@ -125,7 +125,7 @@ class RoundTimes:
                 continue
             self._unready.pop(event.participant, None)
             if event.in_vain > 0:
-                limit = min(self._longest, event.limit)
+                limit = min(LONGEST_SECONDS, event.limit)
                 known = _Unready(limit, event.in_vain, event.rests)
                 self._unready[event.participant] = known
 
@@ -178,7 +178,7 @@ class RoundTimes:
         if self._given is not None:
             return
         unready = self._unready.setdefault(name, _Unready(self._known(name)))
-        longer = min(self._longest, _FACTOR * after)
+        longer = min(LONGEST_SECONDS, _FACTOR * after)
         if unready.rests:
             unready.limit = max(unready.limit, longer)
             unready.rests -= 1
@@ -224,7 +224,7 @@ class RoundTimes:
         past = self._took.get(name)
         if past is None:
             return self._first
-        return min(self._longest, max(self._shortest, _MARGIN * _mostly(past)))
+        return min(LONGEST_SECONDS, max(self._shortest, _MARGIN * _mostly(past)))
 
     def _warn_if_alone(self, name: str) -> None:
         """Warn once of a device that takes many times as long as the others."""

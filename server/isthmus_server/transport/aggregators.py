@@ -27,7 +27,7 @@ from isthmus.transport.stream import GONE, Stream
 from isthmus.wire import link_pb2
 from isthmus_server.transport.aggregator_room import AggregatorRoom
 from isthmus_server.transport.limits import SHA256_BYTES
-from isthmus_server.transport.peer import Peer
+from isthmus_server.transport.peer import CAME, Peer
 
 MAX_CHANNELS = 20_000
 """Most devices at one aggregator."""
@@ -299,7 +299,7 @@ def _count(device: Peer, passed: link_pb2.Passed, most: int) -> None:
     else:
         device.sent.add(passed.sha256, passed.bytes)
         device.messages_sent.add(passed.sha256, passed.more)
-    key = b"from" + passed.sha256 if passed.from_caller else passed.sha256
+    key = CAME + passed.sha256 if passed.from_caller else passed.sha256
     reached = device.reached.get(key, 0)
     # What moves once more does not make a round longer.
     again = min(passed.bytes, max(0, passed.bytes + reached - passed.end))

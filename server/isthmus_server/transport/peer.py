@@ -28,6 +28,8 @@ MAX_PAUSE = 200
 """Characters of why a participant does not download."""
 MAX_ABANDONED = 16
 """Blobs of one participant of which chunks may still be on their way after their transfer ended."""
+CAME = b"from"
+"""Prefix of the SHA-256, in `Peer.reached`, of a blob that comes from it to its aggregator."""
 LOOKS = 6
 """How often it is looked within a pause whether a transfer moves."""
 
@@ -214,7 +216,8 @@ class Peer:
         self.received = MovedBytes()
         self.transfer_time = TransferTime()
         self.reached: dict[bytes, int] = {}
-        """Up to which byte each blob was sent to it since its last request, by SHA-256."""
+        """Up to which byte each blob was sent to it since its last request, by SHA-256, and up to
+        which its own have come to its aggregator; see `CAME`."""
         self.messages_sent = MovedBytes()
         self.messages_received = MovedBytes()
 
@@ -376,6 +379,10 @@ class Peer:
             await fetch.add(chunk)
             return
         fetch.done.set_exception(UpdateError(f"{self.name} does not hold the blob it named"))
+
+    def came_to_aggregator(self, blob: link_pb2.Blob) -> bool:
+        """Whether all of a blob of it is at its aggregator, as that says."""
+        return self.reached.get(CAME + blob.sha256, 0) >= blob.size
 
     def download_of(self, request_id: str) -> str:
         """What the participant has said last of the files that a request is for."""

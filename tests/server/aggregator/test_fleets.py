@@ -12,7 +12,7 @@ from tests.conftest import TABLE
 from tests.server.service.conftest import Fleet
 from tests.server.waiting import wait_until
 
-from isthmus.errors import AdmissionRefused, UpdateError, UserError
+from isthmus.errors import AdmissionRefused, TransferStalled, UpdateError, UserError
 from isthmus.identity import tls
 from isthmus.task import Participant
 from isthmus.transport import uplink as links
@@ -22,10 +22,10 @@ from isthmus_server.aggregator import devices, sums
 from isthmus_server.aggregator.blobs import KeptBlobs
 from isthmus_server.aggregator.process import AggregatorProcess
 from isthmus_server.aggregator.sums import VectorSums
-from isthmus_server.regimes import partial_sums
+from isthmus_server.regimes import partial_sums, upload_places
 from isthmus_server.storage.records import RoundRecord
 from isthmus_server.storage.store import Store
-from isthmus_server.transport import aggregators
+from isthmus_server.transport import aggregator_room, aggregators
 from isthmus_server.transport.limits import MAX_MESSAGE_BYTES, Refusal
 
 DEVICES = ("a", "b", "c", "d")
@@ -191,6 +191,56 @@ async def test_masked_vectors_are_added_at_aggregators(site, job, caplog):
     assert together.metrics["loss"] == pytest.approx(alone.metrics["loss"], abs=1e-5)
     again = [text for text in caplog.messages if text.startswith("hands over the sum")]
     assert again == handed  # the second job's devices are at the server
+
+
+async def test_devices_for_whose_vectors_an_aggregator_has_no_place_are_not_late(
+    site, job, monkeypatch
+):
+    """One vector at a time, and the first one never comes."""
+    await site.aggregator(AGGREGATORS[0])
+    await site.devices(site.places[AGGREGATORS[0]])
+    monkeypatch.setattr(aggregator_room, "VECTORS_AT_ONCE", 2)
+
+    async def never(self, *asked):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(devices.Devices, "fetch", never)
+    secure = ("federated.secure_aggregation=true", "federated.clip=4.0", "federated.max_examples=9")
+    limits = ("federated.quorum=3", "time.secure_upload_seconds=3", "attempts=1")
+    entry = site.runner.submit(job(*secure, *limits), "me", uuid.uuid4().hex, 1.0)
+    async for event in site.runner.events(entry.id, follow=True):
+        if event.kind == "attempt_failed":
+            break
+    reasons = [(each.reason, each.late) for each in event.record.receipts]
+    late = ("it did not finish sending in time", True)
+    assert sorted(reasons) == sorted([late] + [(upload_places.NO_PLACE, False)] * 3)
+
+
+async def test_vectors_at_aggregators_take_no_place_of_the_server(site, job, monkeypatch):
+    """Those at the server come while those at the aggregator have not, and the other way round."""
+    await site.aggregator(AGGREGATORS[0])
+    await site.devices(site.places[AGGREGATORS[0]], site.address)
+    monkeypatch.setattr(upload_places, "UPLOADS_AT_ONCE", 1)
+    at_aggregator = []
+    at_server = []
+    get = devices.Devices.fetch
+    fetch = site.link.fetch
+
+    async def get_last(self, *asked):
+        at_aggregator.append(asked)
+        await wait_until(lambda: len(at_server) == 2)
+        await get(self, *asked)
+
+    async def fetch_first(name, *more):
+        if name in DEVICES:
+            await wait_until(lambda: len(at_aggregator) == 2)
+            at_server.append(name)
+        await fetch(name, *more)
+
+    monkeypatch.setattr(devices.Devices, "fetch", get_last)
+    monkeypatch.setattr(site.link, "fetch", fetch_first)
+    (row,) = await site.run(job("rounds=1", "federated.quorum=4"))
+    assert [each.status for each in row.receipts] == ["accepted"] * 4
 
 
 async def test_masked_vectors_of_a_lost_aggregator_drop_out_before_anything_is_unmasked(
@@ -421,12 +471,13 @@ async def test_a_place_is_free_when_the_aggregator_has_given_its_vector_up(behin
     monkeypatch.setattr(VectorSums, "cancel", lambda *more: asked.append(more))
     opening = link_pb2.OpenSum(masked=link_pb2.MaskedSum(length=1, bits=16))
     parts = partial_sums.PartialSums(behind.link, opening, 2, least_rate=1e3)
+    places = upload_places.UploadPlaces(behind.link, least_rate=1e3)
     async with behind.raw(behind.members["a"]) as (_, _, receive):
         await receive("welcome")
         place = parts.place("a")
         room = behind.link.aggregators.room(place.aggregator)
         blob = link_pb2.Blob(sha256=bytes(32), size=2)
-        adding = asyncio.create_task(parts.add(place, blob, "a", 0))
+        adding = asyncio.create_task(parts.add(place, blob, "a", 0, places))
         await receive("pull")
         adding.cancel()
         await wait_until(lambda: asked)
@@ -438,6 +489,34 @@ async def test_a_place_is_free_when_the_aggregator_has_given_its_vector_up(behin
         parts.end()
         (held,) = (process.devices._to._sums for process in behind.processes)
         await wait_until(lambda: not held._sums)
+
+
+async def test_a_vector_below_the_least_rate_keeps_no_place_at_an_aggregator(behind, monkeypatch):
+    """One byte now and then moves, so that the aggregator does not give it up."""
+    monkeypatch.setattr(upload_places, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(aggregator_room, "VECTORS_AT_ONCE", 2)
+    opening = link_pb2.OpenSum(masked=link_pb2.MaskedSum(length=2, bits=16))
+    parts = partial_sums.PartialSums(behind.link, opening, 4, least_rate=1.0)
+    places = upload_places.UploadPlaces(behind.link, least_rate=1.0)
+    blob = link_pb2.Blob(sha256=bytes(32), size=4)
+    async with (
+        behind.raw(behind.members["a"]) as (_, send, receive),
+        behind.raw(behind.members["b"]) as (_, _, receive_other),
+    ):
+        await receive("welcome")
+        await receive_other("welcome")
+        slow = asyncio.create_task(parts.add(parts.place("a"), blob, "a", 0, places))
+        await receive("pull")
+        await send(chunk=link_pb2.Chunk(sha256=blob.sha256, offset=0, data=b"1"))
+        other = asyncio.create_task(parts.add(parts.place("b"), blob, "b", 0, places))
+        await wait_until(lambda: places.has_lacked("b"))
+        monkeypatch.setattr(upload_places.TransferTime, "LONGEST_PAUSE", 0.0)
+        with pytest.raises(TransferStalled, match="less than 1 bytes per second"):
+            await slow
+        await receive_other("pull")
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+        parts.end()
 
 
 @pytest.mark.parametrize("is_fetched", [False, True])

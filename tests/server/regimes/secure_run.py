@@ -60,6 +60,9 @@ class SecureRun:
         self.devices = {}
 
     async def open(self):
+        # The first optimizer of a process imports PyTorch's compiler, which takes a minute where
+        # many tests share a machine: no wait of a test is for that.
+        torch.optim.SGD([torch.zeros(1)])
         training_lock = asyncio.Lock()
         for name in NAMES:
             self.devices[name] = InterruptedDevice(name, training_lock)

@@ -213,6 +213,35 @@ async def test_an_attempt_that_does_not_fill_its_buffer_fails_and_devices_contin
     assert accepted(again) == {"a": 0, "b": 0}
 
 
+@pytest.mark.parametrize("ends_first", ["the transfer", "the round"])
+async def test_an_update_that_does_not_come_holds_up_no_other(
+    start, network, timeouts, monkeypatch, ends_first
+):
+    run = await start("federated.buffer={concurrency=3}", names="abc")
+    fetch = network.link.fetch
+    first = []
+
+    async def withhold(name, *more):
+        if not first:
+            first.append(name)
+            await asyncio.Event().wait()
+        await fetch(name, *more)
+
+    monkeypatch.setattr(network.link, "fetch", withhold)
+    run.release("abc")
+    filling = asyncio.create_task(run.train(1))
+    buffered = run.regime.buffered
+    await wait_until(lambda: first and all(each.reply for each in buffered.training.values()))
+    if ends_first == "the transfer":
+        await timeouts.expire(120.0)
+        assert accepted(await filling) == dict.fromkeys(set("abc") - set(first), 0)
+        return
+    await timeouts.expire(600.0)
+    with pytest.raises(AttemptFailed):
+        await filling
+    assert not run.regime.context.round_times._unready
+
+
 async def test_an_update_that_is_being_added_at_the_deadline_does_not_count(
     start, network, monkeypatch
 ):

@@ -1,6 +1,8 @@
 """Devices that reply and send nothing keep no place from others, who are not blamed for it."""
 
 import asyncio
+import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from isthmus.transport import uplink
 from isthmus.transport.transfer_time import TransferTime
 from isthmus_server.regimes import upload_places
 from isthmus_server.regimes.base import AttemptFailed
-from isthmus_server.regimes.upload_places import NO_PLACE, UPLOADS_AT_ONCE
+from isthmus_server.regimes.upload_places import NO_PLACE, UPLOADS_AT_ONCE, UploadPlaces
+from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import LOOKS
 
 SILENT = [f"silent-{number}" for number in range(UPLOADS_AT_ONCE)]
@@ -152,3 +155,38 @@ async def test_a_silent_vector_does_not_stop_a_secure_round(
     assert result.receipts[0].late
     assert torch.allclose(result.pseudo_gradient, (await secure_run.plain_mean("bcde")).float())
     assert times._unready.keys() == {"a"}
+
+
+async def test_who_waited_for_a_place_longer_than_it_has_had_it_has_lacked_one(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(upload_places, "UPLOADS_AT_ONCE", 1)
+    monkeypatch.setattr(upload_places, "time", SimpleNamespace(monotonic=lambda: now))
+    places = UploadPlaces(Link(10.0), least_rate=1e3)
+    async with contextlib.AsyncExitStack() as stack:
+        async with places.place("first"):
+            now = 100.0
+            assert not places.has_lacked("first")
+            last = asyncio.create_task(stack.enter_async_context(places.place("last")))
+            await wait_until(lambda: places.has_lacked("last"))
+            now = 110.0
+        await last
+        assert places.waited["last"] == 10.0
+        now = 119.0
+        assert places.has_lacked("last")
+        now = 121.0
+        assert not places.has_lacked("last")
+    assert not places.has_lacked("last")
+
+
+async def test_one_that_is_cancelled_while_it_waits_leaves_its_place_to_others(monkeypatch):
+    monkeypatch.setattr(upload_places, "UPLOADS_AT_ONCE", 1)
+    places = UploadPlaces(Link(10.0), least_rate=1e3)
+    async with contextlib.AsyncExitStack() as stack:
+        async with places.place("first"):
+            waiting = asyncio.create_task(stack.enter_async_context(places.place("cancelled")))
+            await wait_until(lambda: places.has_lacked("cancelled"))
+        # The place has just been given to it, and it has not run since.
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        async with asyncio.timeout(30), places.place("last"):
+            assert not places.has_lacked("cancelled")

@@ -27,6 +27,7 @@ from isthmus_server.regimes.received_update import decoded_update
 
 if TYPE_CHECKING:
     from isthmus_server.regimes.context import FederatedContext
+    from isthmus_server.regimes.upload_places import UploadPlaces
 
 
 class RuleExtension:
@@ -139,11 +140,18 @@ class RuleAggregator:
         self._failure: RoundFailed | None = None
         self._adding = asyncio.Lock()
 
-    async def add(self, name: str, trained: link_pb2.Trained, accept: Callable[[], None]) -> None:
+    async def add(
+        self,
+        name: str,
+        trained: link_pb2.Trained,
+        accept: Callable[[], None],
+        places: UploadPlaces,
+    ) -> None:
         """Fetch an update and give it to the rule; see `Aggregator.add`."""
-        with UpdateSpool(self._context.spool, expected_bytes=trained.result.size) as spool:
-            await self._context.link.fetch(name, trained.result, spool.write, spool.take)
-            await to_the_end(self._add(name, trained.examples, spool, accept))
+        async with places.place(name):
+            with UpdateSpool(self._context.spool, expected_bytes=trained.result.size) as spool:
+                await self._context.link.fetch(name, trained.result, spool.write, spool.take)
+                await to_the_end(self._add(name, trained.examples, spool, accept))
 
     async def _add(
         self, name: str, examples: int, spool: UpdateSpool, accept: Callable[[], None]

@@ -389,7 +389,7 @@ class SecureAggregationAttempt:
                 if left <= 0:
                     for task in pending:
                         name = names_by_task[task]
-                        if name in self._places.waiting:
+                        if self._places.has_lacked(name):
                             self._receipts.record(name, "dropped", NO_PLACE, late=False)
                             continue
                         self._receipts.blame(name)
@@ -535,7 +535,7 @@ class SecureAggregationAttempt:
         """Have the aggregator of a device add its masked vector, which tells it nothing."""
         if blob.sha256 != masked.sha256:  # that it has signed, and the aggregator checks
             raise UpdateError("its masked vector is not the one that it has signed")
-        added = await self._parts.add(place, blob, masked.name, 0)
+        added = await self._parts.add(place, blob, masked.name, 0, self._places)
         try:
             self._session.note_masked_input(masked)
         except PeerMisbehaved as error:
