@@ -113,8 +113,15 @@ class UploadPlaces:
         now = time.monotonic()
         for name, held in list(self._held.items()):
             peer = self._link.peers.get(name)
-            # Without a transfer here the server is at work itself, or an aggregator is.
-            if peer is None or not peer.fetches:
+            if peer is None:
+                continue
+            if peer.place is not None and not peer.place.is_sending:
+                # It waits for its aggregator's other devices, and its time begins when it is asked.
+                held.since = now
+                held.moved = self._moved(name)
+                continue
+            # Without a transfer the server is at work itself.
+            if peer.place is None and not peer.fetches:
                 continue
             moved = self._moved(name) - held.moved
             if now - held.since > TransferTime.LONGEST_PAUSE + moved / self._least_rate:

@@ -161,6 +161,14 @@ class Place:
     channel: int
     """Number of the stream there."""
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether the aggregator has been asked for a vector of the device."""
+        return any(
+            request.HasField("add_vector") and request.add_vector.channel == self.channel
+            for request, _ in self.aggregator.pending.values()
+        )
+
 
 class Peer:
     """One process of a participant, across its streams."""

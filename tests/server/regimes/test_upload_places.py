@@ -1,6 +1,7 @@
 """Devices that reply and send nothing keep no place from others, who are not blamed for it."""
 
 import asyncio
+import types
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ from tests.server.regimes.test_round_times import ShortRounds, secure_run  # noq
 from tests.server.scripted_participant import delayed
 from tests.server.waiting import wait_until
 
+from isthmus.errors import TransferStalled
 from isthmus.transport import uplink
 from isthmus.transport.transfer_time import TransferTime
+from isthmus.wire import link_pb2
 from isthmus_server.regimes import upload_places
 from isthmus_server.regimes.base import AttemptFailed
-from isthmus_server.regimes.upload_places import NO_PLACE, UPLOADS_AT_ONCE
-from isthmus_server.transport.peer import LOOKS
+from isthmus_server.regimes.upload_places import NO_PLACE, UPLOADS_AT_ONCE, UploadPlaces
+from isthmus_server.transport.peer import LOOKS, Peer, Place
 
 SILENT = [f"silent-{number}" for number in range(UPLOADS_AT_ONCE)]
 HONEST = ["x", "y"]
@@ -114,6 +117,46 @@ async def test_a_place_that_is_used_below_the_least_rate_is_freed_for_others(
             "its result came at less than 20000 bytes per second (time.least_rate) while others "
             "waited for its place"
         )
+
+
+async def test_a_place_of_a_device_whose_aggregator_gets_its_vector_too_slowly_is_freed(monkeypatch):
+    """Not while it waits there for other devices, of which it is not to blame."""
+    monkeypatch.setattr(upload_places, "UPLOADS_AT_ONCE", 1)
+    monkeypatch.setattr(upload_places, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(upload_places.TransferTime, "LONGEST_PAUSE", 0.0)
+    device = Peer(link_pb2.Hello(name="slow"))
+    device.place = Place(Peer(link_pb2.Hello(name="sums")), 7)
+    places = UploadPlaces(types.SimpleNamespace(peers={"slow": device}), least_rate=20_000.0)
+    looks = []
+    free_unused = places._free_unused
+
+    def look():
+        looks.append(len(places._held))
+        free_unused()
+
+    monkeypatch.setattr(places, "_free_unused", look)
+
+    async def hold(name, until):
+        async with places.place(name):
+            await until.wait()
+
+    async with asyncio.timeout(30):
+        slow = asyncio.create_task(hold("slow", asyncio.Event()))
+        await wait_until(lambda: places._held)
+        at_once = asyncio.Event()
+        at_once.set()
+        other = asyncio.create_task(hold("other", at_once))
+        await wait_until(lambda: len(looks) > 2)
+        assert not slow.done()
+        asked = link_pb2.Request(id="1", add_vector=link_pb2.AddVector(channel=8))
+        device.place.aggregator.pending["1"] = (asked, asyncio.Future())
+        seen = len(looks)
+        await wait_until(lambda: len(looks) > seen + 2)
+        assert not slow.done()
+        asked.add_vector.channel = 7
+        with pytest.raises(TransferStalled, match="at less than 20000 bytes per second"):
+            await slow
+        await other
 
 
 async def test_a_silent_vector_does_not_stop_a_secure_round(
