@@ -52,10 +52,8 @@ async def test_a_submission_in_progress_at_the_end_is_cancelled_too(monkeypatch)
             asyncio.get_running_loop().call_later(0.1, queue.arrives.set)
 
     class Checker:
-        cancelled: set[str] = set()
-
         def __init__(self, *_: object) -> None:
-            pass
+            self.cancelled: set[str] = set()
 
         def check(self) -> list[str]:
             return []

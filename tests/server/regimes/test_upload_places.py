@@ -119,7 +119,9 @@ async def test_a_place_that_is_used_below_the_least_rate_is_freed_for_others(
         )
 
 
-async def test_a_place_of_a_device_whose_aggregator_gets_its_vector_too_slowly_is_freed(monkeypatch):
+async def test_a_place_is_freed_of_a_device_whose_vector_comes_too_slowly_to_its_aggregator(
+    monkeypatch,
+):
     """Not while it waits there for other devices, of which it is not to blame."""
     monkeypatch.setattr(upload_places, "UPLOADS_AT_ONCE", 1)
     monkeypatch.setattr(upload_places, "_LOOK_SECONDS", 0.02)
