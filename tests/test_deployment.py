@@ -44,6 +44,7 @@ CHOICES = {
     "aggregators elsewhere": [
         *("server.enabled=false", "aggregators.enabled=true", "aggregators.replicas=3"),
         *("aggregators.join=a.example:9401", "aggregators.storage.className=fast"),
+        *("aggregators.moving.className=local", "aggregators.moving.size=9Gi"),
     ],
     "devices elsewhere": [
         *("server.enabled=false", "devices.enabled=true", "devices.join=a.example:9401"),
@@ -114,7 +115,9 @@ def started() -> Iterator[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize(("file", "arguments"), list(started()))
 def test_what_is_started_is_a_command_with_these_options(file, arguments):
-    here = {"/data": "/", "/policy/policy.toml": __file__}  # options that want a path that exists
+    # Options that want a path that exists.
+    folders = dict.fromkeys(("/data", "/moving", "/var/cache/isthmus-aggregator"), "/")
+    here = {**folders, "/policy/policy.toml": __file__}
     arguments = [here.get(word, word) for word in arguments]
     command: click.Command = isthmus
     while isinstance(command, click.Group):
@@ -283,6 +286,27 @@ def test_an_aggregator_s_pod_joins_once_with_the_token_of_its_name(tmp_path: Pat
     state.mkdir()
     (state / "member.json").touch()
     assert words() == []
+
+
+@needs_helm
+def test_what_moves_at_an_aggregator_has_a_limited_space_of_its_own() -> None:
+    pods = part_of("aggregators", "StatefulSet")["spec"]["template"]["spec"]
+    (container,) = pods["containers"]
+    folder = container["args"][container["args"].index("--folder") + 1]
+    (mount,) = [each for each in container["volumeMounts"] if each["mountPath"] == folder]
+    assert {"name": mount["name"], "emptyDir": {"sizeLimit": "20Gi"}} in pods["volumes"]
+    elsewhere = part_of("aggregators elsewhere", "StatefulSet")["spec"]["template"]["spec"]
+    (volume,) = [each for each in elsewhere["volumes"] if each["name"] == mount["name"]]
+    claim = volume["ephemeral"]["volumeClaimTemplate"]["spec"]
+    assert claim["storageClassName"] == "local"
+    assert claim["resources"] == {"requests": {"storage": "9Gi"}}
+
+
+def test_what_moves_at_an_aggregator_of_the_unit_is_in_a_directory_that_systemd_makes() -> None:
+    unit = (DEPLOY / "systemd/isthmus-aggregator.service").read_text()
+    (directory,) = re.findall(r"^CacheDirectory=(.+)$", unit, re.MULTILINE)
+    (command,) = re.findall(r"^ExecStart=(.+)$", unit, re.MULTILINE)
+    assert f"--folder /var/cache/{directory}" in command
 
 
 @needs_systemd

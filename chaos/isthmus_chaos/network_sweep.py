@@ -88,11 +88,12 @@ class NetworkSweep:
         return self.report
 
     async def _run_reference(self, kind: str) -> bool:
-        begin = time.monotonic()
         id_ = await self.deployment.submit(of_kind(self.deployment.job, kind))
+        await self._until_attempts(id_, 2)  # in the first one devices open the task, for a while
+        begin = time.monotonic()
         finished = await self._finished(id_)
         if finished:
-            seconds = (time.monotonic() - begin) / self.deployment.job.rounds
+            seconds = (time.monotonic() - begin) / max(1, self.deployment.job.rounds - 1)
             self._references[kind] = (id_, seconds)
             await self._check(f"{kind} without faults")
         else:
@@ -102,8 +103,9 @@ class NetworkSweep:
     async def _disturb(self, fault: AggregatorFault) -> None:
         reference, round_seconds = self._references[fault.kind]
         id_ = await self.deployment.submit(of_kind(self.deployment.job, fault.kind))
-        # The first fault is as early in an attempt as can be, others anywhere in it.
-        is_met = await self._until_attempt(id_)
+        # Half of the faults are as early in an attempt as can be, others anywhere in it.
+        attempt = self._draw.randint(1, max(1, self.deployment.job.rounds - 1))
+        is_met = await self._until_attempts(id_, attempt)
         await asyncio.sleep(self._draw.choice((0.0, self._draw.random())) * round_seconds)
         is_met = is_met and self.deployment.jobs()[id_][0] == "running"
         seconds = _SECONDS[fault.what]
@@ -129,11 +131,11 @@ class NetworkSweep:
         else:
             self._violation(f"{fault}: the model differs")
 
-    async def _until_attempt(self, id_: str) -> bool:
-        """Wait until an attempt at a round is running; False if the job has ended."""
+    async def _until_attempts(self, id_: str, count: int) -> bool:
+        """Wait until so many attempts at rounds have begun; False if the job has ended."""
         while self.deployment.jobs()[id_][0] in ("queued", "running", "paused"):
             try:
-                if attempts_of(self.deployment.runs / id_):
+                if attempts_of(self.deployment.runs / id_) >= count:
                     return True
             except sqlite3.Error:  # the log is being created
                 pass

@@ -97,13 +97,14 @@ class ChaosSession:
             self.report.faults.append({**dataclasses.asdict(fault), "note": note})
             checks.append(asyncio.create_task(self._check()))
 
-        filling = asyncio.create_task(self._fill_queue())
+        no_more = asyncio.Event()
+        filling = asyncio.create_task(self._fill_queue(no_more))
         try:
             await FaultInjector(self.deployment, ended).run(self._faults)
             await asyncio.gather(*checks)
         finally:
-            filling.cancel()
-            await asyncio.gather(filling, return_exceptions=True)
+            no_more.set()  # a submission in progress would arrive after a cancellation too
+            await filling
         self._say(f"{time.monotonic() - self._begin:6.1f} s  no more faults")
         await self._cancel_queued()
         limit = _SETTLE_SECONDS + 3 * reference_seconds
@@ -114,13 +115,17 @@ class ChaosSession:
         await self.deployment.until_connected()
         await self._check()
 
-    async def _fill_queue(self) -> None:
-        """Submit the job whenever none waits; a submission may fail because of a fault."""
-        while True:
+    async def _fill_queue(self, no_more: asyncio.Event) -> None:
+        """Submit the job whenever none waits, until there is to be no more of them.
+
+        A submission may fail because of a fault.
+        """
+        while not no_more.is_set():
             if "queued" not in (state for state, _ in self.deployment.jobs().values()):
                 with contextlib.suppress(AdmissionRefused):
                     await self.deployment.submit()
-            await asyncio.sleep(_POLL_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(no_more.wait(), _POLL_SECONDS)
 
     async def _cancel_queued(self) -> None:
         """Cancel the jobs that have not begun."""

@@ -35,7 +35,9 @@ mount -t tmpfs -o mode=755 tmpfs /opt
 mkdir -p /opt/python /opt/isthmus/bin {packages}
 mount --bind {python} /opt/python
 {binds}
-for each in /run /tmp /var/tmp /var/lib /var/log; do mount -t tmpfs -o mode=755 tmpfs $each; done
+for each in /run /tmp /var/tmp /var/cache /var/lib /var/log; do
+    mount -t tmpfs -o mode=755 tmpfs $each
+done
 chmod 1777 /tmp /var/tmp
 ln -s /opt/python/bin/{executable} /opt/isthmus/bin/python3
 install -m 755 /mnt/isthmus /opt/isthmus/bin/isthmus

@@ -26,7 +26,7 @@ from typing import IO, Protocol
 from isthmus.errors import UpdateError, UserError
 from isthmus.printable import in_a_line
 from isthmus.provided import make_provided
-from isthmus.transport.blobs import MAX_CHUNK_BYTES, Assembly, Piece
+from isthmus.transport.blobs import Assembly, Piece
 
 SOURCES = "isthmus.blob_sources"
 """Entry-point group of sources."""
@@ -42,6 +42,10 @@ _TRIES = 3
 
 _LEAST_BYTES = 64 << 10
 """A source that gives less of a blob in `SILENT_SECONDS`, and not the rest of it, hangs too."""
+
+_READ_BYTES = _LEAST_BYTES // 4
+"""Bytes that are read at a time. A stream may wait until it has all of them, which counts for
+nothing before: so they are fewer than a source has to give."""
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +274,7 @@ class _Reader:
     def _copy(self, stream: IO[bytes]) -> None:
         while self._offset < self._size:
             # Never more than the announced size, whatever the source has.
-            wanted = min(MAX_CHUNK_BYTES, self._size - self._offset)
+            wanted = min(_READ_BYTES, self._size - self._offset)
             data = stream.read(wanted)
             if not data:
                 return

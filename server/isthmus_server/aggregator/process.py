@@ -111,7 +111,8 @@ class AggregatorProcess:
     def __init__(self, member: Membership, folder: Path | None = None) -> None:
         """Use the membership that `join` saved.
 
-        Models and vectors are in `folder` while they move; by default in the temporary folder.
+        Models and vectors are in `folder` while they move, in files without names that a killed
+        process leaves no trace of; by default in the temporary folder.
 
         Raises:
             UserError: it is not an aggregator's.
@@ -139,29 +140,28 @@ class AggregatorProcess:
             UserError: it cannot listen there.
             AdmissionRefused: the server refuses this aggregator, now or later.
         """
-        with tempfile.TemporaryDirectory(prefix="isthmus-aggregator-", dir=self.folder) as folder:
-            directory = Path(folder)
-            sums = VectorSums(directory, lambda *asked: devices.fetch(*asked))
-            link = ServerLink(server or self.member.server, self.member, sums)
-            devices = self.devices = link.devices = Devices(link, LEASE_SECONDS)
-            blobs = devices.blobs = KeptBlobs(directory, link.piece, devices.arrived)
-            running = asyncio.create_task(link.run())
-            listener: grpc.aio.Server | None = None
-            try:
-                linked = asyncio.create_task(link.linked.wait())
-                await asyncio.wait((running, linked), return_when=asyncio.FIRST_COMPLETED)
-                linked.cancel()
-                if not running.done():
-                    listener, self.port = await self._listen(devices, host, port)
-                    ready()
-                await running
-            finally:
-                if listener is not None:
-                    await listener.stop(grace=0.2)
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
-                blobs.close()
-                sums.forget()
+        directory = self.folder or Path(tempfile.gettempdir())
+        sums = VectorSums(directory, lambda *asked: devices.fetch(*asked))
+        link = ServerLink(server or self.member.server, self.member, sums)
+        devices = self.devices = link.devices = Devices(link, LEASE_SECONDS)
+        blobs = devices.blobs = KeptBlobs(directory, link.piece, devices.arrived)
+        running = asyncio.create_task(link.run())
+        listener: grpc.aio.Server | None = None
+        try:
+            linked = asyncio.create_task(link.linked.wait())
+            await asyncio.wait((running, linked), return_when=asyncio.FIRST_COMPLETED)
+            linked.cancel()
+            if not running.done():
+                listener, self.port = await self._listen(devices, host, port)
+                ready()
+            await running
+        finally:
+            if listener is not None:
+                await listener.stop(grace=0.2)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            blobs.close()
+            sums.forget()
 
     async def _listen(self, devices: Devices, host: str, port: int) -> tuple[grpc.aio.Server, int]:
         handler = grpc.stream_stream_rpc_method_handler(devices.connect)

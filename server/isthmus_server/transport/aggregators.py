@@ -39,6 +39,9 @@ WAITING_BYTES = 8 << 20
 HELD_UP_SECONDS = 5.0
 """Longest time in which nothing more of an aggregator is read because of one of its devices, which
 then loses its stream and comes back."""
+MAX_WRAPPING = 4096
+"""Most bytes besides chunks that count, and as many again as the chunks have: a small chunk may be
+half of its message."""
 MAX_REASON = 1000
 """Characters of why a stream has ended."""
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -281,6 +284,7 @@ def _count(device: Peer, passed: link_pb2.Passed, most: int) -> None:
         return
     passed.bytes = min(passed.bytes, most)
     passed.end = min(passed.end, most)
+    passed.more = min(passed.more, passed.bytes + MAX_WRAPPING)
     now = time.monotonic()
     moved = device.transfer_time
     if not passed.bytes and passed.end and not passed.from_caller:

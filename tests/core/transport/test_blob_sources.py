@@ -90,7 +90,7 @@ async def test_a_stream_that_ends_early_is_opened_again_where_it_stopped(blob, e
         given = 0
 
         def read(self, size):
-            data = super().read(min(size, MAX_CHUNK_BYTES))
+            data = super().read(size)
             self.given += 1
             if self.given == 1 or not data:
                 return data
@@ -102,7 +102,7 @@ async def test_a_stream_that_ends_early_is_opened_again_where_it_stopped(blob, e
     found, memory = await filled(name, source)
     assert found.complete
     assert memory == payload
-    assert source.offsets == [0, *(n * MAX_CHUNK_BYTES for n in (1, 2, 3))]
+    assert source.offsets == list(range(0, SIZE, blob_sources._READ_BYTES))
 
 
 @pytest.mark.parametrize(
@@ -197,6 +197,27 @@ async def test_a_source_that_drips_is_given_up(folder, blob, monkeypatch, caplog
     assert memory == payload
     assert "it gave too little for 0.05 s" in caplog.text
     assert dripping.rests
+
+
+async def test_a_source_that_gives_enough_is_read_however_much_a_stream_waits_for(
+    blob, monkeypatch, caplog
+):
+    payload, name = blob
+    monkeypatch.setattr(blob_sources, "SILENT_SECONDS", 1.0)
+    rate = MAX_CHUNK_BYTES  # a second for what a chunk of the link may have
+
+    class Slow(io.BytesIO):
+        def read(self, size):
+            threading.Event().wait(1.5 * size / rate)
+            return super().read(size)
+
+    begun, memory = empty(name)
+    begun.add(Piece(name.sha256, 0, memoryview(payload)[: 2 * MAX_CHUNK_BYTES]))
+    slow = Scripted(lambda offset: Slow(payload[offset:]))
+    found = await Filling(begun, [slow]).run()
+    assert found.complete
+    assert memory == payload
+    assert caplog.text.count("gave too little") == 0
 
 
 async def test_a_source_is_not_asked_while_a_thread_hangs_in_it(blob, monkeypatch):

@@ -60,6 +60,17 @@ async def test_an_aggregator_makes_no_transfer_longer_than_its_blob():
     assert device.transfer_time.advanced == 2500
 
 
+async def test_an_aggregator_makes_no_message_much_larger_than_its_chunk():
+    device = Peer(link_pb2.Hello(name="a"))
+    channel = channel_of(device)
+    await tell(channel, bytes=1000, end=1000, more=60)
+    assert device.messages_received.take([SHA256]) == 60
+    await tell(channel, bytes=1000, end=2000, more=10**12)
+    assert device.messages_received.take([SHA256]) == 1000 + aggregators.MAX_WRAPPING
+    await tell(channel, more=10**12)
+    assert device.messages_sent.take([SHA256]) == aggregators.MAX_WRAPPING
+
+
 async def test_an_aggregator_counts_no_blobs_that_its_device_does_not_need():
     device = Peer(link_pb2.Hello(name="a"))
     channel = channel_of(device)
