@@ -3,12 +3,16 @@
 import asyncio
 import contextlib
 import errno
+import json
+import re
 import uuid
 
 import grpc
 import grpc.aio
 import pytest
+from click.testing import CliRunner
 from tests.conftest import TABLE
+from tests.server.read.console.serving import ask, served
 from tests.server.service.conftest import Fleet
 from tests.server.waiting import wait_until
 
@@ -22,6 +26,8 @@ from isthmus_server.aggregator import devices, sums
 from isthmus_server.aggregator.blobs import KeptBlobs
 from isthmus_server.aggregator.process import AggregatorProcess
 from isthmus_server.aggregator.sums import VectorSums
+from isthmus_server.cli.server import server
+from isthmus_server.fleet.presence import FleetPresence, read_snapshot
 from isthmus_server.regimes import partial_sums
 from isthmus_server.storage.records import RoundRecord
 from isthmus_server.storage.store import Store
@@ -127,6 +133,42 @@ async def test_updates_are_added_at_aggregators_and_the_model_is_the_same(site, 
     for one, other in zip(together, alone, strict=True):
         moved = [[(each.bytes_in, each.bytes_out) for each in row.receipts] for row in (one, other)]
         assert moved[0] == moved[1]
+
+
+def devices_page(state):
+    with served(state) as listener:
+        return ask(listener, "/devices")[2]
+
+
+async def test_operators_see_which_device_is_at_which_aggregator(site, caplog):
+    caplog.set_level("INFO", logger="isthmus_server.transport")
+    for name in AGGREGATORS:
+        await site.aggregator(name)
+    await site.devices(*site.places.values(), site.address)
+    at = dict(zip(DEVICES, (*AGGREGATORS, "", AGGREGATORS[0]), strict=True))
+    presence = FleetPresence(site.state, site.link, dict)
+    async with presence.kept():
+        await wait_until(lambda: read_snapshot(site.state) is not None)
+        arguments = ["participants", str(site.state)]
+        listed = json.loads(CliRunner().invoke(server, [*arguments, "--json"]).output)
+        text = CliRunner().invoke(server, arguments).output.splitlines()
+        page = await asyncio.to_thread(devices_page, site.state)
+    rows = {row["name"]: row for row in listed["participants"]}
+    assert {name: rows[name]["aggregator"] for name in DEVICES} == at
+    assert [rows[name]["devices"] for name in AGGREGATORS] == [2, 1]
+    assert [rows[name]["state"] for name in AGGREGATORS] == ["online"] * 2
+    words = [line.split() for line in text]
+    assert [AGGREGATORS[1], "aggregator", "online", "-", "1", "device"] in [
+        row[:6] for row in words
+    ]
+    assert ["b", "client", "online", AGGREGATORS[1]] in [row[:4] for row in words]
+    assert re.search(
+        f"<td>{AGGREGATORS[0]}</td><td>aggregator</td>.*online.*<td>2 devices</td>", page
+    )
+    assert re.search(f"<td>d</td><td>client</td>.*online.*<td>{AGGREGATORS[0]}</td>", page)
+    for name, place in at.items():
+        said = f"{name} is connected through the aggregator {place}"
+        assert (said in caplog.messages) is bool(place)
 
 
 async def test_rounds_go_on_without_the_devices_of_a_lost_aggregator(site, job, monkeypatch):
