@@ -51,12 +51,12 @@ class Site(Fleet):
         self.running = {}
         self.agents = {}
 
-    async def aggregator(self, name, member=None):
+    async def aggregator(self, name, member=None, port=0):
         """A running aggregator; returns its task."""
         member = member or await self.member(name, kind="aggregator")
         process = AggregatorProcess(member)
         ready = asyncio.Event()
-        run = process.run("127.0.0.1", 0, server=self.address, ready=ready.set)
+        run = process.run("127.0.0.1", port, server=self.address, ready=ready.set)
         task = asyncio.create_task(run)
         self.connections.append(task)
         waiting = asyncio.create_task(ready.wait())
@@ -192,6 +192,21 @@ async def test_rounds_go_on_without_the_devices_of_a_lost_aggregator(site, job, 
         assert each.sent
         assert not each.late
     assert [each.status for each in second.receipts] == ["accepted"] * 4
+
+
+async def test_a_device_returns_to_its_aggregator_when_its_next_stream_has_ended(site):
+    member = await site.member(AGGREGATORS[0], kind="aggregator")
+    task = await site.aggregator(AGGREGATORS[0], member)
+    await site.devices(site.places[AGGREGATORS[0]], site.address)
+    first = site.link.peers["a"]
+    assert first.place is not None
+    port = int(site.places[AGGREGATORS[0]].rpartition(":")[2])
+    task.cancel()
+    await wait_until(lambda: first.stream is not None and first.place is None)
+    await site.aggregator(AGGREGATORS[0], member, port)
+    assert first.place is None  # as long as its stream holds
+    first.serving.cancel()
+    await wait_until(lambda: "a" in site.link.peers and site.link.peers["a"].place is not None)
 
 
 async def test_a_sum_that_is_not_fetched_in_time_is_lost_and_freed(site, job, monkeypatch):
