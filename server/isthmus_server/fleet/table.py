@@ -173,8 +173,8 @@ def print_fleet(
         through = row.aggregator or "-"
         seen = "now" if row.state == "online" else _date(row.last_seen)
         until = "revoked" if row.state == "revoked" else _date(row.certificate_until)
-        texts = (row.name, row.kind, row.state, through, busy, seen)
-        texts = (*texts, row.version or "-", row.group or "-", until)
+        now = (row.name, row.kind, row.state, through, busy, seen)
+        texts = (*now, row.version or "-", row.group or "-", until)
         table.add_row(*(escape(in_a_line(text)) for text in texts))
     console.print(table)
     for row in rows:
