@@ -76,6 +76,7 @@ COMMANDS = [
         "isthmus datacenter serve --balancer-ca --blobs --control --data --grace --name "
         "--nodes --proxy --proxy-login --ranks --server --state --tasks"
     ),
+    "isthmus doctor aggregator --balancer-ca --json --proxy --proxy-login STATE",
     "isthmus doctor datacenter --balancer-ca --json --proxy --proxy-login --state",
     "isthmus doctor device --balancer-ca --json --proxy --proxy-login STATE",
     "isthmus doctor server --address --balancer --json --one-port STATE",

@@ -18,6 +18,7 @@ from isthmus.tensors.fingerprint import fingerprint
 from isthmus.tensors.own_buffers import OwnBuffers
 from isthmus.transport.requests import fingerprint_messages, position_message
 from isthmus.wire import link_pb2
+from isthmus_privacy.slots import LOSS
 
 if TYPE_CHECKING:
     from isthmus_clients.training.local_run import DeviceRun
@@ -61,8 +62,16 @@ def check(job: Job, task: Task, base: Path) -> str:
         run_id=_RUN, round=1, attempt=1, position=position_message(position)
     )
     buffers = OwnBuffers(run.model)
-    run.train(train, layout.encode(layout.gather(model)), lambda _: None, lambda: False)
+    payload = layout.encode(layout.gather(model))
+    trained = run.train(train, payload, lambda _: None, lambda: False)
     tried = f"one training batch of {name}{buffers.in_words(run.model)}"
+    loss = trained.training.get("loss", 0.0)
+    is_exact = job.privacy is None and job.federated.privacy is None
+    if job.federated.secure_aggregation and is_exact and abs(loss) > LOSS.maximum:
+        tried += (
+            f", whose loss is {loss:.6g}: a loss outside of -{LOSS.maximum:g} to {LOSS.maximum:g} "
+            "counts as the end of that range in the mean of secure sums; scale the loss"
+        )
     if run.difference is not None:
         tried += (
             f", whose loss is {run.difference.small:.6g} with federated.frozen_dtype="
@@ -82,6 +91,11 @@ def check(job: Job, task: Task, base: Path) -> str:
     tried += f"; one validation batch of {name}"
     if found := vector.not_finite(counts):
         tried += f", where {', '.join(found)} had values that are not finite"
+    for clipped in vector.clipped(counts).values():
+        tried += (
+            f", where {clipped.sentence}, or scale it; a run that this metric decides about would "
+            "end"
+        )
     return tried
 
 

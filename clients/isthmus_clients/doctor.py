@@ -11,7 +11,7 @@ import click
 from isthmus.doctor import checks
 from isthmus.doctor.checks import Diagnosis, diagnose
 from isthmus.doctor.commands import tell
-from isthmus.identity.membership import Membership
+from isthmus.identity.membership import Membership, default_state
 from isthmus.identity.proxies import ProxyChoice
 from isthmus.identity.proxy_options import proxy_options
 from isthmus_clients.device.sandbox.landlock import abi_version
@@ -19,11 +19,16 @@ from isthmus_clients.training.history_files import lost_file
 
 
 @click.command("device")
-@click.argument("state", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.argument(
+    "state",
+    metavar="[DIR]",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=lambda: default_state("client"),
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @proxy_options
 def doctor_device(state: Path, as_json: bool, proxy: ProxyChoice) -> None:
-    """Check the device whose keys and history are in the directory DIR."""
+    """Check the device whose keys and history are in DIR, by default that of `client start`."""
     tell(_results(state, proxy), as_json=as_json)
 
 

@@ -22,6 +22,15 @@ def in_a_line(text: str) -> str:
     return line if len(text) <= MAX_LINE else f"{line}..."
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, which ends with s unless there is one.
+
+    >>> counted(1, "device"), counted(2, "device")
+    ('1 device', '2 devices')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def in_lines(text: str) -> str:
     """The text with its line ends, and whatever else is not printable escaped."""
     return "".join(char if char == "\n" else _escaped(char) for char in text)

@@ -1,6 +1,7 @@
 """What `isthmus job check` and `isthmus run` refuse before the first round."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -606,6 +607,25 @@ def test_metrics_that_are_not_finite_are_said(check_job):
     out = check_job(*overrides, methods=broken)
     assert "held-out data (accuracy, broken, far, loss), where broken is nan, far is inf" in out
     assert "one validation batch of client-0, where broken had values that are not finite\n" in out
+
+
+def test_losses_beyond_the_bounds_of_secure_sums_are_said(check_job):
+    overrides = (FEDERATED, "evaluation.devices=4")
+    large = """
+    def loss(self, output, target):
+        return 1e4 * super().loss(output, target)
+    """
+    for methods in (ON_DEVICES, ON_DEVICES + large.replace("1e4", "1e2")):
+        assert "-1000 to 1000" not in check_job(*overrides, methods=methods)
+    out = check_job(*overrides, methods=ON_DEVICES + large)
+    assert re.search(
+        r"batch of client-0, whose loss is \d+(\.\d+)?: a loss outside of -1000 to 1000 ", out
+    )
+    assert "counts as the end of that range in the mean of secure sums; scale the loss" in out
+    assert re.search(r"where (\d+) of \1 values of devices_loss were not within -1000 to 1000", out)
+    assert "isthmus.Mean(low, high), or scale it; a run that this metric decides about would" in out
+    plain = check_job(FEDERATED, "federated.secure_aggregation=false", methods=large)
+    assert "-1000 to 1000" not in plain
 
 
 def test_a_value_that_is_not_finite_is_said_where_devices_would_bound_it(check_job):

@@ -173,7 +173,8 @@ def membership(state: Path, kinds: Iterable[str], proxy: ProxyChoice) -> Iterato
     yield modes(state, ("identity.key", "credentials.pem", "member.json"))
     member = Membership(state)
     if member.kind not in kinds:
-        found = f"{state} is the membership of a {member.kind}"
+        article = "an" if member.kind[0] in "ao" else "a"
+        found = f"{state} is the membership of {article} {member.kind}"
         yield Diagnosis("FAIL", "membership", found, "give the directory of another role")
         return
     yield Diagnosis("OK", "membership", f"{member.name} at {member.server}")

@@ -27,6 +27,12 @@ FAKE = "from fake tensors"
 MEASURED = "measured on this machine"
 GIVEN = "given"
 """By an option or the job."""
+WHY_NO_SUM = (
+    "the peak is not the sum of the parts: of parameters and gradients that zero_stage 1 to 3 "
+    "shards, the parts are the share that a rank keeps, and in a step they are gathered for a "
+    "while; not all parts are there at the same time"
+)
+"""How the memory of a rank is to be read."""
 SIMULATED = "from simulated rounds"
 """Forecast from the first rounds of the job, trained with simulated devices."""
 

@@ -274,6 +274,9 @@ class Uplink:
                 backoff.spread = 0.0 if self._jobs else self._spread
                 if self._linked_at < math.inf:
                     backoff.away = 0.0
+                    # What took it to another address may be over. A request goes on where it was.
+                    if not self._jobs:
+                        self._way = 0
                 if self._away:
                     backoff.away = self._away
                     await self._go_away()

@@ -142,18 +142,27 @@ class FleetPresence(ParticipantListener):
             busy=busy,
             rate=peer.transfer_time.rate or 0.0,
             checks_in_at=0.0 if online else peer.checks_in_at or 0.0,
+            aggregator=peer.place.aggregator.name if online and peer.place is not None else "",
         )
 
     # -- the file ----------------------------------------------------------------------------------
 
     def snapshot(self, *, running: bool = True) -> FleetSnapshot:
         """The participants and the waiting jobs now."""
-        now = {name: seen.changed(online=False, busy=[]) for name, seen in self._seen.items()}
+        absent = {"online": False, "busy": [], "aggregator": ""}
+        now = {name: seen.changed(**absent) for name, seen in self._seen.items()}
         for peer in list(self._link.peers.values()):
             now[peer.name] = self._of(peer, online=running and peer.stream is not None)
         self._seen = now
         waiting = self._now_waiting() if running else {}
-        return FleetSnapshot(at=time.time(), running=running, participants=now, waiting=waiting)
+        connected = self._link.aggregators.connected if running else {}
+        return FleetSnapshot(
+            at=time.time(),
+            running=running,
+            participants=now,
+            waiting=waiting,
+            aggregators={name: each.devices for name, each in connected.items()},
+        )
 
     async def _keep(self) -> None:
         written = None

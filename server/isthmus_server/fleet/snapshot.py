@@ -35,6 +35,9 @@ class Seen:
     rate: float = 0.0
     """Bytes per second of its transfers; 0 if it is not known."""
 
+    aggregator: str = ""
+    """Name of the aggregator through which it is connected; empty at the server itself."""
+
     def changed(self, **changes: Any) -> Seen:
         """A copy with other values."""
         return dataclasses.replace(self, **changes)
@@ -52,6 +55,8 @@ class FleetSnapshot:
     """By name."""
     waiting: Mapping[str, str]
     """By job: what it waits for, in words."""
+    aggregators: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Aggregators that are connected, by name, with the number of devices there."""
 
     def to_json(self) -> bytes:
         """The snapshot as JSON."""
@@ -75,6 +80,8 @@ class FleetSnapshot:
     def says_the_same(self, other: FleetSnapshot | None) -> bool:
         """Whether another one differs only in its times."""
         if other is None or self.waiting != other.waiting:
+            return False
+        if self.aggregators != other.aggregators:
             return False
         timeless = [
             {

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from isthmus.job.tables import LEAST_RATE
-from isthmus.printable import in_a_line
+from isthmus.printable import counted, in_a_line
 from isthmus_server.fleet.snapshot import FleetSnapshot, Seen
 from isthmus_server.transport.check_ins import in_words
 
@@ -31,7 +31,7 @@ class Registered(Protocol):
 
     @property
     def kind(self) -> str:
-        """client, datacenter, operator or server."""
+        """client, datacenter, aggregator, operator or server."""
         ...
 
     @property
@@ -73,6 +73,10 @@ class FleetRow:
     certificate_until: float | None
     bytes_per_second: float | None
     """Rate of its transfers since it connected; None if too few were made to tell."""
+    aggregator: str = ""
+    """Name of the aggregator through which it is connected; empty at the server itself."""
+    devices: int | None = None
+    """Devices that are connected through it; None if it is no aggregator that is connected."""
 
     @property
     def slowness(self) -> str:
@@ -92,7 +96,8 @@ def fleet_rows(entries: Sequence[Registered], found: FleetSnapshot | None) -> li
     rows = []
     for entry in entries:
         seen = Seen() if found is None else found.participants.get(entry.name, Seen())
-        online = current and seen.online
+        devices = found.aggregators.get(entry.name) if found is not None and current else None
+        online = (current and seen.online) or devices is not None
         rows.append(
             FleetRow(
                 name=entry.name,
@@ -106,6 +111,8 @@ def fleet_rows(entries: Sequence[Registered], found: FleetSnapshot | None) -> li
                 joined=entry.joined,
                 certificate_until=None if entry.revoked is not None else entry.not_after,
                 bytes_per_second=seen.rate or None,
+                aggregator=seen.aggregator if online else "",
+                devices=devices,
             )
         )
     return rows
@@ -120,6 +127,8 @@ def _state(entry: Registered, seen: Seen, online: bool) -> str:
         return in_words(seen.checks_in_at)
     if entry.not_after is None or entry.not_after <= time.time():
         return "expired"
+    if entry.kind == "aggregator":
+        return "offline"
     if entry.kind not in ("client", "datacenter"):
         return "-"  # operators and servers hold no connection
     return "offline" if seen.last_seen else "never seen"
@@ -146,14 +155,27 @@ def print_fleet(
     if not rows:
         console.print("no participant has joined yet")
         return
-    titles = ("name", "kind", "state", "busy with", "last seen (UTC)", "version", "group")
+    titles = (
+        "name",
+        "kind",
+        "state",
+        "through",
+        "busy with",
+        "last seen (UTC)",
+        "version",
+        "group",
+    )
     table = Table(*titles, "certificate until (UTC)", box=None)
     for row in rows:
         busy = ", ".join(map(_work, row.busy)) or "-"
+        if row.devices is not None:
+            busy = counted(row.devices, "device")
+        through = row.aggregator or "-"
         seen = "now" if row.state == "online" else _date(row.last_seen)
         until = "revoked" if row.state == "revoked" else _date(row.certificate_until)
-        texts = (row.name, row.kind, row.state, busy, seen, row.version or "-", row.group or "-")
-        table.add_row(*(escape(in_a_line(text)) for text in (*texts, until)))
+        now = (row.name, row.kind, row.state, through, busy, seen)
+        texts = (*now, row.version or "-", row.group or "-", until)
+        table.add_row(*(escape(in_a_line(text)) for text in texts))
     console.print(table)
     for row in rows:
         if row.declined:

@@ -1,4 +1,4 @@
-"""What a job costs by its own prices, if every round is of one regime."""
+"""What a job costs by its own prices: under its policy, and if every round is of one regime."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from isthmus.job import Job
 from isthmus.job.planned import EXACT, Figure
 from isthmus_server.strategy.forecast import planned_price
 from isthmus_server.strategy.observation import observe
-from isthmus_server.strategy.policy import KINDS, Kind, Plan, Policy
+from isthmus_server.strategy.policies.fixed import Alternate, Fixed
+from isthmus_server.strategy.policies.schedule import Schedule
+from isthmus_server.strategy.policy import KINDS, Kind, Observation, Plan, Policy
 from isthmus_server.strategy.round_spec import evaluates
 
 UNIT_OF_PRICE = "of the job's unit of price"
@@ -31,12 +33,12 @@ def possible_regimes(job: Job, policy: Policy, *, datacenter: bool) -> tuple[Kin
     return KINDS if datacenter else ("federated",)
 
 
-def costs(job: Job, regimes: Sequence[Kind], model_bytes: int) -> list[Figure]:
-    """The price of the run by regime, and the range between, if all invited devices take part.
+def costs(job: Job, policy: Policy, regimes: Sequence[Kind], model_bytes: int) -> list[Figure]:
+    """The price of the run by policy and regime, and the range between, if all invited take part.
 
     Failed attempts and comparisons that a policy asks for cost more.
     """
-    prices = [(kind, _price(job, kind, model_bytes)) for kind in regimes]
+    prices = [(kind, _price(job, [kind] * job.rounds, model_bytes)) for kind in regimes]
     is_buffered = job.federated.mode == "buffered" and any(kind != "datacenter" for kind in regimes)
     how = _OF_A_BUFFER if is_buffered else EXACT
     found = [
@@ -46,14 +48,56 @@ def costs(job: Job, regimes: Sequence[Kind], model_bytes: int) -> list[Figure]:
     if len(prices) > 1:
         least = min(price for _, price in prices)
         most = max(price for _, price in prices)
+        own = f"the job's policy, {job.strategy.policy}"
+        kinds = _planned_kinds(job, policy)
+        if kinds is None:
+            how_decided = f"{how}; which it chooses is not known before it runs"
+            found.insert(0, Figure(own, least, UNIT_OF_PRICE, how_decided, most=most))
+        else:
+            price = _price(job, kinds, model_bytes)
+            found.insert(0, Figure(own, price, UNIT_OF_PRICE, how))
         found.append(Figure("any mixture", least, UNIT_OF_PRICE, how, most=most))
     return found
 
 
-def _price(job: Job, kind: Kind, model_bytes: int) -> float:
-    """The price of the run if every round is of one regime."""
+def _planned_kinds(job: Job, policy: Policy) -> list[Kind] | None:
+    """The regime of each round by the job's policy; None if it depends on the run or the hour."""
+    if isinstance(policy, Schedule) and any(phase.hours for phase in policy.phases):
+        return None
+    if not isinstance(policy, Fixed | Alternate | Schedule):
+        return None
+    kinds: list[Kind] = []
+    seen = _observed(job, ("datacenter-0",), model_bytes=0)
+    for number in range(1, job.rounds + 1):
+        plan = policy.plan(dataclasses.replace(seen, round=number))
+        assert isinstance(plan, Plan)
+        kinds.append(plan.regime)
+        seen = dataclasses.replace(seen, state=plan.state)
+    return kinds
+
+
+def _price(job: Job, kinds: Sequence[Kind], model_bytes: int) -> float:
+    """The price of a run whose rounds are of these regimes."""
+    total = 0.0
+    of_round: dict[tuple[Kind, int], float] = {}
+    for number, kind in enumerate(kinds, 1):
+        devices = job.evaluation.devices if evaluates(job, number) else 0
+        if (kind, devices) not in of_round:
+            of_round[kind, devices] = _price_of_round(job, kind, devices, model_bytes)
+        total += of_round[kind, devices]
+    return total
+
+
+def _price_of_round(job: Job, kind: Kind, evaluation_devices: int, model_bytes: int) -> float:
     datacenters = () if kind == "federated" else ("datacenter-0",)
-    observed = observe(
+    observed = _observed(job, datacenters, model_bytes)
+    seen = dataclasses.replace(observed, evaluation_devices=evaluation_devices)
+    return planned_price(Plan(kind, reason="it is planned"), seen)
+
+
+def _observed(job: Job, datacenters: Sequence[str], model_bytes: int) -> Observation:
+    """What a policy sees before the first round, if all invited devices are ready."""
+    return observe(
         job,
         (),
         spent=0.0,
@@ -65,12 +109,3 @@ def _price(job: Job, kind: Kind, model_bytes: int) -> float:
         now=0.0,
         elapsed=0.0,
     )
-    plan = Plan(kind, reason="it is planned")
-    evaluated = sum(evaluates(job, number) for number in range(1, job.rounds + 1))
-
-    def of_round(evaluation_devices: int) -> float:
-        seen = dataclasses.replace(observed, evaluation_devices=evaluation_devices)
-        return planned_price(plan, seen)
-
-    others = job.rounds - evaluated
-    return evaluated * of_round(job.evaluation.devices) + others * of_round(0)

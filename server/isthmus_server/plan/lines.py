@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from isthmus.job.planned import FAKE, Figure, PlannedLayout, PlannedRanks
+from isthmus.job.planned import FAKE, WHY_NO_SUM, Figure, PlannedLayout, PlannedRanks
 from isthmus_server.plan.devices import PlannedDevices
 from isthmus_server.plan.planned_job import PlannedJob
 from isthmus_server.plan.trials import Trials
@@ -98,6 +98,7 @@ def _of_layout(plan: PlannedJob, layout: PlannedLayout) -> list[str]:
         return [f"  {layout.text}: {layout.refused}"]
     found = [f"  {layout.text}; of the rank that has most, {FAKE}:"]
     found += [f"    {name:<12} {size:,} bytes" for name, size in layout.memory.items()]
+    found.append(f"  {WHY_NO_SUM}")
     fits = plan.fits(layout)
     if fits is not None:
         verb = "fits" if fits else "does not fit"

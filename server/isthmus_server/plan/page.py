@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from markupsafe import Markup
 
-from isthmus.job.planned import PlannedRanks
+from isthmus.job.planned import WHY_NO_SUM, PlannedRanks
 from isthmus_server.plan.changes import ChangedPlan
+from isthmus_server.plan.cost import UNIT_OF_PRICE
 from isthmus_server.plan.lines import WHERE_QUALITY, WHERE_RATE, grouped_refusals, short
 from isthmus_server.plan.planned_job import PlannedJob
 from isthmus_server.plan.trials import PolicyTrial, Trials
@@ -40,6 +41,7 @@ def plan_page(plan: PlannedJob, now: float | None = None) -> str:
         now,
         trained=plan.trained,
         metric=metric,
+        unit=UNIT_OF_PRICE,
         chart=Markup() if trials is None else quality_chart(trials),
         where_quality=f"quality is {WHERE_QUALITY}",
         legend=[] if trials is None else list(_legend(trials)),
@@ -71,7 +73,7 @@ def quality_chart(trials: Trials) -> Markup:
             ]
             lines.append(Line(marks, kind))
         lines += _forecast_lines(each, kind, trials.metric, number * apart)
-    return lines_chart(lines, title=trials.metric, x_label="cost")
+    return lines_chart(lines, title=trials.metric, x_label=f"cost ({UNIT_OF_PRICE})")
 
 
 def _forecast_lines(trial: PolicyTrial, kind: str, metric: str, shift: float) -> Iterator[Line]:
@@ -220,6 +222,7 @@ def _assumptions(plan: PlannedJob) -> Iterator[str]:
 def _about_ranks(plan: PlannedJob, ranks: PlannedRanks) -> Iterator[str]:
     kind = "GPUs" if ranks.on_gpus else "processors"
     yield f"Memory is counted of fake tensors, for ranks that are {kind}; nothing was booked."
+    yield f"{WHY_NO_SUM[0].upper()}{WHY_NO_SUM[1:]}."
     for each in plan.assumptions:
         yield f"Time of a step: {each}."
     if any(each.unit == "FLOP/s" for each in plan.step(ranks)):

@@ -90,7 +90,7 @@ class Sides:
             datacenter=datacenter,
             devices=devices,
             privacy=epsilons(job),
-            cost=costs(job, regimes, layout.nbytes),
+            cost=costs(job, policy, regimes, layout.nbytes),
         )
 
 

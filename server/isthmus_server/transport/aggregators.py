@@ -21,7 +21,7 @@ import grpc.aio
 
 from isthmus.errors import AdmissionRefused, UpdateError
 from isthmus.identity import tls
-from isthmus.printable import in_a_line
+from isthmus.printable import counted, in_a_line
 from isthmus.transport.requests import blobs_of
 from isthmus.transport.stream import GONE, Stream
 from isthmus.wire import link_pb2
@@ -346,7 +346,8 @@ class Aggregators:
         finally:
             if self.connected.get(peer.name) is aggregator:
                 del self.connected[peer.name]
-            log.info("the aggregator %s has left, with %d devices", peer.name, aggregator.devices)
+            devices = counted(aggregator.devices, "device")
+            log.info("the aggregator %s has left, with %s", peer.name, devices)
             await aggregator.close()
 
 

@@ -496,6 +496,8 @@ class Link(AllTurns):
             peer.present_certificate = certificate_of(context)
             peer.place = Place(context.aggregator.peer, context.number)
             context.participant = peer
+            through = context.aggregator.name
+            log.info("%s is connected through the aggregator %s", peer.name, through)
         peer.transfers = {}
         peer.serving = asyncio.current_task()
         return peer

@@ -3,12 +3,16 @@
 import asyncio
 import contextlib
 import errno
+import json
+import re
 import uuid
 
 import grpc
 import grpc.aio
 import pytest
+from click.testing import CliRunner
 from tests.conftest import TABLE
+from tests.server.read.console.serving import ask, served
 from tests.server.service.conftest import Fleet
 from tests.server.waiting import wait_until
 
@@ -22,6 +26,8 @@ from isthmus_server.aggregator import devices, sums
 from isthmus_server.aggregator.blobs import KeptBlobs
 from isthmus_server.aggregator.process import AggregatorProcess
 from isthmus_server.aggregator.sums import VectorSums
+from isthmus_server.cli.server import server
+from isthmus_server.fleet.presence import FleetPresence, read_snapshot
 from isthmus_server.regimes import partial_sums, upload_places
 from isthmus_server.storage.records import RoundRecord
 from isthmus_server.storage.store import Store
@@ -45,12 +51,12 @@ class Site(Fleet):
         self.running = {}
         self.agents = {}
 
-    async def aggregator(self, name, member=None):
+    async def aggregator(self, name, member=None, port=0):
         """A running aggregator; returns its task."""
         member = member or await self.member(name, kind="aggregator")
         process = AggregatorProcess(member)
         ready = asyncio.Event()
-        run = process.run("127.0.0.1", 0, server=self.address, ready=ready.set)
+        run = process.run("127.0.0.1", port, server=self.address, ready=ready.set)
         task = asyncio.create_task(run)
         self.connections.append(task)
         waiting = asyncio.create_task(ready.wait())
@@ -129,6 +135,42 @@ async def test_updates_are_added_at_aggregators_and_the_model_is_the_same(site, 
         assert moved[0] == moved[1]
 
 
+def devices_page(state):
+    with served(state) as listener:
+        return ask(listener, "/devices")[2]
+
+
+async def test_operators_see_which_device_is_at_which_aggregator(site, caplog):
+    caplog.set_level("INFO", logger="isthmus_server.transport")
+    for name in AGGREGATORS:
+        await site.aggregator(name)
+    await site.devices(*site.places.values(), site.address)
+    at = dict(zip(DEVICES, (*AGGREGATORS, "", AGGREGATORS[0]), strict=True))
+    presence = FleetPresence(site.state, site.link, dict)
+    async with presence.kept():
+        await wait_until(lambda: read_snapshot(site.state) is not None)
+        arguments = ["participants", str(site.state)]
+        listed = json.loads(CliRunner().invoke(server, [*arguments, "--json"]).output)
+        text = CliRunner().invoke(server, arguments).output.splitlines()
+        page = await asyncio.to_thread(devices_page, site.state)
+    rows = {row["name"]: row for row in listed["participants"]}
+    assert {name: rows[name]["aggregator"] for name in DEVICES} == at
+    assert [rows[name]["devices"] for name in AGGREGATORS] == [2, 1]
+    assert [rows[name]["state"] for name in AGGREGATORS] == ["online"] * 2
+    words = [line.split() for line in text]
+    assert [AGGREGATORS[1], "aggregator", "online", "-", "1", "device"] in [
+        row[:6] for row in words
+    ]
+    assert ["b", "client", "online", AGGREGATORS[1]] in [row[:4] for row in words]
+    assert re.search(
+        f"<td>{AGGREGATORS[0]}</td><td>aggregator</td>.*online.*<td>2 devices</td>", page
+    )
+    assert re.search(f"<td>d</td><td>client</td>.*online.*<td>{AGGREGATORS[0]}</td>", page)
+    for name, place in at.items():
+        said = f"{name} is connected through the aggregator {place}"
+        assert (said in caplog.messages) is bool(place)
+
+
 async def test_rounds_go_on_without_the_devices_of_a_lost_aggregator(site, job, monkeypatch):
     lost, _ = [await site.aggregator(name) for name in AGGREGATORS]
     await site.devices(*site.places.values(), site.address)
@@ -150,6 +192,21 @@ async def test_rounds_go_on_without_the_devices_of_a_lost_aggregator(site, job, 
         assert each.sent
         assert not each.late
     assert [each.status for each in second.receipts] == ["accepted"] * 4
+
+
+async def test_a_device_returns_to_its_aggregator_when_its_next_stream_has_ended(site):
+    member = await site.member(AGGREGATORS[0], kind="aggregator")
+    task = await site.aggregator(AGGREGATORS[0], member)
+    await site.devices(site.places[AGGREGATORS[0]], site.address)
+    first = site.link.peers["a"]
+    assert first.place is not None
+    port = int(site.places[AGGREGATORS[0]].rpartition(":")[2])
+    task.cancel()
+    await wait_until(lambda: first.stream is not None and first.place is None)
+    await site.aggregator(AGGREGATORS[0], member, port)
+    assert first.place is None  # as long as its stream holds
+    first.serving.cancel()
+    await wait_until(lambda: "a" in site.link.peers and site.link.peers["a"].place is not None)
 
 
 async def test_a_sum_that_is_not_fetched_in_time_is_lost_and_freed(site, job, monkeypatch):

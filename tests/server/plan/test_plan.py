@@ -217,6 +217,42 @@ def test_invited_devices_need_not_all_send_their_updates(job_file):
     assert "from the updates wanted to those of all invited" in invited.run[1].how
 
 
+@pytest.mark.parametrize(
+    ("policy", "kinds"),
+    [
+        (("alternate",), {"datacenter": 2, "federated": 1}),
+        (
+            ("schedule", 'strategy.schedule=[{regime="federated",rounds=1},{regime="hybrid"}]'),
+            {"federated": 1, "hybrid": 2},
+        ),
+        (("adaptive",), None),
+    ],
+)
+def test_the_cost_of_the_jobs_own_policy_is_said(policy, kinds, job_file):
+    prices = plan_of(job_file, (*RANKS, "strategy.policy=adaptive", "rounds=3"), PlanOptions())
+    each = {
+        figure.name.removeprefix("all rounds "): figure.value / 3 for figure in prices.sides.cost
+    }
+    plan = plan_of(
+        job_file, (*RANKS, f"strategy.policy={policy[0]}", *policy[1:], "rounds=3"), PlanOptions()
+    )
+    own, mixture = plan.sides.cost[0], plan.sides.cost[-1]
+    assert own.name == f"the job's policy, {policy[0]}"
+    if kinds is None:
+        assert (own.value, own.most) == (mixture.value, mixture.most)
+        assert "which it chooses is not known before it runs" in own.how
+    else:
+        assert own.most is None
+        assert own.value == pytest.approx(sum(each[kind] * count for kind, count in kinds.items()))
+
+
+def test_the_plan_says_why_the_peak_is_no_sum(job_file):
+    plan = plan_of(job_file, RANKS, PlanOptions())
+    said = "peak is not the sum of the parts: of parameters and gradients that zero_stage 1 to 3 "
+    assert any(said in line for line in plan.lines())
+    assert said in plan.html(now=0.0)
+
+
 def test_updates_of_a_buffer_cost_at_least_what_counts(job_file):
     buffered = ("federated.mode=buffered", "federated.secure_aggregation=false")
     plan = plan_of(job_file, (*FEDERATED, *buffered), PlanOptions())

@@ -39,6 +39,10 @@ class DeviceRow:
     busy: Sequence[Mapping[str, Any]] = ()
     reason: str = ""
     """Why it declined or left."""
+    aggregator: str = ""
+    """Name of the aggregator through which it is connected; empty at the server itself."""
+    devices: int | None = None
+    """Devices that are connected through it; None if it is no aggregator that is connected."""
 
 
 def device_rows(source: ConsoleSource) -> list[DeviceRow]:
@@ -54,12 +58,19 @@ def device_rows(source: ConsoleSource) -> list[DeviceRow]:
 
 def _of_server(source: ConsoleSource) -> list[DeviceRow]:
     rows = {
-        name: DeviceRow(name, kind, "revoked" if revoked else "never seen")
+        name: DeviceRow(
+            name,
+            kind,
+            "revoked" if revoked else "offline" if kind == "aggregator" else "never seen",
+        )
         for name, kind, revoked in _registered(source)
-        if kind in ("client", "datacenter")
+        if kind in ("client", "datacenter", "aggregator")
     }
     fleet = source.fleet()
     current = fleet is not None and fleet.is_current()
+    if fleet is not None and current:
+        for name, devices in fleet.aggregators.items():
+            rows[name] = DeviceRow(name, "aggregator", "online", devices=devices)
     for name, seen in (fleet.participants if fleet is not None else {}).items():
         online = current and seen.online
         state = "busy" if online and seen.busy else "online" if online else "offline"
@@ -76,6 +87,7 @@ def _of_server(source: ConsoleSource) -> list[DeviceRow]:
             seen.last_seen,
             seen.busy if online else (),
             f"{declined['job']}: {declined['reason']}" if declined else "",
+            seen.aggregator if online else "",
         )
     return sorted(rows.values(), key=lambda row: row.name)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from isthmus.printable import counted
 from isthmus.system.clocks import utc
 from isthmus_server.read.pages.templates import templates
 
@@ -55,7 +56,7 @@ class Pages:
             span=_span,
             quoted=lambda text: quote(text, safe=""),
         )
-        self._environment.globals.update(href=href)
+        self._environment.globals.update(href=href, counted=counted)
 
     def render(self, name: str, **values: Any) -> str:
         """A page from the template with that name."""

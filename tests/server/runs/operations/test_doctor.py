@@ -14,6 +14,7 @@ from tests.server.service.conftest import fleet  # noqa: F401 - a fixture
 from isthmus.doctor import checks
 from isthmus.doctor.commands import doctor
 from isthmus.identity import joining
+from isthmus.identity.membership import default_state
 from isthmus.system.sealed_files import write_sealed_bytes
 from isthmus_datacenter.commands import datacenter
 from isthmus_server.fleet.authority import CertificateAuthority, initialise
@@ -128,6 +129,34 @@ async def test_a_device_that_has_joined(fleet, tmp_path):  # noqa: F811
     code, found = examined("device", fleet.state)
     assert (code, found["membership"]["level"]) == (1, "FAIL")
     assert "holds no membership" in found["membership"]["found"]
+
+
+async def test_a_device_in_the_default_directory(fleet, tmp_path, monkeypatch):  # noqa: F811
+    """The directory is that of `isthmus client join` and `start` without `--state`."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    code, found = examined("device")
+    assert (code, found["membership"]["level"]) == (1, "FAIL")
+    assert str(tmp_path / "home/isthmus/client") in found["membership"]["found"]
+    await fleet.listen()
+    await joining.join(fleet.url, fleet.token("phone"), default_state("client"), "client")
+    code, found = await asyncio.to_thread(examined, "device")
+    assert code == 0
+    assert found["membership"]["found"] == f"phone at {fleet.address}"
+    await fleet.close()
+
+
+async def test_an_aggregator_that_has_joined(fleet, tmp_path):  # noqa: F811
+    await fleet.listen()
+    keys = tmp_path / "sums"
+    await joining.join(fleet.url, fleet.token("localhost", "aggregator"), keys, "aggregator")
+    code, found = await asyncio.to_thread(examined, "aggregator", keys)
+    assert code == 0
+    assert {each["level"] for what, each in found.items() if what != "disk"} == {"OK"}
+    assert found["membership"]["found"] == f"localhost at {fleet.address}"
+    code, found = await asyncio.to_thread(examined, "device", keys)
+    assert (code, found["membership"]["level"]) == (1, "FAIL")
+    assert found["membership"]["found"] == f"{keys} is the membership of an aggregator"
+    await fleet.close()
 
 
 async def test_a_datacenter_that_has_joined(fleet, tmp_path, monkeypatch):  # noqa: F811
