@@ -37,7 +37,7 @@ class RayNode:
         self._has_left = False
         """Whether the script was to end, perhaps before it began."""
         self._lock = threading.Lock()
-        """Of both: methods run at the same time."""
+        """Guards both: methods run at the same time."""
 
     def place(self) -> tuple[str, int, int]:
         """This machine's address, a port of it that is free, and the user that Ray has here."""
