@@ -42,6 +42,7 @@ from harness.process_group import on_ranks
 
 from isthmus.errors import UserError
 from isthmus.job import Job
+from isthmus.job.gpu_rates import known_name
 from isthmus.task import load_task
 from isthmus.task.scoring import build_model
 from isthmus.tensors.exchange_set import TensorLayout
@@ -188,8 +189,7 @@ def _by_pairs(over: Sequence[float], under: Sequence[float]) -> list[float]:
 def _gpu() -> str:
     """`h200` for "NVIDIA H200", `h100` for "NVIDIA H100 80GB HBM3"."""
     name = torch.cuda.get_device_name()
-    known = next((each for each in DENSE_BF16 if each in name), None)
-    return (known or name.removeprefix("NVIDIA ").replace(" ", "-")).lower()
+    return (known_name(name) or name.removeprefix("NVIDIA ").replace(" ", "-")).lower()
 
 
 # -- the switch -----------------------------------------------------------------------------------

@@ -259,6 +259,25 @@ def test_every_decision_has_a_number_of_its_own():
     for name, number in zip(names, numbers, strict=True):
         heading = (ROOT / "docs/decisions" / name).read_text().partition("\n")[0]
         assert heading.startswith(f"# {number}. "), name
+    index = (ROOT / "docs/decisions/README.md").read_text()
+    assert re.findall(r"\((0[0-9]{3}-[a-z0-9-]+\.md)\)", index) == names
+    listed = [int(number) for number in re.findall(r"^([0-9]+)\. \[", index, re.MULTILINE)]
+    assert listed == numbers
+
+
+def test_the_architecture_page_has_all_layers_of_the_server():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    [layers] = [
+        each["layers"]
+        for each in contracts["contracts"]
+        if each.get("containers") == ["isthmus_server"]
+    ]
+    page = (ROOT / "docs/architecture.md").read_text()
+    table = page.partition("| package | contents |\n")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines()[1:]]
+    named = [name for row in rows for name in re.findall(r"`([a-z]+)[a-z.]*`", row)]
+    expected = [name.strip() for layer in layers for name in layer.split("|")]
+    assert set(named) == set(expected)
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, VERIFIER])

@@ -6,11 +6,14 @@ from the directory that all of them share, is compared with its SHA-256.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from isthmus.errors import cause_of
@@ -30,9 +33,11 @@ class RayNode:
     def __init__(self, number: int) -> None:
         self._number = number
         self._leave: int | None = None
-        """Where the script's guard hears what to do."""
+        """Where the script's guard hears what to do; None while there is none."""
         self._has_left = False
         """Whether the script was to end, perhaps before it began."""
+        self._lock = threading.Lock()
+        """Guards both: methods run at the same time."""
 
     def place(self) -> tuple[str, int, int]:
         """This machine's address, a port of it that is free, and the user that Ray has here."""
@@ -55,8 +60,6 @@ class RayNode:
             The script's exit status and nothing, or 0 and why it was not started.
         """
         machine = f"node {self._number} ({socket.gethostname()})"
-        if self._has_left:
-            return 0, ""
         try:
             found = hashlib.sha256(Path(script).read_bytes()).hexdigest()
         except OSError as error:
@@ -69,31 +72,42 @@ class RayNode:
             output = open(log, "ab", opener=state_file_opener)  # noqa: SIM115  # closed below
         except OSError as error:
             return 0, f"{machine} cannot write {log}: {cause_of(error)}"
-        hears, self._leave = os.pipe()
-        try:
-            with output:
-                guard = subprocess.Popen(
-                    [sys.executable, "-m", "isthmus_datacenter.launch.node_guard", script],
-                    stdin=hears,
-                    stdout=subprocess.PIPE,
-                    stderr=output,
-                    env=environment,
-                )
-            os.close(hears)
+        with output, self._guarded() as hears:
+            if hears is None:
+                return 0, ""
+            guard = subprocess.Popen(
+                [sys.executable, "-m", "isthmus_datacenter.launch.node_guard", script],
+                stdin=hears,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=environment,
+            )
             assert guard.stdout is not None
             with guard.stdout:
                 status = guard.stdout.read()
             guard.wait()
-        finally:
-            # Not open any more under this name when its number may be another file's.
-            leave = self._leave
-            self._leave = None
-            os.close(leave)
         return int(status) if status else -9, ""
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[int | None]:
+        """What the script's guard hears while `leave` tells it; None if it was to end before."""
+        with self._lock:
+            if self._has_left:
+                hears = None
+            else:
+                hears, self._leave = os.pipe()
+        try:
+            yield hears
+        finally:
+            with self._lock:
+                for end in (hears, self._leave):
+                    if end is not None:
+                        os.close(end)
+                self._leave = None  # the number may be another file's from now on
 
     def leave(self) -> None:
         """Send SIGTERM to the script if it runs; if it does not yet, it will not."""
-        self._has_left = True
-        leave = self._leave
-        if leave is not None:
-            os.write(leave, b".")
+        with self._lock:
+            self._has_left = True
+            if self._leave is not None:
+                os.write(self._leave, b".")

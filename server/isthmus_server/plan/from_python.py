@@ -34,7 +34,7 @@ def plan(
     Raises:
         UserError: the job or the task cannot be used, or the options do not fit: one sentence.
     """
-    options = PlanOptions(**{key: value for key, value in given.items() if key in _OPTIONS})
+    options = PlanOptions.of_values({key: value for key, value in given.items() if key in _OPTIONS})
     overrides = {key: value for key, value in given.items() if key not in _OPTIONS}
     with tempfile.TemporaryDirectory(prefix="isthmus-plan-") as made:
         path, changes = job_arguments(job, task, overrides, Path(made))

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import click
 
@@ -24,9 +24,9 @@ class PolicyNames(click.ParamType):  # type: ignore[type-arg]  # which click has
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, ...]:
-        """The names; a default has them already."""
-        if isinstance(value, tuple):
-            return value
+        """The names; a default has them already, and a caller from Python may."""
+        if not isinstance(value, str):
+            return tuple(value)
         return tuple(name for name in value.split(",") if name)
 
 
@@ -175,6 +175,31 @@ class PlanOptions:
             metavar="RUN",
         ),
     )
+
+    @classmethod
+    def of_values(cls, given: Mapping[str, Any]) -> Self:
+        """The options with values from Python, which are checked as those of the command are.
+
+        Args:
+            given: values by the names of the fields; None for a default.
+
+        Raises:
+            UserError: a value is none that the option can have.
+        """
+        found: dict[str, Any] = {}
+        for each in dataclasses.fields(cls):
+            value = given.get(each.name)
+            if value is None:
+                continue
+            untyped = click.BOOL if "is_flag" in each.metadata else click.STRING
+            kind = each.metadata.get("type", untyped)
+            # As a word of the command: of a number, click would cut off what is no whole one.
+            word = value if isinstance(value, list | tuple) else str(value)
+            try:
+                found[each.name] = kind.convert(word, None, None)
+            except click.BadParameter as error:
+                raise UserError(f"{each.name}={value!r} cannot be planned with: {error}") from None
+        return cls(**found)
 
     def check(self) -> None:
         """Refuse options that do not go together.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tests.datacenter.conftest import dry_run, wait_until
 from isthmus.errors import UserError
 from isthmus_datacenter.launch.datacenter import DatacenterLaunch
 from isthmus_datacenter.launch.ray import RayLauncher
+from isthmus_datacenter.launch.ray_node import RayNode
 
 LAUNCH: dict[str, Any] = {"server": "head:9402", "name": "cluster-0", "ranks": 4, "nodes": 2}
 
@@ -147,3 +150,24 @@ def test_what_a_lost_worker_has_started_is_killed(tmp_path: Path) -> None:
     end = time.monotonic() + 30
     while lives(int((tmp_path / "pid").read_text())):
         assert time.monotonic() < end
+
+
+def test_a_node_that_is_to_end_while_it_reads_its_script_does_not_begin(tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    os.mkfifo(script)
+    text = f"touch {tmp_path}/began"
+    node = RayNode(0)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    found: list[tuple[int, str]] = []
+
+    def run() -> None:
+        found.append(node.run(str(script), digest, str(tmp_path / "log"), "127.0.0.1:1"))
+
+    running = threading.Thread(target=run, daemon=True)
+    running.start()
+    with script.open("w") as file:  # opens when the node reads
+        node.leave()
+        file.write(text)
+    running.join(30)
+    assert found == [(0, "")]
+    assert not (tmp_path / "began").exists()

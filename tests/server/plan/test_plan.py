@@ -179,6 +179,30 @@ def test_options_that_do_not_fit_are_refused(options, sentence, job_file):
         plan_of(job_file, FEDERATED, PlanOptions(**options))
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"calibrate": "nowhere"}, "nowhere"),
+        ({"mbit": 0}, r"mbit=0 cannot be planned with: 0.* is not in the range"),
+        ({"ranks": 2.5}, r"ranks=2.5 cannot be planned with: '2.5' is not a valid integer"),
+        ({"ranks": 2, "device": "tpu"}, r"device='tpu' .*'gpu', 'cpu'"),
+        ({"ranks": 8, "gpu": "h100", "gpus_per_node": -1}, r"gpus_per_node=-1 .*range"),
+        ({"trial": 1}, r"trial=1 .*range"),
+        ({"layouts": 3}, r"layouts=3 .*boolean"),
+    ],
+)
+def test_values_from_python_are_checked_as_those_of_the_command(options, sentence, job_file):
+    """Rates of nothing would divide by zero, and a device that is none would be a processor."""
+    with pytest.raises(UserError, match=sentence):
+        isthmus.plan(job_file, **options)
+
+
+def test_policies_from_python_are_names(job_file):
+    assert PlanOptions.of_values({"policies": "federated"}).policies == ("federated",)
+    assert PlanOptions.of_values({"policies": ["a", "b"]}).policies == ("a", "b")
+    assert PlanOptions.of_values({"layouts": True, "mbit": None}) == PlanOptions(layouts=True)
+
+
 def test_python_and_the_command_say_the_same(job_file):
     arguments = [str(job_file), "--json", "--set", "rounds=3", "--ranks", "2", "--mbit", "5"]
     found = CliRunner().invoke(plan_command, arguments, catch_exceptions=False)

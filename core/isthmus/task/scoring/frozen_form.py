@@ -36,7 +36,7 @@ _BLOCK = 1 << 18
 def smaller_types(
     model: nn.Module, choice: str, trained: Collection[str] = ()
 ) -> dict[str, torch.dtype]:
-    """The types of frozen parameters for a `federated.frozen_dtype`, if they are not their own.
+    """The types of frozen parameters for a job's `frozen_dtype`, if they are not their own.
 
     With `int8` those are the weights of linear layers, which no other module has; all else is in
     bfloat16 then.
@@ -119,7 +119,7 @@ def change_types(model: nn.Module, types: Mapping[str, torch.dtype]) -> None:
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and module._parameters:
             raise TaskError(
-                f"federated.frozen_dtype does not work with code of TorchScript, as {path!r} is; "
+                f"frozen_dtype does not work with code of TorchScript, as {path!r} is; "
                 "have model() build it in Python"
             )
     memory: dict[str, MemoryUse] = {}
@@ -140,8 +140,8 @@ def change_types(model: nn.Module, types: Mapping[str, torch.dtype]) -> None:
         if not each.has_ended():
             raise TaskError(
                 f"the code of the model keeps the memory of {name!r} elsewhere, too, such as in a "
-                "view of it, which would not get the values of that parameter with "
-                "federated.frozen_dtype; remove frozen_dtype, or compute it in forward()"
+                "view of it, which would not get the values of that parameter with frozen_dtype; "
+                "remove frozen_dtype, or compute it in forward()"
             )
 
 
