@@ -43,6 +43,8 @@ _WAITS_IN_VAIN = 2
 """Rounds that wait for a device that is never ready."""
 LASTING_ROUNDS = 3
 """Rounds without a device from which on its exclusion is a warning."""
+AWAY_SECONDS = 3600.0
+"""After which a device was away, as at night, and not late for a round: that is no warning."""
 
 
 def longest_wait(cohort_seconds: float | None) -> float:
@@ -196,7 +198,8 @@ class CohortWait:
             return None
         del self._absent[name]
         self._note(name, late.seconds, late.rounds_missed)
-        lasts = late.rounds_missed > 0 and self._missed[name] >= LASTING_ROUNDS
+        was_late = late.rounds_missed > 0 and late.seconds <= AWAY_SECONDS
+        lasts = was_late and self._missed[name] >= LASTING_ROUNDS
         if lasts and name not in self._warned:
             self._warned.add(name)
             full = 2 * late.rounds_full > late.rounds_missed

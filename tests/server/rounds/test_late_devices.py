@@ -320,6 +320,14 @@ def test_where_others_fill_the_cohort_a_longer_wait_is_not_proposed():
 def test_a_device_that_was_away_for_hours_was_not_late():
     away = ParticipantLate(participant="d", seconds=30000.0, rounds_missed=9)
     assert LateDevices([away]).sentences(10) == []
+    warnings = []
+    wait = CohortWait(TimeSection(), warnings.append)
+    for away_seconds in (30000.0, 7.0):
+        wait.quorum({"d"}, 0.0)
+        for round_ in range(1, 10):
+            wait.begin(round_, full=True)
+        wait.ready("d", away_seconds)
+        assert len(warnings) == (away_seconds == 7.0)
 
 
 def test_a_device_that_was_still_opening_the_run_at_its_end_is_named():

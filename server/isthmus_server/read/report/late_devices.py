@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from isthmus.printable import in_a_line
-from isthmus_server.rounds.cohort_wait import LASTING_ROUNDS, left_out
+from isthmus_server.rounds.cohort_wait import AWAY_SECONDS, LASTING_ROUNDS, left_out
 from isthmus_server.storage.events import CohortAwaited, Event, ParticipantLate
 
 _SHARE = 0.1
@@ -15,8 +15,6 @@ _SHARE = 0.1
 _NAMED = 8
 _TOLD_SECONDS = 1.0
 """Seconds of all waits from which on they are told."""
-_AWAY_SECONDS = 3600.0
-"""After which a device was away, and not late for a round."""
 
 
 class LateDevices:
@@ -41,7 +39,7 @@ class LateDevices:
             self._seconds += event.seconds
             self._in_vain.update(event.given_up)
         elif isinstance(event, ParticipantLate) and event.rounds_missed:
-            if event.seconds <= _AWAY_SECONDS:
+            if event.seconds <= AWAY_SECONDS:
                 self._missed[event.participant].append(event)
         elif isinstance(event, ParticipantLate):
             self._awaited[event.participant].append(event.seconds)
