@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import socketserver
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from tests.end_to_end.conftest import JOB, TASK
 from tests.end_to_end.loopback_fleet import LoopbackFleet
 
 from isthmus_server.storage import recovery
+from isthmus_server.storage.fence import QUEUE, STANDBY
 from isthmus_server.storage.records import RoundRecord
 from isthmus_server.storage.store import Store
 
@@ -208,13 +210,26 @@ def test_a_standby_goes_on_after_a_server_that_was_killed(
     assert {finding.damage for finding in recovery.verify(fleet.directory(job))} == {""}
 
 
+@contextlib.contextmanager
+def not_writing(fleet: LoopbackFleet, job: str) -> Iterator[None]:
+    """A moment in which the server is not within a write that others would have to await."""
+    state = fleet.directory(job).parents[1]
+    with contextlib.ExitStack() as stack:
+        for name in (QUEUE, STANDBY):
+            database = sqlite3.connect(state / name, timeout=10, isolation_level=None)
+            stack.enter_context(contextlib.closing(database))
+            database.execute("BEGIN IMMEDIATE")
+        yield
+
+
 @pytest.mark.parametrize("pair", ["plain"], indirect=True)
 def test_a_server_that_was_stopped_commits_nothing_when_it_comes_back(
     pair: Pair, undisturbed: Any
 ) -> None:
     fleet, address, job, _ = pair
     began = time.monotonic()
-    fleet.send("server", signal.SIGSTOP)
+    with not_writing(fleet, job):  # nobody could take over
+        fleet.send("server", signal.SIGSTOP)
     address.ports.pop()  # where its kernel would take connections that nobody answers
     fleet.until(lambda: "link and joining at" in fleet.log("standby"))
     assert time.monotonic() - began < 30
