@@ -35,6 +35,8 @@ _TOKEN_SECONDS = 600.0
 _START_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _CANCEL_TRIES = 30
+_PERSONAL_MB = 100
+"""What jobs may keep on a device, such as the part of an update that compression left out."""
 
 
 class ChaosDeployment:
@@ -204,7 +206,8 @@ class ChaosDeployment:
             "secure_aggregation": str(is_secure).lower(),
             "buffered": str(is_buffered).lower(),
         }
-        return "\n".join(["[privacy]", *(f"{key} = {text}" for key, text in allowed.items()), ""])
+        lines = [f"{key} = {text}" for key, text in allowed.items()]
+        return "\n".join([f"personal_mb = {_PERSONAL_MB}", "[privacy]", *lines, ""])
 
     async def _join(self, name: str, kind: str, state: Path) -> None:
         """Create a token as `isthmus server token create` does, and join with it."""

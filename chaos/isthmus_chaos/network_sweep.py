@@ -23,6 +23,8 @@ from isthmus_server.service.server import LEASE_SECONDS
 _SECONDS = {KILL: 1.0, CUT: 2.0, HALF_OPEN: LEASE_SECONDS + 2.0}
 """How long each fault takes: one in which nothing comes and nothing breaks outlasts the lease."""
 _JOB_SECONDS = 300.0
+_GOES_ON = ("queued", "running", "paused")
+"""States of a job that has not ended."""
 _POLL_SECONDS = 0.05
 
 
@@ -132,8 +134,9 @@ class NetworkSweep:
             self._violation(f"{fault}: the model differs")
 
     async def _until_attempts(self, id_: str, count: int) -> bool:
-        """Wait until so many attempts at rounds have begun; False if the job has ended."""
-        while self.deployment.jobs()[id_][0] in ("queued", "running", "paused"):
+        """Wait until so many attempts at rounds have begun; False if the job ends or is too slow."""
+        deadline = time.monotonic() + _JOB_SECONDS
+        while self.deployment.jobs()[id_][0] in _GOES_ON and time.monotonic() < deadline:
             try:
                 if attempts_of(self.deployment.runs / id_) >= count:
                     return True
@@ -145,7 +148,7 @@ class NetworkSweep:
     async def _finished(self, id_: str) -> bool:
         """Wait until a job has ended; whether it has finished in time."""
         deadline = time.monotonic() + _JOB_SECONDS
-        while (state := self.deployment.jobs()[id_][0]) in ("queued", "running", "paused"):
+        while (state := self.deployment.jobs()[id_][0]) in _GOES_ON:
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(_POLL_SECONDS)
