@@ -134,7 +134,7 @@ class NetworkSweep:
             self._violation(f"{fault}: the model differs")
 
     async def _until_attempts(self, id_: str, count: int) -> bool:
-        """Wait until so many attempts at rounds have begun; False if the job ends or is too slow."""
+        """Wait until so many attempts have begun; False if the job ends or is too slow."""
         deadline = time.monotonic() + _JOB_SECONDS
         while self.deployment.jobs()[id_][0] in _GOES_ON and time.monotonic() < deadline:
             try:
