@@ -250,6 +250,7 @@ class Uplink:
         try:
             while True:
                 self._linked_at = math.inf
+                is_full = False
                 try:
                     await self._serve_one_stream()
                     why = "the server ended the stream"
@@ -258,6 +259,7 @@ class Uplink:
                         raise AdmissionRefused(
                             f"the server refused {self.name!r}: {details_of(error)}"
                         ) from None
+                    is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                     why = details_of(error) or error.code().name
                     if error.code() is grpc.StatusCode.UNAVAILABLE:
                         why = short_message(why)
@@ -274,19 +276,16 @@ class Uplink:
                 backoff.spread = 0.0 if self._jobs else self._spread
                 if self._linked_at < math.inf:
                     backoff.away = 0.0
-                    # What took it to another address may be over. A request goes on where it was.
-                    if not self._jobs:
-                        self._way = 0
                 if self._away:
                     backoff.away = self._away
+                    self._way = 0
                     await self._go_away()
                     continue
                 if backoff.broke(open_seconds=time.monotonic() - self._linked_at):
                     why = await self._explained(why)
                     more = f" ({backoff.tries} tries so far)" if backoff.tries > 1 else ""
                     log.info("no link to %s%s: %s%s", self.address, self._road.detour, why, more)
-                if self._linked_at == math.inf:  # one that has broken is tried once more
-                    self._way = (self._way + 1) % len(self._addresses)
+                self._choose_address(backoff, is_full)
                 await asyncio.sleep(backoff.pause())
         finally:
             for job in self._jobs.values():
@@ -295,6 +294,18 @@ class Uplink:
                     job.task.cancel()
             for filling in self._filling:
                 filling.cancel()
+
+    def _choose_address(self, backoff: Backoff, is_full: bool) -> None:
+        """Choose where to dial next; `is_full`: who ended the stream has no room for it.
+
+        An address of which a stream has broken is tried once more. One where streams end as soon
+        as they are open may have a welcome for everybody and nothing else.
+        """
+        if self._linked_at == math.inf or backoff.tries > 1 or is_full:
+            self._way = (self._way + 1) % len(self._addresses)
+        elif not self._jobs:
+            # What took it to another address may be over. A request goes on where it was.
+            self._way = 0
 
     async def leave(self, grace_seconds: float) -> None:
         """Begin no more requests, give the running ones that long to end, then end `run`.
