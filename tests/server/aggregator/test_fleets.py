@@ -490,20 +490,26 @@ async def test_a_device_goes_elsewhere_if_there_is_no_room_for_its_model(behind,
         )
 
 
+@pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED])
 async def test_devices_go_elsewhere_if_their_aggregator_ends_each_stream_after_the_welcome(
-    site, monkeypatch
+    site, monkeypatch, status
 ):
     usual = devices.Devices._send
 
     async def send(self, device, data):
         await usual(self, device, data)
-        device.end(Refusal("it is broken", grpc.StatusCode.UNAVAILABLE))
+        device.end(Refusal("it is broken", status))
 
     monkeypatch.setattr(devices.Devices, "_send", send)
     await site.aggregator(AGGREGATORS[0])
     await site.devices(site.places[AGGREGATORS[0]], site.address)
     here = site.link.peers
     await wait_until(lambda: all(here[each].stream and not here[each].place for each in DEVICES))
+    # What each address says is the end.
+    site.registry().revoke("a")
+    async with asyncio.timeout(30):
+        with pytest.raises(AdmissionRefused, match="the server refused 'a'"):
+            await site.running["a"]
 
 
 async def test_a_device_goes_on_elsewhere_if_its_aggregator_has_no_room_for_its_model(
