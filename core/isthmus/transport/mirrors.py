@@ -31,7 +31,8 @@ _BLOCK_BYTES = 16
 _LONGEST_ADDRESS = 4096
 """Signed addresses have a thousand characters and more."""
 _NAME = re.compile(r"[0-9a-f]{64}")
-_WILD = re.compile(r"\[[^\]]*\]|[*?.]|:.*")
+_HOST = re.compile(r"[a-z0-9][a-z0-9_.-]*|(?:[a-z0-9_*?-]+\.)+[a-z0-9_-]+\.[a-z][a-z0-9-]*")
+"""What a pattern may have as its host: one, or wildcards in front of a domain of two parts."""
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,8 @@ def check_patterns(patterns: Sequence[str], named: str) -> None:
         UserError: one of them names no host.
     """
     for pattern in patterns:
-        host = pattern.removeprefix(HTTPS).partition("/")[0]
-        if not pattern.startswith(HTTPS) or not _WILD.sub("", host):
+        host = re.sub(r":[0-9*?]*$", "", pattern.removeprefix(HTTPS).partition("/")[0].lower())
+        if not pattern.startswith(HTTPS) or not _HOST.fullmatch(host):
             raise UserError(
                 f"{named}: {pattern!r} has to name a host, as in https://HOST/*: a server could "
                 "have this device ask any host inside your network"
@@ -88,7 +89,8 @@ class MirrorSources:
     Guarantees:
       * nothing is asked of a host, or under a path, that no pattern of the owner is for, also when
         a mirror redirects;
-      * an address is asked only for a file with a name of 64 hexadecimal digits;
+      * an address, also one of a redirection, is asked only for a file with a name of 64
+        hexadecimal digits;
       * all mirrors together are left alone for a while after one hung, lied or broke off.
     """
 
@@ -122,7 +124,7 @@ class MirrorSources:
             why = "is none that can be used"
         elif not self.allows(blob.address):
             why = f"is not allowed by {self._named}"
-        elif not _NAME.fullmatch(_name_in(blob.address)):
+        elif not _is_of_a_blob(blob.address):
             why = "is of no blob"
         if not why:
             return _MirrorSource(blob.address, bytes(blob.key), self)
@@ -168,7 +170,7 @@ class _MirrorSource(RestingSource):
             web = HttpsSource(
                 self._address.removeprefix("https:"),
                 {sha256: _name_in(self._address)},
-                allowed=self._sources.allows,
+                allowed=lambda address: self._sources.allows(address) and _is_of_a_blob(address),
                 context=self._sources.context(),
             )
         except UserError as error:
@@ -200,6 +202,11 @@ class _Decrypted(io.BufferedIOBase):
         """Close the connection."""
         self._stream.close()
         super().close()
+
+
+def _is_of_a_blob(address: str) -> bool:
+    """Whether an address is of a file with the name of a blob."""
+    return _NAME.fullmatch(_name_in(address)) is not None
 
 
 def _name_in(address: str) -> str:

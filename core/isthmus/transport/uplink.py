@@ -178,6 +178,8 @@ class Uplink:
         self._addresses = (address, *others)
         self._way = 0
         """Which of the addresses is dialled."""
+        self._refused_at: set[int] = set()
+        """Addresses that have refused this participant since a stream ended otherwise."""
         self.membership = membership
         self._renewal = None if membership is None else CertificateRenewal(membership, now)
         self.name = name
@@ -222,7 +224,8 @@ class Uplink:
         """Serve until cancelled, or until `leave` has ended it.
 
         Raises:
-            AdmissionRefused: the server refused this participant, with the reason.
+            AdmissionRefused: the server refused this participant, with the reason; of several
+                addresses each did.
         """
         with contextlib.ExitStack() as stack:
             self._approaches = [stack.enter_context(approach_to(road)) for road in self._roads]
@@ -250,14 +253,19 @@ class Uplink:
         try:
             while True:
                 self._linked_at = math.inf
+                is_full = False
+                refused: AdmissionRefused | None = None
                 try:
                     await self._serve_one_stream()
                     why = "the server ended the stream"
+                except AdmissionRefused as error:
+                    refused = error
                 except grpc.aio.AioRpcError as error:
                     if error.code() in _FINAL:
-                        raise AdmissionRefused(
+                        refused = AdmissionRefused(
                             f"the server refused {self.name!r}: {details_of(error)}"
-                        ) from None
+                        )
+                    is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                     why = details_of(error) or error.code().name
                     if error.code() is grpc.StatusCode.UNAVAILABLE:
                         why = short_message(why)
@@ -270,23 +278,25 @@ class Uplink:
                     raise asyncio.CancelledError  # gRPC replaced it by an error
                 if self._leaving and not self._jobs:
                     return
+                if refused is not None:
+                    self._refuse_if_all_do(refused)
+                    why = str(refused)
+                elif self._linked_at < math.inf:
+                    self._refused_at.clear()
                 # One that works is one of few, and its round waits for it.
                 backoff.spread = 0.0 if self._jobs else self._spread
                 if self._linked_at < math.inf:
                     backoff.away = 0.0
-                    # What took it to another address may be over. A request goes on where it was.
-                    if not self._jobs:
-                        self._way = 0
                 if self._away:
                     backoff.away = self._away
+                    self._way = 0
                     await self._go_away()
                     continue
                 if backoff.broke(open_seconds=time.monotonic() - self._linked_at):
                     why = await self._explained(why)
                     more = f" ({backoff.tries} tries so far)" if backoff.tries > 1 else ""
                     log.info("no link to %s%s: %s%s", self.address, self._road.detour, why, more)
-                if self._linked_at == math.inf:  # one that has broken is tried once more
-                    self._way = (self._way + 1) % len(self._addresses)
+                self._choose_address(backoff, goes_on=is_full or refused is not None)
                 await asyncio.sleep(backoff.pause())
         finally:
             for job in self._jobs.values():
@@ -295,6 +305,30 @@ class Uplink:
                     job.task.cancel()
             for filling in self._filling:
                 filling.cancel()
+
+    def _refuse_if_all_do(self, refused: AdmissionRefused) -> None:
+        """Note that the present address refuses this participant, and end if each one has.
+
+        An aggregator may say anything, and is not to cut a device off from the server.
+
+        Raises:
+            AdmissionRefused: no other address is left.
+        """
+        self._refused_at.add(self._way)
+        if len(self._refused_at) == len(self._addresses):
+            raise refused
+
+    def _choose_address(self, backoff: Backoff, *, goes_on: bool) -> None:
+        """Choose where to dial next; `goes_on`: who ended the stream refuses it, or has no room.
+
+        An address of which a stream has broken is tried once more. One where streams end as soon
+        as they are open may have a welcome for everybody and nothing else.
+        """
+        if self._linked_at == math.inf or backoff.tries > 1 or goes_on:
+            self._way = (self._way + 1) % len(self._addresses)
+        elif not self._jobs:
+            # What took it to another address may be over. A request goes on where it was.
+            self._way = 0
 
     async def leave(self, grace_seconds: float) -> None:
         """Begin no more requests, give the running ones that long to end, then end `run`.

@@ -374,7 +374,7 @@ class Devices:
             # No fault of the device, which goes on at its next address.
             log.warning("a model cannot be kept here: %s", error)
             why = f"this aggregator cannot keep a model: {error.strerror or error}"
-            device.end(Refusal(why, grpc.StatusCode.UNAVAILABLE))
+            device.end(Refusal(why, grpc.StatusCode.RESOURCE_EXHAUSTED))
             return
         await device.tell()
         if device.peer.last_blob == pull.sha256:

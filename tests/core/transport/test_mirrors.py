@@ -69,7 +69,7 @@ async def test_what_is_here_of_it_is_not_asked_for(mirror, payload):
     assert mirror.asked == [(f"/{NAME}", f"bytes=12345-{SIZE - 1}")]
 
 
-@pytest.mark.parametrize("fault", ["lies", "absent", "cut", "redirects", "key"])
+@pytest.mark.parametrize("fault", ["lies", "absent", "cut", "redirects", "misleads", "key"])
 async def test_what_a_mirror_does_not_have_right_is_left_to_the_link(
     mirror, payload, tmp_path, caplog, fault
 ):
@@ -84,6 +84,9 @@ async def test_what_a_mirror_does_not_have_right_is_left_to_the_link(
         said = "it cannot be read to its end"
     elif fault == "redirects":  # such as into the network of the owner
         mirror.redirect = f"https://localhost:{mirror.port}/admin"
+        said = "it redirects to an address that the owner does not allow"
+    elif fault == "misleads":  # such as to what a request alone changes at an allowed host
+        mirror.redirect = f"{mirror.address}logout"
         said = "it redirects to an address that the owner does not allow"
     key = bytes(KEY_BYTES) if fault == "key" else KEY
     blob = blob_at(payload, mirror.address + NAME, key)
@@ -140,8 +143,39 @@ def test_a_signature_is_not_in_the_log(caplog):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["*", "https://*", "https://*/*", "https://*:443/*", "https://?*.*/*", "cdn.org/*"]
+    "pattern",
+    [
+        "*",
+        "https://*",
+        "https://*/*",
+        "https://*:443/*",
+        "https://?*.*/*",
+        "cdn.org/*",
+        "https://*.org/*",
+        "https://*-*/*",
+        "https://*1*/*",
+        "https://192.168.*/*",
+        "https://10.0.0.?/*",
+        "https://*.0.1/*",
+        "https://[!x]*[!]-]/*",
+        "https://*[a-z].example.org/*",
+    ],
 )
 def test_a_pattern_has_to_name_a_host(pattern):
     with pytest.raises(UserError, match=r"server_sources in policy\.toml: .* has to name a host"):
         sources(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "https://cdn.example.org",
+        "https://cdn-*.example.org:8443/models/*",
+        "https://*.example.org:*/*",
+        "https://CDN.example.org/*",
+        "https://mirror/*",
+        "https://10.0.0.1/*",
+    ],
+)
+def test_a_pattern_may_be_of_several_hosts_of_one_domain(pattern):
+    sources(pattern)

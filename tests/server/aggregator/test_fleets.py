@@ -484,10 +484,48 @@ async def test_a_device_goes_elsewhere_if_there_is_no_room_for_its_model(behind,
     async with behind.raw(behind.members["a"]) as (call, send, receive):
         await receive("welcome")
         await send(pull=link_pb2.Pull(sha256=bytes(32)))
-        assert await status(call) is grpc.StatusCode.UNAVAILABLE
+        assert await status(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await call.details() == (
             "this aggregator cannot keep a model: No space left on device"
         )
+
+
+@pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED])
+async def test_devices_go_elsewhere_if_their_aggregator_ends_each_stream_after_the_welcome(
+    site, monkeypatch, status
+):
+    usual = devices.Devices._send
+
+    async def send(self, device, data):
+        await usual(self, device, data)
+        device.end(Refusal("it is broken", status))
+
+    monkeypatch.setattr(devices.Devices, "_send", send)
+    await site.aggregator(AGGREGATORS[0])
+    await site.devices(site.places[AGGREGATORS[0]], site.address)
+    here = site.link.peers
+    await wait_until(lambda: all(here[each].stream and not here[each].place for each in DEVICES))
+    # What each address says is the end.
+    site.registry().revoke("a")
+    async with asyncio.timeout(30):
+        with pytest.raises(AdmissionRefused, match="the server refused 'a'"):
+            await site.running["a"]
+
+
+async def test_a_device_goes_on_elsewhere_if_its_aggregator_has_no_room_for_its_model(
+    site, job, monkeypatch
+):
+    async def full(self, sha256):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(KeptBlobs, "_download", full)
+    await site.aggregator(AGGREGATORS[0])
+    await site.devices(site.places[AGGREGATORS[0]], site.address)
+    async with asyncio.timeout(30):
+        first, second = await site.run(job("federated.quorum=4"))
+    assert not site.failed
+    for each in (first, second):
+        assert [receipt.status for receipt in each.receipts] == ["accepted"] * 4
 
 
 async def test_the_rest_of_a_vector_that_was_given_up_does_not_reach_the_server(
