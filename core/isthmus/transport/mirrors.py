@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from isthmus.errors import UserError
 from isthmus.printable import in_a_line
-from isthmus.transport.allowed_addresses import HTTPS, is_allowed
+from isthmus.transport.allowed_addresses import HTTPS, is_allowed, is_ipv6
 from isthmus.transport.blob_sources import Rest, RestingSource
 from isthmus.transport.https_source import HttpsSource
 from isthmus.wire import link_pb2
@@ -31,7 +31,7 @@ _BLOCK_BYTES = 16
 _LONGEST_ADDRESS = 4096
 """Signed addresses have a thousand characters and more."""
 _NAME = re.compile(r"[0-9a-f]{64}")
-_WILD = re.compile(r"\[[^\]]*\]|[*?.]|:.*")
+_WILD = re.compile(r"[*?\[\]]")
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +75,24 @@ def check_patterns(patterns: Sequence[str], named: str) -> None:
     """
     for pattern in patterns:
         host = pattern.removeprefix(HTTPS).partition("/")[0]
-        if not pattern.startswith(HTTPS) or not _WILD.sub("", host):
+        if not pattern.startswith(HTTPS) or not _names_a_host(host):
             raise UserError(
-                f"{named}: {pattern!r} has to name a host, as in https://HOST/*: a server could "
-                "have this device ask any host inside your network"
+                f"{named}: {pattern!r} has to name a host, as in https://HOST/*, or a domain, as "
+                "in https://*.example.org/*: a server could have this device ask any host inside "
+                "your network"
             )
+
+
+def _names_a_host(host: str) -> bool:
+    """Whether what a pattern has as its host is of one host, or of those of a domain."""
+    if is_ipv6(host):
+        return True
+    name = host.partition(":")[0]
+    if not _WILD.search(name):
+        return bool(name.strip("."))
+    # Every form of an IPv4 address ends with a number.
+    domain = name.rpartition(".")[2]
+    return domain[:1].isalpha() and not _WILD.search(domain)
 
 
 class MirrorSources:

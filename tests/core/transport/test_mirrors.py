@@ -140,8 +140,44 @@ def test_a_signature_is_not_in_the_log(caplog):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["*", "https://*", "https://*/*", "https://*:443/*", "https://?*.*/*", "cdn.org/*"]
+    "pattern",
+    [
+        "*",
+        "https://*",
+        "https://*/*",
+        "https://*:443/*",
+        "https://?*.*/*",
+        "cdn.org/*",
+        "https://1*/*",
+        "https://10.0.0.*/*",
+        "https://*.1/*",
+        "https://*.0x1/*",
+        "https://cdn.*/*",
+        "https://[f]*/*",
+        "https://*[.a]/*",
+        "https://[fd00::*]/*",
+    ],
 )
 def test_a_pattern_has_to_name_a_host(pattern):
     with pytest.raises(UserError, match=r"server_sources in policy\.toml: .* has to name a host"):
         sources(pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "address"),
+    [
+        ("https://*.example.org/*", f"https://cdn.example.org/{NAME}"),
+        ("https://cdn?.example.org:*/*", f"https://cdn1.example.org:8443/{NAME}"),
+        ("https://10.0.0.1/*", f"https://10.0.0.1/{NAME}"),
+        ("https://[2001:DB8::1]/*", f"https://[2001:db8::1]/{NAME}"),
+        ("https://[2001:db8::1]:8443/*", f"https://[2001:db8::1]:8443/{NAME}"),
+    ],
+)
+def test_a_host_or_a_domain_that_a_pattern_names_is_allowed(pattern, address):
+    assert sources(pattern).allows(address)
+
+
+def test_an_ipv6_address_is_that_host_alone():
+    mirrors = sources("https://[2001:db8::1]/*")
+    for host in ("[2001:db8::2]", "[2001:db8::1]:8443", "2", "b"):
+        assert not mirrors.allows(f"https://{host}/{NAME}")
