@@ -24,6 +24,10 @@ _MAX_SIGNATURE = 64
 """Bytes of a signature that are read."""
 
 
+class LockTaken(UserError):
+    """Another process holds a lock."""
+
+
 @contextlib.contextmanager
 def file_lock(
     path: Path,
@@ -41,8 +45,8 @@ def file_lock(
         follows: whether the lock is taken from a process with a signature, which may still run.
 
     Raises:
-        UserError: another process holds the lock (with the message `taken`), or the file cannot be
-            opened.
+        LockTaken: another process holds the lock (with the message `taken`).
+        UserError: the file cannot be opened.
     """
     handle = _locked(path, taken, follows)
     try:
@@ -70,7 +74,7 @@ def _locked(path: Path, taken: str, follows: Callable[[str], bool]) -> int:
                 path.unlink(missing_ok=True)
             elif not left:
                 os.close(handle)
-                raise UserError(taken) from None
+                raise LockTaken(taken) from None
             else:
                 time.sleep(_LOOK_SECONDS)
         except BaseException:
