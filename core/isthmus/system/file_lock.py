@@ -60,7 +60,12 @@ def file_lock(
 
 
 def _locked(path: Path, taken: str, follows: Callable[[str], bool]) -> int:
-    """The descriptor of the file, which is locked and in its place."""
+    """The descriptor of the file, which is locked and in its place.
+
+    Of two processes that follow an earlier holder in the same microseconds, one may remove the file
+    of the other from its place. Each has a number of its own then, which it signs with, and the
+    fence lets only the one with the higher number change anything (`isthmus_server.storage.fence`).
+    """
     left = _LOOKS
     while True:
         handle = _open(path)
@@ -71,7 +76,9 @@ def _locked(path: Path, taken: str, follows: Callable[[str], bool]) -> int:
         except BlockingIOError:
             left -= 1
             if follows(_signature(handle)):
-                path.unlink(missing_ok=True)
+                # Not the file that another follower may have put there meanwhile.
+                if _is_in_place(handle, path):
+                    path.unlink(missing_ok=True)
             elif not left:
                 os.close(handle)
                 raise LockTaken(taken) from None
