@@ -91,7 +91,7 @@ class Stored:
         return name in self.state
 
     def read(self, name: str, start: int = 0, rows: int | None = None) -> torch.Tensor:
-        assert start == 0 and rows is None
+        assert (start, rows) == (0, None)
         return self.state[name].clone()
 
     def check(self) -> None:
