@@ -22,9 +22,9 @@ from collections.abc import AsyncIterator, Sequence
 from isthmus.errors import ParticipantLost, UpdateError
 from isthmus.transport.blobs import into
 from isthmus.wire import link_pb2
-from isthmus_server.aggregator.sums import LEFT
 from isthmus_server.model.mmap_buffer import MmapBuffer
 from isthmus_server.regimes.upload_places import UploadPlaces
+from isthmus_server.transport.aggregators import LEFT
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import Peer, Place
 from isthmus_server.transport.sanitize import reason_of
