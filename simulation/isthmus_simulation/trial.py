@@ -23,14 +23,16 @@ from isthmus_simulation.virtual_time import VirtualTimeLoop
 class Trial(Simulation):
     """A simulation that ends after some rounds of its job, which decides as if it went on."""
 
-    last_round: int
-    """The round after which it ends."""
+    last_round: int | None = None
+    """The round after which it ends; None for the last one of its job."""
 
     def _watch(self, parts: RunParts, fleet: VirtualFleet) -> None:
         parts.events.subscribe(self._end_after_the_last)
 
     def _end_after_the_last(self, event: Event) -> None:
-        if isinstance(event, RoundCommitted) and event.record.round >= self.last_round:
+        if self.last_round is None or not isinstance(event, RoundCommitted):
+            return
+        if event.record.round >= self.last_round:
             self.leave()
 
 

@@ -24,6 +24,10 @@ _MAX_SIGNATURE = 64
 """Bytes of a signature that are read."""
 
 
+class LockTaken(UserError):
+    """Another process holds a lock."""
+
+
 @contextlib.contextmanager
 def file_lock(
     path: Path,
@@ -41,8 +45,8 @@ def file_lock(
         follows: whether the lock is taken from a process with a signature, which may still run.
 
     Raises:
-        UserError: another process holds the lock (with the message `taken`), or the file cannot be
-            opened.
+        LockTaken: another process holds the lock (with the message `taken`).
+        UserError: the file cannot be opened.
     """
     handle = _locked(path, taken, follows)
     try:
@@ -56,7 +60,12 @@ def file_lock(
 
 
 def _locked(path: Path, taken: str, follows: Callable[[str], bool]) -> int:
-    """The descriptor of the file, which is locked and in its place."""
+    """The descriptor of the file, which is locked and in its place.
+
+    Of two processes that follow an earlier holder in the same microseconds, one may remove the file
+    of the other from its place. Each has a number of its own then, which it signs with, and the
+    fence lets only the one with the higher number change anything (`isthmus_server.storage.fence`).
+    """
     left = _LOOKS
     while True:
         handle = _open(path)
@@ -67,10 +76,12 @@ def _locked(path: Path, taken: str, follows: Callable[[str], bool]) -> int:
         except BlockingIOError:
             left -= 1
             if follows(_signature(handle)):
-                path.unlink(missing_ok=True)
+                # Not the file that another follower may have put there meanwhile.
+                if _is_in_place(handle, path):
+                    path.unlink(missing_ok=True)
             elif not left:
                 os.close(handle)
-                raise UserError(taken) from None
+                raise LockTaken(taken) from None
             else:
                 time.sleep(_LOOK_SECONDS)
         except BaseException:

@@ -20,6 +20,7 @@ _SHARED = {
     "nfs4",
     "ocfs2",
     "orangefs",
+    "pvfs2",
     "smb3",
 }
 """File systems of networks and clusters; those in user space (`fuse.NAME`) may be some, too."""

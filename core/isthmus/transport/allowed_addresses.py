@@ -24,12 +24,20 @@ _ADDRESS = re.compile(
 )
 """An address with nothing in its host that two readers may take for something else."""
 
+_IPV6 = re.compile(r"\[[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*\]")
+
+
+def is_ipv6(host: str) -> bool:
+    """Whether the host of a pattern is an IPv6 address in brackets, with a port or without."""
+    return _IPV6.match(host) is not None
+
 
 def is_allowed(address: str, patterns: Sequence[str]) -> bool:
     """Whether one of an owner's patterns is of this address.
 
     Host and port are compared with those of a pattern, and what follows with what follows there,
-    so that no path looks like a host. Without a path, a pattern is for all of a host.
+    so that no path looks like a host. Without a path, a pattern is for all of a host. An IPv6
+    address is compared as it is written.
     """
     found = _ADDRESS.fullmatch(address)
     if found is None or ".." in re.split(r"[/\\?]", urllib.parse.unquote(found["path"])):
@@ -39,6 +47,8 @@ def is_allowed(address: str, patterns: Sequence[str]) -> bool:
             return True
         host, slash, rest = pattern.removeprefix(HTTPS).partition("/")
         path = slash + rest if slash else ANY
+        if is_ipv6(host):
+            host = "[[]" + host[1:]  # for fnmatch its bracket would begin a set of characters
         if fnmatch.fnmatchcase(found["host"].lower(), host.lower()) and fnmatch.fnmatchcase(
             found["path"], path
         ):

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from isthmus.errors import UserError
 from isthmus.printable import in_a_line
-from isthmus.transport.allowed_addresses import HTTPS, is_allowed
+from isthmus.transport.allowed_addresses import HTTPS, is_allowed, is_ipv6
 from isthmus.transport.blob_sources import Rest, RestingSource
 from isthmus.transport.https_source import HttpsSource
 from isthmus.wire import link_pb2
@@ -75,12 +75,19 @@ def check_patterns(patterns: Sequence[str], named: str) -> None:
         UserError: one of them names no host.
     """
     for pattern in patterns:
-        host = re.sub(r":[0-9*?]*$", "", pattern.removeprefix(HTTPS).partition("/")[0].lower())
-        if not pattern.startswith(HTTPS) or not _HOST.fullmatch(host):
+        host = pattern.removeprefix(HTTPS).partition("/")[0]
+        if not pattern.startswith(HTTPS) or not _names_a_host(host):
             raise UserError(
-                f"{named}: {pattern!r} has to name a host, as in https://HOST/*: a server could "
-                "have this device ask any host inside your network"
+                f"{named}: {pattern!r} has to name a host, as in https://HOST/*, or a domain, as "
+                "in https://*.example.org/*: a server could have this device ask any host inside "
+                "your network"
             )
+
+
+def _names_a_host(host: str) -> bool:
+    """Whether what a pattern has as its host, with a port, is of one host or of one domain's."""
+    name = re.sub(r":[0-9*?]*$", "", host.lower())
+    return is_ipv6(host) or _HOST.fullmatch(name) is not None
 
 
 class MirrorSources:

@@ -27,6 +27,8 @@ class RayGroup:
     has_service: bool
     """Whether the group ends with the first node, to which the others come back."""
     state: Path
+    """Directory that all nodes share, with the script and a log of each node."""
     script: Path
+    """What each node runs."""
     digest: str
     """SHA-256 of the script."""

@@ -6,7 +6,8 @@ examples pass through the model before and after, and the outputs must agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +106,36 @@ def check_sharded(module: nn.Module, trace: StageTrace, device: torch.device) ->
             "the model gives another output than whole",
             "correct the task's tensor_parallel_plan(model), or give it one",
         )
+
+
+@contextlib.contextmanager
+def with_values(others: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+    """Within it some parameters have other values."""
+    own = {parameter: parameter.detach().clone() for parameter in others}
+    with torch.no_grad():
+        for parameter, values in others.items():
+            parameter.copy_(values)
+        try:
+            yield
+        finally:
+            for parameter, values in own.items():
+                parameter.copy_(values)
+
+
+def unlike_a_constant(values: torch.Tensor) -> torch.Tensor | None:
+    """Values in place of those of a parameter that is one number everywhere; None for any other.
+
+    Adding zeros twice, or multiplying by ones twice, shows only with these.
+
+    >>> unlike_a_constant(torch.zeros(3))
+    tensor([0.2500, 0.5000, 0.7500])
+    >>> unlike_a_constant(torch.arange(3.0)) is None
+    True
+    """
+    if not values.is_floating_point() or not values.numel() or values.min() != values.max():
+        return None
+    change = torch.linspace(0.25, 0.75, values.numel(), device=values.device)
+    return (values + change.reshape(values.shape)).to(values.dtype)
 
 
 def on_device(inputs: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:

@@ -443,7 +443,7 @@ def _stages(
     if dims.pipeline == 1:
         return [model], [((inputs,), output)]
     _check_calls_change_nothing(_CalledByTask(task, model), inputs, unfilled, gathered=gathered)
-    return split_into_stages(task, model, dims, inputs, output, run)
+    return split_into_stages(task, model, dims, inputs, output, run, unfilled=unfilled)
 
 
 def _check_calls_change_nothing(

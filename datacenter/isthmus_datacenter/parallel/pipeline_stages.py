@@ -10,6 +10,7 @@ of the whole model (`equivalence_check`).
 
 from __future__ import annotations
 
+import collections
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
@@ -27,8 +28,11 @@ from isthmus_datacenter.parallel.equivalence_check import (
     first_line,
     run_in_eval_mode,
     trace_stages,
+    unlike_a_constant,
+    with_values,
 )
 from isthmus_datacenter.parallel.parallel_dims import ParallelDims
+from isthmus_datacenter.parallel.unfilled_model import UnfilledModel
 
 
 def split_into_stages(
@@ -40,6 +44,7 @@ def split_into_stages(
     run: RunModule = run_in_eval_mode,
     *,
     compared: bool = True,
+    unfilled: UnfilledModel | None = None,
 ) -> tuple[list[nn.Module], list[StageTrace]]:
     """Split a model into the pipeline's stages, and check them on a sample.
 
@@ -51,6 +56,7 @@ def split_into_stages(
         expected: the whole model's output for them.
         run: calls the model and its stages.
         compared: whether outputs are compared with `expected`; tensors without values cannot be.
+        unfilled: the model, if its parameters are without memory.
 
     Returns:
         The stages, which share the model's modules; and for each its inputs and output.
@@ -68,14 +74,21 @@ def split_into_stages(
             f"a pipeline takes a batch of inputs as one tensor, not {type(sample).__name__}; "
             "set pipeline_parallel = 1"
         )
-    check = check_stages if compared else _only_called
+
+    def check(stages: Sequence[nn.Module]) -> list[StageTrace]:
+        if not compared:
+            return trace_stages(stages, sample, run)
+        traces = check_stages(stages, expected, sample, run)
+        _check_shared_constants(model, stages, sample, run, unfilled)
+        return traces
+
     with user_code("pipeline_stages()"):
         # The task knows its model; only without its help the blocks are looked for.
         task_stages = task.pipeline_stages(model, dims.stages)
     if task_stages is None:
         stages = split_at_blocks(model, dims.stages, sample, run)
         try:
-            return stages, check(stages, expected, sample, run)
+            return stages, check(stages)
         except Exception as error:
             raise TaskError(
                 f"the model cannot be split into {dims.stages} pipeline stages without help, "
@@ -89,7 +102,7 @@ def split_into_stages(
             f"returned {[type(each).__name__ for each in stages]}"
         )
     try:
-        return stages, check(stages, expected, sample, run)
+        return stages, check(stages)
     except Exception as error:
         raise TaskError(
             "the stages of pipeline_stages() do not compute what the model computes: "
@@ -97,12 +110,40 @@ def split_into_stages(
         ) from error
 
 
-def _only_called(
-    stages: Sequence[nn.Module], expected: Any, sample: Any, run: RunModule
-) -> list[StageTrace]:
-    """Call the stages in order, and compare nothing; see `check_stages`."""
-    del expected
-    return trace_stages(stages, sample, run)
+def _check_shared_constants(
+    model: nn.Module,
+    stages: Sequence[nn.Module],
+    sample: Any,
+    run: RunModule,
+    unfilled: UnfilledModel | None,
+) -> None:
+    """Compare again with other values of parameters that several stages have and that are constant.
+
+    A position embedding that begins with zeros, for example, is added in each stage if it belongs
+    to no module around the blocks, which shows only after it was trained.
+
+    Raises:
+        TaskError: the outputs differ.
+    """
+    users = collections.Counter(each for stage in stages for each in set(stage.parameters()))
+    others = {}
+    names = []
+    for name, parameter in model.named_parameters():
+        if users[parameter] > 1:
+            values = parameter.detach() if unfilled is None else unfilled.read(name, parameter)
+            if (other := unlike_a_constant(values)) is not None:
+                others[parameter] = other
+                names.append(name)
+    if not others:
+        return
+    with with_values(others) if unfilled is None else unfilled.with_values(others):
+        expected = run(model, sample)
+        try:
+            check_stages(stages, expected, sample, run)
+        except TaskError as error:
+            raise TaskError(
+                f"with other values of {names[0]!r}, which several stages use: {error}"
+            ) from error
 
 
 def split_at_blocks(

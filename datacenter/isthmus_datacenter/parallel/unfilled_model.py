@@ -109,6 +109,8 @@ class UnfilledModel:
         self._names = {each: name for name, each in model.named_parameters()}
         self._called = True
         """Whether the model could be called in parts."""
+        self._others: Mapping[nn.Parameter, torch.Tensor] = {}
+        """Values in place of those of some parameters."""
 
     @classmethod
     def of(
@@ -172,7 +174,18 @@ class UnfilledModel:
         Raises:
             UserError: they cannot be read.
         """
+        if parameter in self._others:
+            return self._others[parameter].clone()
         return self.values.read(self._names[parameter])
+
+    @contextlib.contextmanager
+    def with_values(self, others: Mapping[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+        """Within it some parameters have other values."""
+        self._others = others
+        try:
+            yield
+        finally:
+            self._others = {}
 
     def read_shard(
         self, names: Mapping[str, str], device: torch.device, path: str, parameter: nn.Parameter

@@ -21,8 +21,7 @@ from isthmus.transport.heartbeats import Heartbeats
 from isthmus.transport.stream import GONE, Stream
 from isthmus.wire import link_pb2
 from isthmus_server.aggregator.blobs import KeptBlobs
-from isthmus_server.aggregator.sums import LEFT
-from isthmus_server.transport.aggregators import MAX_CHANNELS, status_of
+from isthmus_server.transport.aggregators import LEFT, MAX_CHANNELS, status_of
 from isthmus_server.transport.limits import (
     MAX_TRANSFERS_PER_PARTICIPANT,
     SHA256_BYTES,

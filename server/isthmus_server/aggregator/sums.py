@@ -23,12 +23,10 @@ from isthmus.wire import link_pb2
 from isthmus_privacy.compression.round_vector import RoundVector
 from isthmus_server.model.fixed_point_sum import WeightedSum
 from isthmus_server.model.update_decoding import StreamingUpdate, UpdateSpool
+from isthmus_server.transport.aggregators import LEFT
 
 MAX_SUMS = 1024
 """Most sums at a time, of all jobs and their groups."""
-LEFT = "left-aggregator"
-"""Code of a failure because a device, or the sum of its vector, is not at the aggregator, or the
-aggregator has no room for it: no fault of the device."""
 MAX_ELEMENTS = 1 << 34
 """Most elements of a vector: 64 GB of float32."""
 

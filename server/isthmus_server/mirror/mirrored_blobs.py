@@ -57,8 +57,9 @@ class MirroredBlobs:
       * what the link offers is read only until `withdraw` returns;
       * a blob is removed a minute after the link has offered it last, and all are when the server
         ends or, after a crash, begins again;
-      * a mirror that fails, or is slow, delays requests once by at most half a minute; it is then
-        left alone for ten minutes, and participants pull on the link.
+      * a mirror that fails, or is slow, delays requests once by at most half a minute, and one that
+        does not sign addresses by another; it is then left alone for ten minutes, and participants
+        pull on the link.
     """
 
     def __init__(
@@ -73,13 +74,16 @@ class MirroredBlobs:
         Args:
             place: where blobs are put.
             kept_seconds: from when the link does not offer a blob any more to its removal.
-            put_seconds: longest time that requests wait for a blob to be there.
+            put_seconds: longest time that requests wait for a blob to be there, and for its
+                address.
         """
         self._place = place
         self._kept_seconds = kept_seconds
         self._put_seconds = put_seconds
         self._copies: dict[bytes, _Copy] = {}
         self._rests_until = 0.0
+        self._unsigned_until = 0.0
+        """Until then no address is asked for."""
         self._room = asyncio.Semaphore(_AT_ONCE)
         self._removing: set[asyncio.Task[None]] = set()
 
@@ -172,13 +176,24 @@ class MirroredBlobs:
 
     async def _address_of(self, copy: _Copy) -> str:
         """Where a blob is; empty if a store signs nothing now."""
-        if not copy.address or time.monotonic() - copy.signed_at > _SIGNED_AGAIN_SECONDS:
-            try:  # in a thread, as a store's library may have to renew its credentials
+        now = time.monotonic()
+        if copy.address and now - copy.signed_at <= _SIGNED_AGAIN_SECONDS:
+            return copy.address
+        copy.address = ""
+        if now < self._unsigned_until:
+            return ""
+        why = ""
+        try:  # in a thread, as a store's library may have to renew its credentials
+            async with asyncio.timeout(self._put_seconds) as limit:
                 copy.address = await _in_thread(lambda: self._place.address(copy.name))
-            except Exception as error:  # noqa: BLE001 - as in `_put`
-                copy.address = ""
-                self._give_up(in_a_line(str(error) or type(error).__name__))
             copy.signed_at = time.monotonic()
+        except Exception as error:  # noqa: BLE001 - as in `_put`
+            why = in_a_line(str(error) or type(error).__name__)
+            if limit.expired():
+                why = f"an address was not signed after {self._put_seconds:g} s"
+        if why:
+            self._unsigned_until = time.monotonic() + REST_SECONDS
+            self._give_up(why)
         return copy.address
 
     def _give_up(self, why: str) -> None:

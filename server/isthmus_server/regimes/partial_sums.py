@@ -24,6 +24,7 @@ from isthmus.transport.blobs import into
 from isthmus.wire import link_pb2
 from isthmus_server.model.mmap_buffer import MmapBuffer
 from isthmus_server.regimes.upload_places import UploadPlaces
+from isthmus_server.transport.aggregators import LEFT
 from isthmus_server.transport.link import Link
 from isthmus_server.transport.peer import Peer, Place
 from isthmus_server.transport.sanitize import reason_of
@@ -33,9 +34,6 @@ OPEN_SECONDS = 60.0
 HAND_OVER_SECONDS = 60.0
 """Time for an aggregator to answer with its sum; the transfer has as much, and more by its size,
 and so has the wait for the transfers of other sums."""
-
-_LEFT = "left-aggregator"
-"""Code of a failure because the device is not at the aggregator any more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +263,7 @@ class PartialSums:
             return reply
         reason = reason_of(reply)
         self._link.acknowledge(aggregator, request.id, False, reason)
-        if reply.failure.code == _LEFT:
+        if reply.failure.code == LEFT:
             raise ParticipantLost(reason, reached=True)
         raise UpdateError(reason)
 

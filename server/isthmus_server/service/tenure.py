@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from isthmus.errors import TakenOver, UserError
-from isthmus.system.file_lock import file_lock, is_locked
+from isthmus.system.file_lock import LockTaken, file_lock, is_locked
 from isthmus.system.private_files import create_state_file
 from isthmus_server.runs.jobs.queue import JobQueue, check
 from isthmus_server.storage.fence import QUEUE, STANDBY, Fence, epoch_of, write_lock
@@ -217,6 +217,10 @@ def _in_turn(state: Path, stack: contextlib.ExitStack, tell: Callable[[str], obj
         except sqlite3.OperationalError as error:
             watch.say_unusable(error)
             continue
+        except LockTaken:  # since it was looked at, and not by a server, which raises the epoch
+            watch.say(f"waits until no other command uses {state}")
+            time.sleep(_LOOK_SECONDS)
+            continue
         if fence is None:  # another standby was faster
             watch = _Watch(state, tell)
             continue
@@ -266,7 +270,8 @@ def _raised(
         None if the directory has another epoch than expected.
 
     Raises:
-        UserError: another server has the lock, or the queue is damaged.
+        LockTaken: another process has the lock.
+        UserError: the queue is damaged.
         sqlite3.OperationalError: another process has the write lock of the queue.
     """
     _check_queue(state)

@@ -106,10 +106,11 @@ class RunDescription:
         Raises:
             DamagedError: they differ, with the first key that does.
         """
-        found = json.loads(self.to_text())
-        expected = json.loads(logged.to_text())
-        for key, value in _leaves(expected):
-            if (other := dict(_leaves(found)).get(key)) != value:
+        found = dict(_leaves(json.loads(self.to_text())))
+        expected = dict(_leaves(json.loads(logged.to_text())))
+        for key in expected | found:  # also one that is new, as in the options of an optimizer
+            value = expected.get(key)
+            if (other := found.get(key)) != value:
                 raise damaged(
                     f"{FILE} was changed after the run began ({key} was {value!r}, is {other!r})",
                     directory,

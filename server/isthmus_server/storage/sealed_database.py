@@ -177,8 +177,11 @@ class SealedDatabase:
         return database
 
     def catch_up_head(self) -> None:
-        """Bring the head up to date after a crash left it a commit behind, if the disk allows."""
-        with contextlib.suppress(OSError):
+        """Bring the head up to date after a crash left it a commit behind, if that is possible.
+
+        It is not with a full disk, or while another process has the write lock of the queue.
+        """
+        with contextlib.suppress(OSError, sqlite3.Error):
             self.write_head()
 
     def _prepare(self, schema: str, fence: Fence | None) -> None:
@@ -254,6 +257,7 @@ class SealedDatabase:
 
         Raises:
             OSError: the file cannot be written.
+            sqlite3.Error: the database cannot be read, or the queue of the fence not be locked.
         """
         with contextlib.suppress(TakenOver), held(self._fence):  # a later server writes its own
             self._write_head()

@@ -44,6 +44,10 @@ COVERED = 0.9
 LEAST_EVALUATED = 3
 """Evaluated rounds of a kind that a forecast needs."""
 
+MAX_VALUE = 1e100
+"""Largest value that is forecast: a run whose metric is larger has diverged, and squares of what is
+larger may not be numbers."""
+
 FIRST = 0.25
 """What the first round is expected to move, as a part of all that the metric moved."""
 MIXED = 0.3
@@ -136,11 +140,13 @@ class LearningCurves:
             seed: of the sample.
 
         Raises:
-            ValueError: no round was evaluated.
+            ValueError: no round was evaluated, or the values are too large to be added up.
         """
         seen = np.array([each for piece in pieces for each in piece.values if math.isfinite(each)])
         if not seen.size:
             raise ValueError("no round was evaluated")
+        if float(np.abs(seen).max()) > MAX_VALUE:
+            raise ValueError(f"its values are beyond {MAX_VALUE:g}")
         self.kinds = tuple(dict.fromkeys(kind for piece in pieces for kind in piece.kinds))
         self._inertia = inertia
         self._pieces = [_Course.of(piece, inertia) for piece in pieces if piece.kinds]
@@ -155,13 +161,16 @@ class LearningCurves:
         """Learn the curves of a metric, which is a share if its values and its name allow it.
 
         Raises:
-            ValueError: no round was evaluated with it.
+            ValueError: no round was evaluated with it, or its values are too large.
         """
         seen = [value for piece in pieces for value in piece.values if math.isfinite(value)]
         if not seen:
             raise ValueError(f"no round was evaluated with the metric {name!r}")
         is_share = not name.endswith("loss") and min(seen) >= 0 and max(seen) <= 1
-        return cls(pieces, bounded=is_share, inertia=inertia)
+        try:
+            return cls(pieces, bounded=is_share, inertia=inertia)
+        except ValueError as error:
+            raise ValueError(f"the metric {name!r} cannot be forecast: {error}") from error
 
     # -- forecasts ---------------------------------------------------------------------------------
 

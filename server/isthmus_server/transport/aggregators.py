@@ -29,6 +29,9 @@ from isthmus_server.transport.aggregator_room import AggregatorRoom
 from isthmus_server.transport.limits import SHA256_BYTES
 from isthmus_server.transport.peer import CAME, Peer
 
+LEFT = "left-aggregator"
+"""Code of a failure because a device, or the sum of its vector, is not at the aggregator, or the
+aggregator has no room for it: no fault of the device."""
 MAX_CHANNELS = 20_000
 """Most devices at one aggregator."""
 WAITING_MESSAGES = 64

@@ -1,5 +1,6 @@
 """A lock is held by one process, and others can see whether it is."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -69,3 +70,24 @@ def test_who_has_not_signed_is_not_followed(tmp_path):
         file_lock(path, "taken", signature="two", follows=earlier),
     ):
         pass
+
+
+def test_the_lock_of_another_follower_stays_in_its_place(tmp_path):
+    """It has followed the same holder, after its signature was read here."""
+    path = tmp_path / "lock"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(file_lock(path, "taken", signature="one"))
+
+        def at_last(signature):
+            if not earlier(signature):
+                return False
+            stack.enter_context(file_lock(path, "taken", signature="two", follows=earlier))
+            return True
+
+        with (
+            pytest.raises(UserError, match=r"^taken$"),
+            file_lock(path, "taken", signature="three", follows=at_last),
+        ):
+            pass
+        assert path.read_text() == "two"
+        assert is_locked(path)

@@ -159,6 +159,14 @@ def test_a_signature_is_not_in_the_log(caplog):
         "https://*.0.1/*",
         "https://[!x]*[!]-]/*",
         "https://*[a-z].example.org/*",
+        "https://1*/*",
+        "https://10.0.0.*/*",
+        "https://*.1/*",
+        "https://*.0x1/*",
+        "https://cdn.*/*",
+        "https://[f]*/*",
+        "https://*[.a]/*",
+        "https://[fd00::*]/*",
     ],
 )
 def test_a_pattern_has_to_name_a_host(pattern):
@@ -167,15 +175,24 @@ def test_a_pattern_has_to_name_a_host(pattern):
 
 
 @pytest.mark.parametrize(
-    "pattern",
+    ("pattern", "address"),
     [
-        "https://cdn.example.org",
-        "https://cdn-*.example.org:8443/models/*",
-        "https://*.example.org:*/*",
-        "https://CDN.example.org/*",
-        "https://mirror/*",
-        "https://10.0.0.1/*",
+        ("https://cdn.example.org", "https://cdn.example.org"),
+        ("https://cdn-*.example.org:8443/*", f"https://cdn-1.example.org:8443/{NAME}"),
+        ("https://*.example.org/*", f"https://cdn.example.org/{NAME}"),
+        ("https://cdn?.example.org:*/*", f"https://cdn1.example.org:8443/{NAME}"),
+        ("https://CDN.example.org/*", f"https://cdn.example.org/{NAME}"),
+        ("https://mirror/*", f"https://mirror/{NAME}"),
+        ("https://10.0.0.1/*", f"https://10.0.0.1/{NAME}"),
+        ("https://[2001:DB8::1]/*", f"https://[2001:db8::1]/{NAME}"),
+        ("https://[2001:db8::1]:8443/*", f"https://[2001:db8::1]:8443/{NAME}"),
     ],
 )
-def test_a_pattern_may_be_of_several_hosts_of_one_domain(pattern):
-    sources(pattern)
+def test_a_host_or_a_domain_that_a_pattern_names_is_allowed(pattern, address):
+    assert sources(pattern).allows(address)
+
+
+def test_an_ipv6_address_is_that_host_alone():
+    mirrors = sources("https://[2001:db8::1]/*")
+    for host in ("[2001:db8::2]", "[2001:db8::1]:8443", "2", "b"):
+        assert not mirrors.allows(f"https://{host}/{NAME}")

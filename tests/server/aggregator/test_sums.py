@@ -19,6 +19,7 @@ from isthmus_privacy.compression.round_vector import RoundVector
 from isthmus_server.aggregator import sums
 from isthmus_server.aggregator.sums import VectorSums
 from isthmus_server.model.fixed_point_sum import Part, WeightedSum
+from isthmus_server.transport.aggregators import LEFT
 
 LAYOUT = TensorLayout.of(torch.nn.Linear(70_000, 1))
 DECLARED = 40
@@ -289,7 +290,7 @@ async def test_a_full_disk_is_no_fault_of_a_device_and_leaves_nothing_in_the_sum
             full.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1))
             with pytest.raises(UpdateError, match="cannot keep its vector: its disk") as refused:
                 await aggregator.ask(add_vector=asked)
-            assert refused.value.code == sums.LEFT
+            assert refused.value.code == LEFT
         fetch = aggregator.sums._fetch
 
         async def fails(*_):
@@ -298,7 +299,7 @@ async def test_a_full_disk_is_no_fault_of_a_device_and_leaves_nothing_in_the_sum
         aggregator.sums._fetch = fails
         with pytest.raises(UpdateError, match="vector: No space left on device") as refused:
             await aggregator.ask(add_vector=asked)
-        assert refused.value.code == sums.LEFT
+        assert refused.value.code == LEFT
         aggregator.sums._fetch = fetch
         await aggregator.ask(add_vector=asked)
         aggregator.acknowledge(asked, True)

@@ -177,6 +177,38 @@ async def test_a_mirror_that_fails_or_is_slow_delays_one_request(folder, offered
         assert files(folder) == [] or fault == "slow"
 
 
+class UnsignedFolder(MirrorFolder):
+    """A folder whose addresses come when the test says so."""
+
+    def __init__(self, target, url):
+        super().__init__(target, url)
+        self.gate = threading.Event()
+        self.asked = 0
+
+    def address(self, name):
+        self.asked += 1
+        assert self.gate.wait(100)
+        return super().address(name)
+
+
+async def test_a_store_that_does_not_sign_delays_one_request(folder, offered, caplog, monkeypatch):
+    """Its library may wait for credentials for ever."""
+    place = UnsignedFolder(str(folder), URL)
+    blobs = MirroredBlobs(place, put_seconds=0.01)
+    async with blobs.running("me"):
+        await asked(blobs, offered)
+        (copy,) = blobs._copies.values()
+        await copy.put
+        for _ in range(3):
+            assert (await asked(blobs, offered)).address == ""
+        assert place.asked == 1
+        assert caplog.text.count("the mirror cannot be written to") == 1
+        place.gate.set()
+        monkeypatch.setattr(blobs, "_unsigned_until", 0.0)
+        monkeypatch.setattr(blobs, "_put_seconds", 100)
+        assert (await asked(blobs, offered)).address
+
+
 async def test_what_is_small_or_for_one_device_is_not_put_there(folder):
     blobs = MirroredBlobs(MirrorFolder(str(folder), URL))
     async with blobs.running("me"):

@@ -377,6 +377,30 @@ def test_a_beat_needs_no_space_on_the_disk(state):
     assert beat.stdout == "True\n", beat.stderr
 
 
+def test_a_standby_waits_for_a_command_that_has_the_lock_when_it_takes_over(
+    state, serving, monkeypatch
+):
+    server = serving()
+    told = queue.Queue()
+    raised = tenure._raised
+    command = contextlib.ExitStack()
+
+    def while_used(*arguments, **more):
+        monkeypatch.setattr(tenure, "_raised", raised)
+        command.enter_context(file_lock(state / "lock", "taken"))
+        return raised(*arguments, **more)
+
+    monkeypatch.setattr(tenure, "_raised", while_used)
+    thread = taking_over(state, told)
+    thread.start()
+    assert "waits as a standby" in told.get(timeout=50)
+    server.communicate("", timeout=50)
+    with command:
+        assert told.get(timeout=50) == f"waits until no other command uses {state}"
+    assert told.get(timeout=50) == "has epoch 2"
+    thread.join(50)
+
+
 def test_beats_go_on_in_a_new_file_after_theirs_was_lost(state, serving):
     server = serving()
     (state / "standby.sqlite").unlink()

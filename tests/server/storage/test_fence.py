@@ -405,7 +405,8 @@ def test_a_transaction_that_a_crash_cut_short_there_is_undone(on_nfs, serving):
 
 
 @pytest.mark.parametrize(
-    ("kind", "shared"), [("nfs4", True), ("fuse.glusterfs", True), ("xfs", False), ("9p", False)]
+    ("kind", "shared"),
+    [("nfs4", True), ("pvfs2", True), ("fuse.glusterfs", True), ("xfs", False), ("9p", False)],
 )
 def test_which_volumes_have_several_machines(tmp_path, monkeypatch, kind, shared):
     folder = tmp_path / "a b"

@@ -1,6 +1,7 @@
 """Creating, opening, locking and reading run directories."""
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ import pytest
 from tests.server.storage.records import FINAL
 from tests.server.storage.rounds import commit_round, plan_round
 
-from isthmus.errors import UserError
+from isthmus.errors import DamagedError, UserError
 from isthmus.system.file_lock import file_lock
 from isthmus_server.storage.recovery import roll_back
 from isthmus_server.storage.store import Store
@@ -165,6 +166,21 @@ def test_a_run_on_a_read_only_medium_is_read_without_writes(new_run, monkeypatch
         assert files == {
             path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()
         }
+
+
+def test_an_option_that_was_added_to_the_job_of_a_run_is_noticed(new_run):
+    """As one of an optimizer, which had its default."""
+    directory = new_run().directory
+    path = directory / "job.json"
+    table = json.loads(path.read_text())
+    table["job"]["strategy"]["server_optimizer"]["options"]["momentum"] = 0.5
+    path.write_text(json.dumps(table))
+    with pytest.raises(
+        DamagedError,
+        match=r"job\.json was changed after the run began \(job\.strategy\.server_optimizer\."
+        r"options\.momentum was None, is 0\.5\)",
+    ):
+        Store.open(directory, check=True)
 
 
 def test_a_live_run_can_be_read_through_a_read_only_mount(new_run, monkeypatch):

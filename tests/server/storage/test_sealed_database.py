@@ -14,6 +14,7 @@ from isthmus_server.fleet.registry import Registry
 from isthmus_server.runs.jobs import queue
 from isthmus_server.runs.jobs.queue import JobQueue
 from isthmus_server.storage import recovery
+from isthmus_server.storage.fence import QUEUE, Fence, write_lock
 from isthmus_server.storage.sealed_database import SealedDatabase, database_error
 from isthmus_server.storage.store import Store
 
@@ -162,3 +163,21 @@ def test_an_error_that_is_no_damage_names_the_file_and_what_to_do(tmp_path):
         named = database_error(file, error)
         assert not isinstance(named, DamagedError)
         assert re.fullmatch(rf".*things.sqlite cannot be used {sentence}.*", str(named)), named
+
+
+def test_a_head_that_cannot_be_written_now_is_written_later(tmp_path, monkeypatch):
+    """As while another process has the write lock of the queue."""
+    monkeypatch.setattr("isthmus_server.storage.fence._BUSY_SECONDS", 0.01)
+    JobQueue(tmp_path).close()
+    fence = Fence(tmp_path, 0)
+    with contextlib.closing(SealedDatabase(tmp_path / "things.sqlite", SCHEMA, fence=fence)) as db:
+        fill(db)
+        written = db.head.read_bytes()
+        db.connection.execute("DELETE FROM things")
+        with write_lock(tmp_path / QUEUE):
+            with pytest.raises(sqlite3.OperationalError, match="locked"):
+                db.write_head()
+            db.catch_up_head()
+            assert db.head.read_bytes() == written
+        db.catch_up_head()
+        assert db.head.read_bytes() != written

@@ -114,3 +114,14 @@ def test_many_kinds_at_the_end_of_a_share_have_a_sample():
     kinds = [f"datacenter of {steps} steps" for steps in range(16)] * 3
     curves = LearningCurves([RunPiece(kinds, [1.0] * len(kinds))], bounded=True)
     assert 0.9 <= curves.interval(curves.after(kinds)[:, -1]).low <= 1.0
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [1e308, -1e308, 1e160])
+def test_values_of_a_run_that_diverged_are_not_forecast(value):
+    pieces = [RunPiece(["federated"] * 4, [value, 2.0, -value, 1.0])]
+    with pytest.raises(ValueError, match="the metric 'loss' cannot be forecast: its values are"):
+        LearningCurves.of_metric("loss", pieces, Inertia())
+    large = [RunPiece(["federated"] * 4, [9e99, 2.0, -9e99, 1.0])]
+    curves = LearningCurves.of_metric("loss", large, Inertia())
+    assert np.isfinite(curves.after(["federated"] * 5)).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from isthmus_server.read.report.durations import duration
 from isthmus_server.storage.records import RoundRecord
@@ -37,18 +38,25 @@ def in_words(forecast: RoundForecast) -> str:
     return f"{sentence}; the target in {math.ceil(forecast.rounds_to_target)} rounds"
 
 
-def compared(forecast: RoundForecast, record: RoundRecord) -> str:
-    """A committed round compared with its forecast; empty if nothing was forecast.
+def ratios(forecast: RoundForecast, record: RoundRecord) -> Iterator[tuple[str, float]]:
+    """Time, cost and bytes of a committed round, each divided by what was forecast of it.
 
-    Both prices are of the one attempt that was committed.
+    They are of the one attempt that was committed, without the comparisons of models that were made
+    before it was planned: their cost is known then, and no part of the forecast.
     """
-    parts = []
     if forecast.seconds:
-        parts.append(f"{record.seconds / forecast.seconds:.2g} times the time")
+        yield "time", record.seconds / forecast.seconds
     if forecast.price:
-        parts.append(f"{record.cost.price / forecast.price:.2g} times the cost")
+        before = sum(each.price for each in record.comparisons)
+        yield "cost", (record.cost.price - before) / forecast.price
     if forecast.device_bytes:
-        parts.append(f"{record.cost.device_bytes / forecast.device_bytes:.2g} times the bytes")
+        before_bytes = sum(each.device_bytes for each in record.comparisons)
+        yield "bytes", (record.cost.device_bytes - before_bytes) / forecast.device_bytes
+
+
+def compared(forecast: RoundForecast, record: RoundRecord) -> str:
+    """A committed round compared with its forecast; empty if nothing was forecast."""
+    parts = [f"{ratio:.2g} times the {name}" for name, ratio in ratios(forecast, record)]
     actual = record.metrics.get(forecast.metric)
     if forecast.value is not None and actual is not None:
         parts.append(f"{forecast.metric} {actual:.4g} instead of {forecast.value:.4g}")

@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
+from isthmus_server.read.report.forecasts import ratios
 from isthmus_server.storage.records import EndedAttempt, LoggedAttempt, Receipt, Record, RoundRecord
-from isthmus_server.strategy.forecast import RoundForecast
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,15 +141,15 @@ def forecast_errors(logged: Iterable[LoggedAttempt]) -> list[ForecastError]:
 
     The first round of a regime has no forecast of its time.
     """
-    ratios: dict[tuple[str, str], list[float]] = {}
+    by_figure: dict[tuple[str, str], list[float]] = {}
     for each in logged:
         forecast = each.planned.decision.forecast
         if forecast is None or not isinstance(each.record, RoundRecord):
             continue
-        for name, ratio in _ratios(forecast, each.record):
-            ratios.setdefault((each.record.regime, name), []).append(ratio)
+        for name, ratio in ratios(forecast, each.record):
+            by_figure.setdefault((each.record.regime, name), []).append(ratio)
     found = []
-    for (regime, name), values in ratios.items():
+    for (regime, name), values in by_figure.items():
         figure = MeasuredFigure.of(name, "", values)
         if figure is not None:
             found.append(
@@ -163,17 +163,6 @@ def forecast_errors(logged: Iterable[LoggedAttempt]) -> list[ForecastError]:
                 )
             )
     return found
-
-
-def _ratios(forecast: RoundForecast, record: RoundRecord) -> Iterator[tuple[str, float]]:
-    if forecast.seconds:
-        yield "time", record.seconds / forecast.seconds
-    if forecast.price:
-        compared = sum(each.price for each in record.comparisons)
-        yield "cost", (record.cost.price - compared) / forecast.price
-    if forecast.device_bytes:
-        compared_bytes = sum(each.device_bytes for each in record.comparisons)
-        yield "bytes", (record.cost.device_bytes - compared_bytes) / forecast.device_bytes
 
 
 def _shown(value: float, unit: str) -> str:

@@ -260,7 +260,10 @@ class JobQueue:
     def _write_head(self) -> None:
         try:
             self._log.write_head()
-        except OSError as error:  # the change is made, and the next one writes the head
+        except (
+            OSError,
+            sqlite3.Error,
+        ) as error:  # the change is made, and the next one writes the head
             log.warning("%s cannot be written: %s", self._log.head, error)
 
     def _find(self, where: str, values: tuple[object, ...] = ()) -> list[QueuedJob]:

@@ -3,10 +3,11 @@
 import dataclasses
 
 import pytest
-from tests.server.storage.records import planned_attempt, round_record
+from tests.server.storage.records import comparison_record, planned_attempt, round_record
 
+from isthmus_server.read.report.forecasts import compared
 from isthmus_server.read.report.measurements import MeasuredFigure, forecast_errors, measured
-from isthmus_server.storage.records import LoggedAttempt, Receipt
+from isthmus_server.storage.records import Cost, LoggedAttempt, Receipt
 from isthmus_server.strategy.forecast import RoundForecast
 
 
@@ -83,3 +84,14 @@ async def test_a_report_has_both(deployment):
     errors = {each["name"]: each for each in report["forecast_errors"]}
     assert errors["cost"]["ratio"] == 1.0
     assert errors["time"]["count"] == 2  # the first round has no forecast of its time
+
+
+def test_a_round_is_compared_with_its_forecast_without_the_comparisons_before_it():
+    """They were made, and paid, when the round was planned."""
+    before = comparison_record(("current", "served"), price=6.0, device_bytes=500)
+    cost = dataclasses.replace(Cost.of((), 4.0, [before]), device_bytes=700)
+    record = round_record(3, cost=cost, comparisons=[before])
+    forecast = RoundForecast(price=4.0, device_bytes=100, metric="loss")
+    assert compared(forecast, record) == (
+        "compared with the forecast: 1 times the cost, 2 times the bytes"
+    )

@@ -165,6 +165,8 @@ class RestOfRun:
     ) -> Preference | None:
         """Return the best courses; None if too few rounds of a side were evaluated.
 
+        It is None as well if the values are too large for a forecast.
+
         Args:
             observation: of the round to plan, with a target.
             broken: the last round before others that began with earlier models, and the last of
@@ -192,9 +194,12 @@ class RestOfRun:
         known = {side: len(progress_by_round(observation, REGIMES[side])) for side in OTHER}
         if kinds != set(OTHER) or min(known.values()) < LEAST_CHANGES:
             return None
-        curves = learning_curves.LearningCurves.of_metric(
-            name, pieces, learning_curves.Inertia.of(self._strategy)
-        )
+        try:
+            curves = learning_curves.LearningCurves.of_metric(
+                name, pieces, learning_curves.Inertia.of(self._strategy)
+            )
+        except ValueError:  # a run that has diverged has values that nothing can be made of
+            return None
         objective: Literal["time", "cost"] = (
             "cost" if self._strategy.objective == "cost" else "time"
         )
