@@ -87,8 +87,16 @@ class ChaosDeployment:
             "datacenter.ranks": 0,
             "time.lease_seconds": LEASE_SECONDS,
         }
-        if job.task.data is not None:
-            changes["task.data"] = f"{job.name}/{job.task.data}"
+        self._data = job.task.data_in(base)
+        if self._data is not None:
+            self._data = self._data.resolve()
+            if not self._data.exists():
+                raise UserError(f"task.data={job.task.data!r} is not there: {self._data}")
+            if self._data.is_relative_to(self._source.parent):
+                place = f"{job.name}/{self._data.relative_to(self._source.parent)}"
+            else:
+                place = f"{job.name}-data"
+            changes["task.data"] = place
         self.job = with_changes(job, changes)
 
     @property
@@ -106,8 +114,7 @@ class ChaosDeployment:
         """Create a server, start it, and let every participant join and start."""
         (self.directory / "logs").mkdir(parents=True, exist_ok=True)
         initialise(self.server_state, ["127.0.0.1"])
-        folder = self.tasks / self.job.name
-        shutil.copytree(self._source.parent, folder, ignore=self._left_out)
+        self.copy_task()
         self.port = _free_pair()
         address = f"127.0.0.1:{self.port}"
         self._add(SERVER, ["server", "start", str(self.server_state), "--address", address])
@@ -121,14 +128,40 @@ class ChaosDeployment:
             proxied = await self._proxied(name, ports[index % len(ports)] if ports else self.port)
             shard = f"{index}/{self.devices}"
             start = ["client", "start", "--state", str(state), "--server", proxied]
-            self._add(name, [*start, "--shard", shard, "--tasks", str(self.tasks)])
+            own = ["--shard", shard, "--tasks", str(self.tasks), *self.data_options]
+            self._add(name, [*start, *own])
         for name in datacenter_names(self.datacenters):
             state = self.participant_state(name)
             await self._join(name, "datacenter", state / "membership")
             proxied = await self._proxied(name, self.port)
             launch = ["datacenter", "launch", "--state", str(state), "--server", proxied]
             ranks = ["--ranks", str(self.ranks), "--grace", "5", "--tasks", str(self.tasks)]
-            self._add(name, [*launch, *ranks])
+            self._add(name, [*launch, *ranks, *self.data_options])
+
+    def copy_task(self) -> None:
+        """Copy the task's folder to where all processes load it, and its data, if they are apart.
+
+        A server reads data only below its tasks, so those of a job that names another folder are
+        copied there.
+        """
+        folder = self.tasks / self.job.name
+        shutil.copytree(self._source.parent, folder, ignore=self._left_out)
+        if self._data is None:
+            return
+        copied = self.tasks / str(self.job.task.data)
+        if copied.exists():
+            return
+        if self._data.is_dir():
+            shutil.copytree(self._data, copied, ignore=self._left_out)
+        else:
+            shutil.copy2(self._data, copied)
+
+    @property
+    def data_options(self) -> list[str]:
+        """Options that name the job's data; participants take no path from a job of a server."""
+        if self.job.task.data is None:
+            return []
+        return ["--data", str(self.tasks / self.job.task.data)]
 
     async def stop(self) -> list[str]:
         """End every process; returns a sentence for each that did not end by itself."""

@@ -86,15 +86,17 @@ def check(job: Job, task: Task, base: Path) -> str:
     return "; ".join([*tried, *_limits_of_updates(job), *robust])
 
 
-def check_settings(job: Job) -> Policy:
+def check_settings(job: Job, ranks: int | None = None) -> Policy:
     """Refuse settings that cannot be used, whatever the model; returns the job's policy.
+
+    `ranks` is the number of ranks of the datacenter, by default `datacenter.ranks`.
 
     Raises:
         UserError: with the reason.
     """
     policy = load_policy(job.strategy)
     _check_population(job)
-    check_participants(job, policy, _devices(job))
+    check_participants(job, policy, _devices(job), ranks)
     CheckedSelection(job.federated)
     if 0 < job.federated.clients < job.federated.cohort:
         raise JobError(

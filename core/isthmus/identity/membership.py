@@ -78,8 +78,8 @@ class Membership:
         except FileNotFoundError as error:
             raise UserError(
                 f"{directory} holds no membership ({Path(str(error.filename)).name} is missing); "
-                "join a server first: isthmus client (or datacenter, or operator) join HOST:PORT "
-                "TOKEN"
+                "join a server first, by isthmus client (or datacenter, operator, server "
+                "aggregator) join"
             ) from None
         except (OSError, ValueError, KeyError, TypeError, AdmissionRefused) as error:
             if isinstance(error, UserError) and not isinstance(error, DamagedError):

@@ -84,15 +84,17 @@ def changed_plans(
             return ChangedPlan(name=name, changes=changes, refused=str(error))
         return ChangedPlan.of(name, changes, found)
 
-    for name, changes, number in _changes(job, ranks):
+    for name, changes, number in _changes(job, ranks, trains_there=sides.datacenter is not None):
         known = sides.datacenter if number == ranks else None
         yield planned(name, changes, task, number, known)
     adapted = adapted_task(task, ADAPTER_RANK)
     yield planned(f"adapters of rank {ADAPTER_RANK}, frozen base", {}, adapted, ranks, None)
 
 
-def _changes(job: Job, ranks: int) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Names, changed keys and numbers of ranks."""
+def _changes(
+    job: Job, ranks: int, *, trains_there: bool
+) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Names, changed keys and numbers of ranks; `trains_there`: the job has rounds of the ranks."""
     federated = job.federated
     cohorts = {"cohort x 2": 2 * federated.cohort, "cohort / 2": federated.cohort // 2}
     for name, cohort in cohorts.items():
@@ -104,7 +106,7 @@ def _changes(job: Job, ranks: int) -> Iterator[tuple[str, dict[str, Any], int]]:
         yield name, changes, ranks
     for bits in (2, 3, 4, 8):
         yield from _with_bits(job, ranks, bits)
-    if ranks:
+    if trains_there:
         doubled = {"datacenter.ranks": 2 * ranks} if job.datacenter.ranks else {}
         yield "ranks x 2", doubled, 2 * ranks
         if job.datacenter.zero_stage != 3:

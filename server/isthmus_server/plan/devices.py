@@ -66,9 +66,11 @@ class PlannedDevices:
             "for, are on top"
         ]
         if job.evaluation.devices:
+            every = job.evaluation.every
+            rounds = "round" if every == 1 else f"{every} rounds"
             notes.append(
                 f"each of {job.evaluation.devices} devices that evaluate receives the model, "
-                f"{layout.nbytes:,} bytes at most, after every {job.evaluation.every} rounds"
+                f"{layout.nbytes:,} bytes at most, after every {rounds}"
             )
         if job.model.start:
             notes.append("each device gets the files of model.start once, on top")

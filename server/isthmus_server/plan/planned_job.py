@@ -72,7 +72,7 @@ class PlannedJob:
             calibration = Calibration.of(options.calibrate, job, base)
         sides = Sides.of(job, task, base, ranks, question, options.mbit)
         if sides.datacenter is None:
-            _refuse_about_ranks(options)
+            _refuse_about_ranks(options, job, ranks)
         changes = [ChangedPlan.of("as it is", {}, sides)]
         changes += changed_plans(job, task, base, ranks, sides, on_gpus=options.on_gpus)
         trials = None
@@ -289,8 +289,13 @@ def _ranged(figures: list[Figure]) -> Figure:
     return dataclasses.replace(figures[0], value=least, most=most)
 
 
-def _refuse_about_ranks(options: PlanOptions) -> None:
-    """Refuse options about ranks for a job without a datacenter.
+def _refuse_about_ranks(options: PlanOptions, job: Job, ranks: int) -> None:
+    """Refuse options about ranks for a job that trains nothing in a datacenter.
+
+    Args:
+        options: what is asked.
+        job: the job.
+        ranks: of the datacenter; 0 for none.
 
     Raises:
         UserError: with the first one.
@@ -304,9 +309,15 @@ def _refuse_about_ranks(options: PlanOptions) -> None:
         "--mtbf-hours": options.mtbf_hours is not None,
         "--collectives": options.collectives,
     }
+    if ranks:
+        missing = (
+            f"strategy.policy={job.strategy.policy!r} trains no rounds there; choose another, such "
+            "as --set strategy.policy=datacenter,"
+        )
+    else:
+        missing = "the job has none; give --ranks"
     for option, is_given in given.items():
         if is_given:
             raise UserError(
-                f"{option} is about the ranks of a datacenter, and the job has none; give --ranks "
-                "or leave it out"
+                f"{option} is about the ranks of a datacenter, and {missing} or leave it out"
             )

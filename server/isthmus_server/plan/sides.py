@@ -64,7 +64,7 @@ class Sides:
                 "a plan is of jobs with a task and the rounds of Isthmus; what an app of "
                 "federated.flower sends and computes is not known before it has run"
             )
-        policy = check_settings(job)
+        policy = check_settings(job, ranks)
         parts = ModelParts.of(job, task)
         layout = parts.division.exchanged
         any_parameter = [torch.nn.Parameter(torch.zeros(1))]

@@ -62,19 +62,22 @@ def state_in_words(policy: str, state: Mapping[str, Any]) -> list[str]:
     return [", ".join(f"{name}={value}" for name, value in sorted(state.items()))]
 
 
-def check_participants(job: Job, policy: Policy, clients: int | None = None) -> None:
+def check_participants(
+    job: Job, policy: Policy, clients: int | None = None, ranks: int | None = None
+) -> None:
     """Refuse a job whose policy needs participants that `isthmus run` does not start.
 
     A job that starts none is for a server, which participants join. `clients` is the number of
-    devices, by default `federated.clients`.
+    devices, by default `federated.clients`; `ranks` those of the datacenter, by default
+    `datacenter.ranks`.
 
     Raises:
         JobError: with what is missing.
     """
     clients = job.federated.clients if clients is None else clients
-    ranks = job.datacenter.ranks
-    if not clients and not ranks:
+    if not clients and not job.datacenter.ranks:
         return
+    ranks = job.datacenter.ranks if ranks is None else ranks
     regimes: Collection[Kind] = getattr(policy, "regimes", ())
     for regime in regimes:
         name = f"strategy.policy={job.strategy.policy!r} trains {regime} rounds"

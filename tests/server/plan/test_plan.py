@@ -27,6 +27,10 @@ SEQUENTIAL = """
     def model(self):
         return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
 """
+VALIDATION = """
+    def validation_data(self, participant):
+        return self.local_data(participant)
+"""
 DEVICES = ("federated.clients=4", "federated.cohort=4")
 RANKS = ("datacenter.ranks=2", "datacenter.batch_size=4", *DEVICES)
 FEDERATED = (*DEVICES, "strategy.policy=federated")
@@ -177,6 +181,32 @@ def test_impossible_numbers_of_ranks_are_refused(job_file):
 def test_options_that_do_not_fit_are_refused(options, sentence, job_file):
     with pytest.raises(UserError, match=sentence):
         plan_of(job_file, FEDERATED, PlanOptions(**options))
+
+
+def test_ranks_that_no_round_uses_are_refused_with_the_policy(job_file):
+    sentence = r"strategy.policy='federated' trains no rounds there; choose another"
+    with pytest.raises(UserError, match=sentence):
+        plan_of(job_file, FEDERATED, PlanOptions(ranks=4, layouts=True))
+    changes = {each.name for each in plan_of(job_file, FEDERATED, PlanOptions(ranks=4)).changes}
+    assert not changes & {"ranks x 2", "ZeRO 3"}
+
+
+def test_ranks_of_the_command_are_those_that_the_policy_needs(job_file):
+    job = (*DEVICES, "strategy.policy=hybrid", "datacenter.batch_size=4")
+    with pytest.raises(UserError, match=r"datacenter\.ranks=0 starts no datacenter"):
+        plan_of(job_file, job, PlanOptions())
+    plan = plan_of(job_file, job, PlanOptions(ranks=2))
+    assert plan.sides.datacenter.ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("every", "words"), [(1, "after every round"), (2, "after every 2 rounds")]
+)
+def test_how_often_devices_evaluate_is_said(every, words, job_file, write_task):
+    write_task(SEQUENTIAL + VALIDATION)
+    job = (*FEDERATED, "evaluation.devices=3", f"evaluation.every={every}")
+    plan = plan_of(job_file, job, PlanOptions())
+    assert any(note.endswith(words) for note in plan.sides.devices.notes)
 
 
 @pytest.mark.parametrize(
