@@ -6,6 +6,8 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus_chaos.deployment import ChaosDeployment
+from isthmus_chaos.network_plan import KINDS, of_kind, rounds_with_aggregators
+from isthmus_clients.device import owner_limits
 
 
 @pytest.fixture
@@ -49,3 +51,11 @@ def test_data_may_be_one_file(make_job, project):
 def test_data_that_are_not_there_are_named(make_job, project):
     with pytest.raises(UserError, match=r"task.data='../data' is not there"):
         deployed(make_job, project, "../data")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_owners_allow_rounds_of_every_kind_with_aggregators(kind, make_job, project, tmp_path):
+    job = rounds_with_aggregators(make_job("task.source=task.py:Rows", "federated.clients=4"))
+    deployment = ChaosDeployment(job, project, tmp_path / "state", None, 0, aggregators=2)
+    limits = owner_limits.parse(deployment._owner_policy(), "policy.toml")
+    owner_limits.LimitsGuard(limits, tmp_path / "usage.json").check_job(of_kind(job, kind))
