@@ -13,6 +13,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Sequence
 
+from isthmus.job.schema import with_changes
 from isthmus_chaos.deployment import ChaosDeployment
 from isthmus_chaos.injector import FaultInjector
 from isthmus_chaos.invariants import InvariantChecker, attempts_of
@@ -70,6 +71,8 @@ class NetworkSweep:
         self._checker = InvariantChecker(deployment)
         self._references: dict[str, tuple[str, float]] = {}
         """By kind: the job without faults, and the seconds of one of its rounds."""
+        self._seeds = 0
+        """Jobs so far that have a seed of their own."""
 
     async def run(self) -> NetworkReport:
         """Run everything; the deployment is stopped in any case.
@@ -90,7 +93,7 @@ class NetworkSweep:
         return self.report
 
     async def _run_reference(self, kind: str) -> bool:
-        id_ = await self.deployment.submit(of_kind(self.deployment.job, kind))
+        id_ = await self._submit(kind)
         await self._until_attempts(id_, 2)  # in the first one devices open the task, for a while
         begin = time.monotonic()
         finished = await self._finished(id_)
@@ -104,7 +107,7 @@ class NetworkSweep:
 
     async def _disturb(self, fault: AggregatorFault) -> None:
         reference, round_seconds = self._references[fault.kind]
-        id_ = await self.deployment.submit(of_kind(self.deployment.job, fault.kind))
+        id_ = await self._submit(fault.kind)
         # Half of the faults are as early in an attempt as can be, others anywhere in it.
         attempt = self._draw.randint(1, max(1, self.deployment.job.rounds - 1))
         is_met = await self._until_attempts(id_, attempt)
@@ -132,6 +135,18 @@ class NetworkSweep:
             self.report.not_compared += 1
         else:
             self._violation(f"{fault}: the model differs")
+
+    async def _submit(self, kind: str) -> str:
+        """Queue a job with rounds of a kind; returns its id.
+
+        A device gives one vector for one model, so that jobs whose vectors are others have another
+        model to start from.
+        """
+        job = of_kind(self.deployment.job, kind)
+        if kind not in REPEATABLE:
+            self._seeds += 1
+            job = with_changes(job, {"seed": job.seed + self._seeds})
+        return await self.deployment.submit(job)
 
     async def _until_attempts(self, id_: str, count: int) -> bool:
         """Wait until so many attempts have begun; False if the job ends or is too slow."""

@@ -102,7 +102,8 @@ class AttemptLog:
             time: of the attempt.
         """
         receipts = results.receipts
-        price = self._price(_reached(receipts), spec.priced_steps)
+        devices = sum(receipt.regime == "federated" for receipt in receipts)
+        price = self._price(devices, spec.priced_steps)
         on_devices = evaluated.on_devices
         cost = Cost.of(receipts, price, state.comparisons, on_devices)
         record = RoundRecord(
@@ -143,11 +144,12 @@ class AttemptLog:
     ) -> RunState:
         """Record a failed attempt at the next round; `given_up` if its plan is not tried again."""
         receipts = error.receipts if isinstance(error, AttemptFailed) else ()
+        # Devices that were reached are paid for; the work of the ranks is not known.
+        reached = sum(r.started for r in receipts if r.regime == "federated")
         record = FailedAttempt(
             **_common(plan, state.round + 1, state.attempts + 1, receipts, time),
             epsilon=self._epsilon,
-            # The work of the ranks is not known.
-            cost=Cost.of(receipts, self._price(_reached(receipts), 0)),
+            cost=Cost.of(receipts, self._price(reached, 0)),
             error=str(error),
             given_up=given_up,
         )
@@ -163,11 +165,6 @@ class AttemptLog:
     def _price(self, devices: int, steps: int) -> float:
         prices = self._store.job.prices
         return devices * prices.client_update + steps * prices.datacenter_step
-
-
-def _reached(receipts: Sequence[Receipt]) -> int:
-    """The number of devices that are paid for: those that had their request."""
-    return sum(receipt.started for receipt in receipts if receipt.regime == "federated")
 
 
 def _common(

@@ -414,7 +414,8 @@ async def test_a_buffered_run_asks_all_devices_and_learns(deployment, secure):
     assert {r["participant"] for r in taken} == set(names)
     assert max(r["staleness"] for r in taken) > 0
     assert rows[-1]["metrics"]["loss"] < 0.95 * rows[0]["metrics"]["loss"]
-    assert all(row["cost"]["price"] == row["participants"]["started"] for row in rows)
+    # One that was asked when the round was nearly over may not have been reached, and is paid for.
+    assert all(row["cost"]["price"] == row["participants"]["invited"] for row in rows)
     used = [r for r in taken if r["status"] == "accepted"]
     assert all((r["loss"] is None) == (secure == "true") for r in used)
     assert all("loss" in row["training"]["federated"] for row in rows)
