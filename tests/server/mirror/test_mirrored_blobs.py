@@ -44,7 +44,8 @@ class Both(io.RawIOBase):
     """Some bytes and then a stream."""
 
     def __init__(self, first, stream):
-        self.first, self.stream = first, stream
+        self.first = first
+        self.stream = stream
 
     def readable(self):
         return True

@@ -290,7 +290,8 @@ def test_the_cost_of_the_jobs_own_policy_is_said(policy, kinds, job_file):
     plan = plan_of(
         job_file, (*RANKS, f"strategy.policy={policy[0]}", *policy[1:], "rounds=3"), PlanOptions()
     )
-    own, mixture = plan.sides.cost[0], plan.sides.cost[-1]
+    own = plan.sides.cost[0]
+    mixture = plan.sides.cost[-1]
     assert own.name == f"the job's policy, {policy[0]}"
     if kinds is None:
         assert (own.value, own.most) == (mixture.value, mixture.most)

@@ -74,8 +74,14 @@ def followed(world, sure, seed=0):
     target = TargetMetric(name="accuracy", at_least=world.target)
     strategy = strategy_of("adaptive", settings, objective=world.objective, target_metric=target)
     draw = np.random.default_rng(seed)
-    history, state, reasons, states = [], {}, [], []
-    value, seen, elapsed, spent = STARTS, STARTS, 0.0, 0.0
+    history = []
+    state = {}
+    reasons = []
+    states = []
+    value = STARTS
+    seen = STARTS
+    elapsed = 0.0
+    spent = 0.0
     while len(history) < world.rounds:
         observation = observe(
             len(history) + 1,
