@@ -615,7 +615,8 @@ def test_losses_beyond_the_bounds_of_secure_sums_are_said(check_job):
     def loss(self, output, target):
         return 1e4 * super().loss(output, target)
     """
-    for methods in (ON_DEVICES, ON_DEVICES + large.replace("1e4", "1e2")):
+    # Another length: Python takes a file of one second and size for the one it has compiled.
+    for methods in (ON_DEVICES, ON_DEVICES + large.replace("1e4", "100.0")):
         assert "-1000 to 1000" not in check_job(*overrides, methods=methods)
     out = check_job(*overrides, methods=ON_DEVICES + large)
     assert re.search(
