@@ -39,7 +39,8 @@ class InvariantChecker:
     The invariants:
       * a committed round stays committed, with the same model and participants, and round numbers
         have no gaps;
-      * each invited participant of an ended attempt has exactly one receipt;
+      * each invited participant of an ended attempt has exactly one receipt; in a buffered run,
+        where a device may still train when its round ends, none has one before it was invited;
       * the checkpoints that the last commit names exist and have their digests;
       * no job fails, and no process ends for good;
       * with `[privacy]`, whom an attempt or an evaluation has asked is charged in the ledgers of
@@ -212,11 +213,21 @@ class InvariantChecker:
         seen = self.rounds.setdefault(id_, {})
         committed: dict[int, SeenRound] = {}
         self.attempts[id_] = len(rows)
+        is_buffered = self._is_buffered(id_)
+        invited_so_far: set[str] = set()
         for round_, attempt, state, planned, record in rows:
             if record is None:
                 continue
             receipts = json.loads(record)["receipts"]
-            yield from _receipts(round_, attempt, json.loads(planned), receipts)
+            names = sorted(receipt["participant"] for receipt in receipts)
+            plan = json.loads(planned)
+            invited = sorted([*plan["invited"], *plan["datacenters"]])
+            invited_so_far.update(invited)
+            about = f"round {round_} attempt {attempt}"
+            if not is_buffered and names != invited:
+                yield f"{about} invited {invited} and has receipts of {names}"
+            elif len(set(names)) < len(names) or not invited_so_far.issuperset(names):
+                yield f"{about} has receipts of {names}, and {sorted(invited_so_far)} were invited"
             if state == "committed":
                 if round_ in committed:
                     yield f"round {round_} is committed twice"
@@ -236,6 +247,10 @@ class InvariantChecker:
         log = self.deployment.runs / id_ / "run.sqlite"
         with _reading(log) as db:
             return json.loads(db.execute("SELECT final FROM run").fetchone()[0])
+
+    def _is_buffered(self, id_: str) -> bool:
+        description = json.loads((self.deployment.runs / id_ / "job.json").read_text())
+        return bool(description["job"]["federated"]["mode"] == "buffered")
 
     def _final(self, id_: str) -> Iterator[str]:
         import torch
@@ -261,15 +276,6 @@ def attempts_of(directory: Path) -> int:
         sqlite3.Error: its log cannot be read, or is not there yet.
     """
     return len(_read(directory / "run.sqlite")[0])
-
-
-def _receipts(
-    round_: int, attempt: int, planned: dict[str, Any], receipts: list[dict[str, Any]]
-) -> Iterator[str]:
-    names = sorted(receipt["participant"] for receipt in receipts)
-    invited = sorted([*planned["invited"], *planned["datacenters"]])
-    if names != invited:
-        yield f"round {round_} attempt {attempt} invited {invited} and has receipts of {names}"
 
 
 def _damaged(folder: Path, state: str | None) -> list[str]:

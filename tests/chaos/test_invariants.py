@@ -1,5 +1,6 @@
 """Each violation is found in the files of a deployment, once."""
 
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -75,6 +76,19 @@ def test_a_missing_receipt_is_found(deployed):
     store, checker = deployed
     store._db.execute("UPDATE attempts SET planned=json_set(planned, '$.invited', json('[\"z\"]'))")
     assert all("invited ['z']" in violation for violation in checker.check())
+
+
+def test_a_device_of_a_buffered_run_may_have_its_receipt_in_a_later_round(make_job, tmp_path):
+    job = make_job("federated.mode=buffered", "federated.buffer.concurrency=4")
+    with contextlib.closing(Store.create(tmp_path / "runs/digits-1", job, tmp_path)) as store:
+        for round_ in (1, 2):
+            commit(store, round_)
+        checker = InvariantChecker(Files(tmp_path, store))
+        invited = "UPDATE attempts SET planned=json_set(planned, '$.invited', json('[\"{}\"]'))"
+        store._db.execute(invited.format("z") + " WHERE round=2")
+        assert checker.check() == []
+        store._db.execute(invited.format("z"))
+        assert all("and ['z'] were invited" in violation for violation in checker.check())
 
 
 def test_a_damaged_and_a_missing_checkpoint_are_found(deployed):
