@@ -465,10 +465,7 @@ class PaddedMixture(Padded, Mixture):
 
 
 class EvenMixture(Padded):
-    """Its experts have equally many words, as the report of memory assumes.
-
-    What a router chooses depends on the processor: its random numbers are not the same on all.
-    """
+    """Its experts have equally many words, as the report of memory assumes."""
 
     def model(self) -> nn.Module:
         return Decoder(self.settings.get("blocks", 2), tied=True, kind=EvenMixtureBlock)
