@@ -313,7 +313,9 @@ async def test_idle_connections_keep_nobody_out(balanced, kind):
                         pass
                 finally:
                     writer.transport.abort()
-            await asyncio.sleep(0.1)  # a caller that waits for less is one that floods
+            # All of them together come back more slowly than connections become idle (128 in a
+            # second), so that there is a place for the newcomer at any time, and not by chance.
+            await asyncio.sleep(0.5)
 
     callers = [asyncio.create_task(hold()) for _ in range(150)]
     try:
