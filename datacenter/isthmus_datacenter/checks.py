@@ -137,7 +137,7 @@ def memory(job: Job, task: Task, base: Path, ranks: int, accelerators: bool) -> 
     count = len(rows)
     found = memory_of(task, job, rows, ranks, accelerators=accelerators)
     at_a_time = "1 example" if count == 1 else f"{count} examples"
-    return [
+    lines = [
         f"on each of {ranks} ranks ({'GPUs' if accelerators else 'processors'}), the most:",
         f"parameters   {_in_units(found.parameters)}",
         f"gradients    {_in_units(found.gradients)}",
@@ -145,6 +145,12 @@ def memory(job: Job, task: Task, base: Path, ranks: int, accelerators: bool) -> 
         f"activations  {_in_units(found.activations)}, of {at_a_time} at a time",
         f"peak         {_in_units(found.peak)} of a step, with what is gathered for a while",
     ]
+    if job.datacenter.expert_parallel > 1:
+        lines.append(
+            "this is with tokens spread evenly over experts: activations and peak are larger on a "
+            "rank whose experts get more"
+        )
+    return lines
 
 
 def collectives(job: Job, task: Task, base: Path, ranks: int, accelerators: bool) -> list[str]:

@@ -39,7 +39,7 @@ from isthmus_datacenter.checkpointing.model_file import load_shards, store_shard
 from isthmus_datacenter.checkpointing.named_state import named_state
 from isthmus_datacenter.checkpointing.shard_files import read_shards, write_shards
 from isthmus_datacenter.messages import Command, ControlSignal
-from isthmus_datacenter.parallel import host_messages
+from isthmus_datacenter.parallel import expert_parallel, host_messages
 from isthmus_datacenter.parallel.gradient_check import Reductions
 from isthmus_datacenter.parallel.host_messages import send_without_overlap
 from isthmus_datacenter.parallel.model_shard import GradientAllReduce, ModelShard, local
@@ -215,6 +215,29 @@ def memory_of_real_tensors(rank: int, open_command: dict[str, Any], rows: int) -
     with _messages_are_let_go():
         found = memory_of_tensors(task, job, examples, dist.get_world_size())
     return dataclasses.asdict(found)
+
+
+def memory_and_parts_of_experts(
+    rank: int, open_command: dict[str, Any], rows: int
+) -> tuple[dict[str, int], list[tuple[list[int], list[int]]]]:
+    """`memory_of_real_tensors`, and how many tokens each call of experts sent and received."""
+    parts = []
+    exchange = expert_parallel._exchange
+
+    def counted(
+        tokens: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        parts.append((sent, received))
+        output: torch.Tensor = exchange(tokens, received, sent, group)
+        return output
+
+    expert_parallel._exchange = counted
+    try:
+        memory = memory_of_real_tensors(rank, open_command, rows)
+    finally:
+        expert_parallel._exchange = exchange
+    # Each call of experts has two exchanges, of which the second brings the tokens back.
+    return memory, parts[::2]
 
 
 def refused_training(rank: int, operation: Operation) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
@@ -18,6 +19,8 @@ from isthmus.errors import TaskError, UserError
 from isthmus.job.commands import job as job_command
 from isthmus.task import Participant
 from isthmus.task.scoring import build_model
+from isthmus_datacenter import checks
+from isthmus_datacenter.parallel.expert_parallel import _DividedExperts
 from isthmus_datacenter.training import memory_report, one_rank
 from isthmus_datacenter.training.memory_report import (
     RankMemory,
@@ -75,7 +78,7 @@ PARTITIONED = [
     (2, "MostlyFrozen", {"zero_stage": 3}),
     (2, "MostlyFrozen", {"tensor_parallel": 2}),
     (2, "MostlyFrozen", {"pipeline_parallel": 2}),
-    (2, "EvenMixture", {}),
+    (2, "PaddedMixture", {}),
     (2, "EvenMixture", {"expert_parallel": 2}),
     (2, "EvenMixture", {"expert_parallel": 2, "zero_stage": 3}),
     (4, "Padded", {"pipeline_parallel": 2, "zero_stage": 2}),
@@ -102,6 +105,48 @@ def test_partitioned_models_are_those_of_real_ranks(
     assert [found.parameters, found.gradients, found.optimizer] == most
     rows = examples_at_once(setup.job, ranks)
     assert_like_real_ranks(found, partial(on_ranks, ranks, "memory_of_real_tensors", opening, rows))
+
+
+UNEVEN = [
+    (2, {"expert_parallel": 2}),
+    (2, {"expert_parallel": 2, "zero_stage": 3}),
+    (4, {"pipeline_parallel": 2, "expert_parallel": 2}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), UNEVEN)
+def test_only_uneven_tokens_make_it_another_than_that_of_real_ranks(
+    ranks: int, layout: dict[str, Any], make_setup: Any, on_ranks: Any, monkeypatch: Any
+) -> None:
+    """With the tokens that each rank's experts really get, the report is that of the ranks."""
+    more = {"zero_stage": 0, **layout}
+    setup = make_setup("PaddedMixture", {}, ranks=ranks, batch_size=4, **more)
+    even = report(setup, ranks)
+    rows = examples_at_once(setup.job, ranks)
+    program = "memory_and_parts_of_experts"
+    memories, parts = zip(*on_ranks(ranks, program, setup.open_command(), rows), strict=True)
+    assert any(sum(received) != sum(sent) for each in parts for sent, received in each)
+    found = []
+    for member in range(2):
+        # The report takes one rank of each stage; here it has the parts of that group's member.
+        turns = [iter(parts[rank - rank % 2 + member]) for rank in range(ranks)]
+        monkeypatch.setattr(
+            _DividedExperts,
+            "_even_parts",
+            lambda experts, choices, turns=turns: next(turns[dist.get_rank()]),
+        )
+        found.append(dataclasses.asdict(report(setup, ranks)))
+    for key, count in dataclasses.asdict(even).items():
+        most = max(each[key] for each in memories)
+        assert max(each[key] for each in found) == pytest.approx(most, rel=0.05)
+        assert most >= count
+
+
+def test_the_command_says_so(make_setup: Any, tmp_path: Path) -> None:
+    for experts in (1, 2):
+        setup = make_setup("PaddedMixture", {}, batch_size=4, expert_parallel=experts)
+        lines = checks.memory(setup.job, setup.task, tmp_path, 2, accelerators=False)
+        assert ("tokens spread evenly over experts" in lines[-1]) == (experts > 1)
 
 
 def assert_like_real_ranks(
