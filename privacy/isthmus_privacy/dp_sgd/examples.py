@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,15 +18,18 @@ from isthmus.task.definition import defines
 from isthmus.task.scoring import map_tensors
 from isthmus.task.scoring.inputs import move, tensors_of
 from isthmus_privacy.dp_sgd.isolation import (
-    GeneratorStates,
     compares,
     kept_generators,
     same_bits,
+    seed_generators,
 )
 from isthmus_privacy.dp_sgd.sampling import poisson_sample
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-"""Types whose values are equal if they look the same."""
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(enum.Enum, torch.dtype, torch.device),
+)
+"""Types of what cannot change, and whose values are equal if they look the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +60,8 @@ class SampledExamples:
 
     Ranks of a datacenter divide the examples among them and each draws among its own, so that
     together they have drawn among all; a device draws among all that it has. An example is collated
-    alone, so that nothing of it depends on others but by what the dataset or collate() keeps, which
-    is compared.
+    alone, from memory of its own and with random numbers of its own, so that nothing of it depends
+    on others but by what the dataset or collate() keeps, which is compared.
     """
 
     def __init__(
@@ -69,8 +74,8 @@ class SampledExamples:
         self._own = own
         self._probability = probability
         self._steps = 0
-        self._repeated: tuple[int, GeneratorStates, Any] | None = None
-        """An example that is read again: its index, random numbers to begin with, and it."""
+        self._repeated: tuple[int, int, Any] | None = None
+        """An example that is read again: its index, what its random numbers follow from, and it."""
 
     def check(self, indices: Sequence[int]) -> list[ExampleGroup]:
         """Read some examples as `read` does, and refuse data in which they depend on each other.
@@ -81,10 +86,10 @@ class SampledExamples:
         Raises:
             TaskError: it has not; or see `read`.
         """
-        generators = GeneratorStates(self._device)
         with kept_generators(self._device):
-            one = map_tensors(torch.clone, self._one(indices[0]))
-        self._repeated = indices[0], generators, one
+            origin = _drawn_origin()
+            one = self._one(indices[0], origin)
+        self._repeated = indices[0], origin, one
         groups = self.read(indices)
         self._check_repeats()
         return groups
@@ -106,8 +111,11 @@ class SampledExamples:
         """The examples at some indices, in groups of equal shapes.
 
         Raises:
-            TaskError: the dataset or collate() failed, or gave a tensor without rows.
+            TaskError: the dataset or collate() failed, or gave a tensor without rows, or what is
+                neither a tensor nor a number or text.
         """
+        # Drawn also where nothing is read, so that who is in a step changes nothing of later ones.
+        origin = _drawn_origin()
         if not indices:
             return []
         if type(self._dataset) is TensorDataset and not defines(self._task, "collate"):
@@ -116,26 +124,34 @@ class SampledExamples:
             rows = move(rows, self._device)
             return [ExampleGroup([each[:1] for each in rows], rows)]
         groups: dict[str, list[Any]] = {}
-        for index in indices:
-            one = self._one(index)
-            groups.setdefault(_shapes(one), []).append(one)
+        with kept_generators(self._device):
+            for index in indices:
+                one = self._one(index, origin)
+                groups.setdefault(_shapes(one), []).append(one)
         return [self._group(members) for members in groups.values()]
 
-    def _one(self, index: int) -> Any:
-        """An example as a batch of one."""
+    def _one(self, index: int, origin: int) -> Any:
+        """An example as a batch of one, in memory that the dataset does not use again.
+
+        What it draws follows from its index and `origin` alone: an augmentation that draws until
+        the result fits would else change the random numbers of all examples after it. Generators
+        are left behind as the example left them.
+        """
+        digest = hashlib.blake2b(f"{origin} {index}".encode(), digest_size=8).digest()
+        seed_generators(self._device, int.from_bytes(digest))
         with user_code("reading the dataset"):
             row = self._dataset[index]
         with user_code("collate()"):
-            return self._task.collate([row])
+            batch = self._task.collate([row])
+        return map_tensors(torch.clone, batch, _checked_other)
 
     def _check_repeats(self) -> None:
         """Read the first example again, after whatever was read since."""
         if self._repeated is None:
             return
-        index, generators, before = self._repeated
+        index, origin, before = self._repeated
         with kept_generators(self._device):
-            generators.restore()
-            now = self._one(index)
+            now = self._one(index, origin)
         if not _is_same(before, now):
             raise TaskError(
                 "an example is another one when it is read again after others, with the same "
@@ -151,6 +167,26 @@ class SampledExamples:
         return ExampleGroup(one, move([torch.cat(column) for column in columns], self._device))
 
 
+def _drawn_origin() -> int:
+    """What the random numbers of the examples of a step follow from, drawn from PyTorch's."""
+    return int(torch.randint(2**62, (), dtype=torch.int64))
+
+
+def _checked_other(each: object) -> object:
+    """What is no tensor in a batch.
+
+    Raises:
+        TaskError: it may hold data that depend on other examples, which nothing would compare.
+    """
+    if not isinstance(each, _PLAIN):
+        raise TaskError(
+            f"a batch of one example has a {type(each).__module__}.{type(each).__qualname__}, "
+            "which is not compared when the example is read again; with differential privacy of "
+            "examples return tensors, numbers or text from the dataset or collate()"
+        )
+    return each
+
+
 def _shapes(one: Any) -> str:
     """Equal for batches of one whose tensors can be put together."""
     tensors: list[str] = []
@@ -164,16 +200,12 @@ def _shapes(one: Any) -> str:
             )
         tensors.append(f"{tuple(each.shape)} {each.dtype}")
 
-    def note_other(each: object) -> None:
-        # Others may look the same: NumPy leaves out most of a long array.
-        others.append(repr(each) if isinstance(each, _PLAIN) else f"object {id(each)}")
-
-    map_tensors(note, one, note_other)
+    map_tensors(note, one, lambda each: others.append(repr(each)))
     return f"{tree_structure(one)} {tensors} {others}"
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two batches of one example have the same bits; objects that are no data, types."""
+    """Whether two batches of one example have the same bits."""
     leaves: list[list[object]] = [[], []]
     for each, found in zip((one, other), leaves, strict=True):
         map_tensors(found.append, each, found.append)
@@ -183,4 +215,4 @@ def _is_same(one: Any, other: Any) -> bool:
 def _is_same_leaf(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and same_bits(one, other)
-    return type(one) is type(other) and (not isinstance(one, _PLAIN) or repr(one) == repr(other))
+    return type(one) is type(other) and repr(one) == repr(other)

@@ -213,6 +213,17 @@ def kept_generators(device: torch.device) -> Iterator[None]:
         states.restore()
 
 
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed all generators that code may use without having one of its own; `seed` has 64 bits."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
 class GeneratorStates:
     """The states of all generators that code may use without having one of its own."""
 

@@ -122,6 +122,12 @@ class Numbers(Dataset):
             return self.cache.setdefault(index, value)
         if self.kind == "augmented":
             return value * torch.rand(1) * float(np.random.rand()) * random.random()
+        if self.kind == "augmented until it fits":
+            while (drawn := torch.rand(1)) > 0.9 / (1 + index) or random.random() > 0.5:
+                np.random.rand()
+            return value * drawn * float(np.random.rand()) * random.random()
+        if self.kind == "reused memory":
+            return self.kept.copy_(value)
         return value
 
 
@@ -137,7 +143,25 @@ class Collating(Table):
         return batch - before
 
 
+class Alone(Table):
+    """Does not copy a single row."""
+
+    def collate(self, rows):
+        return rows[0][None] if len(rows) == 1 else super().collate(rows)
+
+
+class OfArrays(Table):
+    """Leaves it to `forward()` to make tensors."""
+
+    def collate(self, rows):
+        return {"x": super().collate(rows), "array": np.ones(3)}
+
+
 def source_of(kind):
+    if kind == "arrays":
+        return SampledExamples(OfArrays({}), Numbers(kind), range(6), 1.0, torch.device("cpu"))
+    if kind == "reused memory":
+        return SampledExamples(Alone({}), Numbers(kind), range(6), 1.0, torch.device("cpu"))
     task = Collating({}) if kind == "collate" else Table({})
     return SampledExamples(task, Numbers(kind), range(6), 1.0, torch.device("cpu"))
 
@@ -157,6 +181,36 @@ def test_data_of_examples_alone_are_read_as_before(kind):
         (groups,) = source.batches(0, 1)
         found.append([group.tensors[0], groups[0].tensors[0], torch.rand(1)])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kind", ["augmented", "augmented until it fits"])
+def test_what_an_example_draws_changes_nothing_of_others(kind):
+    """Nor of later steps: neither by what it draws nor by whether it is there."""
+    found = []
+    for indices in ([0, 1, 2, 3], [5, 1, 2, 3], [1, 2, 3]):
+        seed_everything(7)
+        source = source_of(kind)
+        (group,) = source.read(indices)
+        source.read(indices[:-3])
+        (later,) = source.read([4])
+        drawn = torch.rand(1), torch.tensor(np.random.rand()), torch.tensor(random.random())
+        found.append([group.tensors[0][-3:], later.tensors[0], *drawn])
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+    (first,) = source.read([1, 2])
+    (second,) = source.read([1, 2])
+    assert not torch.equal(first.tensors[0], second.tensors[0])  # each step draws anew
+    assert first.tensors[0][0] / 2 != first.tensors[0][1] / 3  # and each example
+
+
+def test_examples_are_copied_from_memory_that_is_used_again():
+    (group,) = source_of("reused memory").check([3, 1, 0])
+    assert group.tensors[0].flatten().tolist() == [4.0, 2.0, 1.0]
+
+
+def test_what_is_neither_tensor_nor_number_nor_text_is_refused():
+    with pytest.raises(TaskError, match=r"has a numpy\.ndarray, which is not compared when"):
+        source_of("arrays").check(range(2))
 
 
 def test_data_that_begin_to_keep_something_are_refused_in_a_later_step():
