@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import unicodedata
 from collections.abc import Iterator
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -67,6 +68,10 @@ MIN_REAL = 1e-38
 """Smallest magnitude of a real number that is not 0: so do quotients, and float32 can hold it."""
 MAX_SECONDS = 1e9
 """Longest duration, 32 years; in hours, so many of them. Clocks and timers hold it."""
+MAX_TEXT = 2048
+"""Characters of the longest text: with the folder before it, a path may have 4,096 bytes."""
+MAX_PART = 255
+"""Bytes of the longest part of a path, as long as the longest name of a file."""
 
 
 class Section(BaseModel):
@@ -82,7 +87,13 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _can_be_held(cls, value: Any, field: ValidationInfo) -> Any:
-        """Refuse numbers that messages and tables do not hold, or that overflow in products."""
+        """Refuse numbers that messages and tables do not hold, or that overflow in products.
+
+        And text that is no name of a file: most of a job's text names one, and where it is looked
+        for, on another machine, such a name would be an error of the operating system.
+        """
+        if isinstance(value, str):
+            return _without_control(value)
         if type(value) is float:
             return _bounded(value, str(field.field_name))
         if type(value) is not int:
@@ -101,6 +112,20 @@ def _bounded(value: float, name: str) -> float:
         raise ValueError(f"must be at most {largest:g}, and is {value:g}")
     if value and abs(value) < MIN_REAL:
         raise ValueError(f"must be 0 or at least {MIN_REAL:g}, and is {value:g}")
+    return value
+
+
+def _without_control(value: str) -> str:
+    """Return text of a job if it has no control characters, and no part that is too long."""
+    if any(unicodedata.category(each) in ("Cc", "Cs") for each in value):
+        raise ValueError(f"must have no control characters, and is {ascii(value)[:80]}")
+    if len(value) > MAX_TEXT:
+        raise ValueError(f"must have at most {MAX_TEXT} characters, and has {len(value)}")
+    part = max(len(each.encode()) for each in value.split("/"))
+    if part > MAX_PART and "://" not in value:
+        raise ValueError(
+            f"has a part of {part} bytes, and no name of a file has more than {MAX_PART}"
+        )
     return value
 
 

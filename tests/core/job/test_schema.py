@@ -490,3 +490,28 @@ def test_every_real_number_has_bounds(section, name, value):
 def test_no_duration_is_longer_than_clocks_hold(override):
     with pytest.raises(JobError, match=r"must be at most 1e\+09, and is (1e\+10|2e\+09)"):
         parse_job(SMALLEST, ["federated.participation.rounds=1", override])
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        (
+            {"task": {"source": "sm\0ll.py:Small"}},
+            r"no control characters, and is 'sm\\x",
+        ),
+        ({"task": {"data": "a\nb"}}, "must have no control characters"),
+        ({"task": {"data": "a/" * 1025}}, "must have at most 2048 characters, and has 2050"),
+        ({"model": {"start": "a" * 300}}, "has a part of 300 bytes, and no name of a file has"),
+        ({"strategy": {"policy": "ä" * 128 + ":C"}}, "has a part of 258 bytes, and no name"),
+    ],
+)
+def test_text_that_is_no_name_of_a_file_is_refused(override, why):
+    """Where it is looked for, on another machine, it would be an error of the operating system."""
+    tables = {"name": "n", "task": {"source": "t.py:T"}}
+    for table, values in override.items():
+        tables[table] = {**tables.get(table, {}), **values}
+    with pytest.raises(ValidationError, match=why):
+        Job.model_validate(tables)
+    assert Job.model_validate(
+        {"name": "n", "task": {"source": "t.py:T", "data": "Messungen/Zürich 2026"}}
+    )
