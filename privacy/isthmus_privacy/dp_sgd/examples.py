@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -87,7 +88,7 @@ class SampledExamples:
             TaskError: it has not; or see `read`.
         """
         with kept_generators(self._device):
-            origin = _drawn_origin()
+            origin = secrets.randbits(64)
             one = self._one(indices[0], origin)
         self._repeated = indices[0], origin, one
         groups = self.read(indices)
@@ -114,8 +115,6 @@ class SampledExamples:
             TaskError: the dataset or collate() failed, or gave a tensor without rows, or what is
                 neither a tensor nor a number or text.
         """
-        # Drawn also where nothing is read, so that who is in a step changes nothing of later ones.
-        origin = _drawn_origin()
         if not indices:
             return []
         if type(self._dataset) is TensorDataset and not defines(self._task, "collate"):
@@ -124,6 +123,7 @@ class SampledExamples:
             rows = move(rows, self._device)
             return [ExampleGroup([each[:1] for each in rows], rows)]
         groups: dict[str, list[Any]] = {}
+        origin = secrets.randbits(64)
         with kept_generators(self._device):
             for index in indices:
                 one = self._one(index, origin)
@@ -133,9 +133,9 @@ class SampledExamples:
     def _one(self, index: int, origin: int) -> Any:
         """An example as a batch of one, in memory that the dataset does not use again.
 
-        What it draws follows from its index and `origin` alone: an augmentation that draws until
-        the result fits would else change the random numbers of all examples after it. Generators
-        are left behind as the example left them.
+        What it draws follows from its index and `origin`, a secret: an augmentation that draws
+        until the result fits would else change the random numbers of all examples after it.
+        Generators are left behind as the example left them.
         """
         digest = hashlib.blake2b(f"{origin} {index}".encode(), digest_size=8).digest()
         seed_generators(self._device, int.from_bytes(digest))
@@ -165,11 +165,6 @@ class SampledExamples:
         columns = zip(*map(tensors_of, members), strict=True)
         one = move(members[0], self._device)
         return ExampleGroup(one, move([torch.cat(column) for column in columns], self._device))
-
-
-def _drawn_origin() -> int:
-    """What the random numbers of the examples of a step follow from, drawn from PyTorch's."""
-    return int(torch.randint(2**62, (), dtype=torch.int64))
 
 
 def _checked_other(each: object) -> object:

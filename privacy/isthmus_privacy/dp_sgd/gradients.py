@@ -34,6 +34,7 @@ from isthmus_privacy.dp_sgd.isolation import (
     kept_generators,
     place_in,
     replaced,
+    secret_numbers,
 )
 from isthmus_privacy.dp_sgd.kept_state import KeptState
 from isthmus_privacy.dp_sgd.reference import Reference
@@ -106,14 +107,14 @@ class ExampleGradients:
         """The sum (N, float64) of the clipped gradients of all examples of a step.
 
         In some steps one of them is computed before and after all, among others, and the first
-        example of all is computed again.
+        example of all is computed again. What the model draws is secret.
 
         Raises:
             TaskError: see `add_to`; or one example changes the gradients of others.
         """
         compared = compares(self._steps)
         state = KeptState(self._task, self._model, closely=compared)
-        with state.explaining():
+        with state.explaining(), secret_numbers(device):
             before = self._before(groups) if compared else None
             total = self.zeros(device)
             for group in groups:

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import math
 import random
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -222,6 +223,19 @@ def seed_generators(device: torch.device, seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+@contextlib.contextmanager
+def secret_numbers(device: torch.device) -> Iterator[None]:
+    """Within it, what code draws is known to nobody, and was never drawn before.
+
+    Which numbers an example gets of a stream depends on how many others draw. That is no more than
+    other draws of the same distribution as long as nobody knows them; with a seed that is public,
+    as the job's is, one example would change the dropout of all others in a way that can be seen.
+    """
+    with kept_generators(device):
+        seed_generators(device, secrets.randbits(64))
+        yield
 
 
 class GeneratorStates:

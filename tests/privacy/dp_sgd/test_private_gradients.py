@@ -97,6 +97,27 @@ def test_a_gradient_that_is_not_finite_adds_nothing():
     assert clipped_sum(parts, 10.0).tolist() == [1.0, 2.0]
 
 
+class Dropping(Table):
+    """Its model has dropout."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+
+
+def test_nobody_knows_the_dropout_of_a_step():
+    task = Dropping({})
+    torch.manual_seed(1)
+    gradients = ExampleGradients(task, task.model(), 1.0, 8)
+    data = task.rows(9, seed=1)
+    source = SampledExamples(task, data, range(9), 1.0, torch.device("cpu"))
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)  # what everybody knows
+        found.append(gradients.step_sum(source.read(range(9)), torch.device("cpu")))
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0)))
+    assert float((found[0] - found[1]).norm()) > 0.1
+
+
 def test_a_model_that_looks_at_values_is_refused():
     task = Branching({})
     gradients = ExampleGradients(task, task.model(), 1.0, 8)

@@ -40,6 +40,7 @@ from isthmus_privacy.dp_sgd.isolation import (
     kept_generators,
     place_in,
     replaced,
+    secret_numbers,
     summarised,
 )
 from isthmus_privacy.dp_sgd.kept_state import KeptState
@@ -351,7 +352,7 @@ class GhostForwardBackward(PrivateForwardBackward):
         compared = compares(self._steps)
         self.shard.reshard()
         state = self._state(closely=compared)
-        with state.explaining():
+        with state.explaining(), secret_numbers(self.device):
             before = self._before(parts) if compared else None
             self._steps += 1
             # As many passes on all ranks: each gathers parameters, which all ranks do together.
@@ -396,8 +397,11 @@ class GhostForwardBackward(PrivateForwardBackward):
         """Add the clipped gradients of some examples to the parameters' `grad`.
 
         Examples whose gradients are not finite are found by the first backward pass; all passes are
-        then repeated without them, on all ranks, as zero times infinity is not zero.
+        then repeated without them, on all ranks, as zero times infinity is not zero. The model
+        draws the same numbers again: with others, what an example adds would depend on whether
+        another one has failed.
         """
+        generators = GeneratorStates(self.device)
         living = torch.full((len(rows[0]),), alive, dtype=torch.bool, device=self.device)
         while True:
             self._norms.begin(living)
@@ -410,6 +414,7 @@ class GhostForwardBackward(PrivateForwardBackward):
             if not self._largest(int(failed.any())):
                 break
             living = living & ~failed
+            generators.restore()
             del losses  # with its graph
             self.shard.reshard()
         factor = (self._bound / squared.sqrt().clamp(min=1e-300)).clamp(max=1.0)

@@ -1,5 +1,8 @@
 """Ghost clipping sums the same clipped gradients as batches of one, or refuses the model."""
 
+import math
+import secrets
+
 import pytest
 import torch
 from tests.datacenter.task_models import Decoder
@@ -16,7 +19,7 @@ from isthmus_datacenter.parallel.parallel_dims import ParallelDims
 from isthmus_datacenter.training.private import ghost_step
 from isthmus_datacenter.training.private.example_norms import ExampleNorms
 from isthmus_datacenter.training.private.ghost_step import GhostForwardBackward
-from isthmus_privacy.dp_sgd.examples import SampledExamples
+from isthmus_privacy.dp_sgd.examples import ExampleGroup, SampledExamples
 
 CPU = torch.device("cpu")
 
@@ -324,6 +327,36 @@ def test_terms_that_cancel_add_no_more_than_the_bound(kind, length, value, monke
     if (length, value) == (7, 1.7e9):
         monkeypatch.setattr(ghost_step, "_ROUNDED", 1e300)
         assert largest_change(kind, length, value) > 1.1
+
+
+def dropping(task):
+    """(rows, sum): gets the step's sum of some rows of a model with dropout."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 3))
+    steps = forward_backward(task, model, clip=0.3)
+
+    def total(inputs, target):
+        model.zero_grad()
+        torch.manual_seed(0)  # what everybody knows
+        steps._set_gradients([ExampleGroup((inputs[:1], target[:1]), (inputs, target))])
+        return torch.cat([each.grad.flatten() for each in model.parameters()]).double()
+
+    return total
+
+
+def test_an_example_that_fails_changes_no_dropout_of_others(monkeypatch):
+    total = dropping(Table({}))
+    inputs, target = torch.randn(9, 3), torch.arange(9) % 3
+    failed = inputs.clone()
+    failed[4, 1] = math.inf
+    monkeypatch.setattr(secrets, "randbits", lambda count: 5)
+    assert float((total(failed, target) - total(inputs, target)).norm()) <= 0.3 * (1 + 1e-4)
+
+
+def test_nobody_knows_the_dropout_of_a_step():
+    total = dropping(Table({}))
+    inputs, target = torch.randn(9, 3), torch.arange(9) % 3
+    assert float((total(inputs, target) - total(inputs, target)).norm()) > 0.03
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")

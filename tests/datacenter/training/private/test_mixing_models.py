@@ -1,6 +1,8 @@
 """One example changes a step by at most the bound and no other step, or the model is refused."""
 
 import contextlib
+import secrets
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +24,10 @@ STEPS = {1: [[5], [0], [1]], 4: [[0, 5, 1, 2], [3, 4, 0, 1]]}
 
 
 def sums(name, method, batch, *, zero):
-    """The sums of the clipped gradients of all steps; the gradients of number 5 may be zeros."""
+    """The sums of the clipped gradients of all steps; the gradients of number 5 may be zeros.
+
+    Numbers that are secret are those of the step, so that only the example makes a difference.
+    """
     torch.manual_seed(1)
     task = mixing_models.task_of(name)
     model = task.model().train()
@@ -40,17 +45,17 @@ def sums(name, method, batch, *, zero):
     steps.check(sample)
     found = []
     for number, indices in enumerate(STEPS[batch]):
-        torch.manual_seed(number)
         rows = test_ghost_gradients.SampledExamples(task, data, range(6), 1.0, torch.device("cpu"))
         groups = rows.read(indices)
-        if method == "ghost":
-            steps.model.zero_grad()
-            steps._adds_noise = False
-            steps._set_gradients(groups)
-            trained = [each for each in model.parameters() if each.requires_grad]
-            found.append(torch.cat([each.grad.flatten() for each in trained]).double())
-        else:
-            found.append(steps.step_sum(groups, torch.device("cpu")))
+        with mock.patch.object(secrets, "randbits", return_value=number):
+            if method == "ghost":
+                steps.model.zero_grad()
+                steps._adds_noise = False
+                steps._set_gradients(groups)
+                trained = [each for each in model.parameters() if each.requires_grad]
+                found.append(torch.cat([each.grad.flatten() for each in trained]).double())
+            else:
+                found.append(steps.step_sum(groups, torch.device("cpu")))
     return found
 
 
